@@ -1,0 +1,38 @@
+# Everything runs in .venv, which the first target that needs it makes. Needs Python >= 3.11 and make.
+PYTHON ?= python3
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test bench clean
+
+help:
+	@echo "make demo   run the main job: an array of CNNs on real handwritten digits"
+	@echo "make test   lint, types, import contracts, tests"
+	@echo "make bench  compare fused and unfused training (ARGS='--quick' passes arguments on)"
+	@echo "make clean  remove .venv and every cache"
+
+demo: $(STAMP)
+	$(BIN)/python examples/digits_sweep.py
+
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest --numprocesses $(WORKERS)
+
+bench: $(STAMP)
+	$(BIN)/python -m hfusion.bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; \
+	sys.exit(None if sys.version_info >= (3, 11) else f"hfusion needs Python >= 3.11, $(PYTHON) is {v}: try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,examples]'
+	touch $@

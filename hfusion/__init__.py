@@ -1,0 +1,1 @@
+"""Train many PyTorch models at once, each exactly as if alone."""

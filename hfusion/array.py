@@ -1,0 +1,40 @@
+"""How a tensor belongs to an array of models.
+
+A parameter or buffer of a fused module is either the stack of the members' tensors, ``[B, *shape]``, or one tensor
+that all members share. The mark travels with the tensor, so that optimizers and clipping need only the parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+_MARK = "_hfusion_membership"
+
+T = TypeVar("T", bound=torch.Tensor)
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a tensor of a fused module is: ``name`` its key in the state dict, ``members`` B.
+
+    ``stacked``: the first dimension is the member; otherwise the tensor is one object for all members.
+    """
+
+    name: str
+    members: int
+    stacked: bool
+
+
+def mark(tensor: T, membership: Membership) -> T:
+    """Attach ``membership`` to ``tensor`` and return the tensor."""
+    setattr(tensor, _MARK, membership)
+    return tensor
+
+
+def membership(tensor: torch.Tensor) -> Membership | None:
+    """The mark of a fused module's tensor; None for any other tensor."""
+    found = getattr(tensor, _MARK, None)
+    return found if isinstance(found, Membership) else None

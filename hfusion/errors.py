@@ -1,0 +1,17 @@
+"""The errors a user can meet. Each message says what, where, the values, and what to do."""
+
+
+class HFusionError(Exception):
+    """Base class of every error that hfusion raises by itself."""
+
+
+class FusionError(HFusionError):
+    """The models cannot be fused, or the fused module is used in a way that fusion does not allow."""
+
+
+class PlanError(HFusionError):
+    """No plan fits the machine."""
+
+
+class CheckpointError(HFusionError):
+    """A checkpoint is missing, damaged, or of another array."""

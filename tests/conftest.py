@@ -1,0 +1,31 @@
+"""Settings of the whole suite: one thread per process, a fresh seed per test, `gpu` only with CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Small shapes gain nothing from threads, and the suite already runs one process per core.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _isolated() -> Iterator[None]:
+    """Every test starts from seed 0 and leaves the default dtype as it was."""
+    dtype = torch.get_default_dtype()
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(dtype)
