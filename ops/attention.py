@@ -1,0 +1,99 @@
+"""Scaled dot-product attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hfusion.layout import Layout
+from hfusion.ops.random import Probability, dropout_stacked
+from hfusion.ops.rule import Call, PerMember, RuleTable, Site, Value, has_per_member, loop
+
+aten = torch.ops.aten
+
+STACKED = Layout.STACKED
+
+
+def attention(
+    site: Site,
+    query: Value,
+    key: Value,
+    value: Value,
+    attn_mask: Value | None,
+    dropout_p: Any,
+    is_causal: Any,
+    scale: Any,
+    enable_gqa: Any,
+) -> Call:
+    if has_per_member((is_causal, scale, enable_gqa)):
+        operands = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "attn_mask": attn_mask,
+            "dropout_p": dropout_p,
+        }
+        return loop(site, {**operands, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa})
+    rank = max(v.rank for v in (query, key, value))
+    q, k, v = (x.to(STACKED, rank=rank) for x in (query, key, value))
+    mask = attn_mask if attn_mask is None or attn_mask.shared else attn_mask.to(STACKED, rank=rank)
+    arguments = (q, k, v, mask, is_causal, scale, enable_gqa)
+    if isinstance(dropout_p, PerMember) or dropout_p > 0:
+        p: Probability = (
+            tuple(map(float, dropout_p.values)) if isinstance(dropout_p, PerMember) else float(dropout_p)
+        )
+        return Call(attend_with_dropout, (p, site.members, *arguments), STACKED, "written out, own draws")
+    return Call(attend, arguments, STACKED, "members as batch")
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool
+) -> Tensor:
+    """``q [B, *, T, E]``, ``k [B, *, S, E]``, ``v [B, *, S, D]`` -> ``[B, *, T, D]``.
+
+    ``mask`` is shared, with at most the dims of a member's ``q``, or ``[B, ...]`` with as many dims as ``q``.
+    """
+    # Written out as two batched products and a softmax it is no faster, but for sequences of less than 32.
+    if q.dim() != 5 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
+    if mask is not None and mask.dim() >= 4:
+        mask = mask.expand(*q.shape[:2], *mask.shape[-3:]).flatten(0, 1)
+    q_flat, k_flat, v_flat = (x.flatten(0, 1) for x in (q, k, v))
+    y = F.scaled_dot_product_attention(q_flat, k_flat, v_flat, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
+    return y.view(*q.shape[:-1], v.shape[-1])
+
+
+def attend_with_dropout(
+    p: Probability,
+    members: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+) -> Tensor:
+    """As `attend`, each member's weights dropped by its own draws, as torch's written-out attention does."""
+    if gqa:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    weights = dropout_stacked(_weights(q, k, mask, causal, scale), p, members, False, False)
+    return torch.matmul(weights, v)
+
+
+def _weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+    """The softmax of the scores; zero for a query that may attend to nothing, as in torch."""
+    scores = torch.matmul(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT)
+    if causal:
+        scores = scores + scores.new_full(scores.shape[-2:], -math.inf).triu(1)
+    if mask is None:
+        return scores.softmax(-1)
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    return scores.softmax(-1).masked_fill(scores.eq(-math.inf).all(-1, keepdim=True), 0)
+
+
+RULES: RuleTable = {aten.scaled_dot_product_attention.default: attention}

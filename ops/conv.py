@@ -1,0 +1,239 @@
+"""Convolution: one for all members, grouped or dense, a matrix product, or one per member in channels_last.
+
+With a shared input and per-member weights, B convolutions are one with ``B*O`` outputs. With an input per
+member they are one with B times the groups. With shared weights the members are samples. `choose` weighs this
+against the loop over members.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from hfusion.layout import Layout, Listed, lift
+from hfusion.ops.fold import folded
+from hfusion.ops.rule import Call, RuleTable, Site, Value, each, has_per_member, hint, loop
+
+aten = torch.ops.aten
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+Maybe = Tensor | None
+Options = Mapping[str, Any]
+
+
+class Way(enum.Enum):
+    """How B convolutions with weights of their own are computed."""
+
+    PACKED = "packed"
+    LISTED = "listed"
+    PRODUCT = "product"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What `choose` weighs.
+
+    ``size``: elements of one member's input or result, the larger, as far as known. ``pointwise``: a kernel
+    of one position, stride 1, no padding, one group.
+    """
+
+    device: str
+    dims: int
+    size: int | None
+    pointwise: bool
+    input: Layout
+
+
+# Elements of one member up to which, on a CPU, one convolution for all is the faster; above, calls cost
+# little and a member's values stay in the cache. The second limit is for leaving a loop once begun.
+PACKED_UP_TO = 1 << 16
+PACKED_AGAIN_UP_TO = 1 << 13
+
+
+def choose(facts: Facts) -> Way:
+    """The fastest way, as measured over forward and backward of whole networks."""
+    if facts.pointwise and facts.dims == 1 and facts.input is not Layout.LISTED:
+        return Way.PRODUCT
+    if facts.device != "cpu":
+        return Way.PACKED
+    limit = PACKED_AGAIN_UP_TO if facts.input is Layout.LISTED else PACKED_UP_TO
+    return Way.PACKED if facts.size is not None and facts.size <= limit else Way.LISTED
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The rule of one convolution operator with ``dims`` spatial dims.
+
+    ``input [N, C, *S]`` or ``[C, *S]``, ``weight [O, C/groups, *K]``, or ``[C, O/groups, *K]`` if transposed.
+    """
+
+    dims: int
+    transposed: bool = False
+
+    def __call__(self, site: Site, **arguments: Any) -> Call:
+        if has_per_member(arguments):
+            return loop(site, arguments)
+        x, weight, bias = (arguments[name] for name in ("input", "weight", "bias"))
+        options = {k: v for k, v in arguments.items() if k not in ("input", "weight", "bias")}
+        if x.layout is Layout.LISTED and (weight.shared or x.rank == self.dims + 1):
+            return self.listed(site, x, weight, bias, options)
+        if weight.shared:
+            return self.one_weight(site, x, weight, bias, options)
+        if x.rank == self.dims + 1:
+            return self.merged(site, x, weight, bias, options)
+        way = choose(self.facts(site, x, weight, options))
+        if way is Way.LISTED:
+            return self.listed(site, x, weight, bias, options)
+        if way is Way.PRODUCT:
+            return self.product(x, weight, bias)
+        return self.merged(site, x, weight, bias, options)
+
+    def facts(self, site: Site, x: Value, weight: Value, options: Options) -> Facts:
+        same = (1,) * self.dims
+        pointwise = (
+            not self.transposed
+            and tuple(weight.shape[2:]) == same
+            and options["groups"] == 1
+            and tuple(options["stride"]) in (same, (1,))
+            and (isinstance(options["padding"], str) or set(options["padding"]) == {0})
+        )
+        sizes = [hint(x.example.numel()), hint(site.example.numel())]
+        return Facts(
+            x.example.device.type,
+            self.dims,
+            None if None in sizes else max(s for s in sizes if s is not None),
+            pointwise,
+            x.layout,
+        )
+
+    def one_weight(self, site: Site, x: Value, weight: Value, bias: Value | None, options: Options) -> Call:
+        """Members as samples; biases of their own are added afterwards."""
+        wide = x if x.shared else x.to(Layout.STACKED)
+        if bias is not None and not bias.shared:
+            args = (site.target, site.rank, wide, weight, bias.to(Layout.STACKED))
+            return Call(with_biases, args, Layout.STACKED, "folded: shared weight, own biases", options)
+        if x.rank == self.dims + 1:
+            return Call(site.target, (wide, weight, bias), Layout.STACKED, "members as batch", options)
+        return Call(
+            folded, (site.target, 1, wide, weight, bias), Layout.STACKED, "folded: shared weight", options
+        )
+
+    def product(self, x: Value, weight: Value, bias: Value | None) -> Call:
+        """A kernel of one position: one matrix product of a shared input, one per member of a stacked one."""
+        args = (x if x.shared else x.to(Layout.STACKED), weight.to(Layout.STACKED), _stacked(bias))
+        return Call(product, args, Layout.STACKED, "matrix product")
+
+    def merged(self, site: Site, x: Value, weight: Value, bias: Value | None, options: Options) -> Call:
+        """One convolution, dense for a shared input, else grouped: packed, or stacked where there is no N."""
+        dense = x.shared and options["groups"] == 1
+        fn, layout = (
+            (one_sample, Layout.STACKED) if x.rank == self.dims + 1 else (side_by_side, Layout.PACKED)
+        )
+        options = options if dense else {**options, "groups": options["groups"] * site.members}
+        wide = x if dense else x.to(layout)
+        args = (site.target, wide, weight.to(Layout.STACKED), _stacked(bias), dense and self.transposed)
+        return Call(fn, args, layout, "dense: shared input" if dense else "grouped", options)
+
+    def listed(self, site: Site, x: Value, weight: Value, bias: Value | None, options: Options) -> Call:
+        """One convolution per member, in channels_last where torch has it."""
+        operands = [v if v is None or v.shared else v.to(Layout.LISTED) for v in (x, weight, bias)]
+        last = x.rank == self.dims + 2 and x.rank in CHANNELS_LAST and x.example.device.type == "cpu"
+        args = (site.target, site.members, *operands)
+        if last:
+            return Call(channels_last, args, Layout.LISTED, "loop, channels-last", options)
+        return Call(each, (site.target, site.members, operands, options), Layout.LISTED, "loop over members")
+
+
+def side_by_side(
+    convolve: OpOverload, x: Tensor, weight: Tensor, bias: Maybe, inputs_first: bool, **options: Any
+) -> Tensor:
+    """One convolution for all members: shared or packed ``x``, stacked weights, a packed result.
+
+    ``inputs_first``: weights ``[C, O, *K]`` that all meet the same C, so that members lie side by side in O.
+    """
+    merged = weight.movedim(0, 1).flatten(1, 2) if inputs_first else weight.flatten(0, 1)
+    y: Tensor = convolve(x, merged, None if bias is None else bias.reshape(-1), **options)
+    return y
+
+
+def one_sample(
+    convolve: OpOverload, x: Tensor, weight: Tensor, bias: Maybe, inputs_first: bool, **options: Any
+) -> Tensor:
+    """`side_by_side` for shared ``x [C, *S]`` or stacked ``[B, C, *S]``; a stacked result ``[B, O, *S]``."""
+    flat = x.flatten(0, 1) if x.dim() == weight.dim() - 1 else x
+    y = side_by_side(convolve, flat.unsqueeze(0), weight, bias, inputs_first, **options)
+    return y.squeeze(0).unflatten(0, (weight.shape[0], -1))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def with_biases(
+    convolve: OpOverload, rank: int, x: Tensor, weight: Tensor, bias: Tensor, **options: Any
+) -> Tensor:
+    """One weight for all members, which are samples or share ``x``, and ``bias [B, O]``.
+
+    ``rank`` is that of a member's result.
+    """
+    samples = x.dim() > weight.dim()
+    y = folded(convolve, 1, x, weight, None, **options) if samples else convolve(x, weight, None, **options)
+    result: Tensor = y + lift(bias.reshape(*bias.shape, *(1,) * (weight.dim() - 2)), rank)
+    return result
+
+
+def product(x: Tensor, weight: Tensor, bias: Maybe) -> Tensor:
+    """Kernels of one position: ``x [N, C, *S]`` shared or ``[B, N, C, *S]``, ``weight [B, O, C, *1]``.
+
+    The stacked result ``[B, N, O, *S]`` lies in memory as ``[B, O, N, *S]``: one product per member, and what
+    normalises channels reads it in order.
+    """
+    members, channels_out, channels_in = weight.shape[:3]
+    if x.dim() < weight.dim():
+        features = x.movedim(1, 0)
+        matrix, flat = weight.reshape(-1, channels_in), features.reshape(channels_in, -1)
+        y = matrix @ flat if bias is None else torch.addmm(bias.reshape(-1, 1), matrix, flat)
+        return y.view(members, channels_out, *features.shape[1:]).movedim(1, 2)
+    features = x.movedim(2, 1)
+    matrix, flat = (
+        weight.reshape(members, channels_out, channels_in),
+        features.reshape(members, channels_in, -1),
+    )
+    y = matrix @ flat if bias is None else torch.baddbmm(bias.unsqueeze(-1), matrix, flat)
+    return y.view(members, channels_out, *features.shape[2:]).movedim(1, 2)
+
+
+def channels_last(
+    convolve: OpOverload, members: int, x: Tensor | Listed, weight: Any, bias: Any, **options: Any
+) -> Listed:
+    """One convolution per member, inputs and results in channels_last; a shared ``x`` is converted once."""
+    last = Listed(map(to_channels_last, x)) if isinstance(x, Listed) else to_channels_last(x)
+    return each(convolve, members, (last, weight, bias), options)
+
+
+def to_channels_last(x: Tensor) -> Tensor:
+    """``[N, C, *S]`` in channels_last; a view where it lies so already, and for one channel."""
+    if x.shape[1] == 1:
+        # With one channel both orders fit; torch takes the strides for channels_last only if they say so.
+        return x.contiguous().squeeze(1).unsqueeze(-1).movedim(-1, 1)
+    return x.contiguous(memory_format=CHANNELS_LAST[x.dim()])
+
+
+def _stacked(value: Value | None) -> Any:
+    return None if value is None else value.to(Layout.STACKED)
+
+
+RULES: RuleTable = {
+    aten.conv1d.default: Convolution(1),
+    aten.conv1d.padding: Convolution(1),
+    aten.conv2d.default: Convolution(2),
+    aten.conv2d.padding: Convolution(2),
+    aten.conv3d.default: Convolution(3),
+    aten.conv3d.padding: Convolution(3),
+    aten.conv_transpose1d.default: Convolution(1, transposed=True),
+    aten.conv_transpose2d.input: Convolution(2, transposed=True),
+    aten.conv_transpose3d.input: Convolution(3, transposed=True),
+}

@@ -1,0 +1,77 @@
+"""The fold family: operators on ``[N, C, *S]`` that treat samples alike, so that members can be samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hfusion.layout import Layout
+from hfusion.ops.rule import Call, Rule, Site, has_per_member, in_order, loop, map_values, values
+
+
+@dataclass(frozen=True)
+class Fold:
+    """How members and samples become one dim: ``[B*N, ...]``, or ``[N*B, ...]`` if ``samples_first``."""
+
+    members: int
+    samples_first: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> Fold:
+        """The order in which ``x`` ``[B, N, ...]`` lies in memory, so that folding it needs no copy."""
+        return cls(x.shape[0], x.stride(0) < x.stride(1))
+
+    def fold(self, x: Tensor) -> Tensor:
+        """``[B, N, ...] -> [B*N, ...]``; a view where the strides allow."""
+        return (x.movedim(0, 1) if self.samples_first else x).flatten(0, 1)
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """``[B*N, ...] -> [B, N, ...]``; a view."""
+        if self.samples_first:
+            return x.view(-1, self.members, *x.shape[1:]).movedim(1, 0)
+        return x.view(self.members, -1, *x.shape[1:])
+
+
+def folded(fn: Callable[..., Any], count: int, *args: Any, **kwargs: Any) -> Any:
+    """``fn`` with members as samples: in the first ``count`` arguments and in the results, ``[B, N, ...]``.
+
+    Tensors after these (weights) are the same for all members.
+    """
+    order = Fold.of(next(x for x in args if isinstance(x, Tensor)))
+    operands = (order.fold(x) if isinstance(x, Tensor) else x for x in args[:count])
+    result = fn(*operands, *args[count:], **kwargs)
+    if isinstance(result, Tensor):
+        return order.unfold(result)
+    return tuple(order.unfold(x) for x in result)
+
+
+def folding(rank: int | None = None, channelwise: bool = True) -> Rule:
+    """The rule of an operator on samples of a batch.
+
+    ``rank`` is that of an operand with its N; one of another rank has none, and the members take its place.
+    ``None``: the operand always has N. ``channelwise``: each channel of the result depends on its own in the
+    operands only, so that packed operands can stay packed.
+    """
+
+    def rule(site: Site, **arguments: Any) -> Call | None:
+        operands = values(arguments)
+        layouts = {v.layout for v in operands}
+        if Layout.LISTED in layouts or has_per_member(arguments):
+            return loop(site, arguments)
+        if rank is not None and operands[0].rank != rank:
+            return _members_as_samples(site, arguments)
+        if channelwise and Layout.PACKED in layouts:
+            args, _ = in_order(site, map_values(arguments, lambda v: v.to(Layout.PACKED)))
+            return Call(site.target, args, Layout.PACKED, "packed")
+        args, _ = in_order(site, map_values(arguments, lambda v: v.to(Layout.STACKED)))
+        return Call(folded, (site.target, len(args), *args), Layout.STACKED, "folded")
+
+    return rule
+
+
+def _members_as_samples(site: Site, arguments: dict[str, Any]) -> Call:
+    args, _ = in_order(site, map_values(arguments, lambda v: v.to(Layout.STACKED)))
+    return Call(site.target, args, Layout.STACKED, "members as batch")

@@ -1,0 +1,124 @@
+"""The generic ways to batch an operator that has no rule of its own: vmap of the one operator, else a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hfusion.layout import Layout
+from hfusion.ops.rule import (
+    Call,
+    Operand,
+    Scalar,
+    Site,
+    Value,
+    has_per_member,
+    in_order,
+    is_random,
+    loop,
+    map_values,
+    values,
+)
+
+
+def generic(site: Site, arguments: Mapping[str, Any]) -> Call:
+    """``site`` by `torch.vmap` where vmap has a true batching rule for it, by a loop over members otherwise."""
+    operands = values(arguments)
+    listed = any(v.layout is Layout.LISTED for v in operands)
+    random = is_random(site.target, arguments)
+    if listed or random or has_per_member(arguments) or not _vmaps(site, arguments):
+        return loop(site, arguments)
+    args, kwargs = in_order(site, map_values(arguments, lambda v: v if v.shared else v.to(Layout.STACKED)))
+    dims = tuple(_batched(item) for item in (*args, *kwargs.values()))
+    return Call(
+        vmapped,
+        (site.target, dims, len(args), tuple(kwargs), *args, *kwargs.values()),
+        Layout.STACKED,
+        "vmap",
+    )
+
+
+def vmapped(
+    target: OpOverload, batched: tuple[Any, ...], positional: int, names: tuple[str, ...], *arguments: Any
+) -> Any:
+    """``target`` under `torch.vmap`; ``batched`` marks, in the nest of arguments, the stacked tensors."""
+    flat: list[Any] = []
+    for item, mark in zip(arguments, batched, strict=True):
+        _collect(item, mark, flat)
+
+    def single(*rows: Any) -> Any:
+        fill = iter(rows)
+        whole = [_fill(item, mark, fill) for item, mark in zip(arguments, batched, strict=True)]
+        return target(*whole[:positional], **dict(zip(names, whole[positional:], strict=True)))
+
+    return torch.vmap(single)(*flat)
+
+
+def _batched(argument: Any) -> Any:
+    """True for a stacked operand, a tuple of marks for a nest that holds one, False for all else."""
+    if isinstance(argument, list | tuple):
+        marks = tuple(_batched(item) for item in argument)
+        return marks if any(marks) else False
+    return isinstance(argument, Operand)
+
+
+def _collect(item: Any, mark: Any, into: list[Any]) -> None:
+    if isinstance(mark, tuple):
+        for part, part_mark in zip(item, mark, strict=True):
+            _collect(part, part_mark, into)
+    elif mark:
+        into.append(item)
+
+
+def _fill(item: Any, mark: Any, rows: Any) -> Any:
+    if isinstance(mark, tuple):
+        return [_fill(part, part_mark, rows) for part, part_mark in zip(item, mark, strict=True)]
+    return next(rows) if mark else item
+
+
+def _vmaps(site: Site, arguments: Mapping[str, Any]) -> bool:
+    """Whether vmap handles the operator by a batching rule: tried once on fake tensors of the same shapes."""
+    args, kwargs = in_order(site, map_values(arguments, lambda v: v if v.shared else v.to(Layout.STACKED)))
+    marks = tuple(_batched(item) for item in (*args, *kwargs.values()))
+    with FakeTensorMode(), _no_fallback():
+        try:
+            stand_ins = [_stand_in(item, site.members) for item in (*args, *kwargs.values())]
+            vmapped(site.target, marks, len(args), tuple(kwargs), *stand_ins)
+        except (RuntimeError, NotImplementedError, ValueError, TypeError):
+            return False
+    return True
+
+
+@contextmanager
+def _no_fallback() -> Iterator[None]:
+    """Make vmap raise where it would loop over members itself, more slowly than `loop`."""
+    functorch: Any = torch._C._functorch
+    before = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_enabled(before)
+
+
+def _stand_in(argument: Any, members: int) -> Any:
+    if isinstance(argument, list | tuple):
+        return [_stand_in(item, members) for item in argument]
+    if isinstance(argument, Scalar):
+        return _concrete(argument.example)
+    if isinstance(argument, Value | Operand):
+        example = argument.example if isinstance(argument, Value) else argument.value.example
+        stacked = (members,) if isinstance(argument, Operand) else ()
+        shape = (*stacked, *(_concrete(size) for size in example.shape))
+        return torch.empty(shape, dtype=example.dtype, device=example.device)
+    return argument
+
+
+def _concrete(number: Any) -> Any:
+    """A number that varies as it was at capture, so that the trial adds no guard."""
+    return number.node.hint if isinstance(number, torch.SymInt) else number

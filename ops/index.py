@@ -1,0 +1,273 @@
+"""Reading and writing by index: shared indices address dims behind the member dim, others add a member index.
+
+The dims of the indices stand in the result in place of the indexed dims where those are neighbours, in front
+otherwise: https://numpy.org/doc/stable/user/basics.indexing.html#combining-advanced-and-basic-indexing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfusion.errors import FusionError
+from hfusion.layout import Layout
+from hfusion.ops.rule import (
+    Call,
+    RuleTable,
+    Site,
+    Value,
+    has_per_member,
+    in_order,
+    loop,
+    map_values,
+    table,
+    values,
+)
+from hfusion.ops.shape import NEEDS_1, along, normal
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """How indices lie in a member: ``dims`` of theirs replace ``consumed`` dims from ``first`` on.
+
+    ``adjacent``: whether the indexed dims are neighbours.
+    """
+
+    first: int
+    dims: int
+    consumed: int
+    adjacent: bool
+
+
+def _indexed(indices: Sequence[Value | None]) -> Indexed:
+    places = [k for k, index in enumerate(indices) if index is not None]
+    present = [index for index in indices if index is not None]
+    masks = [index.rank if _is_mask(index) else 0 for index in present]
+    return Indexed(
+        first=places[0],
+        dims=max(1 if mask else index.rank for index, mask in zip(present, masks, strict=True)),
+        consumed=sum(mask or 1 for mask in masks),
+        adjacent=places == list(range(places[0], places[-1] + 1)),
+    )
+
+
+def _is_mask(index: Value) -> bool:
+    return index.example.dtype in (torch.bool, torch.uint8)
+
+
+def by_indices(site: Site, *, self: Value, indices: Sequence[Value | None]) -> Call | None:
+    """``self[indices]``, None for a dim that is taken whole."""
+    present = [i for i in indices if i is not None]
+    if any(_is_mask(i) and not i.shared for i in present):
+        raise FusionError(
+            f"{site.target}: a mask that differs between members picks a different number of "
+            "elements from each; multiply by the mask, or use torch.where"
+        )
+    listed = Layout.LISTED in (self.layout, *(i.layout for i in present))
+    if listed or any(_is_mask(i) and i.rank == 0 for i in present):
+        return loop(site, {"self": self, "indices": indices})
+    how = _indexed(indices)
+    if all(i.shared for i in present):
+        return _shared_indices(site, self, indices, how)
+    lifted = [i if i is None or i.shared else i.to(Layout.STACKED, rank=how.dims) for i in indices]
+    place = how.first if how.adjacent else 0
+    if self.shared:
+        return Call(index_shared, (self, lifted, place), Layout.STACKED, "stacked")
+    x = self.to(Layout.STACKED)
+    return Call(index_stacked, (x, lifted, how.dims, place), Layout.STACKED, "stacked")
+
+
+def _shared_indices(site: Site, self: Value, indices: Sequence[Value | None], how: Indexed) -> Call:
+    packed = self.layout is Layout.PACKED and how.adjacent and (how.first >= 2 or _picks_rows(how))
+    if packed:
+        return Call(site.target, (self, list(indices)), Layout.PACKED, "packed")
+    x = self.to(Layout.STACKED)
+    if how.adjacent:
+        return Call(site.target, (x, [None, *indices]), Layout.STACKED, "stacked")
+    return Call(index_apart, (x, [None, *indices], how.dims), Layout.STACKED, "stacked")
+
+
+def _picks_rows(how: Indexed) -> bool:
+    return (how.first, how.dims, how.consumed) == (0, 1, 1)
+
+
+def index_apart(x: Tensor, indices: Sequence[Tensor | None], dims: int) -> Tensor:
+    """Shared indices with a whole dim between them: the indexed dims come first, before the member dim."""
+    result: Tensor = aten.index.Tensor(x, indices)
+    return result.movedim(dims, 0)
+
+
+def index_shared(x: Tensor, indices: Sequence[Tensor | None], place: int) -> Tensor:
+    """Shared ``x`` by stacked indices ``[B, ...]``, whose dims land at ``place``."""
+    result: Tensor = aten.index.Tensor(x, indices)
+    return result.movedim(place, 0)
+
+
+def index_stacked(x: Tensor, indices: Sequence[Tensor | None], dims: int, place: int) -> Tensor:
+    """Stacked ``x`` by indices some of them stacked, whose ``dims`` belong at the member's ``place``."""
+    result: Tensor = aten.index.Tensor(x, [_member_index(x, dims), *indices])
+    # Behind a whole dim, they are no neighbours of the member index, and stand in front.
+    return result.movedim(tuple(range(1, dims + 1)), tuple(range(place + 1, place + dims + 1)))
+
+
+def _member_index(x: Tensor, dims: int) -> Tensor:
+    return torch.arange(x.shape[0], device=x.device).view(-1, *(1,) * dims)
+
+
+def index_put(
+    site: Site, *, self: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False
+) -> Call | None:
+    """``self`` with ``values`` at ``indices``; a mask and one value select between two tensors."""
+    present = [i for i in indices if i is not None]
+    arguments = {"self": self, "indices": indices, "values": values, "accumulate": accumulate}
+    if any(v.layout is Layout.LISTED for v in (self, values, *present)):
+        return loop(site, arguments)
+    if len(indices) == 1 and _is_mask(present[0]) and values.rank == 0:
+        return _masked_put(site, self, present[0], values, accumulate)
+    if any(_is_mask(i) and (i.rank == 0 or not i.shared) for i in present):
+        return loop(site, arguments)
+    how = _indexed(indices)
+    rank = how.dims + self.rank - how.consumed
+    put = values if values.shared else values.to(Layout.STACKED, rank=rank)
+    x = self.to(Layout.STACKED)
+    if all(i.shared for i in present) and how.adjacent:
+        return Call(site.target, (x, [None, *indices], put, accumulate), Layout.STACKED, "stacked")
+    if how.first == 0 and how.adjacent:
+        lifted = [i if i is None or i.shared else i.to(Layout.STACKED, rank=how.dims) for i in indices]
+        return Call(index_put_stacked, (x, lifted, put, accumulate, how.dims), Layout.STACKED, "stacked")
+    return None
+
+
+def index_put_stacked(
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool, dims: int
+) -> Tensor:
+    """Stacked ``x`` with ``values`` at indices into the first dims of a member, of which some are stacked."""
+    result: Tensor = aten.index_put.default(x, [_member_index(x, dims), *indices], values, accumulate)
+    return result
+
+
+def _masked_put(site: Site, self: Value, mask: Value, value: Value, accumulate: bool) -> Call:
+    where = mask if mask.shared else mask.to(Layout.STACKED)
+    put = value if value.shared else value.to(Layout.STACKED, rank=self.rank)
+    args = (self.to(Layout.STACKED), where, put, self.rank - mask.rank, accumulate)
+    return Call(masked_put, args, Layout.STACKED, "stacked")
+
+
+def masked_put(x: Tensor, mask: Tensor, value: Tensor, trailing: int, accumulate: bool) -> Tensor:
+    """``x`` with ``value`` where ``mask``, which lacks the ``trailing`` last dims of ``x``."""
+    wide = mask.view(*mask.shape, *(1,) * trailing)
+    return torch.where(wide != 0, x + value if accumulate else value, x)
+
+
+def index_select(site: Site, *, self: Value, dim: int, index: Value) -> Call | None:
+    """Rows at ``index`` along ``dim``."""
+    arguments = {"self": self, "dim": dim, "index": index}
+    if Layout.LISTED in (self.layout, index.layout) or self.rank == 0 or index.rank == 0:
+        return loop(site, arguments)
+    place = normal(dim, self.rank)
+    if index.shared:
+        if self.layout is Layout.PACKED and place != 1:
+            return Call(site.target, (self, place, index), Layout.PACKED, "packed")
+        return Call(site.target, (self.to(Layout.STACKED), place + 1, index), Layout.STACKED, "stacked")
+    return by_indices(
+        Site(aten.index.Tensor, site.members, site.example), self=self, indices=[*[None] * place, index]
+    )
+
+
+def by_rows(site: Site, *, self: Value, dim: int, index: Value, **rest: Any) -> Call | None:
+    """``index_add`` and its kin: ``source`` goes to rows ``index`` along ``dim``, shared by all members."""
+    arguments = {"self": self, "dim": dim, "index": index, **rest}
+    operands = values(rest)
+    if any(v.layout is Layout.LISTED for v in (self, index, *operands)) or has_per_member(rest):
+        return loop(site, arguments)
+    if not index.shared or self.rank == 0 or any(v.rank != self.rank for v in operands):
+        # vmap fills the wrong rows of a shared tensor by stacked indices (torch 2.13).
+        return loop(site, arguments) if site.target in _FILLS else None
+    place = normal(dim, self.rank)
+    moved = map_values({"self": self, **rest}, lambda v: v.to(Layout.STACKED))
+    args, kwargs = in_order(site, {**moved, "dim": place + 1, "index": index})
+    return Call(site.target, args, Layout.STACKED, "stacked", kwargs)
+
+
+def take_along_dim(site: Site, *, self: Value, indices: Value, dim: int | None) -> Call | None:
+    if dim is None:
+        return Call(
+            take_flat, (self.to(Layout.STACKED), indices.to(Layout.STACKED)), Layout.STACKED, "stacked"
+        )
+    if self.rank != indices.rank:
+        return loop(site, {"self": self, "indices": indices, "dim": dim})
+    return _ALONG(site, self=self, indices=indices, dim=dim)
+
+
+def take_flat(x: Tensor, indices: Tensor) -> Tensor:
+    """The elements of each member's flattened ``x`` at its flattened ``indices``."""
+    members = x.shape[0]
+    return x.reshape(members, -1).gather(1, indices.reshape(members, -1))
+
+
+def bucketize(site: Site, *, self: Value, boundaries: Value, **options: Any) -> Call | None:
+    """Elementwise in ``self`` where all members share the boundaries."""
+    arguments = {"self": self, "boundaries": boundaries, **options}
+    if self.layout is Layout.LISTED or not boundaries.shared:
+        return loop(site, arguments)
+    args, kwargs = in_order(site, arguments)
+    return Call(site.target, args, self.layout, self.layout.value, kwargs)
+
+
+def one_hot(site: Site, *, self: Value, num_classes: int) -> Call | None:
+    if num_classes == -1:
+        refuse(site)
+    if self.layout is Layout.LISTED:
+        return loop(site, {"self": self, "num_classes": num_classes})
+    return Call(site.target, (self, num_classes), self.layout, self.layout.value)
+
+
+def repeat_rows(site: Site, *, self: Value, repeats: Value, dim: int | None, output_size: Any) -> Call | None:
+    """``repeat_interleave`` by a tensor of counts."""
+    if not repeats.shared:
+        refuse(site)
+    arguments = {"self": self, "repeats": repeats, "dim": dim, "output_size": output_size}
+    if self.layout is Layout.LISTED or self.rank == 0 or dim is None:
+        return loop(site, arguments)
+    place = normal(dim, self.rank) + 1
+    args = (self.to(Layout.STACKED), repeats, place)
+    return Call(site.target, args, Layout.STACKED, "stacked", {"output_size": output_size})
+
+
+def refuse(site: Site, **arguments: Any) -> Call | None:
+    raise FusionError(
+        f"{site.target}: what follows depends in size or course on values that differ between members; "
+        "use a form of fixed size, such as torch.where"
+    )
+
+
+_FILLS = (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+_ALONG = along("dim", packed=NEEDS_1)
+
+RULES: RuleTable = {
+    **table((aten.index.Tensor, aten._unsafe_index.Tensor), by_indices),
+    aten.index_put.default: index_put,
+    aten.index_select.default: index_select,
+    aten.gather.default: _ALONG,
+    **table((aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce), _ALONG),
+    **table((aten.scatter_add.default, aten.scatter_reduce.two), _ALONG),
+    aten.take_along_dim.default: take_along_dim,
+    **table((aten.index_add.default, aten.index_copy.default, aten.index_reduce.default), by_rows),
+    **table(_FILLS, by_rows),
+    aten.bucketize.Tensor: bucketize,
+    aten.one_hot.default: one_hot,
+    aten.repeat_interleave.self_Tensor: repeat_rows,
+    **table(
+        (aten.masked_select.default, aten.nonzero.default, aten.nonzero_numpy.default, aten.where.default),
+        refuse,
+    ),
+    **table((aten.argwhere.default, aten._unique2.default, aten.unique_dim.default), refuse),
+    **table((aten.unique_consecutive.default, aten.bincount.default, aten.repeat_interleave.Tensor), refuse),
+    **table((aten.item.default, aten._local_scalar_dense.default, aten.is_nonzero.default), refuse),
+}

@@ -1,0 +1,244 @@
+"""Dense layers and products of matrices. Weights are stacked ``[B, O, I]``, biases ``[B, O]``."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hfusion.layout import Layout, lift
+from hfusion.ops.rule import Call, Operand, RuleTable, Site, Value, has_per_member, loop, table
+
+aten = torch.ops.aten
+
+STACKED = Layout.STACKED
+
+# Weights [B, O, I] of at least this many elements pay for a Python autograd node that spares the copy of
+# their gradient into the weight's own order.
+OWN_BACKWARD_NUMEL = 1 << 15
+
+
+def linear(site: Site, input: Value, weight: Value, bias: Value | None) -> Call | None:
+    if weight.rank != 2:
+        return None
+    if weight.shared and (bias is None or bias.shared):
+        if input.layout is Layout.LISTED:
+            return loop(site, {"input": input, "weight": weight, "bias": bias})
+        return Call(F.linear, (input.to(STACKED), weight, bias), STACKED, "one GEMM, shared weight")
+    x = input if input.shared else input.to(STACKED)
+    if weight.shared and bias is not None:
+        return Call(
+            linear_own_bias, (x, weight, bias.to(STACKED, input.rank)), STACKED, "one GEMM, shared weight"
+        )
+    b = None if bias is None else bias.to(STACKED)
+    if input.shared:
+        return Call(linear_shared_input, (x, weight.to(STACKED), b), STACKED, "one GEMM, shared input")
+    return Call(linear_stacked, (x, weight.to(STACKED), b), STACKED, "baddbmm")
+
+
+def linear_own_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``x [*, I]`` or ``[B, *, I]``, ``weight [O, I]``, ``bias [B, 1, ..., O]`` -> ``[B, *, O]``."""
+    return F.linear(x, weight) + bias
+
+
+def linear_shared_input(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x [*, I]``, ``weight [B, O, I]``, ``bias [B, O]`` -> ``[B, *, O]``, a view of one product."""
+    members, outputs, inputs = weight.shape
+    flat = weight.reshape(-1, inputs)
+    if x.dim() != 2:
+        y = F.linear(x, flat, None if bias is None else bias.reshape(-1))
+        return y.view(*x.shape[:-1], members, outputs).movedim(-2, 0)
+    # Feature-major: the next layer's product reads it, and its gradient, without a copy.
+    y = torch.mm(flat, x.t()) if bias is None else torch.addmm(bias.reshape(-1, 1), flat, x.t())
+    return y.view(members, outputs, -1).mT
+
+
+def linear_stacked(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x [B, *, I]``, ``weight [B, O, I]``, ``bias [B, O]`` -> ``[B, *, O]``, in the memory order of ``x``.
+
+    Of the two ways to write the product the one is taken that reads and writes in that order: feature-major
+    ``[B, I, N]`` where a shared input began so, else token-major.
+    """
+    if x.dim() == 3:
+        return _product(x, weight, bias)
+    members, outputs, inputs = weight.shape
+    return _product(x.reshape(members, -1, inputs), weight, bias).reshape(*x.shape[:-1], outputs)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.stride(1) == 1 and x.shape[2] > 1:
+        if bias is None:
+            return torch.bmm(weight, x.mT).mT
+        return torch.baddbmm(bias.unsqueeze(2), weight, x.mT).mT
+    if _own_backward(weight):
+        y: Tensor = TokenMajor.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return y
+    return _token_major(x, weight, bias)
+
+
+def _own_backward(weight: Tensor) -> bool:
+    """Whether `TokenMajor` pays; autocast must see the products themselves, to cast their gradients back."""
+    return (
+        weight.numel() >= OWN_BACKWARD_NUMEL
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(weight.device.type)
+    )
+
+
+def _token_major(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return torch.bmm(x, weight.mT)
+    return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+
+
+class TokenMajor(torch.autograd.Function):
+    """``x [B, N, I]``, ``weight [B, O, I]``, ``bias [B, O]`` -> ``[B, N, O]``.
+
+    Autograd's own gradient of the transposed weight is ``[B, I, O]``; accumulating it costs a transposition.
+    The backward is made of differentiable operators, so higher derivatives work.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _token_major(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return (
+            torch.bmm(grad, weight.conj()) if wanted[0] else None,
+            torch.bmm(grad.mT, x.conj()) if wanted[1] else None,
+            grad.sum(1) if wanted[2] else None,
+        )
+
+
+def matmul(site: Site, self: Value, other: Value) -> Call:
+    """`torch.matmul` of every combination of ranks; mm, bmm, mv and dot are special cases."""
+    rank = max(self.rank, other.rank, 2)
+    a = self if self.shared else self.to(STACKED, rank=rank)
+    b = other if other.shared else other.to(STACKED, rank=rank - 1 if other.rank == 1 else rank)
+    row = self.rank == 1 and not self.shared
+    column = other.rank == 1 and not other.shared
+    if not row and not column:
+        return Call(torch.matmul, (a, b), STACKED, "bmm")
+    return Call(matmul_vectors, (a, b, row, column), STACKED, "bmm")
+
+
+def matmul_vectors(a: Tensor, b: Tensor, row: bool, column: bool) -> Tensor:
+    """`torch.matmul`, ``a [B, ..., 1, K]`` or ``b [B, ..., K]`` holding one vector of each member."""
+    y = torch.matmul(a, b.unsqueeze(-1) if column else b)
+    y = y.squeeze(-1) if column else y
+    if not row:
+        return y
+    # The row's dim of size 1 comes last where ``b``, a vector, took the columns' dim away.
+    return y.squeeze(-1 if column or b.dim() == 1 else -2)
+
+
+def mm(site: Site, self: Value, mat2: Value) -> Call:
+    return matmul(site, self, mat2)
+
+
+def mv(site: Site, self: Value, vec: Value) -> Call:
+    return matmul(site, self, vec)
+
+
+def dot(site: Site, self: Value, tensor: Value) -> Call:
+    return matmul(site, self, tensor)
+
+
+def outer(site: Site, self: Value, vec2: Value) -> Call:
+    return Call(outer_product, (self.to(STACKED), vec2.to(STACKED)), STACKED, "mul")
+
+
+def outer_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a [B, N]``, ``b [B, M]`` -> ``[B, N, M]``."""
+    return a.unsqueeze(-1) * b.unsqueeze(-2)
+
+
+def addmm(site: Site, self: Value, mat1: Value, mat2: Value, beta: Any, alpha: Any) -> Call:
+    if has_per_member((beta, alpha)):
+        return loop(site, {"self": self, "mat1": mat1, "mat2": mat2, "beta": beta, "alpha": alpha})
+    operands = (self.to(STACKED, rank=2), mat1.to(STACKED), mat2.to(STACKED))
+    return Call(torch.baddbmm, operands, STACKED, "baddbmm", {"beta": beta, "alpha": alpha})
+
+
+def addmv(site: Site, self: Value, mat: Value, vec: Value, beta: Any, alpha: Any) -> Call:
+    if has_per_member((beta, alpha)):
+        return loop(site, {"self": self, "mat": mat, "vec": vec, "beta": beta, "alpha": alpha})
+    operands = (self.to(STACKED, rank=1), mat.to(STACKED), vec.to(STACKED), beta, alpha)
+    return Call(addmv_stacked, operands, STACKED, "baddbmm")
+
+
+def addmv_stacked(x: Tensor, mat: Tensor, vec: Tensor, beta: Any, alpha: Any) -> Tensor:
+    """``x [B, N]`` or ``[B, 1]``, ``mat [B, N, K]``, ``vec [B, K]`` -> ``[B, N]``."""
+    return torch.baddbmm(x.unsqueeze(-1), mat, vec.unsqueeze(-1), beta=beta, alpha=alpha).squeeze(-1)
+
+
+def baddbmm(site: Site, self: Value, batch1: Value, batch2: Value, beta: Any, alpha: Any) -> Call:
+    if has_per_member((beta, alpha)):
+        return loop(site, {"self": self, "batch1": batch1, "batch2": batch2, "beta": beta, "alpha": alpha})
+    operands = (self.to(STACKED, rank=3), batch1.to(STACKED), batch2.to(STACKED), beta, alpha)
+    return Call(baddbmm_folded, operands, STACKED, "baddbmm")
+
+
+def baddbmm_folded(x: Tensor, a: Tensor, b: Tensor, beta: Any, alpha: Any) -> Tensor:
+    """``x`` broadcastable to ``[B, N, P, Q]``, ``a [B, N, P, K]``, ``b [B, N, K, Q]`` -> ``[B, N, P, Q]``."""
+    shape = (*a.shape[:-1], b.shape[-1])
+    flat = x.expand(*shape[:2], *x.shape[2:]).flatten(0, 1)
+    return torch.baddbmm(flat, a.flatten(0, 1), b.flatten(0, 1), beta=beta, alpha=alpha).view(shape)
+
+
+def bilinear(site: Site, input1: Value, input2: Value, weight: Value, bias: Value | None) -> Call:
+    operands = [v.to(STACKED) for v in (input1, input2, weight)]
+    return Call(bilinear_stacked, (*operands, None if bias is None else bias.to(STACKED)), STACKED, "einsum")
+
+
+def bilinear_stacked(x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x1 [B, *, I]``, ``x2 [B, *, J]``, ``weight [B, O, I, J]``, ``bias [B, O]`` -> ``[B, *, O]``."""
+    y = torch.einsum("z...i,zoij,z...j->z...o", x1, weight, x2)
+    return y if bias is None else y + lift(bias, x1.dim() - 1)
+
+
+def einsum(site: Site, equation: str, tensors: list[Value], path: Any) -> Call | None:
+    fused = _einsum_of_array(equation, [v.shared for v in tensors])
+    if fused is None:
+        return None
+    operands: list[Value | Operand] = [v if v.shared else v.to(STACKED) for v in tensors]
+    return Call(torch.ops.aten.einsum.default, (fused, operands), STACKED, f"einsum {fused}", {"path": path})
+
+
+def _einsum_of_array(equation: str, shared: list[bool]) -> str | None:
+    """The equation with a letter for the members in front; ``None`` if no letter is free."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    free = [letter for letter in string.ascii_letters if letter not in equation]
+    if not free:
+        return None
+    if not arrow:
+        letters = inputs.replace(",", "").replace(".", "")
+        output = "..." if "." in inputs else ""
+        output += "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+    terms = inputs.split(",")
+    terms = [term if one else free[0] + term for term, one in zip(terms, shared, strict=True)]
+    return f"{','.join(terms)}->{free[0]}{output}"
+
+
+RULES: RuleTable = {
+    aten.linear.default: linear,
+    aten.matmul.default: matmul,
+    aten.addmm.default: addmm,
+    aten.addmv.default: addmv,
+    aten.baddbmm.default: baddbmm,
+    aten.mv.default: mv,
+    aten.dot.default: dot,
+    aten.outer.default: outer,
+    aten.einsum.default: einsum,
+    aten.bilinear.default: bilinear,
+    **table((aten.mm.default, aten.bmm.default), mm),
+}

@@ -1,0 +1,282 @@
+"""Normalisation with torch's own kernels, packed, stacked or per member.
+
+Where only weights differ between members, values are normalised without them, once if they are shared, and
+scaled afterwards. Running statistics ``[B, C]`` are updated in place, through views.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from hfusion.errors import FusionError
+from hfusion.layout import Layout
+from hfusion.ops.fold import folded
+from hfusion.ops.rule import (
+    Call,
+    Operand,
+    RuleTable,
+    Site,
+    Value,
+    each,
+    has_per_member,
+    hint,
+    in_order,
+    loop,
+    map_values,
+)
+
+aten = torch.ops.aten
+
+# Elements of one member from which, on a CPU, B calls of the fused kernel and a copy beat a pass for scaling.
+ROWS_FROM = 1 << 14
+
+Maybe = Tensor | None
+
+
+def batch_norm(site: Site, **arguments: Any) -> Call | None:
+    """``input [N, C, *S]``; in training the running statistics are written in place."""
+    x, mean, training = arguments["input"], arguments["running_mean"], arguments["training"]
+    once = x.shared and not has_per_member(arguments)
+    if training and mean is not None and mean.shared and not once:
+        _refuse(site, arguments)
+    if not once and _loops(arguments):
+        return loop(site, arguments)
+    layout = x.layout
+    if once and (training or mean is None or mean.shared):
+        return _batch_norm_once(arguments)
+    if once:
+        layout = Layout.PACKED
+    fn = batch_norm_packed if layout is Layout.PACKED else batch_norm_stacked
+    state = (_stacked(arguments[name]) for name in ("weight", "bias", "running_mean", "running_var"))
+    options = (training, arguments["momentum"], arguments["eps"])
+    return Call(fn, (x.to(layout), *state, *options), layout, layout.value)
+
+
+def _batch_norm_once(arguments: Mapping[str, Any]) -> Call:
+    """For a shared input and statistics that are its own, or shared."""
+    state = tuple(arguments[name] for name in ("weight", "bias"))
+    layout = Layout.PACKED if any(v is not None and not v.shared for v in state) else Layout.SHARED
+    mean, var = arguments["running_mean"], arguments["running_var"]
+    fn = batch_norm_measured if mean is not None and not mean.shared else batch_norm_shared
+    running = (mean, var) if fn is batch_norm_shared else (mean.to(Layout.STACKED), var.to(Layout.STACKED))
+    affine = state if layout is Layout.SHARED else tuple(_stacked(v) for v in state)
+    options = (arguments["training"], arguments["momentum"], arguments["eps"])
+    return Call(fn, (arguments["input"], *affine, *running, *options), layout, "normalised once")
+
+
+def batch_norm_packed(
+    x: Tensor,
+    weight: Maybe,
+    bias: Maybe,
+    mean: Maybe,
+    var: Maybe,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """Packed ``x [N, B*C, *S]``; weights and running statistics ``[B, C]``."""
+    mean, var = _channels(mean, written=training), _channels(var, written=training)
+    cudnn = torch.backends.cudnn.enabled
+    return torch.batch_norm(x, _channels(weight), _channels(bias), mean, var, training, momentum, eps, cudnn)
+
+
+def batch_norm_stacked(
+    x: Tensor,
+    weight: Maybe,
+    bias: Maybe,
+    mean: Maybe,
+    var: Maybe,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """Stacked ``x [B, N, C, *S]``, normalised in whichever order of its dims it lies in memory."""
+    rest = (weight, bias, mean, var, training, momentum, eps)
+    members, _, channels = x.shape[:3]
+    samples_outside = x.stride(1) > x.stride(2)
+    if samples_outside and (x.dim() == 3 or x.stride(0) == channels * x.stride(2)):
+        side_by_side = x.movedim(0, 1)
+        packed = batch_norm_packed(side_by_side.flatten(1, 2), *rest)
+        return packed.view(side_by_side.shape).movedim(1, 0)
+    features = x.movedim(2, 1)
+    flat = batch_norm_packed(features.reshape(1, members * channels, -1), *rest)
+    return flat.view(features.shape).movedim(1, 2)
+
+
+def batch_norm_shared(
+    x: Tensor,
+    weight: Maybe,
+    bias: Maybe,
+    mean: Maybe,
+    var: Maybe,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """One ``x [N, C, *S]``, one set of running statistics ``[C]``; weights ``[C]`` or stacked ``[B, C]``."""
+    y = torch.batch_norm(x, None, None, mean, var, training, momentum, eps, torch.backends.cudnn.enabled)
+    return _scaled_channels(y, weight, bias)
+
+
+def batch_norm_measured(
+    x: Tensor,
+    weight: Maybe,
+    bias: Maybe,
+    mean: Tensor,
+    var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """One ``x [N, C, *S]`` whose statistics, measured once, enter every member's running ones ``[B, C]``."""
+    batch_mean, batch_var = torch.zeros_like(mean[0]), torch.zeros_like(var[0])
+    y = batch_norm_shared(x, weight, bias, batch_mean, batch_var, training, 1.0, eps)
+    mean.lerp_(batch_mean.expand_as(mean), momentum)
+    var.lerp_(batch_var.expand_as(var), momentum)
+    return y
+
+
+def _scaled_channels(y: Tensor, weight: Maybe, bias: Maybe) -> Tensor:
+    """``y [N, C, *S]`` times ``weight`` plus ``bias``: packed where these are stacked ``[B, C]``."""
+    own = any(v is not None and v.dim() == 2 for v in (weight, bias))
+    wide = y.unsqueeze(1) if own else y
+    trailing = (1,) * (y.dim() - 2)
+    weight, bias = (v if v is None else v.reshape(*v.shape, *trailing) for v in (weight, bias))
+    scaled = scale(wide, weight, bias).to(y.dtype)
+    return scaled.flatten(1, 2) if own else scaled
+
+
+def scale(y: Tensor, weight: Maybe, bias: Maybe) -> Tensor:
+    """``y * weight + bias``, broadcast."""
+    if weight is None:
+        return y if bias is None else y + bias
+    return y * weight if bias is None else torch.addcmul(bias, y, weight)
+
+
+def instance_norm(site: Site, **arguments: Any) -> Call | None:
+    """``input [N, C, *S]``; with ``use_input_stats`` the running statistics, if any, are written in place."""
+    mean = arguments["running_mean"]
+    if arguments["use_input_stats"] and mean is not None and mean.shared:
+        _refuse(site, arguments)
+    if _loops(arguments):
+        return loop(site, arguments)
+    if _only_input_differs(arguments):
+        return _fold(site, arguments)
+    state = (_stacked(arguments[name]) for name in ("weight", "bias", "running_mean", "running_var"))
+    options = (arguments["use_input_stats"], arguments["momentum"], arguments["eps"])
+    x: Value = arguments["input"]
+    return Call(instance_norm_packed, (x.to(Layout.PACKED), *state, *options), Layout.PACKED, "packed")
+
+
+def instance_norm_packed(
+    x: Tensor, weight: Maybe, bias: Maybe, mean: Maybe, var: Maybe, own: bool, momentum: float, eps: float
+) -> Tensor:
+    """Packed ``x [N, B*C, *S]``; weights and running statistics ``[B, C]``."""
+    mean, var = _channels(mean, written=own), _channels(var, written=own)
+    cudnn = torch.backends.cudnn.enabled
+    return torch.instance_norm(x, _channels(weight), _channels(bias), mean, var, own, momentum, eps, cudnn)
+
+
+def group_norm(site: Site, **arguments: Any) -> Call | None:
+    """``input [N, C, *S]``: packed, B times as many groups."""
+    if _loops(arguments):
+        return loop(site, arguments)
+    if _only_input_differs(arguments):
+        return _fold(site, arguments)
+    x, groups = arguments["input"], site.members * arguments["num_groups"]
+    affine = (_stacked(arguments[name]) for name in ("weight", "bias"))
+    return Call(
+        group_norm_packed, (x.to(Layout.PACKED), groups, *affine, arguments["eps"]), Layout.PACKED, "packed"
+    )
+
+
+def group_norm_packed(x: Tensor, groups: int, weight: Maybe, bias: Maybe, eps: float) -> Tensor:
+    """Packed ``x [N, B*C, *S]`` in B times the member's groups; weights ``[B, C]``."""
+    return torch.group_norm(x, groups, _channels(weight), _channels(bias), eps, torch.backends.cudnn.enabled)
+
+
+def last_dims_norm(site: Site, **arguments: Any) -> Call | None:
+    """Layer and RMS norm: ``input [..., *normalized_shape]``; leading dims, and so the members, are free."""
+    x: Value = arguments["input"]
+    if _loops(arguments):
+        return loop(site, arguments)
+    affine = [arguments.get(name) for name in ("weight", "bias")]
+    wide = x if x.shared else x.to(Layout.STACKED)
+    if all(v is None or v.shared for v in affine):
+        args, _ = in_order(site, {**arguments, "input": wide})
+        return Call(site.target, args, Layout.STACKED, "stacked")
+    if x.example.device.type == "cpu" and not x.shared and _size(x) >= ROWS_FROM:
+        args, _ = in_order(site, map_values(arguments, lambda v: v if v.shared else v.to(Layout.LISTED)))
+        return Call(rows, (site.target, site.members, *args), Layout.STACKED, "loop, stacked")
+    weight, bias = (v if v is None or v.shared else v.to(Layout.STACKED, rank=x.rank) for v in affine)
+    bare = {name: item for name, item in arguments.items() if name not in ("input", "weight", "bias")}
+    return Call(scaled, (site.target, wide, weight, bias), Layout.STACKED, "normalised, then scaled", bare)
+
+
+def scaled(norm: OpOverload, x: Tensor, weight: Maybe, bias: Maybe, **options: Any) -> Tensor:
+    """``norm(x) * weight + bias``; the weights broadcast against stacked ``x``, or one shared ``x``."""
+    return scale(norm(x, **options), weight, bias).to(x.dtype)
+
+
+def rows(norm: OpOverload, members: int, *args: Any) -> Tensor:
+    """``norm`` once per member, stacked."""
+    return torch.stack(each(norm, members, args, {}))
+
+
+def _loops(arguments: Mapping[str, Any]) -> bool:
+    """Whether the input is listed, scalars differ, or statistics lie so that writes would miss them."""
+    statistics = [arguments.get(name) for name in ("running_mean", "running_var")]
+    listed = any(v is not None and v.layout in (Layout.LISTED, Layout.PACKED) for v in statistics)
+    return listed or arguments["input"].layout is Layout.LISTED or has_per_member(arguments)
+
+
+def _only_input_differs(arguments: Mapping[str, Any]) -> bool:
+    """A stacked input, all else shared and no running statistics: members are then samples."""
+    rest = [arguments.get(name) for name in ("weight", "bias")]
+    stateless = arguments.get("running_mean") is None and arguments.get("running_var") is None
+    alike = all(v is None or v.shared for v in rest)
+    return stateless and alike and arguments["input"].layout is Layout.STACKED
+
+
+def _fold(site: Site, arguments: Mapping[str, Any]) -> Call:
+    args, _ = in_order(site, arguments)
+    return Call(folded, (site.target, 1, *args), Layout.STACKED, "folded: shared weights")
+
+
+def _refuse(site: Site, arguments: Mapping[str, Any]) -> None:
+    raise FusionError(
+        f"{site.target} is in training mode and its running statistics ({arguments['running_mean'].node}) "
+        f"are one tensor for all {site.members} models, which cannot hold the statistics of each; give every "
+        "model its own buffers, or put this layer in eval() mode"
+    )
+
+
+def _stacked(value: Value | None) -> Operand | None:
+    return None if value is None else value.to(Layout.STACKED)
+
+
+def _channels(x: Maybe, written: bool = False) -> Maybe:
+    """``[B, C] -> [B*C]``; a view, without fail where it is written."""
+    if x is None:
+        return None
+    return x.view(-1) if written else x.reshape(-1)
+
+
+def _size(x: Value) -> int:
+    """Elements of one member, symbolic sizes by their hints."""
+    return math.prod(hint(size) or 1 for size in x.shape)
+
+
+RULES: RuleTable = {
+    aten.batch_norm.default: batch_norm,
+    aten.instance_norm.default: instance_norm,
+    aten.group_norm.default: group_norm,
+    aten.layer_norm.default: last_dims_norm,
+    aten.rms_norm.default: last_dims_norm,
+}

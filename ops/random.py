@@ -1,0 +1,277 @@
+"""Dropout and random numbers. Every member draws its own, through `hfusion.random.draw`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hfusion.layout import Layout, Listed, packed_to_stacked, stacked_to_packed
+from hfusion.ops.rule import (
+    Call,
+    PerMember,
+    Rule,
+    RuleTable,
+    Site,
+    Value,
+    has_per_member,
+    in_order,
+    loop,
+    map_values,
+    table,
+)
+from hfusion.random import draw
+
+aten = torch.ops.aten
+
+STACKED = Layout.STACKED
+
+# One probability for all members, or one for each.
+Probability: TypeAlias = float | tuple[float, ...]
+
+# Minus the limit of SELU at minus infinity; Klambauer et al., "Self-Normalizing Neural Networks" (2017).
+SELU_LIMIT = 1.7580993408473766
+
+
+def bernoulli(like: Tensor, keep: float | Tensor) -> Tensor:
+    """Zeros and ones, 1 with probability ``keep``, in the shape, dtype and memory order of ``like``."""
+    # On a CPU comparing uniform numbers takes half the time of torch's bernoulli_; low-precision floats have
+    # too few uniform numbers for it.
+    if like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64):
+        return torch.rand_like(like, requires_grad=False).lt_(keep)
+    return torch.empty_like(like, requires_grad=False).bernoulli_(keep)
+
+
+def same(x: Any) -> Any:
+    """The value itself: a dropout that is off."""
+    return x
+
+
+def dropout(feature: bool, alpha: bool) -> Rule:
+    """`torch.dropout`; whole channels if ``feature``, keeping the mean and variance of SELU if ``alpha``."""
+
+    def rule(site: Site, input: Value, p: Any, train: Any) -> Call:
+        if isinstance(train, PerMember):
+            return loop(site, {"input": input, "p": p, "train": train})
+        if not train or p == 0:
+            return Call(same, (input,), input.layout, "off")
+        if isinstance(p, PerMember):
+            x = input if input.layout is Layout.LISTED else input.to(STACKED)
+            number: Probability = tuple(map(float, p.values))
+        else:
+            x = input.to(STACKED) if input.shared else input
+            number = float(p)
+        layout = STACKED if x is not input else input.layout
+        how = "own draws" if isinstance(number, float) else "own draws, own p"
+        return Call(DROPOUTS[layout], (x, number, site.members, feature, alpha), layout, how)
+
+    return rule
+
+
+def dropout_stacked(x: Tensor, p: Probability, members: int, feature: bool, alpha: bool) -> Tensor:
+    """``x [B, *S]`` -> ``[B, *S]``."""
+    if p == 1 or x.numel() == 0:
+        return x * 0
+    like = _channels(x, 3) if feature else x
+    keep = 1 - p if isinstance(p, float) else 1 - _column(p, x)
+    return _dropped(x, draw(lambda: bernoulli(like, keep)), p, alpha)
+
+
+def dropout_packed(x: Tensor, p: float, members: int, feature: bool, alpha: bool) -> Tensor:
+    """``x [N, B*C, ...]`` -> ``[N, B*C, ...]``."""
+    if p == 1 or x.numel() == 0:
+        return x * 0
+    like = _channels(x, 2) if feature else x
+    noise = draw(lambda: packed_to_stacked(bernoulli(like, 1 - p), members))
+    return _dropped(x, stacked_to_packed(noise, members), p, alpha)
+
+
+def dropout_listed(x: Listed, p: Probability, members: int, feature: bool, alpha: bool) -> Listed:
+    """B times ``S`` -> B times ``S``."""
+    if p == 1 or x[0].numel() == 0:
+        return Listed(row * 0 for row in x)
+    like = x[0].detach().expand(members, *x[0].shape)
+    keep = 1 - p if isinstance(p, float) else 1 - _column(p, like)
+    noise = draw(lambda: bernoulli(_channels(like, 3) if feature else like, keep))
+    each = (p,) * members if isinstance(p, float) else p
+    return Listed(_dropped(row, n, q, alpha) for row, n, q in zip(x, noise.unbind(0), each, strict=True))
+
+
+DROPOUTS: dict[Layout, Callable[..., Any]] = {
+    Layout.STACKED: dropout_stacked,
+    Layout.PACKED: dropout_packed,
+    Layout.LISTED: dropout_listed,
+}
+
+
+def _channels(x: Tensor, leading: int) -> Tensor:
+    """The first element of every channel, the channel being the last of ``leading`` dims."""
+    for dim in range(leading, x.dim()):
+        x = x.narrow(dim, 0, 1)
+    return x
+
+
+def _column(numbers: tuple[float, ...], x: Tensor) -> Tensor:
+    """One number per member, to be broadcast against ``x [B, *S]``."""
+    return torch.tensor(numbers, dtype=x.dtype, device=x.device).view(-1, *(1,) * (x.dim() - 1))
+
+
+def _dropped(x: Tensor, noise: Tensor, p: Probability, alpha: bool) -> Tensor:
+    """``x`` where ``noise`` is 1, rescaled as torch does; ``noise`` is changed."""
+    if isinstance(p, float):
+        scale: Any = _scale(p, alpha)
+        shift: Any = SELU_LIMIT * scale
+        drop: Any = p
+    else:
+        scale = _column(tuple(_scale(q, alpha) for q in p), x)
+        shift = SELU_LIMIT * scale
+        drop = _column(p, x)
+    if not alpha:
+        return x * noise.mul_(scale)
+    offset = noise.sub(1).mul_(shift).add_(shift * drop)
+    return x * noise.mul_(scale) + offset
+
+
+def _scale(p: float, alpha: bool) -> float:
+    """What torch multiplies the kept elements by; 0 where nothing is kept."""
+    if p == 1:
+        return 0.0
+    return float(((SELU_LIMIT**2 * p + 1) * (1 - p)) ** -0.5) if alpha else 1 / (1 - p)
+
+
+def native_dropout(site: Site, input: Value, p: Any, train: Any) -> Call:
+    if isinstance(p, PerMember) or isinstance(train, PerMember):
+        return loop(site, {"input": input, "p": p, "train": train})
+    return Call(native_dropout_stacked, (input.to(STACKED), float(p), train), STACKED, "own draws")
+
+
+def native_dropout_stacked(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """``x [B, *S]`` -> the values and the mask of what is kept, both ``[B, *S]``."""
+    if train is False or p == 0 or x.numel() == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    mask = draw(lambda: bernoulli(x, 1 - p)).bool()
+    return x * mask * _scale(p, False), mask
+
+
+def rrelu(site: Site, self: Value, lower: Any, upper: Any, training: Any, generator: Any) -> Call:
+    if has_per_member((lower, upper, training)) or (training and generator is not None):
+        arguments = {
+            "self": self,
+            "lower": lower,
+            "upper": upper,
+            "training": training,
+            "generator": generator,
+        }
+        return loop(site, arguments)
+    if training:
+        return Call(rrelu_stacked, (self.to(STACKED), lower, upper), STACKED, "own draws")
+    x = self.to(STACKED) if self.layout is Layout.LISTED else self
+    return Call(F.leaky_relu, (x, (lower + upper) / 2), x.layout, x.layout.value)
+
+
+def rrelu_stacked(x: Tensor, lower: float, upper: float) -> Tensor:
+    """``x [B, *S]`` -> ``[B, *S]``; the draws are the slopes, 1 where ``x`` is positive (Xu et al. 2015)."""
+    slopes = draw(lambda: torch.where(x > 0, 1, torch.empty_like(x).uniform_(lower, upper)).detach())
+    return x * slopes
+
+
+def drawn(target: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """``target(...)``, an operator whose every result is drawn, noted as one draw of the array."""
+    return draw(lambda: target(*args, **kwargs))
+
+
+def elementwise(site: Site, **arguments: Any) -> Call:
+    """Draws of one number for each element of the operands, shared ones repeated for each member."""
+    if has_per_member(arguments):
+        return loop(site, arguments)
+    if "memory_format" in arguments:
+        arguments["memory_format"] = None
+    stacked = map_values(arguments, lambda v: v.to(STACKED, rank=site.rank))
+    args, kwargs = in_order(site, stacked)
+    return Call(drawn, (site.target, *args), STACKED, "own draws", kwargs)
+
+
+def factory(site: Site, size: Any, **arguments: Any) -> Call:
+    """Draws of a given shape."""
+    if has_per_member((size, arguments)):
+        return loop(site, {"size": size, **arguments})
+    args, kwargs = in_order(site, {"size": [site.members, *size], **arguments})
+    return Call(drawn, (site.target, *args), STACKED, "own draws", kwargs)
+
+
+def randperm(site: Site, n: Any, **arguments: Any) -> Call:
+    if has_per_member((n, arguments)):
+        return loop(site, {"n": n, **arguments})
+    return Call(permutations, (site.members, n), STACKED, "own draws", arguments)
+
+
+def permutations(members: int, n: int, **options: Any) -> Tensor:
+    """One permutation of ``range(n)`` for each member, ``[B, n]``."""
+    return draw(lambda: torch.stack([aten.randperm.default(n, **options) for _ in range(members)]))
+
+
+def multinomial(site: Site, self: Value, num_samples: Any, replacement: Any, generator: Any) -> Call:
+    if has_per_member((num_samples, replacement)) or generator is not None:
+        arguments = {
+            "self": self,
+            "num_samples": num_samples,
+            "replacement": replacement,
+            "generator": generator,
+        }
+        return loop(site, arguments)
+    return Call(multinomial_stacked, (self.to(STACKED), num_samples, replacement), STACKED, "own draws")
+
+
+def multinomial_stacked(weights: Tensor, samples: int, replacement: bool) -> Tensor:
+    """``weights [B, *, C]`` -> ``samples`` classes for each row, ``[B, *, samples]``."""
+    rows = weights.reshape(-1, weights.shape[-1])
+    return draw(lambda: torch.multinomial(rows, samples, replacement).view(*weights.shape[:-1], samples))
+
+
+ELEMENTWISE = (
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    aten.bernoulli.default,
+    aten.bernoulli.p,
+    aten.bernoulli.Tensor,
+    aten.normal.Tensor_float,
+    aten.normal.float_Tensor,
+    aten.normal.Tensor_Tensor,
+    aten.normal_functional.default,
+    aten.uniform.default,
+    aten.exponential.default,
+    aten.cauchy.default,
+    aten.log_normal.default,
+    aten.geometric.default,
+    aten.random.default,
+    aten.random.to,
+    getattr(aten.random, "from"),
+    aten.poisson.default,
+    aten.binomial.default,
+)
+
+FACTORIES = (
+    aten.rand.default,
+    aten.randn.default,
+    aten.randint.default,
+    aten.randint.low,
+    aten.normal.float_float,
+)
+
+RULES: RuleTable = {
+    aten.dropout.default: dropout(feature=False, alpha=False),
+    aten.feature_dropout.default: dropout(feature=True, alpha=False),
+    aten.alpha_dropout.default: dropout(feature=False, alpha=True),
+    aten.feature_alpha_dropout.default: dropout(feature=True, alpha=True),
+    aten.native_dropout.default: native_dropout,
+    aten.rrelu.default: rrelu,
+    aten.randperm.default: randperm,
+    aten.multinomial.default: multinomial,
+    **table(ELEMENTWISE, elementwise),
+    **table(FACTORIES, factory),
+}

@@ -1,0 +1,145 @@
+"""Reductions, and what else runs along dims without changing the shape: softmax, cumulative sums, sorting.
+
+A full reduction of one member reduces all dims behind the member dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from hfusion.layout import Layout
+from hfusion.ops.rule import (
+    Call,
+    Rule,
+    RuleTable,
+    Site,
+    Value,
+    has_per_member,
+    in_order,
+    loop,
+    pointwise,
+    table,
+)
+from hfusion.ops.shape import NEEDS_0_1, NEEDS_1, along
+
+aten = torch.ops.aten
+
+
+def over(site: Site, *, self: Value, dim: Any, **rest: Any) -> Call | None:
+    """Reductions with a ``dim`` argument, one or several; none or an empty list means all of a member's."""
+    arguments = {"self": self, "dim": dim, **rest}
+    if self.layout is Layout.LISTED or has_per_member(arguments):
+        return loop(site, arguments)
+    if dim is None or (isinstance(dim, list | tuple) and not dim):
+        return all_dims(site, arguments)
+    if self.rank == 0:
+        return loop(site, arguments)
+    keeps = bool(rest.get("keepdim", False))
+    return _ALONG[keeps](site, **arguments)
+
+
+_ALONG = {False: along("dim", packed=NEEDS_0_1), True: along("dim", packed=NEEDS_1)}
+
+
+def all_dims(site: Site, arguments: dict[str, Any]) -> Call:
+    """A reduction over every dim of a member; a 0-dim member gets one to reduce."""
+    x: Value = arguments["self"]
+    stacked = x.to(Layout.STACKED, rank=max(x.rank, 1))
+    args, kwargs = in_order(site, {**arguments, "self": stacked, "dim": list(range(1, max(x.rank, 1) + 1))})
+    if x.rank == 0 and arguments.get("keepdim"):
+        return loop(site, arguments)
+    return Call(site.target, args, Layout.STACKED, "stacked", kwargs)
+
+
+def over_dims(site: Site, *, self: Value, dim: Any, keepdim: bool) -> Call | None:
+    """``all`` and ``any`` of several dims; of none they reduce nothing, if the list is there and empty."""
+    if dim is not None and not dim:
+        return pointwise(site, self=self, dim=dim, keepdim=keepdim)
+    return over(site, self=self, dim=dim, keepdim=keepdim)
+
+
+def full(by: OpOverload) -> Rule:
+    """Full reductions without a ``dim``, done by their sibling ``by`` that has one."""
+
+    def rule(site: Site, *, self: Value, **rest: Any) -> Call | None:
+        if self.layout is Layout.LISTED or has_per_member(rest):
+            return loop(site, {"self": self, **rest})
+        return all_dims(Site(by, site.members, site.example), {"self": self, "keepdim": False, **rest})
+
+    return rule
+
+
+def flat(by: OpOverload) -> Rule:
+    """Full reductions whose sibling ``by`` takes a single dim: over the flattened member."""
+
+    def rule(
+        site: Site, *, self: Value, dim: int | None = None, keepdim: bool = False, **rest: Any
+    ) -> Call | None:
+        arguments = {"self": self, "dim": dim, "keepdim": keepdim, **rest}
+        if dim is not None:
+            return over(site, **arguments)
+        if self.layout is Layout.LISTED or has_per_member(rest) or keepdim:
+            known = {parameter.name for parameter in site.target._schema.arguments}
+            return loop(site, {name: item for name, item in arguments.items() if name in known})
+        return Call(over_flat, (by, self.to(Layout.STACKED), rest), Layout.STACKED, "stacked")
+
+    return rule
+
+
+def over_flat(target: OpOverload, x: Tensor, options: dict[str, Any]) -> Tensor:
+    """``target`` over all dims of each member of ``x [B, ...]``."""
+    result: Tensor = target(x.reshape(x.shape[0], -1), 1, **options)
+    return result
+
+
+def overloads(*packets: Any) -> Sequence[OpOverload]:
+    """The functional overloads of these operators that take a ``dim`` by number."""
+    found = []
+    for packet in packets:
+        for name in packet.overloads():
+            target = getattr(packet, name)
+            types = {a.name: str(a.type) for a in target._schema.arguments}
+            numbered = "int" in types.get("dim", "").lower()
+            if numbered and not target._schema.is_mutable and "generator" not in types:
+                found.append(target)
+    return found
+
+
+_SHAPE_KEEPING = overloads(
+    *(aten.softmax, aten.log_softmax, aten._softmax, aten._log_softmax),
+    *(aten.special_softmax, aten.special_log_softmax, aten.cumsum, aten.cumprod, aten.logcumsumexp),
+    *(aten.cummax, aten.cummin, aten.sort, aten.argsort, aten.topk),
+)
+
+_REDUCING = overloads(
+    *(aten.sum, aten.mean, aten.nansum, aten.nanmean, aten.amax, aten.amin, aten.logsumexp),
+    *(aten.special_logsumexp, aten.var, aten.std, aten.var_mean, aten.std_mean, aten.norm),
+    *(aten.linalg_vector_norm, aten.max, aten.min, aten.median, aten.nanmedian, aten.mode, aten.kthvalue),
+)
+
+RULES: RuleTable = {
+    **table(_SHAPE_KEEPING, along("dim", packed=NEEDS_1)),
+    **table(_REDUCING, over),
+    **table((aten.all.dim, aten.any.dim, aten.prod.dim_int, aten.count_nonzero.dim_IntList), over),
+    **table((aten.all.dims, aten.any.dims), over_dims),
+    aten.sum.default: full(aten.sum.dim_IntList),
+    aten.mean.default: full(aten.mean.dim),
+    aten.max.default: full(aten.amax.default),
+    aten.min.default: full(aten.amin.default),
+    aten.all.default: full(aten.all.dims),
+    aten.any.default: full(aten.any.dims),
+    aten.var.default: full(aten.var.dim),
+    aten.std.default: full(aten.std.dim),
+    aten.var_mean.default: full(aten.var_mean.dim),
+    aten.std_mean.default: full(aten.std_mean.dim),
+    aten.norm.Scalar: full(aten.norm.ScalarOpt_dim),
+    aten.norm.ScalarOpt_dtype: full(aten.norm.ScalarOpt_dim_dtype),
+    **table((aten.argmax.default,), flat(aten.argmax.default)),
+    **table((aten.argmin.default,), flat(aten.argmin.default)),
+    aten.prod.default: flat(aten.prod.dim_int),
+}

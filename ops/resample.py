@@ -1,0 +1,106 @@
+"""Padding, interpolation, and what moves values between channels and pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfusion.layout import Layout
+from hfusion.ops.fold import Fold, folding
+from hfusion.ops.rule import (
+    Call,
+    RuleTable,
+    Site,
+    Value,
+    has_per_member,
+    in_order,
+    loop,
+    map_values,
+    merge,
+    table,
+)
+
+aten = torch.ops.aten
+
+
+def constant_pad(site: Site, **arguments: Any) -> Call | None:
+    """Padding counts dims from the last: fits stacked values, and packed ones if N and C keep their size."""
+    x: Value = arguments["self"]
+    if x.layout is Layout.LISTED or has_per_member(arguments):
+        return loop(site, arguments)
+    packs = x.layout is Layout.PACKED and len(arguments["pad"]) // 2 <= x.rank - 2
+    layout = Layout.PACKED if packs else Layout.STACKED
+    args, _ = in_order(site, map_values(arguments, lambda v: v.to(layout)))
+    return Call(site.target, args, layout, layout.value)
+
+
+def pad(site: Site, **arguments: Any) -> Call | None:
+    """Padding in any mode; all but "constant" tell from the number of dims whether the operand has an N."""
+    if arguments["mode"] == "constant":
+        return constant_pad(site, **arguments)
+    return folding(len(arguments["pad"]) // 2 + 2)(site, **arguments)
+
+
+def grid_sample(site: Site, **arguments: Any) -> Call | None:
+    """``input [N, C, *S]`` at ``grid [N, *T, d]``: one grid for all members serves packed inputs as it is."""
+    x, grid = arguments["input"], arguments["grid"]
+    if x.layout is Layout.PACKED and grid.shared and not has_per_member(arguments):
+        args, _ = in_order(site, arguments)
+        return Call(site.target, args, Layout.PACKED, "packed: shared grid")
+    return folding(channelwise=False)(site, **arguments)
+
+
+def affine_grid(site: Site, **arguments: Any) -> Call | None:
+    """``theta [N, d, d+1]`` to a grid; its ``size`` argument holds N."""
+    theta: Value = arguments["theta"]
+    if theta.layout is Layout.LISTED or has_per_member(arguments):
+        return loop(site, arguments)
+    args = (theta.to(Layout.STACKED), arguments["size"], arguments["align_corners"])
+    return Call(affine_grids, args, Layout.STACKED, "folded")
+
+
+def affine_grids(theta: Tensor, size: Sequence[int], align_corners: bool) -> Tensor:
+    """``theta [B, N, d, d+1]`` and a member's ``size [N, C, *T]`` -> ``[B, N, *T, d]``."""
+    order = Fold.of(theta)
+    grid = aten.affine_grid_generator.default(
+        order.fold(theta), [theta.shape[0] * size[0], *size[1:]], align_corners
+    )
+    return order.unfold(grid)
+
+
+PADS = {
+    3: (aten.reflection_pad1d.default, aten.replication_pad1d.default),
+    4: (aten.reflection_pad2d.default, aten.replication_pad2d.default),
+    5: (aten.reflection_pad3d.default, aten.replication_pad3d.default),
+}
+UPSAMPLES = (
+    aten.upsample_nearest1d,
+    aten.upsample_nearest2d,
+    aten.upsample_nearest3d,
+    aten._upsample_nearest_exact1d,
+    aten._upsample_nearest_exact2d,
+    aten._upsample_nearest_exact3d,
+    aten.upsample_linear1d,
+    aten.upsample_bilinear2d,
+    aten.upsample_bicubic2d,
+    aten.upsample_trilinear3d,
+    aten._upsample_bilinear2d_aa,
+    aten._upsample_bicubic2d_aa,
+)
+GRID_SAMPLERS = (aten.grid_sampler.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
+
+RULES: RuleTable = merge(
+    {aten.pad.default: pad, aten.constant_pad_nd.default: constant_pad},
+    *(table(targets, folding(rank)) for rank, targets in PADS.items()),
+    table((packet.default for packet in UPSAMPLES), folding()),
+    table((packet.vec for packet in UPSAMPLES), folding()),
+    # Without N these two take any number of leading dims, so a stacked operand of any rank is right.
+    table((aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.im2col.default), folding(4)),
+    table((aten.col2im.default,), folding(3)),
+    {aten.channel_shuffle.default: folding(channelwise=False)},
+    table(GRID_SAMPLERS, grid_sample),
+    {aten.affine_grid_generator.default: affine_grid},
+)

@@ -1,0 +1,235 @@
+"""The vocabulary of batching rules.
+
+A rule answers one question: given one node of a member's graph and the layouts of its operands, which call computes
+the node for the whole array? It is a pure function ``rule(site, **arguments) -> Call | None``; the arguments are those
+of the ATen schema by name, defaults filled in. Tensors arrive as `Value`, sizes computed in the graph as `Scalar`,
+scalars that differ between members as `PerMember`, everything else as it stands. ``None`` says: not this combination,
+take the generic way (vmap of the one operator, else a loop over members).
+
+A `Call` names a plain function of tensors and its arguments, each operand in the layout that the function wants
+(``value.to(Layout.STACKED)``); the batch pass inserts the transitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from hfusion.errors import FusionError
+from hfusion.layout import Layout, Listed
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A tensor of the program: its node, its layout, and ``example``, the (fake) tensor that one member sees."""
+
+    node: fx.Node
+    layout: Layout
+    example: Any
+
+    @property
+    def shape(self) -> torch.Size:
+        shape: torch.Size = self.example.shape
+        return shape
+
+    @property
+    def rank(self) -> int:
+        return int(self.example.dim())
+
+    @property
+    def shared(self) -> bool:
+        return self.layout is Layout.SHARED
+
+    def to(self, layout: Layout, rank: int | None = None) -> Operand:
+        """This value in ``layout``. ``rank`` adds singleton dims in front until a member sees that many dims."""
+        return Operand(self, layout, rank)
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """A value in the layout, and with the number of dims, that a lowering wants."""
+
+    value: Value
+    layout: Layout
+    rank: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Scalar:
+    """A Python number computed in the graph (a size); the same for all members."""
+
+    node: fx.Node
+    example: Any
+
+
+@dataclass(frozen=True)
+class PerMember:
+    """A scalar argument that differs between members; ``values[b]`` is member b's."""
+
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Site:
+    """The node that a rule rewrites: its operator, the number of members, and one member's (fake) result."""
+
+    target: OpOverload
+    members: int
+    example: Any
+
+    @property
+    def rank(self) -> int:
+        return int(self.example.dim())
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rule answers: ``fn(*args, **kwargs)`` gives the node's value in ``layout``; ``how`` is for people."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    layout: Layout
+    how: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+Rule: TypeAlias = Callable[..., "Call | None"]
+RuleTable: TypeAlias = Mapping[OpOverload, Rule]
+
+
+def merge(*tables: RuleTable) -> RuleTable:
+    """One table of several; an operator that stands in two is an error."""
+    merged: dict[OpOverload, Rule] = {}
+    for table in tables:
+        for target, rule in table.items():
+            if target in merged:
+                raise FusionError(f"{target} has two batching rules: {merged[target]} and {rule}; keep one")
+            merged[target] = rule
+    return merged
+
+
+def values(arguments: Any) -> list[Value]:
+    """All tensors in a nest of arguments, in order."""
+    if isinstance(arguments, Value):
+        return [arguments]
+    if isinstance(arguments, Mapping):
+        return [v for item in arguments.values() for v in values(item)]
+    if isinstance(arguments, list | tuple):
+        return [v for item in arguments for v in values(item)]
+    return []
+
+
+def has_per_member(arguments: Any) -> bool:
+    """Whether a scalar that differs between members stands in a nest of arguments."""
+    if isinstance(arguments, PerMember):
+        return True
+    if isinstance(arguments, Mapping):
+        return any(has_per_member(item) for item in arguments.values())
+    return isinstance(arguments, list | tuple) and any(has_per_member(item) for item in arguments)
+
+
+def is_random(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers, so that each member needs its own even of shared operands."""
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    off = any(arguments.get(name) is False for name in ("train", "training"))
+    return not off and not any(arguments.get(name) == 0 for name in ("p", "dropout", "dropout_p"))
+
+
+def map_values(arguments: Any, change: Callable[[Value], Any]) -> Any:
+    """The same nest of arguments with ``change`` applied to every tensor."""
+    if isinstance(arguments, Value):
+        return change(arguments)
+    if isinstance(arguments, Mapping):
+        return {name: map_values(item, change) for name, item in arguments.items()}
+    if isinstance(arguments, list | tuple):
+        return type(arguments)(map_values(item, change) for item in arguments)
+    return arguments
+
+
+def hint(size: Any) -> int | None:
+    """A size as a number: itself, the example of a symbolic one, or None where there is none."""
+    if isinstance(size, int):
+        return size
+    known = size.node.hint if size.node.has_hint() else None
+    return None if known is None else int(known)
+
+
+def in_order(site: Site, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Split arguments by name into positional and keyword ones, as the operator's schema has them."""
+    positional, keywords = [], {}
+    for parameter in site.target._schema.arguments:
+        if parameter.name not in arguments:
+            continue
+        if parameter.kwarg_only:
+            keywords[parameter.name] = arguments[parameter.name]
+        else:
+            positional.append(arguments[parameter.name])
+    return tuple(positional), keywords
+
+
+def each(fn: Callable[..., Any], members: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Listed:
+    """Call ``fn`` once per member: a `Listed` argument gives member b its own entry."""
+    return Listed(fn(*_row(args, b), **_row(kwargs, b)) for b in range(members))
+
+
+def _row(arguments: Any, member: int) -> Any:
+    if isinstance(arguments, Listed):
+        return arguments[member]
+    if isinstance(arguments, dict):
+        return {name: _row(item, member) for name, item in arguments.items()}
+    if isinstance(arguments, list | tuple):
+        return type(arguments)(_row(item, member) for item in arguments)
+    return arguments
+
+
+def loop(site: Site, arguments: Mapping[str, Any], how: str = "loop over members") -> Call:
+    """The node as one call of its operator per member; right for every operator and every argument."""
+    args, kwargs = in_order(site, arguments)
+    listed = map_values((args, kwargs), lambda v: v if v.shared else v.to(Layout.LISTED))
+    return Call(each, (site.target, site.members, *listed), Layout.LISTED, how)
+
+
+def pointwise(site: Site, **arguments: Any) -> Call | None:
+    """Elementwise with broadcasting: the operator itself on operands brought to one layout.
+
+    A listed operand makes the result listed; a packed one makes it packed where all operands can be packed without
+    copying a full-size shared one; stacked otherwise.
+    """
+    operands = values(arguments)
+    layouts = {v.layout for v in operands}
+    if Layout.LISTED in layouts or has_per_member(arguments):
+        return loop(site, arguments)
+    if Layout.PACKED in layouts and all(_packable(v, site.example) for v in operands):
+        args, kwargs = in_order(site, map_values(arguments, lambda v: _packed(v, site.rank)))
+        return Call(site.target, args, Layout.PACKED, "packed", kwargs)
+    args, kwargs = in_order(
+        site, map_values(arguments, lambda v: v if v.shared else v.to(Layout.STACKED, rank=site.rank))
+    )
+    return Call(site.target, args, Layout.STACKED, "stacked", kwargs)
+
+
+def _packable(value: Value, result: Any) -> bool:
+    """Whether ``value`` broadcasts against a packed ``result`` as it is, or after a cheap transition."""
+    missing = result.dim() - value.rank
+    channels = value.shape[1 - missing] if missing <= 1 < value.rank + missing else 1
+    if value.layout is Layout.PACKED:
+        return missing == 0 and bool(channels == result.shape[1])
+    if value.shared:
+        return bool(channels == 1)
+    full = missing == 0 and bool(channels == result.shape[1])
+    return full or (missing == 1 and bool(channels == result.shape[1]))
+
+
+def _packed(value: Value, rank: int) -> Value | Operand:
+    return value if value.shared else value.to(Layout.PACKED, rank=rank)
+
+
+def table(targets: Iterable[OpOverload], rule: Rule) -> RuleTable:
+    """The same rule for many operators."""
+    return {target: rule for target in targets}

@@ -1,0 +1,410 @@
+"""Views, joins and splits: the member's dims shifted behind the member dim, or kept on a packed value.
+
+A packed ``[N, B*C, ...]`` stays packed under what leaves dims 0 and 1 in place, and under what merges or
+splits dim 1, since the members are outermost there. All else works on the stacked value, a free view of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from hfusion.errors import FusionError
+from hfusion.layout import Layout
+from hfusion.ops.pointwise import first_member, like, same
+from hfusion.ops.rule import (
+    Call,
+    Rule,
+    RuleTable,
+    Site,
+    Value,
+    has_per_member,
+    in_order,
+    loop,
+    map_values,
+    table,
+    values,
+)
+
+aten = torch.ops.aten
+
+NEEDS_0_1 = frozenset({0, 1})
+NEEDS_1 = frozenset({1})
+
+
+def normal(dim: int, rank: int) -> int:
+    """``dim`` counted from the front."""
+    return dim % max(rank, 1)
+
+
+def shifted(dim: Any, rank: int) -> Any:
+    """A member's dim, or several, as dims of the stacked value."""
+    if isinstance(dim, list | tuple):
+        return [normal(d, rank) + 1 for d in dim]
+    return normal(dim, rank) + 1
+
+
+def along(*names: str, packed: frozenset[int], extra: int = 0) -> Rule:
+    """Operators that work along the dims in the arguments ``names``, and on whole tensors otherwise.
+
+    ``packed``: the dims for which a packed value cannot stay packed. ``extra``: how many dims more than the
+    operand has the tensor that they refer to.
+    """
+
+    def rule(site: Site, **arguments: Any) -> Call | None:
+        operands = values(arguments)
+        rank = operands[0].rank + extra
+        if rank == 0 or any(v.layout is Layout.LISTED for v in operands) or has_per_member(arguments):
+            return loop(site, arguments)
+        dims = {normal(d, rank) for name in names for d in _several(arguments[name])}
+        if rank >= 2 and not dims & packed and all(v.layout is Layout.PACKED for v in operands):
+            fixed = {name: _each(arguments[name], lambda d: normal(d, rank)) for name in names}
+            return same_call(site, {**arguments, **fixed}, Layout.PACKED)
+        moved = {name: shifted(arguments[name], rank) for name in names}
+        return same_call(site, {**arguments, **moved}, Layout.STACKED)
+
+    return rule
+
+
+def same_call(site: Site, arguments: dict[str, Any], layout: Layout) -> Call:
+    """The operator itself on operands brought to ``layout``, with these arguments."""
+    args, kwargs = in_order(site, map_values(arguments, lambda v: v.to(layout)))
+    return Call(site.target, args, layout, layout.value, kwargs)
+
+
+def _several(dim: Any) -> Sequence[int]:
+    return dim if isinstance(dim, list | tuple) else (dim,)
+
+
+def _each(dim: Any, change: Callable[[int], int]) -> Any:
+    return [change(d) for d in dim] if isinstance(dim, list | tuple) else change(dim)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two sizes are always equal; sizes that vary are never guarded."""
+    return bool(statically_known_true(a == b))
+
+
+def reshape(site: Site, *, self: Value, **sizes: Any) -> Call | None:
+    """``view``, ``reshape`` and the like; never by `view`, since the strides of the array are its own."""
+    (wanted,) = sizes.values()
+    if self.layout is Layout.LISTED:
+        return loop(_as(site, aten.reshape.default), {"self": self, "shape": wanted})
+    if self.layout is Layout.PACKED and site.rank >= 2 and equal(self.shape[0], site.example.shape[0]):
+        return Call(reshape_packed, (self, site.members, list(wanted)), Layout.PACKED, "packed")
+    return Call(
+        aten.reshape.default, (self.to(Layout.STACKED), [site.members, *wanted]), Layout.STACKED, "stacked"
+    )
+
+
+def reshape_packed(x: Tensor, members: int, shape: Sequence[int]) -> Tensor:
+    """``[N, B*C, ...]`` to ``[N, B*D, ...]`` for the member's ``shape = [N, D, ...]``."""
+    batch, channels, *rest = shape
+    return x.reshape(batch, channels if channels == -1 else members * channels, *rest)
+
+
+def flatten(site: Site, *, self: Value, start_dim: int, end_dim: int) -> Call | None:
+    if self.layout is Layout.LISTED or self.rank == 0:
+        return loop(site, {"self": self, "start_dim": start_dim, "end_dim": end_dim})
+    start, end = normal(start_dim, self.rank), normal(end_dim, self.rank)
+    if self.layout is Layout.PACKED and start >= 1:
+        return Call(aten.flatten.using_ints, (self, start, end), Layout.PACKED, "packed")
+    return Call(
+        aten.flatten.using_ints, (self.to(Layout.STACKED), start + 1, end + 1), Layout.STACKED, "stacked"
+    )
+
+
+def ravel(site: Site, *, self: Value) -> Call | None:
+    return flatten(
+        Site(aten.flatten.using_ints, site.members, site.example), self=self, start_dim=0, end_dim=-1
+    )
+
+
+def unflatten(site: Site, *, self: Value, dim: int, sizes: Sequence[Any]) -> Call | None:
+    if self.layout is Layout.LISTED or self.rank == 0:
+        return loop(site, {"self": self, "dim": dim, "sizes": sizes})
+    place = normal(dim, self.rank)
+    if self.layout is Layout.PACKED and place >= 1:
+        return Call(unflatten_packed, (self, site.members, place, list(sizes)), Layout.PACKED, "packed")
+    return Call(
+        aten.unflatten.int, (self.to(Layout.STACKED), place + 1, list(sizes)), Layout.STACKED, "stacked"
+    )
+
+
+def unflatten_packed(x: Tensor, members: int, dim: int, sizes: Sequence[int]) -> Tensor:
+    """``[N, B*C, ...]`` with ``dim >= 1`` of it as ``sizes``; the members stay outermost in dim 1."""
+    first, *rest = sizes
+    if dim == 1 and first != -1:
+        first = members * first
+    return torch.unflatten(x, dim, (first, *rest))
+
+
+def reshape_as(site: Site, *, self: Value, other: Value) -> Call | None:
+    if Layout.LISTED in (self.layout, other.layout):
+        return loop(Site(aten.reshape_as.default, site.members, site.example), {"self": self, "other": other})
+    if other.shared:
+        return Call(reshape_to, (self.to(Layout.STACKED), other), Layout.STACKED, "stacked")
+    both = (self.to(Layout.STACKED), other.to(Layout.STACKED))
+    return Call(aten.reshape_as.default, both, Layout.STACKED, "stacked")
+
+
+def reshape_to(x: Tensor, other: Tensor) -> Tensor:
+    """Stacked ``x`` in the shape of a shared ``other``."""
+    return x.reshape(x.shape[0], *other.shape)
+
+
+def permute(site: Site, *, self: Value, dims: Sequence[int]) -> Call | None:
+    if self.layout is Layout.LISTED:
+        return loop(site, {"self": self, "dims": dims})
+    order = [normal(d, self.rank) for d in dims]
+    if self.layout is Layout.PACKED and order[:2] == [0, 1]:
+        return Call(aten.permute.default, (self, order), Layout.PACKED, "packed")
+    stacked = (self.to(Layout.STACKED), [0, *(d + 1 for d in order)])
+    return Call(aten.permute.default, stacked, Layout.STACKED, "stacked")
+
+
+def reverse(site: Site, *, self: Value) -> Call | None:
+    """``t`` and ``.T``: all dims in reverse order."""
+    return permute(_as(site, aten.permute.default), self=self, dims=list(reversed(range(self.rank))))
+
+
+def transpose_last(site: Site, *, self: Value) -> Call | None:
+    dims = {"dim0": self.rank - 2, "dim1": self.rank - 1}
+    return RULES[aten.transpose.int](_as(site, aten.transpose.int), self=self, **dims)
+
+
+def _as(site: Site, target: Any) -> Site:
+    return Site(target, site.members, site.example)
+
+
+def squeeze(site: Site, *, self: Value) -> Call | None:
+    """Only the member's own dims of size 1 go, never the member dim."""
+    ones = [k for k, size in enumerate(self.shape) if equal(size, 1)]
+    if not ones:
+        return None if self.layout is Layout.LISTED else Call(same, (self,), self.layout, self.layout.value)
+    return RULES[aten.squeeze.dims](_as(site, aten.squeeze.dims), self=self, dim=ones)
+
+
+def unsqueeze(site: Site, *, self: Value, dim: int) -> Call | None:
+    place = normal(dim, self.rank + 1)
+    if self.layout is Layout.LISTED:
+        return loop(site, {"self": self, "dim": dim})
+    if self.layout is Layout.PACKED and place >= 2:
+        return Call(site.target, (self, place), Layout.PACKED, "packed")
+    return Call(site.target, (self.to(Layout.STACKED), place + 1), Layout.STACKED, "stacked")
+
+
+def expand(site: Site, *, self: Value, size: Sequence[Any], implicit: bool = False) -> Call | None:
+    if self.layout is Layout.LISTED:
+        return loop(site, {"self": self, "size": size})
+    if (
+        self.layout is Layout.PACKED
+        and site.rank == self.rank
+        and equal(self.shape[1], site.example.shape[1])
+    ):
+        return Call(aten.expand.default, (self, [size[0], -1, *size[2:]]), Layout.PACKED, "packed")
+    x = self.to(Layout.STACKED, rank=site.rank)
+    return Call(aten.expand.default, (x, [site.members, *size]), Layout.STACKED, "stacked")
+
+
+def expand_as(site: Site, *, self: Value, other: Value) -> Call | None:
+    """Only the shape of ``other`` counts: a shared ``self`` stays shared."""
+    if self.layout is Layout.LISTED or (other.layout is Layout.LISTED and not self.shared):
+        return loop(site, {"self": self, "other": other})
+    if self.shared:
+        return Call(expand_to_first, (self, other, other.layout.value, site.members), Layout.SHARED, "shared")
+    x = self.to(Layout.STACKED, rank=site.rank)
+    if other.shared:
+        return Call(expand_to, (x, other), Layout.STACKED, "stacked")
+    return Call(aten.expand_as.default, (x, other.to(Layout.STACKED)), Layout.STACKED, "stacked")
+
+
+def expand_to(x: Tensor, other: Tensor) -> Tensor:
+    """Stacked ``x`` in the shape of a shared ``other``."""
+    return x.expand(x.shape[0], *other.shape)
+
+
+def expand_to_first(x: Tensor, other: Any, layout: str, members: int) -> Tensor:
+    """Shared ``x`` in the shape of one member of ``other``."""
+    return x.expand(first_member(other, layout, members).shape)
+
+
+def repeat(site: Site, *, self: Value, **repeats: Any) -> Call | None:
+    """``repeat`` and ``tile``."""
+    (counts,) = repeats.values()
+    counts = [1] * (self.rank - len(counts)) + list(counts)
+    if self.layout is Layout.LISTED:
+        return loop(_as(site, aten.repeat.default), {"self": self, "repeats": counts})
+    x = self.to(Layout.STACKED, rank=len(counts))
+    return Call(aten.repeat.default, (x, [1, *counts]), Layout.STACKED, "stacked")
+
+
+def repeat_interleave(site: Site, *, self: Value, repeats: Any, dim: int | None, **rest: Any) -> Call | None:
+    if self.layout is Layout.LISTED or self.rank == 0:
+        return loop(site, {"self": self, "repeats": repeats, "dim": dim, **rest})
+    x = self.to(Layout.STACKED)
+    if dim is None:
+        return Call(repeat_flat, (x, repeats), Layout.STACKED, "stacked")
+    return Call(site.target, (x, repeats, normal(dim, self.rank) + 1), Layout.STACKED, "stacked", rest)
+
+
+def repeat_flat(x: Tensor, repeats: int) -> Tensor:
+    """Every element of every member's flattened tensor ``repeats`` times."""
+    return x.flatten(1).repeat_interleave(repeats, 1)
+
+
+def roll(site: Site, *, self: Value, shifts: Any, dims: Any) -> Call | None:
+    if not dims:
+        return loop(site, {"self": self, "shifts": shifts, "dims": dims})
+    return _roll(site, self=self, shifts=shifts, dims=dims)
+
+
+_roll = along("dims", packed=NEEDS_1)
+
+
+def triangle(site: Site, *, self: Value, diagonal: Any) -> Call | None:
+    """The last two dims are the matrix."""
+    if self.layout is Layout.LISTED:
+        return loop(site, {"self": self, "diagonal": diagonal})
+    layout = Layout.PACKED if self.layout is Layout.PACKED and self.rank >= 4 else Layout.STACKED
+    return same_call(site, {"self": self, "diagonal": diagonal}, layout)
+
+
+def slices(site: Site, *, self: Value, dim: int, start: Any, end: Any, step: Any) -> Call | None:
+    """Python's ``x[:, k]`` is full of slices that take a dim whole; those are no work."""
+    whole = start in (None, 0) and end in (None, _TO_THE_END) and step == 1
+    if whole and self.layout is not Layout.LISTED:
+        return Call(same, (self,), self.layout, self.layout.value)
+    return _SLICE(site, self=self, dim=dim, start=start, end=end, step=step)
+
+
+_SLICE = along("dim", packed=NEEDS_1)
+_TO_THE_END = 2**63 - 1
+
+
+def cat(site: Site, *, tensors: Sequence[Value], dim: int) -> Call | None:
+    """Members side by side in the channels can be joined along them too."""
+    rank = site.rank
+    if any(v.layout is Layout.LISTED or v.rank != rank for v in tensors):
+        return loop(_as(site, aten.cat.default), {"tensors": tensors, "dim": dim})
+    place = normal(dim, rank)
+    if all(v.layout is Layout.PACKED for v in tensors):
+        if place == 1:
+            return Call(cat_channels, (list(tensors), site.members), Layout.PACKED, "packed")
+        return Call(aten.cat.default, (list(tensors), place), Layout.PACKED, "packed")
+    stacked = [v.to(Layout.STACKED) for v in tensors]
+    return Call(aten.cat.default, (stacked, place + 1), Layout.STACKED, "stacked")
+
+
+def cat_channels(tensors: Sequence[Tensor], members: int) -> Tensor:
+    """``[N, B*C_i, ...]`` to ``[N, B*sum(C_i), ...]``, each member's channels together."""
+    return torch.cat([torch.unflatten(x, 1, (members, -1)) for x in tensors], 2).flatten(1, 2)
+
+
+def stack(site: Site, *, tensors: Sequence[Value], dim: int) -> Call | None:
+    if any(v.layout is Layout.LISTED for v in tensors):
+        return loop(_as(site, aten.stack.default), {"tensors": tensors, "dim": dim})
+    place = normal(dim, site.rank)
+    if place >= 2 and all(v.layout is Layout.PACKED for v in tensors):
+        return Call(aten.stack.default, (list(tensors), place), Layout.PACKED, "packed")
+    stacked = [v.to(Layout.STACKED) for v in tensors]
+    return Call(aten.stack.default, (stacked, place + 1), Layout.STACKED, "stacked")
+
+
+def beside(dim: int, least: int) -> Rule:
+    """``hstack``, ``vstack``, ``dstack``: `cat` along ``dim`` for members of ``least`` dims or more."""
+
+    def rule(site: Site, *, tensors: Sequence[Value]) -> Call | None:
+        if any(v.rank < least for v in tensors):
+            return loop(site, {"tensors": tensors})
+        return cat(site, tensors=tensors, dim=dim)
+
+    return rule
+
+
+def size(site: Site, *, self: Value, dim: int) -> Call | None:
+    """A member's size, the same for all."""
+    if self.layout is Layout.STACKED:
+        return Call(aten.sym_size.int, (self, normal(dim, self.rank) + 1), Layout.SHARED, "size")
+    return like(site, self=self, dim=dim)
+
+
+def strides(site: Site, **arguments: Any) -> Call | None:
+    raise FusionError(
+        f"{site.target}: forward reads the strides of a tensor, which differ in an array; use its shape"
+    )
+
+
+def as_strided(
+    site: Site, *, self: Value, size: Sequence[Any], stride: Sequence[Any], storage_offset: Any = None
+) -> Call | None:
+    """Addresses a member's memory: known only where its tensor is contiguous and starts its storage."""
+    if not self.example.is_contiguous() or self.example.storage_offset() != 0:
+        strides(site)
+    args = (self.to(Layout.STACKED), list(size), list(stride), storage_offset or 0)
+    return Call(strided, args, Layout.STACKED, "stacked")
+
+
+def strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """Stacked ``x`` as each member's contiguous memory read in ``size`` and ``stride`` from ``offset`` on."""
+    flat = x.reshape(x.shape[0], -1).contiguous()
+    return flat.as_strided((x.shape[0], *size), (flat.shape[1], *stride), offset)
+
+
+_SPLITS = (
+    *(aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default),
+    *(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.unsafe_chunk.default),
+    *(aten.tensor_split.sections, aten.tensor_split.indices),
+)
+
+RULES: RuleTable = {
+    **table((aten.view.default, aten.reshape.default, aten._unsafe_view.default), reshape),
+    **table((aten.view_as.default, aten.reshape_as.default), reshape_as),
+    aten.flatten.using_ints: flatten,
+    aten.ravel.default: ravel,
+    aten.unflatten.int: unflatten,
+    aten.permute.default: permute,
+    **table((aten.t.default, aten.numpy_T.default), reverse),
+    aten.mT.default: transpose_last,
+    aten.transpose.int: along("dim0", "dim1", packed=NEEDS_0_1),
+    aten.swapdims.default: along("dim0", "dim1", packed=NEEDS_0_1),
+    aten.swapaxes.default: along("axis0", "axis1", packed=NEEDS_0_1),
+    **table(
+        (aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist),
+        along("source", "destination", packed=NEEDS_0_1),
+    ),
+    aten.squeeze.default: squeeze,
+    **table((aten.squeeze.dim, aten.squeeze.dims), along("dim", packed=NEEDS_0_1)),
+    aten.unsqueeze.default: unsqueeze,
+    **table((aten.expand.default, aten.broadcast_to.default), expand),
+    aten.expand_as.default: expand_as,
+    **table((aten.repeat.default, aten.tile.default), repeat),
+    aten.repeat_interleave.self_int: repeat_interleave,
+    aten.slice.Tensor: slices,
+    **table((aten.narrow.default, aten.slice_copy.Tensor), along("dim", packed=NEEDS_1)),
+    **table(_SPLITS, along("dim", packed=NEEDS_1)),
+    **table((aten.select.int, aten.unbind.int, aten.select_scatter.default), along("dim", packed=NEEDS_0_1)),
+    **table((aten.slice_scatter.default, aten.glu.default), along("dim", packed=NEEDS_1)),
+    **table((aten.diagonal.default, aten.diagonal_scatter.default), along("dim1", "dim2", packed=NEEDS_0_1)),
+    aten.diag_embed.default: along("dim1", "dim2", packed=frozenset(range(9)), extra=1),
+    aten.unfold.default: along("dimension", packed=NEEDS_1),
+    aten.flip.default: along("dims", packed=NEEDS_1),
+    aten.roll.default: roll,
+    **table((aten.tril.default, aten.triu.default), triangle),
+    **table((aten.cat.default, aten.concat.default, aten.concatenate.default), cat),
+    aten.stack.default: stack,
+    aten.hstack.default: beside(1, 2),
+    aten.vstack.default: beside(0, 2),
+    aten.dstack.default: beside(2, 3),
+    aten.sym_size.int: size,
+    aten.sym_numel.default: like,
+    aten.as_strided.default: as_strided,
+    **table((aten.sym_stride.int, aten.sym_storage_offset.default), strides),
+    **table(
+        (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default), like
+    ),
+}

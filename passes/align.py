@@ -1,0 +1,74 @@
+"""Lay the graphs of members with different scalars over one another, node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from hfusion.errors import FusionError
+from hfusion.ops.rule import PerMember
+
+
+def align(graphs: Sequence[fx.Graph], variants: Sequence[int]) -> fx.Graph:
+    """One graph for all members; ``variants[b]`` is the place of member b's graph in ``graphs``.
+
+    Where the graphs' scalars differ, ``node.meta["arguments"]`` holds ``(args, kwargs)`` with `PerMember` entries.
+
+    Raises:
+        FusionError: the graphs differ in more than scalars.
+    """
+    result = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    rows = [list(graph.nodes) for graph in graphs]
+    first_of = {variant: variants.index(variant) for variant in set(variants)}
+    places = [{node: k for k, node in enumerate(row)} for row in rows]
+    if len({len(row) for row in rows}) > 1:
+        counts = ", ".join(f"model {first_of[v]}: {len(row)}" for v, row in enumerate(rows))
+        raise FusionError(f"the models' graphs have different numbers of nodes ({counts}); they do different things")
+    for k, nodes in enumerate(zip(*rows, strict=True)):
+        new = result.node_copy(nodes[0], lambda n: env[n])
+        env[nodes[0]] = new
+        if len(nodes) > 1:
+            _merge(new, nodes, env, places, variants, k)
+    return result
+
+
+def _merge(
+    new: fx.Node,
+    nodes: Sequence[fx.Node],
+    env: dict[fx.Node, fx.Node],
+    places: Sequence[dict[fx.Node, int]],
+    variants: Sequence[int],
+    position: int,
+) -> None:
+    """Compare one node of every graph; note the scalars that differ."""
+    model = variants.index
+    for v, node in enumerate(nodes):
+        if (node.op, node.target) != (nodes[0].op, nodes[0].target):
+            raise FusionError(
+                f"step {position} is {nodes[0].target} in model {model(0)} and {node.target} in model {model(v)}; "
+                "the models' scalars lead forward to different operators, which cannot be fused"
+            )
+
+    def merge(items: Sequence[Any]) -> Any:
+        head = items[0]
+        if isinstance(head, fx.Node):
+            if any(not isinstance(i, fx.Node) or places[v][i] != places[0][head] for v, i in enumerate(items)):
+                raise FusionError(f"step {position}, {nodes[0].target}, has different operands in different models")
+            return env[head]
+        if isinstance(head, list | tuple):
+            if any(type(i) is not type(head) or len(i) != len(head) for i in items):
+                raise FusionError(f"step {position}, {nodes[0].target}, has {items} as arguments in the models")
+            merged = [merge(parts) for parts in zip(*items, strict=True)]
+            return merged if isinstance(head, list) else tuple(merged)
+        if isinstance(head, dict):
+            return {name: merge([i[name] for i in items]) for name in head}
+        if all(type(i) is type(head) and repr(i) == repr(head) for i in items):
+            return head
+        return PerMember(tuple(items[v] for v in variants))
+
+    args, kwargs = (merge([getattr(node, part) for node in nodes]) for part in ("args", "kwargs"))
+    if nodes[0].op == "call_function":
+        new.meta["arguments"] = (args, kwargs)

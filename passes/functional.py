@@ -1,0 +1,303 @@
+"""Rewrite in-place operators to functional ones, so that batching rules never meet a write.
+
+A write to a tensor is a new value for that tensor, for every tensor it is a view of, and for every other view of
+those. Writes to buffers stay, as one ``copy_`` of the new value into the buffer after the write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+
+from hfusion.errors import FusionError
+
+aten = torch.ops.aten
+
+IDENTITY = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
+RESHAPES = frozenset(
+    {
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.unsqueeze.default,
+        aten.contiguous.default,
+        aten.to.dtype,
+        aten.to.device,
+        aten.to.dtype_layout,
+        aten.expand_as.default,
+        aten.view_as.default,
+    }
+)
+RENAMED = {
+    aten.normal_.default: aten.normal_functional.default,
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.zero_.default: aten.zero.default,
+}
+
+
+RUNNING_STATISTICS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
+
+
+@dataclass
+class _State:
+    """What the rewriting knows: the new graph, each old node's current value, and which node is a view of which."""
+
+    graph: fx.Graph
+    current: dict[fx.Node, Any] = field(default_factory=dict)
+    parent: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    position: dict[fx.Node, int] = field(default_factory=dict)
+
+    def family(self, node: fx.Node) -> list[fx.Node]:
+        """The views of ``node``'s root, the root first, in order of creation."""
+        root = self.root(node)
+        return [root, *(view for view in self.parent if self.root(view) is root)]
+
+    def root(self, node: fx.Node) -> fx.Node:
+        while node in self.parent:
+            node = self.parent[node]
+        return node
+
+
+def functional(graph: fx.Graph, writable: frozenset[str]) -> fx.Graph:
+    """``graph`` without in-place operators, except ``copy_`` into the placeholders named in ``writable``.
+
+    Raises:
+        FusionError: a write to any other placeholder, or a write that has no functional form.
+    """
+    state = _State(fx.Graph(), position={node: k for k, node in enumerate(graph.nodes)})
+    for node in graph.nodes:
+        if _writes(node):
+            _write(state, node, writable)
+            continue
+        state.current[node] = state.graph.node_copy(node, lambda n: state.current[n])
+        if node.target in RUNNING_STATISTICS:
+            _check_statistics(state, node)
+        source = _viewed(node)
+        if source is not None:
+            state.parent[node] = source
+    remove_dead(state.graph)
+    return state.graph
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Drop calls without users, except writes and autocast borders, and assertions that export proved."""
+    for node in reversed(list(graph.nodes)):
+        asserts = node.target in (aten._assert_tensor_metadata.default, aten.sym_constrain_range_for_size.default)
+        if node.op == "call_function" and not node.users and (asserts or not has_effect(node)):
+            graph.erase_node(node)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a call matters beyond its value."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        return target._schema.is_mutable or target in RUNNING_STATISTICS
+    return target in (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The node that ``node`` is a view of."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return None
+    schema = node.target._schema
+    aliased = schema.arguments and schema.arguments[0].alias_info is not None
+    if not aliased or not any(r.alias_info is not None for r in schema.returns):
+        return None
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source if _shares_storage(node, source) else None
+
+
+def _shares_storage(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a call that may give a view gives one, told by running it on the fake tensors."""
+    example = source.meta.get("val")
+    if not isinstance(example, Tensor):
+        return True
+    result = _infer(node.target, node.args, node.kwargs)
+    parts = result if isinstance(result, list | tuple) else [result]
+    return any(part.untyped_storage()._cdata == example.untyped_storage()._cdata for part in parts)
+
+
+def _infer(target: Any, args: Any, kwargs: Any) -> Any:
+    """The (fake) result of a call, from the examples of its operands."""
+    values = fx.map_arg((args, dict(kwargs)), lambda n: n.meta["val"])
+    fakes = [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, FakeTensor)]
+    if not fakes:
+        return target(*values[0], **values[1])
+    with fakes[0].fake_mode:
+        return target(*values[0], **values[1])
+
+
+def _write(state: _State, node: fx.Node, writable: frozenset[str]) -> None:
+    written = node.args[0]
+    if not isinstance(written, fx.Node) or node.target._schema.name.endswith("_out"):  # type: ignore[union-attr]
+        raise FusionError(f"{_where(node)}: {node.target} writes into several tensors; write it without in-place")
+    value = _functional_call(state, node)
+    _check_view(state, written, node)
+    state.current[written] = value
+    on_path = {written}
+    below = written
+    while below in state.parent:
+        above = state.parent[below]
+        scatter = _scatter(state, below, state.current[above], state.current[below])
+        state.current[above] = scatter
+        on_path.add(above)
+        below = above
+    for view in state.family(written):
+        if view not in on_path and _used_later(state, view, node):
+            state.current[view] = _replay(state, view)
+    state.parent[node] = written
+    state.current[node] = value
+    _write_back(state, state.root(written), node, writable)
+
+
+def _functional_call(state: _State, node: fx.Node) -> fx.Node:
+    """The value that the write leaves in the tensor."""
+    target = _functional_target(node)
+    args = fx.map_arg(node.args, lambda n: state.current[n])
+    kwargs = fx.map_arg(node.kwargs, lambda n: state.current[n])
+    written = args[0]
+    value = _emit(state, node, target, args, kwargs)
+    example = written.meta["val"]
+    if value.meta["val"].dtype != example.dtype:
+        value = _emit(state, node, aten.to.dtype, (value, example.dtype), {})
+    return value
+
+
+def _functional_target(node: fx.Node) -> OpOverload:
+    target = node.target
+    assert isinstance(target, OpOverload)
+    if target in RENAMED:
+        renamed: OpOverload = RENAMED[target]
+        return renamed
+    name = target._schema.name.split("::")[1]
+    plain = name[:-1] if name.endswith("_") else ""
+    packet = getattr(aten, plain, None) if plain else None
+    found = getattr(packet, target._overloadname, None) if packet is not None else None
+    if not isinstance(found, OpOverload):
+        raise FusionError(f"{_where(node)}: {target} has no functional form; write it without in-place")
+    return found
+
+
+def _emit(state: _State, origin: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
+    new = state.graph.call_function(target, args, kwargs)
+    new.meta.update({name: origin.meta[name] for name in ("stack_trace", "nn_module_stack") if name in origin.meta})
+    new.meta["val"] = _infer(target, args, kwargs)
+    return new
+
+
+def _used_later(state: _State, view: fx.Node, write: fx.Node) -> bool:
+    now = state.position[write]
+    return any(state.position[user] > now for user in view.users) or any(
+        state.parent.get(child) is view and _used_later(state, child, write) for child in state.parent
+    )
+
+
+def _replay(state: _State, view: fx.Node) -> fx.Node:
+    """The view taken anew of its parent's current value."""
+    args = fx.map_arg(view.args, lambda n: state.current[n])
+    kwargs = fx.map_arg(view.kwargs, lambda n: state.current[n])
+    if _writes(view):
+        return state.current[state.parent[view]]  # type: ignore[no-any-return]
+    return _emit(state, view, view.target, args, kwargs)
+
+
+def _check_view(state: _State, written: fx.Node, write: fx.Node) -> None:
+    """Every step from the root to the written tensor must be one that can be undone."""
+    node = written
+    while node in state.parent:
+        undoable = node.target in IDENTITY or node.target in RESHAPES or node.target in _SCATTERS or _writes(node)
+        if not undoable:
+            raise FusionError(
+                f"{_where(write)}: {write.target} writes through {node.target}, which hfusion cannot undo; "
+                "write into the tensor itself, or use torch.where"
+            )
+        node = state.parent[node]
+
+
+Scatter = Callable[[_State, fx.Node, Any, Any], fx.Node]
+
+
+def _scatter(state: _State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+    """``whole`` with the region that ``view`` shows replaced by ``part``."""
+    if view.target in IDENTITY or _writes(view):
+        return part
+    if view.target in RESHAPES:
+        sizes = _sizes(state, view, whole)
+        return _emit(state, view, aten.reshape.default, (part, sizes), {})
+    return _SCATTERS[view.target](state, view, whole, part)
+
+
+def _sizes(state: _State, view: fx.Node, whole: fx.Node) -> list[Any]:
+    """The sizes of ``whole``, symbolic ones as nodes."""
+    return [
+        size if isinstance(size, int) else _emit(state, view, aten.sym_size.int, (whole, dim), {})
+        for dim, size in enumerate(whole.meta["val"].shape)
+    ]
+
+
+def _scatter_by(target: OpOverload) -> Scatter:
+    def scatter(state: _State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+        where = fx.map_arg(view.args[1:], lambda n: state.current[n])
+        return _emit(state, view, target, (whole, part, *where), view.kwargs)
+
+    return scatter
+
+
+def _permute_back(state: _State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+    dims = [d % len(view.args[1]) for d in view.args[1]]  # type: ignore[union-attr, arg-type, operator]
+    return _emit(state, view, aten.permute.default, (part, [dims.index(k) for k in range(len(dims))]), {})
+
+
+def _same_again(state: _State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+    return _emit(state, view, view.target, (part, *view.args[1:]), view.kwargs)
+
+
+_SCATTERS: Mapping[Any, Scatter] = {
+    aten.select.int: _scatter_by(aten.select_scatter.default),
+    aten.slice.Tensor: _scatter_by(aten.slice_scatter.default),
+    aten.diagonal.default: _scatter_by(aten.diagonal_scatter.default),
+    aten.permute.default: _permute_back,
+    aten.transpose.int: _same_again,
+    aten.t.default: _same_again,
+    aten.numpy_T.default: _same_again,
+}
+
+
+def _write_back(state: _State, root: fx.Node, write: fx.Node, writable: frozenset[str]) -> None:
+    if root.op != "placeholder":
+        return
+    if root.name not in writable:
+        raise FusionError(
+            f"{_where(write)}: forward writes into {root.name}, a parameter, an input or a constant; "
+            "write into a registered buffer or a copy instead"
+        )
+    original = next(n for n in state.graph.nodes if n.op == "placeholder" and n.name == root.name)
+    state.graph.call_function(aten.copy_.default, (original, state.current[root])).meta["val"] = original.meta["val"]
+
+
+def _check_statistics(state: _State, node: fx.Node) -> None:
+    """Norms update their running statistics unseen; those must be the buffers themselves."""
+    for statistic in node.args[3:5]:
+        if isinstance(statistic, fx.Node) and state.current[statistic].op != "placeholder":
+            raise FusionError(f"{_where(node)}: running statistics that forward also writes itself cannot be fused")
+
+
+def _where(node: fx.Node) -> str:
+    lines = [line.strip() for line in node.meta.get("stack_trace", "").strip().splitlines() if line.strip()]
+    return " ".join(lines[-2:]) if lines else f"node {node.name}"

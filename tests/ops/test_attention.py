@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hfusion.layout import Layout
+from hfusion.ops import attention
+from hfusion.passes.batch import batch
+from hfusion.random import recording
+from tests.oracle import Case, check, member_graph, t
+
+aten = torch.ops.aten
+SDPA = aten.scaled_dot_product_attention.default
+
+Q, K, V = t(2, 2, 3, 4), t(2, 2, 5, 4), t(2, 2, 5, 6)
+FEW = (1, 3)
+
+CASES = [
+    Case(SDPA, (Q, K, V)),
+    Case(SDPA, (Q, K, V, None, 0.0, True), members=FEW),
+    Case(SDPA, (Q, K, V), {"scale": 0.3}, members=FEW),
+    Case(SDPA, (Q, K, V, t(3, 5, kind="bool")), members=FEW),
+    Case(SDPA, (Q, K, V, t(2, 1, 3, 5, kind="bool")), members=FEW),
+    Case(SDPA, (Q, K, V, t(1, 2, 1, 5)), members=FEW),
+    Case(SDPA, (Q, K, V, t(2, 3, 5)), members=FEW),
+    Case(SDPA, (t(2, 4, 3, 4), K, V), {"enable_gqa": True}, members=FEW),
+    Case(SDPA, (t(1, 2, 3, 4), K, V), members=FEW),
+    Case(SDPA, (t(2, 3, 4), t(2, 5, 4), t(2, 5, 6)), members=FEW),
+    Case(SDPA, (t(2, 3, 4), t(2, 5, 4), t(2, 5, 6), t(2, 3, 5)), members=FEW),
+    Case(SDPA, (t(3, 4), t(5, 4), t(5, 6), None, 0.0, True), members=FEW),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention(case: Case) -> None:
+    check(case)
+
+
+def dropped(p: float, mask: Any, causal: bool, gqa: bool) -> Case:
+    query = t(2, 4, 3, 4) if gqa else Q
+    return Case(SDPA, (query, K, V, mask, p, causal), {"enable_gqa": gqa})
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dropped(0.5, None, False, False),
+        dropped(0.5, None, True, False),
+        dropped(0.5, t(2, 1, 3, 5, kind="bool"), False, False),
+        dropped(0.5, t(3, 5), False, True),
+        dropped(1.0, None, False, False),
+    ],
+    ids=str,
+)
+def test_each_member_drops_its_own_weights(case: Case) -> None:
+    """torch's own written-out attention takes the mask; it keeps by it and rescales."""
+    members = 3
+    rows = [
+        [d.sample(torch.Generator().manual_seed(k)) for k in range(members)]
+        for d in (a for a in case.args if hasattr(a, "sample"))
+    ]
+    module = batch(member_graph(case, [row[0] for row in rows]), [Layout.STACKED] * len(rows), members)
+    with recording() as draws:
+        (ours,) = module(*(torch.stack(row) for row in rows))
+    p, causal = case.args[4], case.args[5]
+    if p == 1.0:
+        assert not draws
+        assert not ours.any()
+        return
+    (noise,) = draws
+    assert not torch.equal(noise[0], noise[1])
+    for b in range(members):
+        operands = [row[b] for row in rows]
+        if operands[-1].dtype is torch.bool:
+            operands[-1] = torch.zeros(operands[-1].shape).double().masked_fill(~operands[-1], -torch.inf)
+        theirs, _ = aten._scaled_dot_product_attention_math(
+            *operands, *([None] * (4 - len(operands))), p, causal, noise[b].bool(), **case.kwargs
+        )
+        torch.testing.assert_close(ours[b], theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_a_query_that_may_attend_to_nothing_gets_zero() -> None:
+    q, k, v = (torch.randn(2, 1, 1, 3, 4, dtype=torch.float64) for _ in range(3))
+    mask = torch.ones(3, 3, dtype=torch.bool).tril(-1)
+    torch.testing.assert_close(
+        torch.matmul(attention._weights(q, k, mask, False, None), v),
+        F.scaled_dot_product_attention(q, k, v, mask),
+    )

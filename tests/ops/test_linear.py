@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hfusion.ops import linear
+from tests.oracle import Case, check, t
+
+aten = torch.ops.aten
+
+CASES = [
+    Case(aten.linear.default, (t(3, 4), t(5, 4), t(5))),
+    Case(aten.linear.default, (t(3, 4), t(5, 4))),
+    Case(aten.linear.default, (t(4), t(5, 4), t(5))),
+    Case(aten.linear.default, (t(4), t(5, 4))),
+    Case(aten.linear.default, (t(2, 3, 4), t(5, 4), t(5))),
+    Case(aten.linear.default, (t(2, 3, 2, 4), t(5, 4))),
+    Case(aten.linear.default, (t(3, 1), t(5, 1), t(5))),
+    Case(aten.linear.default, (t(0, 4), t(5, 4), t(5))),
+    Case(aten.linear.default, (t(3, 4), t(4))),
+    Case(aten.mm.default, (t(3, 4), t(4, 5))),
+    Case(aten.bmm.default, (t(2, 3, 4), t(2, 4, 5))),
+    Case(aten.mv.default, (t(3, 4), t(4))),
+    Case(aten.dot.default, (t(4), t(4))),
+    Case(aten.outer.default, (t(3), t(4))),
+    *(
+        Case(aten.matmul.default, (t(*a), t(*b)))
+        for a in ((4,), (3, 4), (2, 3, 4), (2, 1, 3, 4))
+        for b in ((4,), (4, 5), (2, 4, 5), (2, 2, 4, 5))
+    ),
+    Case(aten.addmm.default, (t(3, 5), t(3, 4), t(4, 5)), {"beta": 0.5, "alpha": 2}),
+    Case(aten.addmm.default, (t(5), t(3, 4), t(4, 5))),
+    Case(aten.addmm.default, (t(3, 1), t(3, 4), t(4, 5))),
+    Case(aten.addmv.default, (t(3), t(3, 4), t(4)), {"beta": 0.5, "alpha": 2}),
+    Case(aten.addmv.default, (t(1), t(3, 4), t(4))),
+    Case(aten.baddbmm.default, (t(2, 3, 5), t(2, 3, 4), t(2, 4, 5)), {"beta": 0.5, "alpha": 2}),
+    Case(aten.baddbmm.default, (t(3, 1), t(2, 3, 4), t(2, 4, 5))),
+    Case(aten.bilinear.default, (t(3, 4), t(3, 2), t(5, 4, 2), t(5))),
+    Case(aten.bilinear.default, (t(2, 3, 4), t(2, 3, 2), t(5, 4, 2))),
+    Case(aten.bilinear.default, (t(4), t(2), t(5, 4, 2), t(5))),
+    Case(aten.einsum.default, ("ij,jk->ik", [t(3, 4), t(4, 5)])),
+    Case(aten.einsum.default, ("bq, bk", [t(2, 4), t(2, 5)])),
+    Case(aten.einsum.default, ("b...i,oi->b...o", [t(2, 3, 4), t(5, 4)])),
+    Case(aten.einsum.default, ("...ij,...j", [t(2, 3, 4), t(4)])),
+    Case(aten.einsum.default, ("ii->i", [t(3, 3)])),
+    Case(aten.einsum.default, ("i,i->", [t(3), t(3)])),
+    Case(aten.einsum.default, ("zij,zjk,zkl->zil", [t(2, 3, 4), t(2, 4, 5), t(2, 5, 2)])),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_linear(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_with_its_own_backward(
+    shape: tuple[int, ...], bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "OWN_BACKWARD_NUMEL", 0)
+    check(Case(aten.linear.default, (t(*shape), t(5, 4), *([t(5)] if bias else []))))
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def test_second_derivatives_of_the_own_backward() -> None:
+    operands = (leaf(2, 3, 4), leaf(2, 5, 4), leaf(2, 5))
+    assert torch.autograd.gradgradcheck(linear.TokenMajor.apply, operands)
+
+
+@pytest.mark.parametrize("threshold", [0, 1 << 15], ids=["own", "autograd"])
+def test_frozen_parts_of_a_linear(threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "OWN_BACKWARD_NUMEL", threshold)
+    x, weight, bias = leaf(2, 3, 4), leaf(2, 5, 4), leaf(2, 5)
+    for frozen in (x, weight, bias):
+        operands = [p.detach() if p is frozen else p for p in (x, weight, bias)]
+        ours = torch.autograd.grad(
+            linear.linear_stacked(*operands).sum(), [p for p in operands if p.requires_grad]
+        )
+        plain = torch.einsum("bni,boi->bno", *operands[:2]) + operands[2].unsqueeze(1)
+        theirs = torch.autograd.grad(plain.sum(), [p for p in operands if p.requires_grad])
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_come_in_the_order_of_the_parameters() -> None:
+    """Accumulation copies a gradient whose strides differ from the parameter's."""
+    x, weight, bias = leaf(3, 4), leaf(2, 200, 4), leaf(2, 200)
+    deep, deep_bias = leaf(2, 100, 200), leaf(2, 100)
+    y = linear.linear_stacked(linear.linear_shared_input(x, weight, bias).relu(), deep, deep_bias)
+    token_major = linear.linear_stacked(leaf(2, 3, 200), deep, deep_bias)
+    parameters = [weight, bias, deep, deep_bias]
+    assert all(g.is_contiguous() for g in torch.autograd.grad(y.sum(), parameters))
+    assert all(g.is_contiguous() for g in torch.autograd.grad(token_major.square().sum(), [deep, deep_bias]))
+
+
+def test_autocast_reaches_the_products() -> None:
+    x, weight = torch.randn(2, 3, 200), torch.randn(2, 200, 200, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = linear.linear_stacked(x, weight, None)
+    assert y.dtype is torch.bfloat16
+    y.float().sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype is torch.float32

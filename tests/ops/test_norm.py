@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hfusion.errors import FusionError
+from hfusion.layout import CONVERSIONS, Layout
+from hfusion.ops.rule import PerMember
+from hfusion.passes.batch import batch
+from tests.oracle import Case, check, member_graph, t
+
+aten = torch.ops.aten
+
+CASES = [
+    Case(aten.batch_norm.default, (t(4, 3, 2, 3), t(3), t(3), None, None, True, 0.1, 1e-5, False)),
+    Case(aten.batch_norm.default, (t(4, 3, 5), None, t(3), None, None, True, 0.1, 1e-5, False)),
+    Case(aten.batch_norm.default, (t(4, 3), t(3), None, None, None, True, 0.1, 1e-3, False)),
+    Case(aten.batch_norm.default, (t(4, 3, 2, 2, 2), None, None, None, None, True, 0.1, 1e-3, False)),
+    Case(aten.instance_norm.default, (t(4, 6, 3, 2), t(6), t(6), None, None, True, 0.1, 1e-5, False)),
+    Case(aten.instance_norm.default, (t(4, 3, 5), None, None, None, None, True, 0.1, 1e-5, False)),
+    Case(aten.group_norm.default, (t(4, 6, 3, 2), 3, t(6), t(6))),
+    Case(aten.group_norm.default, (t(4, 6), 2, t(6), t(6), 1e-3)),
+    Case(aten.group_norm.default, (t(4, 6, 5), 2)),
+    Case(aten.layer_norm.default, (t(4, 3, 5), [5], t(5), t(5))),
+    Case(aten.layer_norm.default, (t(4, 3, 5), [3, 5], t(3, 5), None, 1e-3)),
+    Case(aten.layer_norm.default, (t(5), [5], t(5), t(5))),
+    Case(aten.layer_norm.default, (t(4, 3), [3])),
+    Case(aten.layer_norm.default, (t(2, 64, 128), [128], t(128), t(128)), members=(2,)),
+    Case(aten.rms_norm.default, (t(4, 3, 5), [5], t(5))),
+    Case(aten.rms_norm.default, (t(4, 3, 5), [3, 5], t(3, 5), 1e-3)),
+    Case(aten.rms_norm.default, (t(4, 5), [5])),
+    Case(aten.rms_norm.default, (t(2, 64, 128), [128], t(128)), members=(2,)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_norm(case: Case) -> None:
+    check(case)
+
+
+MEMBERS, CHANNELS = 3, 4
+SHAPES = [(5, 4), (5, 4, 6), (5, 4, 2, 3)]
+LAYOUTS = list(
+    itertools.product(list(Layout), [Layout.SHARED, Layout.STACKED], [Layout.SHARED, Layout.STACKED])
+)
+
+
+def statistics(layout: Layout) -> tuple[Tensor, Tensor]:
+    shape = (CHANNELS,) if layout is Layout.SHARED else (MEMBERS, CHANNELS)
+    return torch.randn(shape, dtype=torch.float64), torch.rand(shape, dtype=torch.float64) + 0.5
+
+
+def rows(x: Tensor, layout: Layout) -> list[Tensor]:
+    return [x.clone()] * MEMBERS if layout is Layout.SHARED else [row.clone() for row in x]
+
+
+def arranged(x: Tensor, layout: Layout) -> Any:
+    return x if layout in (Layout.SHARED, Layout.STACKED) else CONVERSIONS[Layout.STACKED, layout](x, MEMBERS)
+
+
+def run(
+    target: Any,
+    shape: tuple[int, ...],
+    layouts: tuple[Layout, Layout, Layout],
+    training: bool,
+    scalars: Any = (0.1, 1e-5),
+) -> None:
+    """Outputs and running statistics after two calls equal those of single members."""
+    of_input, of_weight, of_running = layouts
+    x = torch.randn(*(() if of_input is Layout.SHARED else (MEMBERS,)), *shape, dtype=torch.float64)
+    weight, bias = statistics(of_weight)
+    mean, var = statistics(of_running)
+    first = [scalar.values[0] if isinstance(scalar, PerMember) else scalar for scalar in scalars]
+    case = Case(target, (t(*shape), *[t(CHANNELS)] * 4, training, *first, False))
+    examples = [torch.zeros(shape, dtype=torch.float64), *[torch.ones(CHANNELS, dtype=torch.float64)] * 4]
+    graph = member_graph(case, examples)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta["arguments"] = ((*node.args[:6], *scalars, False), {})
+    module = batch(graph, [of_input, of_weight, of_weight, of_running, of_running], MEMBERS)
+    singles = [rows(value, layout) for value, layout in ((mean, of_running), (var, of_running))]
+    for _ in range(2):
+        (got,) = module(arranged(x, of_input), weight, bias, mean, var)
+        xs, weights, biases = rows(x, of_input), rows(weight, of_weight), rows(bias, of_weight)
+        own = of_running is not Layout.SHARED
+        expected = []
+        for b in range(MEMBERS):
+            options = [s.values[b] if isinstance(s, PerMember) else s for s in scalars]
+            running = [single[b] if own or b == 0 else single[b].clone() for single in singles]
+            expected.append(target(xs[b], weights[b], biases[b], *running, training, *options, False))
+        wanted = torch.stack(expected)
+        torch.testing.assert_close(got.expand_as(wanted), wanted, rtol=1e-9, atol=1e-11)
+    for value, single in zip((mean, var), singles, strict=True):
+        wanted = single[0] if of_running is Layout.SHARED else torch.stack(single)
+        torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=lambda mix: "-".join(layout.value for layout in mix))
+def test_batch_norm_statistics(layouts: Any, shape: tuple[int, ...], training: bool) -> None:
+    run_or_refuse(aten.batch_norm.default, shape, layouts, training, layouts[0] is Layout.SHARED)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=lambda mix: "-".join(layout.value for layout in mix))
+def test_instance_norm_statistics(layouts: Any, training: bool) -> None:
+    batched = any(layout is not Layout.SHARED for layout in layouts)
+    run_or_refuse(aten.instance_norm.default, (5, 4, 6), layouts, training, not batched)
+
+
+def run_or_refuse(target: Any, shape: Any, layouts: Any, training: bool, one_set_suffices: bool) -> None:
+    if training and layouts[2] is Layout.SHARED and not one_set_suffices:
+        with pytest.raises(FusionError, match="one tensor for all 3 models"):
+            run(target, shape, layouts, training)
+    else:
+        run(target, shape, layouts, training)
+
+
+@pytest.mark.parametrize(
+    "scalars", [(PerMember((0.1, 0.3, 0.9)), 1e-5), (0.1, PerMember((1e-5, 1e-3, 1e-1)))], ids=str
+)
+@pytest.mark.parametrize("target", [aten.batch_norm.default, aten.instance_norm.default], ids=str)
+@pytest.mark.parametrize("layout", list(Layout))
+def test_scalars_of_each_member(layout: Layout, target: Any, scalars: Any) -> None:
+    run(target, (5, 4, 6), (layout, Layout.STACKED, Layout.STACKED), True, scalars)
+
+
+def test_one_set_of_statistics_cannot_serve_momenta_that_differ() -> None:
+    scalars = (PerMember((0.1, 0.3, 0.9)), 1e-5)
+    with pytest.raises(FusionError, match="give every model its own buffers"):
+        run(aten.batch_norm.default, (5, 4), (Layout.SHARED, Layout.STACKED, Layout.SHARED), True, scalars)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_batch_norm_in_every_order_of_memory(order: tuple[int, ...]) -> None:
+    x = torch.randn(3, 4, 5, 6, dtype=torch.float64)
+    inverse = [order.index(dim) for dim in range(3)]
+    lying = x.permute(*order, 3).contiguous().permute(*inverse, 3)
+    case = Case(aten.batch_norm.default, (t(4, 5, 6), t(5), t(5), None, None, True, 0.1, 1e-5, False))
+    weight, bias = torch.randn(2, 3, 5, dtype=torch.float64)
+    graph = member_graph(case, [x[0], weight[0], bias[0]])
+    (got,) = batch(graph, [Layout.STACKED] * 3, 3)(lying, weight, bias)
+    single = [
+        torch.batch_norm(x[b], weight[b], bias[b], None, None, True, 0.1, 1e-5, False) for b in range(3)
+    ]
+    torch.testing.assert_close(got, torch.stack(single), rtol=1e-9, atol=1e-11)
