@@ -1,0 +1,239 @@
+"""The mechanism of the fused optimizers: stacks ``[B, *shape]`` of parameters, vectors ``[B]`` of numbers.
+
+Arithmetic that broadcasts a vector over a stack reads and writes every tensor several times and is slower
+than a loop over the members. So the kernels of torch.optim, which take scalars, run on rows: each run of
+neighbouring members with equal hyper-parameters and step counts is one call over all parameters of a group.
+Where that makes too many calls, ``unit`` has a way with a single one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hfusion.array import mark, membership
+from hfusion.errors import FusionError
+from hfusion.optim.cohort import Cohort, Cohorts, State, membership_of
+from hfusion.optim.hyper import Hyper, Values, own, plain, read
+from hfusion.optim.rows import Row, Traits
+from hfusion.optim.settings import Flags, Settings
+
+Group: TypeAlias = dict[str, Any]
+
+
+class FusedOptimizer(Optimizer):
+    """Base class: a torch.optim.Optimizer whose every numeric hyper-parameter has one value per member.
+
+    ``group["lr"]`` and the others are float64 vectors ``[B]``; a user may also write one number or a sequence
+    there. ``state[p]`` holds ``step``, the counts ``[B]``, and stacks shaped like ``p``. A subclass lists its
+    hyper-parameters and flags and gives two kernels; all of torch.optim's semantics come from these.
+    """
+
+    hypers: ClassVar[tuple[Hyper, ...]]
+    """The learning rate first, the weight decay last."""
+    flags: ClassVar[tuple[str, ...]]
+    torch_class: ClassVar[type[Optimizer]]
+    counts_steps: ClassVar[bool] = True
+    """Whether torch's class has a ``step`` in its state."""
+    traits: ClassVar[Traits]
+
+    def __init__(self, params: Any, defaults: Mapping[str, Any]) -> None:
+        self._known: dict[int, tuple[Settings, Cohorts]] = {}
+        super().__init__(params, dict(defaults))
+
+    @staticmethod
+    def buffers(values: Values, flags: Flags) -> tuple[str, ...]:
+        """Names of the state stacks that a member with these values needs."""
+        raise NotImplementedError
+
+    @staticmethod
+    def native(row: Row, values: Values, flags: Flags) -> None:
+        """Update a row of contiguous float32 or float64 tensors on a CPU or CUDA device."""
+        raise NotImplementedError
+
+    @staticmethod
+    def general(row: Row, values: Values, flags: Flags) -> None:
+        """Update a row of any dtype, device and strides, with torch's default implementation."""
+        raise NotImplementedError
+
+    @staticmethod
+    def check(values: Values, flags: Flags) -> None:
+        """ValueError if one member's values do not go together."""
+
+    @property
+    def members(self) -> int:
+        """B, the number of members of the array."""
+        return membership_of(self.param_groups[0]["params"][0]).members
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As torch's; ValueError for parameters of no array or of another B, or for bad values."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            members = _members(group)
+            if members != self.members:
+                raise ValueError(
+                    f"param group {len(self.param_groups) - 1} belongs to an array of {members} members, "
+                    f"the first group to one of {self.members}: use one optimizer per array"
+                )
+            own(group)
+            self._settings(group)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every member; returns what ``closure`` returns.
+
+        Parameters whose ``grad`` is None are skipped, as in torch. Raises ValueError if a hyper-parameter was
+        set to something out of range.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [part for index, group in enumerate(self.param_groups) for part in self._prepare(index, group)]
+        for settings, cohort in work:
+            kernel = self.native if cohort.native else self.general
+            for row, values in cohort.rows(settings, self.traits):
+                kernel(row, values, settings.flags)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with hyper-parameters as plain float64 tensors ``[B]``: ``weights_only`` loads it."""
+        found = super().state_dict()
+        groups = [{key: plain(value) for key, value in group.items()} for group in found["param_groups"]]
+        return {**found, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As torch's, but the state is copied; FusionError if it is the state of another array."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            try:
+                self._settings({**saved, "params": group["params"]})
+            except (KeyError, ValueError) as error:
+                raise FusionError(
+                    f"the state is not one of this array and of {type(self).__name__}: {error}"
+                ) from error
+        self._check_shapes(state_dict)
+        state = {
+            key: {
+                name: value.clone() if isinstance(value, Tensor) else value for name, value in entry.items()
+            }
+            for key, entry in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": state})
+
+    def unfuse(self) -> list[dict[str, Any]]:
+        """B state dicts, one per member, from which torch.optim's class of the same name continues."""
+        from hfusion.optim.convert import unfuse
+
+        return unfuse(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        marks = [[membership(param) for param in group["params"]] for group in self.param_groups]
+        return {**super().__getstate__(), "memberships": marks}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        marks = state.pop("memberships", [])
+        super().__setstate__(state)
+        self._known = {}
+        # A copy of a Parameter has lost its mark.
+        for group, memberships in zip(self.param_groups, marks, strict=False):
+            for param, found in zip(group["params"], memberships, strict=True):
+                if membership(param) is None:
+                    mark(param, found)
+        for group in self.param_groups:
+            self._settings(group)
+
+    def _settings(self, group: Group, known: Settings | None = None) -> Settings:
+        """The checked values of ``group``; ``known`` itself if they are still the same."""
+        columns = read(group, self.hypers, membership_of(group["params"][0]).members)
+        flags = tuple(bool(group[name]) for name in self.flags)
+        if known and columns == known.columns and flags == known.flags:
+            return known
+        for hyper, column in zip(self.hypers, columns, strict=True):
+            hyper.check(column)
+        members = list(zip(*columns, strict=True))
+        for values in dict.fromkeys(members):
+            self.check(values, flags)
+        buffers = [self.buffers(values, flags) for values in members]
+        settings = Settings(columns, flags, bool(group["maximize"]), members, buffers)
+        if len(settings.lengths) > 1:
+            self._check_shared([param for param in group["params"] if param.requires_grad], settings)
+        return settings
+
+    def _check_shared(self, params: Sequence[Tensor], settings: Settings) -> None:
+        for param in params:
+            found = membership_of(param)
+            if not found.stacked:
+                columns = zip(self.hypers, settings.columns, strict=True)
+                hyper, column = next((h, c) for h, c in columns if len(set(c)) > 1)
+                raise ValueError(
+                    f"parameter {found.name!r} is one tensor for all {found.members} members, and "
+                    f"{hyper.label} differs between them: {column}; give it a param group with one value, "
+                    "or freeze it"
+                )
+
+    def _check_shapes(self, state_dict: Mapping[str, Any]) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for key, param in zip(keys, params, strict=False):
+            for name, value in state_dict["state"].get(key, {}).items():
+                wanted = _counts_shape(param) if name == "step" else param.shape
+                if value.shape != wanted:
+                    raise FusionError(
+                        f"the state {name!r} of parameter {key} has shape {list(value.shape)}, this "
+                        f"optimizer needs {list(wanted)}: load the state of an array with the same members"
+                    )
+
+    def _prepare(self, index: int, group: Group) -> list[tuple[Settings, Cohort]]:
+        """Everything of a step that may fail, before anything is written."""
+        before, cohorts = self._known.get(index, (None, None))
+        settings = self._settings(group, before)
+        active = [param for param in group["params"] if param.grad is not None]
+        if len(settings.lengths) > 1:
+            self._check_shared(active, settings)
+        for param in active:
+            if param.grad is not None and param.grad.is_sparse:
+                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients: use dense ones")
+        state = [self._state(param, settings.names) for param in active] if settings.names else []
+        if cohorts is None or not cohorts.holds(active, state, settings.names):
+            cohorts = Cohorts(active, state, settings.names)
+        self._known[index] = (settings, cohorts)
+        return [(settings, cohort) for cohort in cohorts.cohorts]
+
+    def _state(self, param: Tensor, names: Sequence[str]) -> State:
+        state: State = self.state[param]
+        if not state.keys() >= {"step", *names}:
+            state.setdefault("step", torch.zeros(_counts_shape(param), dtype=torch.float32))
+            for name in names:
+                if name not in state:
+                    state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        return state
+
+
+def _members(group: Group) -> int:
+    """B of the array that the parameters of ``group`` belong to."""
+    members = None
+    for index, param in enumerate(group["params"]):
+        found = membership_of(param, index)
+        if members is None:
+            members = found.members
+        elif members != found.members:
+            raise ValueError(
+                f"parameter {index} ({found.name!r}) belongs to an array of {found.members} members, those "
+                f"before it to one of {members}: use one optimizer per array"
+            )
+    if members is None:
+        raise ValueError("a param group without parameters has no number of members")
+    return members
+
+
+def _counts_shape(param: Tensor) -> torch.Size:
+    found = membership_of(param)
+    return torch.Size([found.members] if found.stacked else [])

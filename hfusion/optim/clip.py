@@ -1,0 +1,86 @@
+"""Clipping the gradient norm of each member of an array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hfusion.array import membership
+from hfusion.errors import FusionError
+from hfusion.optim.hyper import HyperValue, member_vector
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: HyperValue,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clip each member's gradients in place, as torch.nn.utils.clip_grad_norm_ does for the member alone.
+
+    ``max_norm``: one value or one per member, at least 0 (inf clips nothing). Returns the norms ``[B]``
+    before clipping, on the device of the first gradient. Parameters without a gradient, such as a frozen
+    shared base, do not count. Raises ValueError for parameters of no fused module and for a ``max_norm`` of
+    the wrong number or range, RuntimeError for a norm that is not finite if ``error_if_nonfinite``, and
+    FusionError for the gradient of a parameter that several members share: it is the sum over the members,
+    and no member's own.
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    members, grads = _gradients(params)
+    limits = member_vector("max_norm", max_norm, members).as_subclass(Tensor)
+    if not bool((limits >= 0).all()):
+        raise ValueError(f"max_norm={limits.tolist()}: every value must be at least 0")
+    if not grads:
+        return torch.zeros(members)
+    norm_type = float(norm_type)
+    first = grads[0].device
+    parts = [
+        torch.linalg.vector_norm(grad.reshape(members, -1), norm_type, dim=1).to(first) for grad in grads
+    ]
+    norms: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type, dim=0)
+    if error_if_nonfinite and not bool(norms.isfinite().all()):
+        bad = {index: norm for index, norm in enumerate(norms.tolist()) if not torch.tensor(norm).isfinite()}
+        raise RuntimeError(
+            f"the gradient norm of order {norm_type} is not finite for members {bad} (member: norm); pass "
+            "error_if_nonfinite=False to scale their gradients anyway"
+        )
+    factors = torch.clamp(limits.to(norms) / (norms + 1e-6), max=1.0)
+    for grad in grads:
+        grad.mul_(factors.to(grad.device).reshape(members, *[1] * (grad.dim() - 1)))
+    return norms
+
+
+def _gradients(params: list[Tensor]) -> tuple[int, list[Tensor]]:
+    """B and the gradients as ``[B, ...]``."""
+    members = 0
+    grads = []
+    for index, param in enumerate(params):
+        found = membership(param)
+        if found is None:
+            raise ValueError(
+                f"parameter {index} (shape {list(param.shape)}) belongs to no fused module: clip it with "
+                "torch.nn.utils.clip_grad_norm_"
+            )
+        if members not in (0, found.members):
+            raise ValueError(
+                f"parameter {index} ({found.name!r}) belongs to an array of {found.members} members, those "
+                f"before it to one of {members}: clip each array by itself"
+            )
+        members = found.members
+        if param.grad is None or not param.grad.numel():
+            continue
+        if not found.stacked and members > 1:
+            raise FusionError(
+                f"parameter {found.name!r} is one tensor for all {members} members and has a gradient, "
+                "which is the sum over the members and has no norm per member: leave it out here, and clip "
+                "it by itself with torch.nn.utils.clip_grad_norm_"
+            )
+        grads.append(param.grad if found.stacked else param.grad.unsqueeze(0))
+    if not members:
+        raise ValueError(
+            "no parameters were given, so the number of members is unknown: pass fused.parameters()"
+        )
+    return members, grads

@@ -1,0 +1,260 @@
+"""From B running torch.optim optimizers to a fused one, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hfusion.errors import FusionError
+from hfusion.optim.adadelta import Adadelta
+from hfusion.optim.adam import Adam, AdamW
+from hfusion.optim.base import FusedOptimizer, Group
+from hfusion.optim.cohort import membership_of
+from hfusion.optim.hyper import plain
+from hfusion.optim.sgd import SGD
+
+_SUPPORTED: tuple[type[FusedOptimizer], ...] = (SGD, Adam, AdamW, Adadelta)
+
+# How torch runs a step, not what it computes.
+_EXECUTION = ("foreach", "fused", "capturable")
+_INTERNAL = ("params", "param_names", "decoupled_weight_decay", "differentiable", *_EXECUTION)
+
+
+class FusedArray(Protocol):
+    """What :func:`fuse` needs of a fused module."""
+
+    def __len__(self) -> int: ...
+
+    def origin(self, parameter: torch.nn.Parameter) -> tuple[int, str] | None: ...
+
+    def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]: ...
+
+
+def fuse(optimizers: Sequence[Optimizer], fused: FusedArray) -> FusedOptimizer:
+    """The fused optimizer that continues where ``optimizers`` are.
+
+    ``optimizers``: one torch.optim.SGD, Adam, AdamW or Adadelta per member, over that member's original
+    parameters, with the same param groups; hyper-parameters, step counts and state may differ. ``fused``: the
+    array of these members. The state is copied. Raises FusionError for anything else, ValueError for values
+    out of range.
+    """
+    optimizers = list(optimizers)
+    if len(optimizers) != len(fused):
+        raise FusionError(
+            f"{len(optimizers)} optimizers for an array of {len(fused)} members: give one per member, in "
+            "their order"
+        )
+    cls = _fused_class(optimizers)
+    params = dict(fused.named_parameters())
+    keys = _aligned_keys(optimizers, fused, params)
+    groups = [
+        _fuse_group(index, [opt.param_groups[index] for opt in optimizers], [params[key] for key in names])
+        for index, names in enumerate(keys)
+    ]
+    made: FusedOptimizer = cls(groups)  # type: ignore[call-arg]
+    for index, group in enumerate(made.param_groups):
+        originals = zip(*(optimizer.param_groups[index]["params"] for optimizer in optimizers), strict=True)
+        for param, same in zip(group["params"], originals, strict=True):
+            states = [opt.state.get(original, {}) for opt, original in zip(optimizers, same, strict=True)]
+            if any(_begun(state) for state in states):
+                made.state[param] = _stack_state(param, states)
+    return made
+
+
+def unfuse(optimizer: FusedOptimizer) -> list[dict[str, Any]]:
+    """B state dicts, one per member, for torch.optim's class of the same name; the state is copied."""
+    numbers: dict[Tensor, int] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            numbers[param] = len(numbers)
+    # Torch's own options, at the defaults of the installed version.
+    options = type(optimizer).torch_class([torch.zeros(())]).param_groups[0]  # type: ignore[call-arg]
+    found = []
+    for member in range(optimizer.members):
+        states = {number: _member_state(optimizer, param, member) for param, number in numbers.items()}
+        groups = [
+            {
+                **options,
+                **_member_group(group, member),
+                "params": [numbers[param] for param in group["params"]],
+            }
+            for group in optimizer.param_groups
+        ]
+        found.append(
+            {"state": {number: state for number, state in states.items() if state}, "param_groups": groups}
+        )
+    return found
+
+
+def _member_group(group: Group, member: int) -> Group:
+    members = len(group["lr"])
+    return {key: _member_value(plain(value), member, members) for key, value in group.items()}
+
+
+def _member_value(value: Any, member: int, members: int) -> Any:
+    if isinstance(value, Tensor) and value.shape == (members,):
+        return float(value[member])
+    if isinstance(value, tuple):
+        return tuple(_member_value(item, member, members) for item in value)
+    return value
+
+
+def _member_state(optimizer: FusedOptimizer, param: Tensor, member: int) -> dict[str, Tensor]:
+    stacked = membership_of(param).stacked
+    state = {
+        name: (value[member] if stacked else value).clone()
+        for name, value in optimizer.state.get(param, {}).items()
+    }
+    # A member that never stepped has no state in torch.
+    if not state or not state["step"] > 0:
+        return {}
+    if not optimizer.counts_steps:
+        del state["step"]
+    return state
+
+
+def _fused_class(optimizers: list[Optimizer]) -> type[FusedOptimizer]:
+    classes = [_counterpart(member, optimizer) for member, optimizer in enumerate(optimizers)]
+    for member, cls in enumerate(classes):
+        if cls is not classes[0]:
+            raise FusionError(
+                f"optimizer {member} is {cls.__name__}, optimizer 0 is {classes[0].__name__}: all members "
+                "need the same class"
+            )
+    return classes[0]
+
+
+def _counterpart(member: int, optimizer: Optimizer) -> type[FusedOptimizer]:
+    for cls in _SUPPORTED:
+        if type(optimizer) is cls.torch_class:
+            break
+    else:
+        names = ", ".join(f"torch.optim.{cls.torch_class.__name__}" for cls in _SUPPORTED)
+        raise FusionError(f"optimizer {member} is {type(optimizer).__name__}; supported are {names}")
+    decoupled = [bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups]
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise FusionError(
+            f"optimizer {member} has differentiable=True, which fused kernels cannot do: set it to False"
+        )
+    if issubclass(cls, Adam):
+        if len(set(decoupled)) > 1:
+            raise FusionError(
+                f"optimizer {member} has decoupled_weight_decay={decoupled} in its groups: use one value"
+            )
+        return AdamW if decoupled[0] else Adam
+    return cls
+
+
+def _aligned_keys(
+    optimizers: list[Optimizer], fused: FusedArray, params: dict[str, torch.nn.Parameter]
+) -> list[list[str]]:
+    """The keys of the parameters in each param group; FusionError if the members' groups differ."""
+    keys = [
+        [
+            [
+                _key(fused, params, (member, index, place), param)
+                for place, param in enumerate(group["params"])
+            ]
+            for index, group in enumerate(optimizer.param_groups)
+        ]
+        for member, optimizer in enumerate(optimizers)
+    ]
+    for member, groups in enumerate(keys):
+        if len(groups) != len(keys[0]):
+            raise FusionError(
+                f"optimizer {member} has {len(groups)} param groups, optimizer 0 has {len(keys[0])}: give "
+                "all members the same groups"
+            )
+        for index, (names, first) in enumerate(zip(groups, keys[0], strict=True)):
+            if names != first:
+                raise FusionError(
+                    f"param group {index} of optimizer {member} holds {_difference(names, first)}: give all "
+                    "members the same parameters in the same order"
+                )
+    return keys[0]
+
+
+def _difference(names: list[str], first: list[str]) -> str:
+    for place, (name, other) in enumerate(zip(names, first, strict=False)):
+        if name != other:
+            return f"{name!r} at place {place}, that of optimizer 0 {other!r}"
+    return f"{len(names)} parameters, that of optimizer 0 {len(first)}"
+
+
+def _key(
+    fused: FusedArray, params: dict[str, torch.nn.Parameter], place: tuple[int, int, int], param: Tensor
+) -> str:
+    member, group, index = place
+    where = f"parameter {index} (shape {list(param.shape)}) in group {group} of optimizer {member}"
+    origin = fused.origin(param) if isinstance(param, torch.nn.Parameter) else None
+    if origin is None:
+        raise FusionError(
+            f"{where} is no original parameter of this array: give optimizers over the models that were fused"
+        )
+    owner, key = origin
+    if owner != member and membership_of(params[key]).stacked:
+        raise FusionError(
+            f"{where} is {key!r} of member {owner}: give one optimizer per member, in their order"
+        )
+    return key
+
+
+def _fuse_group(index: int, same: list[Group], params: list[torch.nn.Parameter]) -> Group:
+    group: Group = {"params": params}
+    if "param_names" in same[0]:
+        group["param_names"] = list(same[0]["param_names"])
+    for key, first in same[0].items():
+        if key in _INTERNAL:
+            continue
+        for member, other in enumerate(same):
+            if key not in other:
+                raise FusionError(
+                    f"group {index} of optimizer {member} has no option {key!r}, that of optimizer 0 has"
+                )
+        values = [other[key] for other in same]
+        group[key] = _fuse_option(f"option {key!r} of group {index}", first, values)
+    return group
+
+
+def _fuse_option(where: str, first: Any, values: list[Any]) -> Any:
+    if isinstance(first, (tuple, list)):
+        return tuple(_fuse_option(where, column[0], list(column)) for column in zip(*values, strict=True))
+    if isinstance(first, Tensor) or (isinstance(first, (int, float)) and not isinstance(first, bool)):
+        return torch.tensor([float(value) for value in values], dtype=torch.float64)
+    for member, value in enumerate(values):
+        if value != first:
+            raise FusionError(
+                f"{where} is {value!r} for member {member} and {first!r} for member 0: it must be the same"
+            )
+    return first
+
+
+def _begun(state: dict[str, Any]) -> bool:
+    return any(isinstance(value, Tensor) for value in state.values())
+
+
+def _stack_state(param: Tensor, states: list[dict[str, Any]]) -> dict[str, Tensor]:
+    found = membership_of(param)
+    if not found.stacked and found.members > 1:
+        raise FusionError(
+            f"parameter {found.name!r} is one tensor for all members, and {found.members} optimizers have "
+            "updated it: train it with one optimizer of its own, or freeze it"
+        )
+    names = dict.fromkeys(
+        name for state in states for name, value in state.items() if isinstance(value, Tensor)
+    )
+    stacked = {"step": torch.tensor([_steps(state) for state in states], dtype=torch.float32)}
+    for name in names:
+        if name != "step":
+            row = torch.zeros_like(param[0] if found.stacked else param)
+            stacked[name] = torch.stack([state.get(name, row).detach().to(row) for state in states])
+    return stacked if found.stacked else {name: value[0] for name, value in stacked.items()}
+
+
+def _steps(state: dict[str, Any]) -> float:
+    """SGD keeps no count in torch; here one step means that the momentum buffer has begun."""
+    return float(state["step"]) if "step" in state else float(_begun(state))

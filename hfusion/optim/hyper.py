@@ -1,0 +1,160 @@
+"""Hyper-parameters of an array: one float64 value per member, checked when given and at every step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from hfusion.errors import FusionError
+
+HyperValue: TypeAlias = float | Sequence[float] | torch.Tensor
+"""One value for all members, or a sequence or tensor of B values."""
+
+
+class MemberVector(torch.Tensor):
+    """A float64 CPU tensor ``[B]`` that torch's learning rate schedulers drive like a scalar ``lr``.
+
+    They write with ``lr.fill_(value)``; here ``value`` may also be a vector ``[B]``. It pickles as the plain
+    tensor, so that ``torch.load(..., weights_only=True)`` reads what was saved.
+    """
+
+    def fill_(self, value: Any) -> MemberVector:
+        """Write one value, or one per member; a vector of another length is a ValueError."""
+        if not (isinstance(value, torch.Tensor) and value.dim()):
+            super().fill_(value)
+        elif value.shape == self.shape:
+            self.copy_(value)
+        else:
+            raise ValueError(
+                f"cannot write {_shape(value)} into a hyper-parameter of {self.numel()} members: "
+                "give one value, or one per member"
+            )
+        return self
+
+    def __float__(self) -> float:
+        if self.numel() == 1:
+            return float(self.item())
+        raise FusionError(
+            f"this hyper-parameter holds one value for each of {self.numel()} members, and one number was "
+            "asked for (ReduceLROnPlateau does so: it cannot drive an array); use another scheduler, or "
+            "write group['lr'][member] yourself"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MemberVector:
+        memo[id(self)] = copied = self.clone().as_subclass(MemberVector)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
+
+
+def plain(value: Any) -> Any:
+    """``value`` with every MemberVector in it, also within tuples, as an ordinary tensor of its own."""
+    if isinstance(value, MemberVector):
+        return value.as_subclass(torch.Tensor).clone()
+    if isinstance(value, tuple):
+        return tuple(plain(item) for item in value)
+    return value
+
+
+def member_vector(name: str, value: object, members: int) -> MemberVector:
+    """``value`` as a new vector ``[members]``; ValueError unless it is one number or ``members`` of them."""
+    try:
+        tensor = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}={value!r} is not a number or a sequence of numbers") from error
+    if tensor.dim() and tensor.shape != (members,):
+        raise ValueError(
+            f"{name} has {_shape(tensor)} for an array of {members} members: give one value, or {members} "
+            "of them"
+        )
+    return tensor.expand(members).clone().as_subclass(MemberVector)
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{tensor.numel()} values" if tensor.dim() <= 1 else f"shape {list(tensor.shape)}"
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """A numeric hyper-parameter: its key in the param group, its place in a pair there, and its range."""
+
+    key: str
+    index: int | None = None
+    low: float = 0.0
+    high: float = math.inf
+    below: bool = False
+    """True: ``high`` itself is out of range."""
+
+    @property
+    def label(self) -> str:
+        return self.key if self.index is None else f"{self.key}[{self.index}]"
+
+    def check(self, values: Sequence[float]) -> None:
+        """ValueError that names the first member whose value is not finite or out of range."""
+        # sum() is not finite if any value is not, also where a NaN hides from min() and max().
+        if min(values) >= self.low and self._fits_above(max(values)) and math.isfinite(sum(values)):
+            return
+        for member, value in enumerate(values):
+            if not (math.isfinite(value) and value >= self.low and self._fits_above(value)):
+                raise ValueError(f"{self.label} of member {member} is {value}: it must be {self._range()}")
+
+    def _fits_above(self, value: float) -> bool:
+        return value < self.high if self.below else value <= self.high
+
+    def _range(self) -> str:
+        if math.isinf(self.low):
+            return "finite"
+        if math.isinf(self.high):
+            return f"finite and at least {self.low:g}"
+        return f"at least {self.low:g} and {'below' if self.below else 'at most'} {self.high:g}"
+
+
+Values: TypeAlias = tuple[float, ...]
+"""One number per hyper-parameter, in the order in which the optimizer lists them."""
+
+
+def read(group: MutableMapping[str, Any], hypers: Sequence[Hyper], members: int) -> list[list[float]]:
+    """The values, ``[hyper][member]``; what the user wrote into ``group`` becomes member vectors there.
+
+    ValueError for what is no number, or not one per member; the range is left to :meth:`Hyper.check`.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return [_vector(group, hyper, members).tolist() for hyper in hypers]
+
+
+def _vector(group: MutableMapping[str, Any], hyper: Hyper, members: int) -> MemberVector:
+    value = group[hyper.key]
+    if hyper.index is None:
+        if not _is_vector(value, members):
+            value = group[hyper.key] = member_vector(hyper.label, value, members)
+        return value  # type: ignore[no-any-return]
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError(f"{hyper.key}={value!r} is not a pair")
+    if not _is_vector(value[hyper.index], members):
+        pair = list(value)
+        pair[hyper.index] = member_vector(hyper.label, value[hyper.index], members)
+        value = group[hyper.key] = tuple(pair)
+    return value[hyper.index]  # type: ignore[no-any-return]
+
+
+def _is_vector(value: object, members: int) -> bool:
+    return (
+        isinstance(value, MemberVector)
+        and value.shape == (members,)
+        and value.dtype == torch.float64
+        and value.device.type == "cpu"
+    )
+
+
+def own(group: MutableMapping[str, Any]) -> None:
+    """Give ``group`` vectors of its own, so that a write into one group never reaches another."""
+    for key, value in group.items():
+        if isinstance(value, torch.Tensor):
+            group[key] = value.clone()
+        elif isinstance(value, tuple):
+            group[key] = tuple(item.clone() if isinstance(item, torch.Tensor) else item for item in value)

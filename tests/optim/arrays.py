@@ -1,0 +1,134 @@
+"""Arrays of parameters next to the members they are the stack of, and the oracle that compares them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hfusion import optim
+from hfusion.array import Membership, mark
+
+SHAPES = ((4, 3), (), (5,), (2, 1, 3), (0,))
+
+
+@dataclass(frozen=True)
+class Per:
+    """A hyper-parameter of a test case with a value of its own for each member."""
+
+    first: float
+    ratio: float
+
+    def of(self, member: int) -> float:
+        return self.first * self.ratio**member
+
+
+def for_member(options: Mapping[str, Any], member: int) -> dict[str, Any]:
+    return {name: _resolve(value, lambda per: per.of(member)) for name, value in options.items()}
+
+
+def for_array(options: Mapping[str, Any], members: int) -> dict[str, Any]:
+    return {
+        name: _resolve(value, lambda per: [per.of(member) for member in range(members)])
+        for name, value in options.items()
+    }
+
+
+def _resolve(value: Any, take: Any) -> Any:
+    if isinstance(value, Per):
+        return take(value)
+    if isinstance(value, tuple):
+        return tuple(_resolve(item, take) for item in value)
+    return value
+
+
+class Array:
+    """Marked stacks and the members' own parameters, with what ``optim.fuse`` asks of a fused module."""
+
+    def __init__(
+        self,
+        members: int,
+        shapes: Sequence[tuple[int, ...]] = SHAPES,
+        dtype: torch.dtype = torch.float64,
+        device: str = "cpu",
+    ) -> None:
+        self.members = [
+            [Parameter(torch.randn(shape, dtype=dtype, device=device)) for shape in shapes]
+            for _ in range(members)
+        ]
+        self.params = [
+            mark(Parameter(torch.stack([p.detach() for p in same])), Membership(f"p{index}", members, True))
+            for index, same in enumerate(zip(*self.members, strict=True))
+        ]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def named_parameters(self) -> Iterable[tuple[str, Parameter]]:
+        return [(f"p{index}", param) for index, param in enumerate(self.params)]
+
+    def origin(self, parameter: Tensor) -> tuple[int, str] | None:
+        for member, params in enumerate(self.members):
+            for index, param in enumerate(params):
+                if param is parameter:
+                    return member, f"p{index}"
+        return None
+
+    def draw_grads(self, skip: Sequence[int] = ()) -> None:
+        """New random gradients, the members' the rows of the array's; None for the parameters in ``skip``."""
+        for index, param in enumerate(self.params):
+            grad = None if index in skip else torch.randn_like(param)
+            param.grad = grad
+            for member, params in enumerate(self.members):
+                params[index].grad = None if grad is None else grad[member].clone()
+
+    def assert_equal(self, rtol: float = 1e-9) -> None:
+        for index, param in enumerate(self.params):
+            alone = torch.stack([params[index].detach() for params in self.members])
+            torch.testing.assert_close(param.detach(), alone, rtol=rtol, atol=rtol * 1e-3)
+
+
+def start(name: str, options: Mapping[str, Any], array: Array) -> tuple[Any, list[Any]]:
+    """The fused optimizer over the array, and the members' own torch.optim ones."""
+    fused = getattr(optim, name)(array.params, **for_array(options, len(array)))
+    return fused, start_alone(name, options, array)
+
+
+def start_alone(name: str, options: Mapping[str, Any], array: Array) -> list[Any]:
+    torch_class = getattr(torch.optim, name)
+    return [torch_class(params, **for_member(options, member)) for member, params in enumerate(array.members)]
+
+
+def run(array: Array, fused: Any, alone: Sequence[Any], steps: int, skip: Sequence[int] = ()) -> None:
+    """``steps`` steps of everybody on the same gradients."""
+    for _ in range(steps):
+        array.draw_grads(skip)
+        fused.step()
+        for optimizer in alone:
+            optimizer.step()
+
+
+LR = Per(0.1, 0.5)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("SGD", {"lr": LR}),
+    "sgd-equal": ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    "sgd-momentum": ("SGD", {"lr": LR, "momentum": Per(0.9, 0.8), "dampening": Per(0.3, 0.5)}),
+    "sgd-decay": ("SGD", {"lr": LR, "momentum": 0.9, "weight_decay": Per(0.1, 0.1), "maximize": True}),
+    "sgd-nesterov": ("SGD", {"lr": LR, "momentum": Per(0.9, 0.9), "nesterov": True}),
+    "adam": ("Adam", {"lr": LR}),
+    "adam-equal": ("Adam", {"lr": 0.01}),
+    "adam-all": ("Adam", {"lr": LR, "betas": (Per(0.9, 0.9), Per(0.99, 0.9)), "eps": Per(1e-8, 10.0)}),
+    "adam-decay": ("Adam", {"lr": LR, "weight_decay": Per(0.1, 0.1), "maximize": True}),
+    "adam-amsgrad": ("Adam", {"lr": LR, "amsgrad": True}),
+    "adamw": ("AdamW", {"lr": LR}),
+    "adamw-all": ("AdamW", {"lr": LR, "weight_decay": Per(0.5, 0.5), "amsgrad": True, "maximize": True}),
+    "adadelta": ("Adadelta", {"lr": Per(1.0, 0.5)}),
+    "adadelta-all": (
+        "Adadelta",
+        {"rho": Per(0.9, 0.9), "eps": Per(1e-6, 10.0), "weight_decay": Per(0.1, 0.1), "maximize": True},
+    ),
+}

@@ -1,0 +1,180 @@
+"""B running torch optimizers become one, and one becomes B, and both continue exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from hfusion import FusionError, optim
+from hfusion.array import Membership, mark
+from tests.optim.arrays import CASES, Array, for_member, run, start, start_alone
+
+BOTH = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
+
+
+def step_alone(array: Array, alone: list[Any], counts: list[int], skip: tuple[int, ...] = ()) -> None:
+    """``counts[b]`` steps of member b; the array follows by copying, as if it was fused afterwards."""
+    for optimizer, params, count in zip(alone, array.members, counts, strict=True):
+        for _ in range(count):
+            for index, param in enumerate(params):
+                param.grad = None if index in skip else torch.randn_like(param)
+            optimizer.step()
+    with torch.no_grad():
+        for index, stack in enumerate(array.params):
+            stack.copy_(torch.stack([params[index] for params in array.members]))
+
+
+@BOTH
+@pytest.mark.parametrize("counts", [[2, 2, 2], [0, 3, 1], [0, 0, 0]])
+def test_fuse_continues(name: str, options: dict[str, Any], counts: list[int]) -> None:
+    array = Array(3)
+    alone = start_alone(name, options, array)
+    step_alone(array, alone, counts, skip=(2,))
+    fused = optim.fuse(alone, array)
+    assert type(fused) is getattr(optim, name)
+    run(array, fused, alone, 3)
+    array.assert_equal()
+
+
+@BOTH
+def test_unfused_dicts_are_those_of_the_members(name: str, options: dict[str, Any]) -> None:
+    array = Array(3)
+    fused, alone = start(name, options, array)
+    run(array, fused, alone, 2, skip=[1])
+    for found, optimizer in zip(fused.unfuse(), alone, strict=True):
+        wanted = optimizer.state_dict()
+        assert found["param_groups"] == wanted["param_groups"]
+        states = {number: state for number, state in wanted["state"].items() if state}
+        assert found["state"].keys() == states.keys()
+        for number, state in states.items():
+            assert found["state"][number].keys() == state.keys()
+            for key, value in state.items():
+                torch.testing.assert_close(found["state"][number][key], value, rtol=1e-9, atol=1e-12)
+
+
+@BOTH
+def test_round_trip(name: str, options: dict[str, Any]) -> None:
+    array = Array(3)
+    fused, alone = start(name, options, array)
+    run(array, fused, alone, 2, skip=[1])
+    fresh = [getattr(torch.optim, name)(params) for params in array.members]
+    for optimizer, state in zip(fresh, fused.unfuse(), strict=True):
+        optimizer.load_state_dict(state)
+    run(array, fused, fresh, 2)
+    array.assert_equal()
+    again = optim.fuse(fresh, array)
+    run(array, again, fresh, 2)
+    array.assert_equal()
+
+
+def test_groups_keep_their_order_and_what_schedulers_left() -> None:
+    array = Array(2)
+    groups = [[{"params": p[3:]}, {"params": p[:3], "lr": 0.5}] for p in array.members]
+    alone = [torch.optim.SGD(group, lr=0.1 * (m + 1), momentum=0.9) for m, group in enumerate(groups)]
+    for optimizer in alone:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    step_alone(array, alone, [1, 2])
+    fused = optim.fuse(alone, array)
+    assert [param is array.params[3] for param in fused.param_groups[0]["params"]] == [True, False]
+    assert fused.param_groups[0]["initial_lr"].tolist() == pytest.approx([0.1, 0.2])
+    assert fused.unfuse()[1]["param_groups"][0]["initial_lr"] == pytest.approx(0.2)
+    fresh = [torch.optim.SGD([{"params": p[3:]}, {"params": p[:3]}]) for p in array.members]
+    for optimizer, state in zip(fresh, fused.unfuse(), strict=True):
+        optimizer.load_state_dict(state)
+    run(array, fused, fresh, 2)
+    array.assert_equal()
+
+
+def test_torch_options_that_only_say_how_to_run_are_dropped() -> None:
+    array = Array(2)
+    alone = [torch.optim.Adam(p, lr=torch.tensor(0.1), fused=True) for p in array.members]
+    step_alone(array, alone, [2, 2])
+    fused = optim.fuse(alone, array)
+    run(array, fused, alone, 2)
+    array.assert_equal()
+
+
+def test_adam_with_decoupled_decay_is_adamw() -> None:
+    array = Array(2)
+    alone = [torch.optim.Adam(p, weight_decay=0.1, decoupled_weight_decay=True) for p in array.members]
+    fused = optim.fuse(alone, array)
+    assert type(fused) is optim.AdamW
+    run(array, fused, alone, 3)
+    array.assert_equal()
+
+
+def test_frozen_shared_parameters_ride_along() -> None:
+    base = Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
+
+    class Based(Array):
+        def origin(self, parameter: torch.Tensor) -> tuple[int, str] | None:
+            return (0, "base") if parameter is base else super().origin(parameter)
+
+        def named_parameters(self) -> list[tuple[str, Parameter]]:
+            return [*super().named_parameters(), ("base", mark(base, Membership("base", 2, False)))]
+
+    array = Based(2)
+    alone: list[Any] = [torch.optim.Adam([*p, base], lr=0.1 * (m + 1)) for m, p in enumerate(array.members)]
+    fused = optim.fuse(alone, array)
+    run(array, fused, alone, 2)
+    array.assert_equal()
+    base.grad = torch.ones_like(base)
+    for optimizer in alone:
+        optimizer.step()
+    with pytest.raises(
+        FusionError, match="'base' is one tensor for all members, and 2 optimizers have updated it"
+    ):
+        optim.fuse(alone, array)
+
+
+def adam(params: list[Parameter], **options: Any) -> Any:
+    return torch.optim.Adam(params, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda m: [adam(m[0])], "1 optimizers for an array of 2 members"),
+        (lambda m: [adam(m[0]), torch.optim.SGD(m[1])], "optimizer 1 is SGD, optimizer 0 is Adam"),
+        (
+            lambda m: [torch.optim.RMSprop(p) for p in m],
+            "optimizer 0 is RMSprop; supported are torch.optim.SGD, ",
+        ),
+        (
+            lambda m: [adam(m[0]), adam(m[0])],
+            r"parameter 0 \(shape \[4, 3\]\) in group 0 of optimizer 1 is 'p0' of ",
+        ),
+        (lambda m: [adam(m[0]), adam([Parameter(torch.zeros(1))])], "is no original parameter of this array"),
+        (
+            lambda m: [adam(m[0]), adam(m[1][:3])],
+            "group 0 of optimizer 1 holds 3 parameters, that of optimizer 0 5:",
+        ),
+        (lambda m: [adam(m[0]), adam(m[1][::-1])], "holds 'p4' at place 0, that of optimizer 0 'p0'"),
+        (
+            lambda m: [adam(m[0]), adam([{"params": m[1][:2]}, {"params": m[1][2:]}])],
+            "optimizer 1 has 2 param groups, optimizer 0 has 1",
+        ),
+        (
+            lambda m: [adam(m[0]), adam(m[1], amsgrad=True)],
+            "option 'amsgrad' of group 0 is True for member 1 and False for member 0",
+        ),
+        (lambda m: [adam(p, differentiable=True) for p in m], "optimizer 0 has differentiable=True"),
+    ],
+)
+def test_what_cannot_be_fused_is_refused(make: Any, message: str) -> None:
+    array = Array(2)
+    with pytest.raises(FusionError, match=message):
+        optim.fuse(make(array.members), array)
+
+
+def test_unfused_dicts_are_copies() -> None:
+    array = Array(2)
+    fused, alone = start("Adam", for_member({"lr": 0.1}, 0), array)
+    run(array, fused, alone, 1)
+    first = fused.unfuse()[0]["state"][0]["exp_avg"]
+    before = first.clone()
+    run(array, fused, alone, 1)
+    assert torch.equal(first, before)

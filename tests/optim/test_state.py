@@ -1,0 +1,116 @@
+"""State dicts, copies and pickles of a running optimizer continue exactly."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from hfusion import FusionError, optim
+from hfusion.optim.hyper import MemberVector
+from tests.optim.arrays import CASES, Array, for_array, run, start
+
+BOTH = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
+
+
+@BOTH
+def test_state_dict_round_trip_through_a_file(name: str, options: dict[str, Any]) -> None:
+    array = Array(3)
+    fused, alone = start(name, options, array)
+    run(array, fused, alone, 2, skip=[1])
+    file = io.BytesIO()
+    torch.save(fused.state_dict(), file)
+    file.seek(0)
+    again = getattr(optim, name)(array.params, lr=9.0)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    assert type(again.param_groups[0]["lr"]) is MemberVector
+    assert again.param_groups[0]["lr"].dtype == torch.float64
+    run(array, again, alone, 3)
+    array.assert_equal()
+
+
+@BOTH
+def test_state_layout(name: str, options: dict[str, Any]) -> None:
+    array = Array(3)
+    fused, alone = start(name, options, array)
+    run(array, fused, alone, 2)
+    for param in array.params:
+        for key, value in fused.state[param].items():
+            assert value.shape == ((3,) if key == "step" else param.shape)
+            assert value.is_contiguous()
+
+
+def test_loaded_state_is_a_copy() -> None:
+    array = Array(2)
+    fused, alone = start("Adam", {"lr": 0.1}, array)
+    run(array, fused, alone, 1)
+    again = optim.Adam(array.params)
+    again.load_state_dict(fused.state_dict())
+    before = copy.deepcopy(fused.state_dict())
+    run(array, again, alone, 1)
+    for number, state in fused.state_dict()["state"].items():
+        assert all(torch.equal(value, before["state"][number][key]) for key, value in state.items())
+
+
+@BOTH
+def test_deepcopy_and_pickle(name: str, options: dict[str, Any]) -> None:
+    array = Array(3, shapes=[(4, 2), (3,)])
+    fused, alone = start(name, options, array)
+    run(array, fused, alone, 2)
+    copies = [copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))]
+    run(array, fused, alone, 2)
+    for made in copies:
+        assert type(made.param_groups[0]["lr"]) is MemberVector
+        params = made.param_groups[0]["params"]
+        assert all(param is not old for param, old in zip(params, array.params, strict=True))
+        state = [made.state[param] for param in params]
+        assert all(
+            ("step" in entry) == ("step" in fused.state[p])
+            for entry, p in zip(state, array.params, strict=True)
+        )
+        for param in params:
+            param.grad = torch.ones_like(param)
+        made.step()
+
+
+def test_a_copy_of_module_and_optimizer_steps_as_the_original() -> None:
+    array = Array(3, shapes=[(4, 2)])
+    fused, alone = start("Adam", CASES["adam"][1], array)
+    run(array, fused, alone, 2)
+    made = copy.deepcopy(fused)
+    array.draw_grads()
+    (param,), (copied,) = array.params, made.param_groups[0]["params"]
+    assert param.grad is not None
+    copied.grad = param.grad.clone()
+    made.step()
+    fused.step()
+    assert torch.equal(param, copied)
+
+
+def test_state_of_another_array_is_refused() -> None:
+    array, other = Array(3), Array(2)
+    fused, alone = start("Adam", {"lr": 0.1}, array)
+    run(array, fused, alone, 1)
+    smaller = optim.Adam(other.params, lr=[0.1, 0.2])
+    with pytest.raises(FusionError, match="lr has 3 values for an array of 2 members"):
+        smaller.load_state_dict(fused.state_dict())
+    assert smaller.param_groups[0]["lr"].tolist() == [0.1, 0.2]
+    with pytest.raises(FusionError, match="not one of this array and of SGD: 'momentum'"):
+        optim.SGD(array.params).load_state_dict(fused.state_dict())
+    reshaped = Array(3, shapes=[(4, 2), (), (5,), (2, 1, 3), (0,)])
+    with pytest.raises(
+        FusionError, match=r"state 'exp_avg' of parameter 0 has shape \[3, 4, 3\].*\[3, 4, 2\]"
+    ):
+        optim.Adam(reshaped.params).load_state_dict(fused.state_dict())
+
+
+def test_hyper_parameters_of_a_copy_are_its_own() -> None:
+    array = Array(3)
+    fused = optim.Adam(array.params, **for_array(CASES["adam-all"][1], 3))
+    made = copy.deepcopy(fused)
+    made.param_groups[0]["lr"].fill_(7.0)
+    assert fused.param_groups[0]["lr"].tolist() == [0.1, 0.05, 0.025]

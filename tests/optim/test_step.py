@@ -1,0 +1,265 @@
+"""Every optimizer, with values per member, equals B optimizers of torch.optim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from hfusion import optim
+from hfusion.array import Membership, mark
+from tests.optim.arrays import CASES, SHAPES, Array, Per, for_array, for_member, run, start
+
+BOTH = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
+ONE_EACH = pytest.mark.parametrize(
+    ("name", "options"), [CASES[case] for case in ("sgd-momentum", "adam", "adamw", "adadelta")]
+)
+
+
+@BOTH
+@pytest.mark.parametrize("members", [1, 2, 5])
+def test_equals_alone(name: str, options: dict[str, Any], members: int) -> None:
+    array = Array(members)
+    fused, alone = start(name, options, array)
+    run(array, fused, alone, 6)
+    array.assert_equal()
+
+
+@BOTH
+def test_equals_alone_in_single_precision(name: str, options: dict[str, Any]) -> None:
+    array = Array(3, dtype=torch.float32)
+    fused, alone = start(name, options, array)
+    run(array, fused, alone, 6)
+    array.assert_equal(rtol=1e-5)
+
+
+@BOTH
+def test_many_small_and_large_parameters(name: str, options: dict[str, Any]) -> None:
+    array = Array(8, shapes=[(3,)] * 12 + [(300, 500), (7, 2), (40, 1000)])
+    fused, alone = start(name, options, array)
+    run(array, fused, alone, 3)
+    run(array, fused, alone, 2, skip=[0, 12])
+    run(array, fused, alone, 2)
+    array.assert_equal()
+
+
+@BOTH
+def test_parameters_without_gradient_are_skipped(name: str, options: dict[str, Any]) -> None:
+    array = Array(3)
+    fused, alone = start(name, options, array)
+    run(array, fused, alone, 2, skip=[0, 2])
+    assert array.params[0] not in fused.state
+    for skip in ([1], [], [3, 4], []):
+        run(array, fused, alone, 2, skip=skip)
+        array.assert_equal()
+
+
+@BOTH
+def test_a_bad_member_leaves_its_neighbours_bit_identical(name: str, options: dict[str, Any]) -> None:
+    outcomes = []
+    for value in (1.0, float("nan"), float("inf")):
+        torch.manual_seed(3)
+        array = Array(4, dtype=torch.float32)
+        fused, _ = start(name, options, array)
+        for step in range(4):
+            array.draw_grads()
+            for param in array.params:
+                if step >= 1 and param.grad is not None:
+                    param.grad[1] = value
+            fused.step()
+        tensors = [*array.params, *(fused.state[p][key] for p in array.params for key in fused.state[p])]
+        outcomes.append([tensor.detach()[[0, 2, 3]] for tensor in tensors])
+    for outcome in outcomes[1:]:
+        assert all(torch.equal(mine, clean) for mine, clean in zip(outcome, outcomes[0], strict=True))
+
+
+@ONE_EACH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.complex128])
+def test_other_dtypes_take_the_general_kernel(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    array = Array(3, dtype=dtype)
+    fused, alone = start(name, options, array)
+    run(array, fused, alone, 4)
+    array.assert_equal(rtol=0.0)
+
+
+@ONE_EACH
+def test_strided_gradients_and_parameters(name: str, options: dict[str, Any]) -> None:
+    array = Array(3, shapes=[(4, 6), (2, 3, 4, 4)])
+    fused, alone = start(name, options, array)
+    with torch.no_grad():
+        array.params[1].data = array.params[1].data.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
+    for _ in range(4):
+        array.draw_grads()
+        grad = array.params[0].grad
+        assert grad is not None
+        array.params[0].grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
+        fused.step()
+        for optimizer in alone:
+            optimizer.step()
+    array.assert_equal()
+
+
+@ONE_EACH
+def test_moved_parameters_are_noticed(name: str, options: dict[str, Any]) -> None:
+    array = Array(3)
+    fused, alone = start(name, options, array)
+    run(array, fused, alone, 2)
+    for param in array.params:
+        param.data = param.data.clone()
+        state = fused.state[param]
+        state.update({key: value.clone() for key, value in state.items()})
+    run(array, fused, alone, 2)
+    array.assert_equal()
+
+
+def test_state_that_was_cleared_begins_again() -> None:
+    array = Array(3)
+    fused, alone = start("Adam", {"lr": 0.1}, array)
+    run(array, fused, alone, 2)
+    for optimizer in (fused, *alone):
+        optimizer.state.clear()
+    run(array, fused, alone, 2)
+    array.params[0].data.add_(0.0)
+    fused.state[array.params[0]]["step"].zero_()
+    for optimizer, params in zip(alone, array.members, strict=True):
+        optimizer.state[params[0]]["step"].zero_()
+    run(array, fused, alone, 2)
+    array.assert_equal()
+
+
+def groups_of(params: list[Any], options: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {"params": params[:2], **options[0]},
+        {"params": params[2:4], **options[1]},
+        {"params": params[4:], **options[2]},
+    ]
+
+
+def test_param_groups_and_a_late_one() -> None:
+    array = Array(3)
+    options: list[dict[str, Any]] = [
+        {"lr": Per(0.1, 0.5)},
+        {"weight_decay": Per(0.1, 3.0)},
+        {"lr": 0.5, "momentum": 0.0},
+    ]
+    fused = optim.SGD(groups_of(array.params, [for_array(o, 3) for o in options])[:2], lr=0.2, momentum=0.9)
+    alone = [
+        torch.optim.SGD(groups_of(params, [for_member(o, m) for o in options])[:2], lr=0.2, momentum=0.9)
+        for m, params in enumerate(array.members)
+    ]
+    run(array, fused, alone, 3)
+    fused.add_param_group(groups_of(array.params, [for_array(o, 3) for o in options])[2])
+    for member, (optimizer, params) in enumerate(zip(alone, array.members, strict=True)):
+        optimizer.add_param_group(groups_of(params, [for_member(o, member) for o in options])[2])
+    run(array, fused, alone, 3)
+    array.assert_equal()
+
+
+def test_groups_do_not_share_a_vector() -> None:
+    array = Array(2, shapes=[(3,), (2,)])
+    fused = optim.Adam([{"params": [param]} for param in array.params], lr=[0.1, 0.2])
+    fused.param_groups[0]["lr"][1] = 0.7
+    assert fused.param_groups[1]["lr"].tolist() == [0.1, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [
+        (lambda group: group.update(lr=0.3), [0.3, 0.3, 0.3]),
+        (lambda group: group.update(lr=[0.1, 0.2, 0.3]), [0.1, 0.2, 0.3]),
+        (lambda group: group.update(lr=torch.tensor([0.5, 0.25, 1.0])), [0.5, 0.25, 1.0]),
+        (lambda group: group["lr"].mul_(0.5), [0.5, 0.5, 0.5]),
+        (lambda group: group.update(lr=group["lr"] * 0.5), [0.5, 0.5, 0.5]),
+        (lambda group: group["lr"].__setitem__(2, 0.1), [1.0, 1.0, 0.1]),
+        (lambda group: group["lr"].data.fill_(0.2), [0.2, 0.2, 0.2]),
+    ],
+)
+def test_what_is_written_into_a_group_counts_at_the_next_step(write: Any, expected: list[float]) -> None:
+    array = Array(3, shapes=[(4,)])
+    fused, _ = start("SGD", {"lr": 1.0}, array)
+    for lr in ([1.0] * 3, expected):
+        array.draw_grads()
+        param = array.params[0]
+        assert param.grad is not None
+        wanted = param.detach() - torch.tensor(lr, dtype=torch.float64)[:, None] * param.grad
+        fused.step()
+        torch.testing.assert_close(param.detach(), wanted, rtol=1e-12, atol=0.0)
+        write(fused.param_groups[0])
+
+
+def test_momentum_that_comes_and_goes() -> None:
+    array = Array(3)
+    fused, alone = start("SGD", {"lr": 0.1, "momentum": 0.0, "dampening": 0.5}, array)
+    for momentum in ([0.0, 0.9, 0.0], [0.5, 0.0, 0.0], [0.5, 0.9, 0.8]):
+        fused.param_groups[0]["momentum"] = momentum
+        for optimizer, value in zip(alone, momentum, strict=True):
+            optimizer.param_groups[0]["momentum"] = value
+        run(array, fused, alone, 2)
+        array.assert_equal()
+
+
+def test_named_parameters_closure_and_hooks() -> None:
+    array = Array(2, shapes=[(3,)])
+    fused = optim.SGD(array.named_parameters(), lr=[0.1, 0.2])
+    assert fused.param_groups[0]["param_names"] == ["p0"]
+    seen = []
+    fused.register_step_pre_hook(lambda *_: seen.append("before"))
+    fused.register_step_post_hook(lambda *_: seen.append("after"))
+    (param,) = array.params
+    before = param.detach().clone()
+
+    def closure() -> torch.Tensor:
+        fused.zero_grad()
+        loss = (param**2).sum()
+        loss.backward()
+        seen.append("closure")
+        return loss
+
+    loss = fused.step(closure)
+    assert seen == ["before", "closure", "after"]
+    assert loss.item() == pytest.approx((before**2).sum().item())
+    torch.testing.assert_close(param.detach(), before * torch.tensor([[0.8], [0.6]], dtype=torch.float64))
+
+
+@ONE_EACH
+def test_a_shared_parameter_is_one_ordinary_parameter(name: str, options: dict[str, Any]) -> None:
+    array = Array(3)
+    equal = for_member(options, 0)
+    shared = mark(Parameter(torch.randn(4, 2, dtype=torch.float64)), Membership("shared", 3, False))
+    plain = Parameter(shared.detach().clone())
+    fused = getattr(optim, name)([*array.params, shared], **equal)
+    alone = [getattr(torch.optim, name)(params, **equal) for params in [*array.members, [plain]]]
+    for _ in range(4):
+        shared.grad = torch.randn_like(shared)
+        plain.grad = shared.grad.clone()
+        run(array, fused, alone, 1)
+    array.assert_equal()
+    torch.testing.assert_close(shared, plain, rtol=1e-9, atol=1e-12)
+    assert (
+        fused.state[shared][next(key for key in fused.state[shared] if key != "step")].shape == shared.shape
+    )
+
+
+def test_an_unused_shared_parameter_does_no_harm() -> None:
+    array = Array(3, shapes=SHAPES[:1])
+    frozen = mark(Parameter(torch.zeros(2), requires_grad=False), Membership("base", 3, False))
+    fused = optim.Adam([*array.params, frozen], lr=[0.1, 0.2, 0.3])
+    array.draw_grads()
+    fused.step()
+    frozen.grad = torch.ones(2)
+    before = array.params[0].detach().clone()
+    with pytest.raises(ValueError, match=r"parameter 'base' is one tensor for all 3 members, and lr differs"):
+        fused.step()
+    assert torch.equal(array.params[0].detach(), before)
+
+
+@pytest.mark.gpu
+@BOTH
+def test_equals_alone_on_a_gpu(name: str, options: dict[str, Any]) -> None:
+    array = Array(3, device="cuda")
+    fused, alone = start(name, options, array)
+    run(array, fused, alone, 2)
+    run(array, fused, alone, 4, skip=[1])
+    array.assert_equal()
