@@ -1,0 +1,223 @@
+"""One member's forward as a flat graph of ATen operators, by `torch.export` in its non-strict, training form.
+
+Source: https://docs.pytorch.org/docs/stable/export.html
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import operator
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from hfusion.compare import fingerprint
+from hfusion.errors import FusionError
+from hfusion.passes.functional import functional
+from hfusion.program import Capture, Kind, Slot
+
+_KINDS = {
+    InputKind.PARAMETER: Kind.PARAMETER,
+    InputKind.BUFFER: Kind.BUFFER,
+    InputKind.CONSTANT_TENSOR: Kind.CONSTANT,
+    InputKind.USER_INPUT: Kind.INPUT,
+}
+
+
+def capture(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, varying: bool = True
+) -> Capture:
+    """The forward of ``module`` in its present training mode.
+
+    Args:
+        varying: the first dim of every input may vary later, unless forward needs to know it.
+
+    Raises:
+        FusionError: what keeps the module from being captured faithfully.
+    """
+    before = fingerprint(module)
+    with _watched():
+        exported = _export(module, args, kwargs, varying)
+    if fingerprint(module) != before:
+        raise FusionError("forward changes Python attributes of the module (a counter?); keep such state in a buffer")
+    slots = tuple(_slot(spec, k) for k, spec in _numbered(exported.graph_signature.input_specs))
+    flat = _inlined(exported.graph_module)
+    placeholders = [node for node in flat.nodes if node.op == "placeholder"]
+    writable = frozenset(n.name for n, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.BUFFER)
+    graph = functional(flat, writable)
+    constants = {slot.name: (exported.constants[slot.name],) for slot in slots if slot.kind is Kind.CONSTANT}
+    return Capture(graph, slots, constants, exported.call_spec.out_spec, _guards(placeholders, slots))
+
+
+def _export(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], varying: bool
+) -> torch.export.ExportedProgram:
+    """Export with a varying first dim; where forward needs to know it, with fixed sizes."""
+    with _quiet(), torch.enable_grad(), _no_autocast(args, kwargs):
+        failures = []
+        for shapes in [_varying(module, args, kwargs), None] if varying else [None]:
+            try:
+                return torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
+            except FusionError:
+                raise
+            except Exception as error:
+                failures.append(error)
+    raise FusionError(f"torch.export cannot capture it: {_first_line(failures[-1])}") from failures[-1]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Export warns of attributes it restores itself, and prints the graph on errors, which are raised all the same."""
+    level, silence = logging.root.manager.disable, io.StringIO()
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(silence), redirect_stderr(silence):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+
+
+def _varying(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    shapes = torch.export.ShapesCollection()
+    for leaf in pytree.tree_leaves((args, dict(kwargs))):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] > 1:
+            shapes[leaf] = {0: torch.export.Dim.AUTO}
+    return shapes.dynamic_shapes(module, args, dict(kwargs))
+
+
+@contextmanager
+def _no_autocast(args: Any, kwargs: Any) -> Iterator[None]:
+    """Capture the plain program; the caller's autocast acts when the program runs."""
+    kinds = {leaf.device.type for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)} or {"cpu"}
+    kind = kinds.pop()
+    with torch.autocast(kind, enabled=False):
+        yield
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    """Refuse what a graph would silently lose: a custom backward, and Python's or numpy's random numbers."""
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        raise FusionError(f"{cls.__qualname__} is a custom autograd.Function, whose backward a graph would lose")
+
+    before = _outer_random_state()
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+    if _outer_random_state() != before:
+        raise FusionError("forward draws from Python's or numpy's random numbers; draw from torch's instead")
+
+
+def _outer_random_state() -> Any:
+    """The state of Python's and of numpy's random numbers, comparable."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), name, np.asarray(keys).tobytes(), tuple(rest)
+
+
+def _numbered(specs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """The specs, user inputs with their position among the flat inputs."""
+    count = 0
+    for spec in specs:
+        yield count, spec
+        count += spec.kind is InputKind.USER_INPUT
+
+
+def _slot(spec: Any, position: int) -> Slot:
+    kind = _KINDS.get(spec.kind)
+    if kind is None:
+        raise FusionError(f"the graph takes a {spec.kind.name} input, {spec.target}, which hfusion does not know")
+    return Slot(kind, str(position) if kind is Kind.INPUT else spec.target)
+
+
+def _guards(placeholders: Sequence[fx.Node], slots: Sequence[Slot]) -> Callable[[Sequence[Any]], bool]:
+    """Whether other inputs meet all that the capture has assumed of the sizes."""
+    examples = [n.meta["val"] for n, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.INPUT]
+    fakes = [e for e in examples if isinstance(e, Tensor)]
+
+    def holds(inputs: Sequence[Any]) -> bool:
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        if not fakes or not all(_fits(f, x) for f, x in zip(fakes, tensors, strict=True)):
+            return not fakes
+        shape_env = fakes[0].fake_mode.shape_env  # type: ignore[attr-defined]
+        return shape_env is None or bool(shape_env.evaluate_guards_for_args(fakes, tensors, ignore_static=False))
+
+    return holds
+
+
+def _fits(fake: Tensor, real: Tensor) -> bool:
+    return all(not isinstance(a, int) or a == b for a, b in zip(fake.shape, real.shape, strict=True))
+
+
+def _inlined(module: fx.GraphModule) -> fx.Graph:
+    """The graph with export's no_grad and autocast regions written out."""
+    graph = fx.Graph()
+    outputs = _inline(graph, module, None, [])
+    graph.output(tuple(outputs))
+    return graph
+
+
+def _inline(graph: fx.Graph, module: fx.GraphModule, inputs: Sequence[Any] | None, path: list[str]) -> list[Any]:
+    env: dict[fx.Node, Any] = {}
+    given = iter(inputs or ())
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = graph.node_copy(node) if inputs is None else next(given)
+        elif node.op == "get_attr":
+            env[node] = getattr(module, node.target)
+        elif node.op == "output":
+            found = node.args[0]
+            results = found if isinstance(found, list | tuple) else [found]
+            return [env[r] if isinstance(r, fx.Node) else r for r in results]
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            env[node] = _region(graph, node, env, path)
+        elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
+            env[node] = env[node.args[0]][node.args[1]]
+        else:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    raise FusionError("a captured region has no output")
+
+
+def _region(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, Any], path: list[str]) -> list[Any]:
+    name = str(node.target)
+    args = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
+    if name == "wrap_with_set_grad_enabled":
+        enabled, body, *operands = args
+        if enabled and "no_grad" in path:
+            raise FusionError("forward turns gradients on again inside torch.no_grad, which a graph would lose")
+        kept = operands if enabled else [_detached(graph, operand) for operand in operands]
+        return _inline(graph, body, kept, path if enabled else [*path, "no_grad"])
+    if name == "wrap_with_autocast":
+        device, dtype, enabled, cache, body, *operands = args
+        token = graph.call_function(_enter_autocast, (device, dtype, enabled, cache))
+        outputs = _inline(graph, body, operands, [*path, "autocast"])
+        graph.call_function(_exit_autocast, (token,))
+        return outputs
+    raise FusionError(f"forward uses {name}, a control flow that hfusion does not fuse")
+
+
+def _detached(graph: fx.Graph, operand: Any) -> Any:
+    if not isinstance(operand, fx.Node) or not isinstance(operand.meta.get("val"), Tensor):
+        return operand
+    node = graph.call_function(torch.ops.aten.detach.default, (operand,))
+    node.meta["val"] = operand.meta["val"]
+    return node

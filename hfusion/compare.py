@@ -1,0 +1,270 @@
+"""Prove that models have one shape, and tell in words where they do not."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import types
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from hfusion.errors import FusionError
+
+_OWN = frozenset(nn.Module().__dict__)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What comparing B models found.
+
+    ``variants[b]`` numbers member b's set of scalars (dropout p, eps, ...): members of one variant share a capture.
+    ``shared`` are the keys of the tensors that are one object in all models.
+    """
+
+    variants: tuple[int, ...]
+    shared: frozenset[str]
+
+
+def compare(models: Sequence[nn.Module]) -> Comparison:
+    """Check that ``models`` can be fused.
+
+    Raises:
+        FusionError: the first difference, or the first thing that fusion cannot honour, with the model's index, the
+            module path, the values and the remedy.
+    """
+    _check_list(models)
+    for index, model in enumerate(models):
+        check_alone(index, model)
+    for index, model in enumerate(models[1:], start=1):
+        check_pair(models[0], index, model)
+    prints: dict[Any, int] = {}
+    variants = tuple(prints.setdefault(fingerprint(model), len(prints)) for model in models)
+    return Comparison(variants, shared_keys(models))
+
+
+def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers, of ``model`` by key; a tensor with two names comes twice."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _check_list(models: Sequence[nn.Module]) -> None:
+    if not isinstance(models, Sequence | nn.ModuleList) or isinstance(models, str):
+        raise FusionError(f"fuse takes a list of modules, not {type(models).__name__}; write fuse([model, ...])")
+    if len(models) == 0:
+        raise FusionError("fuse got an empty list; give it at least one model")
+    first: dict[int, int] = {}
+    for index, model in enumerate(models):
+        if not isinstance(model, nn.Module):
+            raise FusionError(f"model {index} is {type(model).__name__}, not a torch.nn.Module")
+        if id(model) in first:
+            raise FusionError(
+                f"models {first[id(model)]} and {index} are one object; give each member its own, by copy.deepcopy"
+            )
+        first[id(model)] = index
+
+
+def check_pair(model: nn.Module, index: int, other: nn.Module) -> None:
+    """Raise a FusionError where ``other``, model ``index``, has another structure than ``model``, model 0."""
+    _check_modules(model, index, other)
+    _check_tensors(model, index, other)
+
+
+def check_alone(index: int, model: nn.Module) -> None:
+    """Raise a FusionError where ``model`` holds what a fused array cannot honour."""
+    where = f"model {index}"
+    if isinstance(model, torch.jit.ScriptModule | nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise FusionError(f"{where} is a {type(model).__name__}; fuse the plain module inside it")
+    for name, tensor in tensors(model):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise FusionError(f"{where}: {name} is not initialized; run the lazy module once before fusing")
+    for path, module in model.named_modules():
+        for hooks in _HOOKS:
+            if getattr(module, hooks):
+                hook = next(iter(getattr(module, hooks).values()))
+                raise FusionError(
+                    f"{where}, module {path or '(root)'} ({type(module).__name__}) has a hook in {hooks}: {hook}; "
+                    "a fused array does not run members' hooks: remove it, or register it on the fused module"
+                )
+    for name, tensor in tensors(model):
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise FusionError(f"{where}: {name} is {tensor.layout} on {tensor.device}; only dense tensors are fused")
+        if any(getattr(tensor, hooks, None) for hooks in _TENSOR_HOOKS):
+            raise FusionError(f"{where}: {name} has a tensor hook, which a fused array would not run; remove it")
+
+
+def _check_modules(model: nn.Module, index: int, other: nn.Module) -> None:
+    ours = dict(model.named_modules(remove_duplicate=False))
+    theirs = dict(other.named_modules(remove_duplicate=False))
+    for path, module in theirs.items():
+        _same_class(ours.get(path), path, index, module)
+    missing = [path for path in ours if path not in theirs]
+    if missing:
+        raise FusionError(f"model {index} has no module {missing[0]}, which model 0 has")
+
+
+def _same_class(mine: nn.Module | None, path: str, index: int, module: nn.Module) -> None:
+    where = path or "(root)"
+    if mine is None:
+        raise FusionError(f"model {index} has a module {where} ({type(module).__name__}) that model 0 lacks")
+    if _class(mine) is not _class(module):
+        raise FusionError(
+            f"module {where} is {_class(mine).__name__} in model 0 and {_class(module).__name__} in model {index}; "
+            "only models of one structure are fused"
+        )
+    if mine.training != module.training:
+        raise FusionError(
+            f"module {where} is in {_mode(mine)} mode in model 0 and in {_mode(module)} mode in model {index}; "
+            "call train() or eval() on all models first"
+        )
+
+
+def _class(module: nn.Module) -> type[nn.Module]:
+    if parametrize.is_parametrized(module):
+        return parametrize.type_before_parametrizations(module)
+    return type(module)
+
+
+def _mode(module: nn.Module) -> str:
+    return "train" if module.training else "eval"
+
+
+def _check_tensors(model: nn.Module, index: int, other: nn.Module) -> None:
+    ours, theirs = dict(tensors(model)), dict(tensors(other))
+    for name in [*theirs, *ours]:
+        if (name in ours) != (name in theirs):
+            has, lacks = (0, index) if name in ours else (index, 0)
+            raise FusionError(f"model {has} has a tensor {name} that model {lacks} lacks")
+    for name, mine in ours.items():
+        tensor = theirs[name]
+        for what in ("shape", "dtype", "device", "requires_grad"):
+            a, b = getattr(mine, what), getattr(tensor, what)
+            if a != b:
+                a, b = (tuple(a), tuple(b)) if what == "shape" else (a, b)
+                raise FusionError(f"{name} has {what} {a} in model 0 and {b} in model {index}; make them equal")
+    if _ties(ours) != _ties(theirs):
+        raise FusionError(f"model 0 and model {index} tie different tensors: {_ties(ours)} and {_ties(theirs)}")
+
+
+def _ties(named: Mapping[str, Tensor]) -> dict[str, str]:
+    """The names of tied tensors, each with the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {name: first[id(t)] for name, t in named.items() if first.setdefault(id(t), name) != name}
+
+
+def shared_keys(models: Sequence[nn.Module]) -> frozenset[str]:
+    """The keys of the tensors that are one object in all models; none for a single model."""
+    if len(models) == 1:
+        return frozenset()
+    rows = [dict(tensors(model)) for model in models]
+    same = {name for name, tensor in rows[0].items() if all(row[name] is tensor for row in rows)}
+    for name in set(rows[0]) - same:
+        if len({id(row[name]) for row in rows}) < len(rows):
+            raise FusionError(
+                f"{name} is one object in some models but not in all; share it among all members or among none"
+            )
+    return frozenset(same)
+
+
+def fingerprint(model: nn.Module) -> Any:
+    """All that forward can read besides parameters and buffers, as a hashable value; equal means same graph.
+
+    An attribute that cannot be compared by value counts as different in every model, which is always right: such
+    models are captured one by one.
+
+    Raises:
+        FusionError: an attribute holds a submodule, or a tensor to be trained, that is not registered.
+    """
+    known = {id(tensor): name for name, tensor in tensors(model)}
+    known |= {id(module): path for path, module in model.named_modules()}
+    reader = _Reader(known, {})
+    rows = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        attributes = {
+            name: value
+            for name, value in vars(module).items()
+            if name not in _OWN and not hasattr(value, "hfusion_opaque")
+        }
+        rows.append((path, module.training, reader.read(attributes, f"{path}.")))
+    return tuple(rows)
+
+
+_PLAIN = str | bool | int | bytes | torch.dtype | torch.device | torch.Size | type
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Turns Python values into hashable ones. ``known`` are the model's own tensors and modules; ``met`` holds every
+    object read so far, which keeps cycles short and ids from being used again."""
+
+    known: Mapping[int, str]
+    met: dict[int, tuple[int, Any]]
+
+    def read(self, value: Any, where: str) -> Any:
+        if id(value) in self.known and isinstance(value, Tensor | nn.Module):
+            return ("own", self.known[id(value)])
+        if value is None or isinstance(value, _PLAIN):
+            return (type(value).__name__, value)
+        if isinstance(value, float | complex):
+            return ("number", repr(value))
+        if id(value) in self.met:
+            return ("again", self.met[id(value)][0])
+        self.met[id(value)] = (len(self.met), value)
+        return self._read_new(value, where)
+
+    def _read_new(self, value: Any, where: str) -> Any:
+        if isinstance(value, Tensor):
+            return _tensor(value, where)
+        if isinstance(value, nn.Module):
+            raise FusionError(
+                f"attribute {where.strip('.')} holds a {type(value).__name__} that is not registered as a submodule; "
+                "keep submodules in nn.ModuleList or nn.ModuleDict"
+            )
+        if isinstance(value, torch.Generator):
+            return ("generator", value.get_state().numpy().tobytes())
+        if isinstance(value, Mapping):
+            return ("mapping", tuple((repr(k), self.read(v, f"{where}{k}.")) for k, v in value.items()))
+        if isinstance(value, list | tuple):
+            parts = tuple(self.read(v, f"{where}{k}.") for k, v in enumerate(value))
+            return (type(value).__name__, parts)
+        if isinstance(value, set | frozenset):
+            return ("set", frozenset(self.read(v, where) for v in value))
+        if isinstance(value, types.FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            return ("function", value.__code__, self.read([cells, value.__defaults__, value.__kwdefaults__], where))
+        if isinstance(value, types.BuiltinFunctionType | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            return ("function", id(value))
+        if isinstance(value, types.MethodType):
+            return ("method", value.__func__.__qualname__, self.read(value.__self__, where))
+        return self._object(value, where)
+
+    def _object(self, value: Any, where: str) -> Any:
+        """An object by its attributes and by what pickling would keep; by identity where it has neither."""
+        parts = [vars(value)] if hasattr(value, "__dict__") else []
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                reduced = value.__reduce_ex__(4)
+        except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError):
+            reduced = ()
+        parts += [list(part) if isinstance(part, Iterator) else part for part in reduced[1:]]
+        return (type(value).__qualname__, self.read(parts, where) if parts else id(value))
+
+
+def _tensor(value: Tensor, where: str) -> Any:
+    if value.requires_grad:
+        raise FusionError(
+            f"attribute {where.strip('.')} is a tensor that requires grad but no parameter; make it an nn.Parameter"
+        )
+    content = value.detach().cpu().contiguous()
+    content = content.view(torch.uint8) if value.dim() else content
+    digest = hashlib.sha256(content.numpy().tobytes()).hexdigest()
+    return ("tensor", tuple(value.shape), value.dtype, digest)

@@ -1,0 +1,215 @@
+"""From a call of an array to the program that computes it: captured when first needed, kept per signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.capture import capture
+from hfusion.errors import FusionError
+from hfusion.inputs import StackedInput, is_stacked
+from hfusion.isolate import culprits, record
+from hfusion.layout import Layout
+from hfusion.opaque import OpaqueCall, opaque
+from hfusion.opaque import RULES as OPAQUE_RULES
+from hfusion.passes.align import align
+from hfusion.ops import RULES
+from hfusion.ops.rule import merge
+from hfusion.passes.batch import batch
+from hfusion.program import Capture, Kind, Program, Slot
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a call, flat: tensors, `StackedInput` and plain values, and how they were nested."""
+
+    leaves: tuple[Any, ...]
+    spec: Any
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        if not kwargs and all(isinstance(a, Tensor | StackedInput) for a in args):
+            return Arguments(args, len(args))
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=is_stacked)
+        return Arguments(tuple(leaves), spec)
+
+    @property
+    def key(self) -> Any:
+        """Hashable: two calls with one key run one program."""
+        return (self.spec, *map(_leaf_key, self.leaves))
+
+    @property
+    def loose_key(self) -> Any:
+        """As `key`, but blind to sizes: calls with one loose key may share a capture."""
+        return (self.spec, *map(_loose_key, self.leaves))
+
+    def of_member(self, member: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What member ``member`` is called with."""
+        rows = [leaf.tensor[member] if is_stacked(leaf) else leaf for leaf in self.leaves]
+        if isinstance(self.spec, int):
+            return tuple(rows), {}
+        args, kwargs = pytree.tree_unflatten(rows, self.spec)
+        return args, kwargs
+
+    @property
+    def values(self) -> list[Any]:
+        """What the program takes."""
+        return [leaf.tensor if isinstance(leaf, StackedInput) else leaf for leaf in self.leaves]
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return (leaf.shape, leaf.dtype, leaf.device)
+    if isinstance(leaf, StackedInput):
+        return (leaf.tensor.shape, leaf.tensor.dtype, leaf.tensor.device, True)
+    return (type(leaf), leaf)
+
+
+def _loose_key(leaf: Any) -> Any:
+    tensor = leaf.tensor if is_stacked(leaf) else leaf
+    if isinstance(tensor, Tensor):
+        return (tensor.dim(), tensor.dtype, tensor.device, is_stacked(leaf))
+    return (type(leaf), leaf)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is compiled: ``member(b)`` gives member b as a live module.
+
+    ``loops``: what cannot be captured runs in a loop over members, at the smallest submodule; otherwise it is an error.
+    """
+
+    name: str
+    members: int
+    variants: tuple[int, ...]
+    shared: frozenset[str]
+    member: Callable[[int], nn.Module]
+    loops: bool = True
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program with what it was made of.
+
+    ``graph`` is the members' common graph, ``constants`` the tensors that the program holds by itself, ``opaque`` the
+    calls that run the members' own code.
+    """
+
+    program: Program
+    graph: fx.Graph
+    constants: dict[str, Tensor]
+    opaque: tuple[OpaqueCall, ...]
+    guards: Callable[[Sequence[Any]], bool]
+
+
+@dataclass
+class Compiler:
+    """The programs of one subject, per training pattern and signature."""
+
+    subject: Subject
+    programs: dict[Any, Compiled] = field(default_factory=dict)
+    families: dict[Any, list[Compiled]] = field(default_factory=dict)
+
+    def find(self, training: Any, arguments: Arguments) -> Compiled | None:
+        """The program for this call if there is one already; also for sizes not met before, where the guards hold."""
+        key = (training, arguments.key)
+        found = self.programs.get(key)
+        if found is None:
+            found = self._fitting(training, arguments)
+            if found is not None:
+                self.programs[key] = found
+        return found
+
+    def _fitting(self, training: Any, arguments: Arguments) -> Compiled | None:
+        rows, _ = pytree.tree_flatten(arguments.of_member(0))
+        family = self.families.get((training, arguments.loose_key), [])
+        return next((compiled for compiled in family if compiled.guards(rows)), None)
+
+    def make(self, training: Any, arguments: Arguments) -> Compiled:
+        """Capture, align and batch; raises FusionError where that is impossible."""
+        compiled = compile_array(self.subject, arguments, _any_training(training))
+        self.programs[training, arguments.key] = compiled
+        self.families.setdefault((training, arguments.loose_key), []).append(compiled)
+        return compiled
+
+    def clear(self) -> None:
+        self.programs.clear()
+        self.families.clear()
+
+
+def _any_training(training: Any) -> bool:
+    return any(training) if isinstance(training, tuple) else bool(training)
+
+
+def compile_array(subject: Subject, arguments: Arguments, training: bool) -> Compiled:
+    """The program of ``subject`` for calls like ``arguments``."""
+    check_members(subject.members, arguments)
+    found = [_captured(subject, member, arguments) for member in representatives(subject.variants)]
+    captures = [one for one, _ in found]
+    first = captures[0]
+    graph = align([c.graph for c in captures], subject.variants) if len(captures) > 1 else first.graph
+    constants, differing = _constants(captures, subject.variants)
+    layouts = tuple(_layout(slot, subject, arguments, differing) for slot in first.slots)
+    module = batch(graph, layouts, subject.members, merge(RULES, OPAQUE_RULES))
+    program = Program(subject.name, subject.members, training, module, first.slots, layouts, first.out_spec)
+    return Compiled(program, graph, constants, tuple(call for _, calls in found for call in calls), first.guards)
+
+
+def representatives(variants: Sequence[int]) -> list[int]:
+    """The first member of every variant."""
+    return [variants.index(variant) for variant in range(max(variants) + 1)]
+
+
+def _captured(subject: Subject, member: int, arguments: Arguments) -> tuple[Capture, list[OpaqueCall]]:
+    """One member's graph, and the calls in it that stay in a loop over members."""
+    args, kwargs = arguments.of_member(member)
+    model = subject.member(member)
+    try:
+        return capture(model, args, kwargs), []
+    except FusionError as error:
+        if not subject.loops:
+            raise
+        refusal = error
+    try:
+        records = record(model, args, kwargs)
+        found = culprits(model, records)
+        bodies = [subject.member(b) for b in range(subject.members)]
+        with opaque(model, found, records, bodies) as calls:
+            return capture(model, args, kwargs, varying=False), calls
+    except FusionError as error:
+        raise FusionError(f"{subject.name}, model {member}: {error}") from refusal
+
+
+def check_members(members: int, arguments: Arguments) -> None:
+    for leaf in arguments.leaves:
+        if isinstance(leaf, StackedInput) and leaf.tensor.shape[0] != members:
+            raise ValueError(
+                f"hf.stacked input has leading size {leaf.tensor.shape[0]} (shape {tuple(leaf.tensor.shape)}), "
+                f"but the array has {members} members; give it one row per member"
+            )
+
+
+def _constants(captures: Sequence[Capture], variants: Sequence[int]) -> tuple[dict[str, Tensor], frozenset[str]]:
+    """The captures' own tensors, stacked per member where they differ; and the names of those."""
+    constants, differing = {}, set()
+    for name, (tensor,) in captures[0].constants.items():
+        rows = [c.constants[name][0] for c in captures]
+        if all(torch.equal(row, tensor) for row in rows):
+            constants[name] = tensor.detach()
+        else:
+            constants[name] = torch.stack([rows[v] for v in variants]).detach()
+            differing.add(name)
+    return constants, frozenset(differing)
+
+
+def _layout(slot: Slot, subject: Subject, arguments: Arguments, differing: frozenset[str]) -> Layout:
+    if slot.kind is Kind.INPUT:
+        return Layout.STACKED if is_stacked(arguments.leaves[int(slot.name)]) else Layout.SHARED
+    if slot.kind is Kind.CONSTANT:
+        return Layout.STACKED if slot.name in differing else Layout.SHARED
+    return Layout.SHARED if slot.name in subject.shared else Layout.STACKED

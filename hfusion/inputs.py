@@ -1,0 +1,66 @@
+"""Inputs of an array: what every member sees, and what each sees by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True, eq=False)
+class StackedInput:
+    """A tensor ``[B, *S]`` of which member b sees row b."""
+
+    tensor: Tensor
+
+
+def stacked(xs: Any) -> Any:
+    """Mark an argument of a fused module as one value per member.
+
+    Args:
+        xs: a tensor ``[B, *S]``; a list or tuple of B values of one shape, one per member; or a mapping, nested
+            structure or dataclass known to torch's pytree whose tensors are ``[B, *S]``.
+
+    Returns:
+        The same structure with every tensor marked; pass it in place of the argument.
+
+    Raises:
+        ValueError: rows of different structures or shapes, or a value without tensors.
+    """
+    if isinstance(xs, Tensor):
+        if xs.dim() == 0:
+            raise ValueError("hf.stacked got a tensor without dims; give it one value per member, [B, ...]")
+        return StackedInput(xs)
+    if isinstance(xs, Sequence) and not isinstance(xs, str):
+        return _stack_rows(list(xs))
+    if isinstance(xs, Mapping) or not pytree.tree_structure(xs).is_leaf():
+        return pytree.tree_map(stacked, xs)
+    raise ValueError(f"hf.stacked got {type(xs).__name__}; give it a tensor [B, ...] or a list of B tensors")
+
+
+def _stack_rows(rows: list[Any]) -> Any:
+    if not rows:
+        raise ValueError("hf.stacked got an empty list; give it one value per member")
+    flat, specs = zip(*(pytree.tree_flatten(row) for row in rows), strict=True)
+    if any(spec != specs[0] for spec in specs):
+        raise ValueError("hf.stacked got rows of different structures; every member needs the same")
+    return pytree.tree_unflatten([_stack_leaf(leaves) for leaves in zip(*flat, strict=True)], specs[0])
+
+
+def _stack_leaf(leaves: tuple[Any, ...]) -> Any:
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        if all(leaf == leaves[0] for leaf in leaves):
+            return leaves[0]
+        raise ValueError(f"hf.stacked got {leaves}; only tensors may differ between members")
+    if len({(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves}) > 1:
+        shapes = ", ".join(f"{tuple(leaf.shape)} {leaf.dtype} {leaf.device}" for leaf in leaves)
+        raise ValueError(f"hf.stacked got rows of different shapes, dtypes or devices: {shapes}")
+    return StackedInput(torch.stack(leaves))
+
+
+def is_stacked(leaf: Any) -> bool:
+    return isinstance(leaf, StackedInput)

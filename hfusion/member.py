@@ -1,0 +1,38 @@
+"""Members as modules: a model without its tensors, and that model again around other tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.compare import tensors
+from hfusion.errors import FusionError
+
+
+def skeleton(index: int, model: nn.Module) -> nn.Module:
+    """A deep copy of ``model`` whose parameters and buffers are empty ``meta`` tensors; ``index`` is for errors."""
+    memo: dict[int, Tensor] = {id(tensor): _empty(tensor) for _, tensor in tensors(model)}
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise FusionError(
+            f"model {index} ({type(model).__name__}) cannot be deep-copied: {error}; "
+            "keep only tensors that are leaves, and plain Python values, as attributes"
+        ) from error
+
+
+def materialize(bones: nn.Module, rows: Mapping[str, Tensor], training: Mapping[str, bool]) -> nn.Module:
+    """The module of ``bones`` around ``rows``, its tensors by key, with ``training`` flags by module path."""
+    memo = {id(empty): rows[name] for name, empty in tensors(bones)}
+    model = copy.deepcopy(bones, memo)
+    for path, module in model.named_modules():
+        module.training = training[path]
+    return model
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

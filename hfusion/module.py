@@ -1,0 +1,256 @@
+"""The fused module: the stacked tensors under the members' own names, and the programs that compute with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hfusion.array import Membership, mark
+from hfusion.compare import Comparison, tensors
+from hfusion.compile import Arguments, Compiled, Compiler, Subject
+from hfusion.errors import FusionError
+from hfusion.member import materialize
+from hfusion.program import Kind
+from hfusion.report import Report, describe
+from hfusion.verify import Subject as Check
+from hfusion.verify import verify
+
+
+class Branch(nn.Module):
+    """The place of one of the members' submodules in a fused module: its stacked tensors, under the same names."""
+
+    def __init__(self, original: str) -> None:
+        super().__init__()
+        self._original = original
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name} {tuple(t.shape)}" for name, t in [*self._parameters.items(), *self._buffers.items()]
+                         if t is not None)
+
+    def _get_name(self) -> str:
+        return f"Fused[{self._original}]"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise FusionError(
+            f"a fused {self._original} cannot be called by itself; call the whole fused module, or a member's: fused[i]"
+        )
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        raise FusionError(
+            f"hooks on the {self._original} inside a fused module never run; register them on the fused module itself"
+        )
+
+    register_forward_pre_hook = register_forward_hook
+    register_full_backward_hook = register_forward_hook
+    register_full_backward_pre_hook = register_forward_hook
+
+
+@dataclass(frozen=True)
+class Array:
+    """What a fused module knows of its members.
+
+    ``skeletons[v]`` is a model of variant v without tensors; ``origins`` remembers whose parameters were fused.
+    """
+
+    members: int
+    skeletons: tuple[nn.Module, ...]
+    comparison: Comparison
+    verify: bool
+    origins: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "origins": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, origins=WeakIdKeyDictionary())
+
+
+class FusedModule(Branch):
+    """B models of one shape as one module; made by `hfusion.fuse` and `hfusion.build`.
+
+    ``fused(x)`` gives what the members give for ``x``, every output tensor with a leading dim of B. The state dict is
+    the stack of the members' state dicts: same keys, each value ``[B, *shape]``, a tensor that is one object in all
+    members once, without B.
+    """
+
+    def __init__(self, array: Array, stacks: Mapping[str, Tensor]) -> None:
+        super().__init__(type(array.skeletons[0]).__name__)
+        self._array = array
+        _grow(self, array.skeletons[0], stacks)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Everything that follows from the tensors and the array."""
+        array = self._array
+        self._branches = [module for _, module in self.named_modules()]
+        name = self._original
+        comparison = array.comparison
+        self._compiler = Compiler(Subject(name, array.members, comparison.variants, comparison.shared, self._member))
+        self._bound: dict[int, Callable[[list[Any]], Any]] = {}
+        self._checks: dict[int, str] = {}
+        self._mark()
+
+    def _mark(self) -> None:
+        for name, tensor in tensors(self):
+            mark(tensor, Membership(name, self._array.members, name not in self._array.comparison.shared))
+
+    def __len__(self) -> int:
+        return self._array.members
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (self[i] for i in range(len(self)))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute all members.
+
+        Args: as of the members' forward. A tensor is seen by every member; `hfusion.stacked` gives each its own.
+
+        Returns: as the members' forward, each tensor ``[B, *shape]``.
+
+        Raises:
+            FusionError: forward cannot be fused, or the self-check failed.
+            ValueError: a stacked input with another leading size than B.
+            TypeError: arguments that the members' forward does not take.
+        """
+        arguments = Arguments.of(args, kwargs)
+        training = tuple([branch.training for branch in self._branches])
+        compiled = self._compiler.find(training, arguments)
+        if compiled is None:
+            compiled = self._compiler.make(training, arguments)
+        bound = self._bound.get(id(compiled))
+        if bound is None:
+            bound = self._bound[id(compiled)] = self._bind(compiled)
+        if self._array.verify and id(compiled) not in self._checks and self.training and torch.is_grad_enabled():
+            self._checks[id(compiled)] = self._verify(compiled, arguments)
+        return bound(arguments.values)
+
+    def _verify(self, compiled: Compiled, arguments: Arguments) -> str:
+        shared = self._array.comparison.shared
+        return verify(Check(compiled, dict(tensors(self)), shared, self._around, arguments))
+
+    def report(self) -> Report:
+        """Which operators run how, and why; one part per program that a call has made so far."""
+        return Report(
+            tuple(
+                describe(compiled.program, self._checks.get(id(compiled), "self-check not run"))
+                for family in self._compiler.families.values()
+                for compiled in family
+            )
+        )
+
+    def _bind(self, compiled: Compiled) -> Callable[[list[Any]], Any]:
+        """The program with its tensors looked up where they live, so that ``to`` and loading are seen."""
+        program = compiled.program
+        places = [self._place(slot.kind, slot.name, compiled) for slot in program.slots if slot.kind is not Kind.INPUT]
+        run, spec = program.run, program.out_spec
+        single = spec.is_leaf()
+
+        def call(inputs: list[Any]) -> Any:
+            outputs = run(*[holder[name] for holder, name in places], *inputs)
+            return outputs[0] if single else pytree.tree_unflatten(outputs, spec)
+
+        return call
+
+    def _place(self, kind: Kind, name: str, compiled: Compiled) -> tuple[Mapping[str, Any], str]:
+        if kind is Kind.CONSTANT:
+            return compiled.constants, name
+        path, _, leaf = name.rpartition(".")
+        owner = self.get_submodule(path)
+        return (owner._parameters if kind is Kind.PARAMETER else owner._buffers), leaf
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """Member ``index`` as a module of its own class, whose parameters and buffers are live views of row ``index``.
+
+        Training the view or the array changes both. Raises IndexError out of range.
+        """
+        members = len(self)
+        if not -members <= index < members:
+            raise IndexError(f"member {index} of an array of {members}")
+        return self._member(index % members)
+
+    def _member(self, index: int) -> nn.Module:
+        shared = self._array.comparison.shared
+        rows = {name: _row(t, None if name in shared else index) for name, t in tensors(self)}
+        return self._around(index, rows)
+
+    def _around(self, index: int, rows: Mapping[str, Tensor]) -> nn.Module:
+        array = self._array
+        training = {path: module.training for path, module in self.named_modules(remove_duplicate=False)}
+        return materialize(array.skeletons[array.comparison.variants[index]], rows, training)
+
+    def unfuse(self) -> list[nn.Module]:
+        """B modules of the original class with their own copies of the tensors.
+
+        What was one object in all models before fusing is one object in all models again, a copy of its own.
+        """
+        shared = self._array.comparison.shared
+        once = {name: _copy(t, None) for name, t in tensors(self) if name in shared}
+        models = []
+        for index in range(len(self)):
+            rows = {name: once[name] if name in shared else _copy(t, index) for name, t in tensors(self)}
+            models.append(self._around(index, rows))
+        return models
+
+    def origin(self, parameter: Tensor) -> tuple[int, str] | None:
+        """Which member and key a parameter of an original model was: ``(b, name)``; None if of none."""
+        found: tuple[int, str] | None = self._array.origins.get(parameter)  # type: ignore[no-untyped-call]
+        return found
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedModule:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._mark()
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        result = super().load_state_dict(state_dict, strict, assign)
+        self._mark()
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_compiler", "_bound", "_checks", "_branches")
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._prepare()
+
+
+def _grow(branch: Branch, bones: nn.Module, stacks: Mapping[str, Tensor]) -> None:
+    """Give ``branch`` the tree of ``bones`` with the tensors of ``stacks``; submodules used twice stay one."""
+    grown: dict[int, Branch] = {}
+    for path, module in bones.named_modules(remove_duplicate=False):
+        place = branch
+        if path:
+            parent, _, leaf = path.rpartition(".")
+            place = grown.setdefault(id(module), Branch(type(module).__name__))
+            branch.get_submodule(parent)._modules[leaf] = place
+        prefix = f"{path}." if path else ""
+        place.training = module.training
+        place._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        for name, tensor in module._parameters.items():
+            place._parameters[name] = None if tensor is None else stacks[prefix + name]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            place._buffers[name] = None if buffer is None else stacks[prefix + name]
+
+
+def _row(tensor: Tensor, index: int | None) -> Tensor:
+    """A live view of one member's row, a parameter where the stack is one."""
+    row = tensor.detach() if index is None else tensor.detach()[index]
+    return nn.Parameter(row, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else row
+
+
+def _copy(tensor: Tensor, index: int | None) -> Tensor:
+    row = (tensor.detach() if index is None else tensor.detach()[index]).clone()
+    return nn.Parameter(row, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else row
+
+
+def empty_stack(tensor: Tensor, members: int) -> Tensor:
+    """Room ``[B, *shape]`` for tensors like ``tensor``, contiguous; a parameter if it is one."""
+    stack = torch.empty(members, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return nn.Parameter(stack, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stack

@@ -1,0 +1,97 @@
+"""The main promise: an array trains as its members do alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import hfusion as hf
+from tests.zoo import MODELS, Model
+
+RELATIVE = 1e-9
+# Large enough that the rounding of a gradient that is zero in truth (a bias before a BatchNorm) stays rounding.
+EPS = 1e-4
+
+
+def members(model: Model, count: int) -> list[nn.Module]:
+    torch.manual_seed(count)
+    return [model.make().double() for _ in range(count)]
+
+
+def close(ours: Tensor, theirs: Tensor, what: str) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=RELATIVE, atol=1e-11, msg=lambda m: f"{what}: {m}")
+
+
+def compare_states(fused: nn.Module, models: list[nn.Module], steps: str) -> None:
+    ours = fused.state_dict()
+    theirs = [model.state_dict() for model in models]
+    assert list(ours) == list(theirs[0])
+    for name, stack in ours.items():
+        assert stack.is_contiguous()
+        close(stack, torch.stack([state[name] for state in theirs]), f"{name} {steps}")
+
+
+def loss_of(output: Any) -> Tensor:
+    """A loss that reaches every output, one number."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return torch.stack([(leaf.sin() * (k + 1)).mean() for k, leaf in enumerate(leaves)]).sum()
+
+
+def train_alone(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], inputs: list[Tensor]) -> list[Tensor]:
+    losses = []
+    for model, optimizer, x in zip(models, optimizers, inputs, strict=True):
+        optimizer.zero_grad()
+        loss = loss_of(model(x))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("per_member", [False, True], ids=["shared", "stacked"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_five_steps(model: Model, count: int, per_member: bool) -> None:
+    models = members(model, count)
+    fused = hf.fuse(models)
+    alone = copy.deepcopy(models)
+    rates = [0.01 * (b + 1) for b in range(count)]
+    ours = hf.optim.Adam(fused.parameters(), lr=rates, eps=EPS)
+    theirs = [torch.optim.Adam(m.parameters(), lr=lr, eps=EPS) for m, lr in zip(alone, rates, strict=True)]
+    loss = hf.per_model(loss_of)
+    for step, size in enumerate([4, 4, 3, 4, 3]):
+        inputs = [model.draw(size) for _ in range(count)] if per_member else [model.draw(size)] * count
+        expected = train_alone(alone, theirs, inputs)
+        ours.zero_grad()
+        losses = loss(fused(hf.stacked(inputs) if per_member else inputs[0]))
+        losses.sum().backward()
+        ours.step()
+        close(losses.detach(), torch.stack(expected), f"losses at step {step}")
+        if step == 0:
+            compare_gradients(fused, alone)
+        compare_states(fused, alone, f"after step {step}")
+    compare_eval(fused, alone, model.draw(3))
+    for original, untouched in zip(models, members(model, count), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(original.parameters(), untouched.parameters(), strict=True))
+
+
+def compare_gradients(fused: nn.Module, models: list[nn.Module]) -> None:
+    for name, parameter in fused.named_parameters():
+        rows = [model.get_parameter(name).grad for model in models]
+        assert parameter.grad is not None
+        close(parameter.grad, torch.stack([row for row in rows if row is not None]), f"gradient of {name}")
+
+
+def compare_eval(fused: nn.Module, models: list[nn.Module], x: Tensor) -> None:
+    fused.eval()
+    with torch.no_grad():
+        ours, expected = fused(x), [model.eval()(x) for model in models]
+    rows = zip(*(pytree.tree_leaves(e) for e in expected), strict=True)
+    for output, row in zip(pytree.tree_leaves(ours), rows, strict=True):
+        close(output, torch.stack(row), "output in eval mode")
+    compare_states(fused, models, "in eval mode")
