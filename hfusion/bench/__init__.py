@@ -1,0 +1,1 @@
+"""``python -m hfusion.bench``: fused against unfused training, wins and losses alike."""

@@ -1,0 +1,131 @@
+"""``python -m hfusion.bench [fuse|optim]``: see ``--help`` and ``--list``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hfusion.bench import fuse, optim, plot, results, table
+from hfusion.bench.arguments import SUB_BENCHMARKS, fuse_settings, optim_settings, parse
+from hfusion.bench.contenders import CONTENDERS
+from hfusion.bench.machine import describe
+from hfusion.bench.models import CASES
+from hfusion.bench.progress import meter
+
+# A table of all contenders; a terminal is as wide as it is, a file or a pipe has no width.
+WIDTH_WITHOUT_TERMINAL = 150
+
+T = TypeVar("T")
+
+
+def console() -> Console:
+    """Where results go: stdout, wide enough for the table when it is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL, highlight=False)
+
+
+def print_names(out: Console) -> None:
+    """The sub-benchmarks, models and contenders, one line each."""
+    sections = {
+        "sub-benchmarks": SUB_BENCHMARKS,
+        "models of fuse": {case.name: case.about for case in CASES},
+        "contenders of fuse": {contender.name: contender.about for contender in CONTENDERS},
+        "cases of optim": {case.name: case.about for case in optim.CASES},
+        "contenders of optim": optim.ABOUT,
+    }
+    for title, names in sections.items():
+        out.print(title, style="bold")
+        for name, about in names.items():
+            out.print(f"  {name:<16} {about}", markup=False)
+
+
+def write_json(path: Path, machine: dict[str, str | int], rows: Sequence[dict[str, object]]) -> None:
+    """Write ``{"machine": ..., "rows": ...}``."""
+    path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+
+
+def collect(results: Iterable[T]) -> tuple[list[T], bool]:
+    """All results, or those that came before the user interrupted; and whether that happened."""
+    found: list[T] = []
+    try:
+        for result in results:
+            found.append(result)
+    except KeyboardInterrupt:
+        return found, True
+    return found, False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a sub-benchmark prints and writes. ``wrong``: contenders that compute other losses than serial."""
+
+    shown: Table
+    footnotes: list[str]
+    rows: list[dict[str, object]]
+    interrupted: bool
+    wrong: list[str]
+
+
+def run_fuse(parsed: argparse.Namespace) -> Outcome:
+    """Run the sub-benchmark ``fuse`` and draw its plot if one was asked for."""
+    chosen = fuse_settings(parsed)
+    with meter(fuse.pieces(chosen)) as bar:
+        found, interrupted = collect(fuse.run(chosen, bar))
+    names = [contender.name for contender in chosen.contenders]
+    shown, footnotes = table.table(found, names)
+    if parsed.plot and found:
+        plot.draw(found, names, parsed.plot)
+    wrong = [cell.reason for comparison in found for cell in comparison.cells if cell.disagrees]
+    return Outcome(shown, footnotes, results.json_rows(found), interrupted, wrong)
+
+
+def run_optim(parsed: argparse.Namespace) -> Outcome:
+    """Run the sub-benchmark ``optim``."""
+    chosen = optim_settings(parsed)
+    with meter(optim.pieces(chosen)) as bar:
+        found, interrupted = collect(optim.run(chosen, bar))
+    rows = [row for group in found for row in group]
+    footnotes = [f"{name}: {about}" for name, about in optim.ABOUT.items()]
+    return Outcome(optim.table(rows), footnotes, optim.json_rows(rows), interrupted, wrong=[])
+
+
+RUN: dict[str, Callable[[argparse.Namespace], Outcome]] = {"fuse": run_fuse, "optim": run_optim}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what ``arguments`` ask for.
+
+    Returns the exit status: 0; 1 if a contender computes wrong losses; 130 after an interruption, when what
+    was measured until then is still shown and written.
+    """
+    parsed = parse(arguments)
+    out = console()
+    if parsed.list:
+        print_names(out)
+        return 0
+    torch.set_num_threads(parsed.threads)
+    outcome = RUN[parsed.benchmark](parsed)
+    machine = describe(parsed.device)
+    out.print(outcome.shown)
+    for line in (*outcome.footnotes, ", ".join(f"{name} {value}" for name, value in machine.items())):
+        out.print(line, markup=False, soft_wrap=True)
+    if parsed.json:
+        write_json(parsed.json, machine, outcome.rows)
+    for reason in outcome.wrong:
+        out.print(f"WRONG LOSSES: {reason}", style="bold red", markup=False, soft_wrap=True)
+    if outcome.interrupted:
+        out.print("interrupted: the table ends where the run ended", style="bold red")
+        return 130
+    return 1 if outcome.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,179 @@
+"""The command line of ``python -m hfusion.bench``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, Protocol, TypeVar
+
+import torch
+
+from hfusion.bench import fuse, optim
+from hfusion.bench.contenders import CONTENDERS
+from hfusion.bench.models import CASES
+
+SUB_BENCHMARKS = {
+    "fuse": "one training step of B models, fused and unfused (default)",
+    "optim": "optimizers alone, in ns per parameter",
+}
+MEMBERS = (4, 16, 64)
+QUICK_MODELS = ("mlp-small", "cnn")
+QUICK_MEMBERS = (4,)
+QUICK_CONTENDERS = ("serial", "vmap", "hfusion")
+
+
+class Named(Protocol):
+    """Anything with a name to choose it by."""
+
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=Named)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage around it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options; what was not given is None, so that ``--quick`` only fills gaps."""
+    names = ", ".join(SUB_BENCHMARKS)
+    made = OneLineParser(
+        prog="python -m hfusion.bench", description="Fused against unfused training.", allow_abbrev=False
+    )
+    made.add_argument("benchmark", nargs="?", default="fuse", help=f"one of {names} (default fuse)")
+    made.add_argument("--list", action="store_true", help="print the sub-benchmarks, models and contenders")
+    made.add_argument("--models", metavar="A,B", help="fuse: these models only")
+    made.add_argument("--members", metavar="4,16", type=_counts, help="numbers of members (default 4,16,64)")
+    made.add_argument("--contenders", metavar="A,B", help="fuse: these contenders only")
+    made.add_argument("--repeats", type=_count, help="rounds, each timing every contender (default 7)")
+    made.add_argument("--threads", type=_count, default=1, help="threads of torch (default 1)")
+    made.add_argument("--device", type=_device, default=torch.device("cpu"), help="cpu (default) or cuda")
+    made.add_argument("--quick", action="store_true", help="few models, members, contenders and rounds")
+    made.add_argument("--json", metavar="FILE", type=Path, help="write machine and rows to FILE")
+    made.add_argument(
+        "--plot", metavar="FILE", type=Path, help="fuse: draw speed-up against members (needs matplotlib)"
+    )
+    return made
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse and check. Exits with status 2 and one line that lists the valid names for an unknown one."""
+    made = parser()
+    parsed = made.parse_args(arguments)
+    _or_error(made, lambda: check_name("sub-benchmark", parsed.benchmark, SUB_BENCHMARKS))
+    for name in ("models", "contenders", "plot"):
+        if parsed.benchmark != "fuse" and getattr(parsed, name) is not None:
+            made.error(f"--{name} belongs to fuse, not to {parsed.benchmark}: leave it out")
+    for name in ("json", "plot"):
+        path = getattr(parsed, name)
+        if path is not None and not path.absolute().parent.is_dir():
+            made.error(f"--{name} {path}: there is no directory {path.absolute().parent}")
+    if parsed.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        made.error("--plot needs matplotlib: pip install 'hfusion[examples]', or leave --plot out")
+    parsed.cases = _or_error(made, lambda: choose("model", parsed.models, CASES))
+    parsed.entrants = _or_error(made, lambda: choose("contender", parsed.contenders, CONTENDERS))
+    return parsed
+
+
+def fuse_settings(parsed: argparse.Namespace) -> fuse.Settings:
+    """The settings of the sub-benchmark ``fuse``; a choice that was made stands, also with ``--quick``."""
+    cases, entrants = parsed.cases, parsed.entrants
+    if parsed.quick:
+        cases = cases if parsed.models else named(CASES, QUICK_MODELS)
+        entrants = entrants if parsed.contenders else named(CONTENDERS, QUICK_CONTENDERS)
+    return fuse.Settings(
+        cases=cases,
+        members=_members(parsed),
+        contenders=entrants,
+        rounds=_rounds(parsed),
+        slot=_slot(parsed),
+        threads=parsed.threads,
+        device=parsed.device,
+    )
+
+
+def optim_settings(parsed: argparse.Namespace) -> optim.Settings:
+    """The settings of the sub-benchmark ``optim``."""
+    return optim.Settings(
+        cases=optim.CASES[:1] if parsed.quick else optim.CASES,
+        members=_members(parsed),
+        rounds=_rounds(parsed),
+        slot=_slot(parsed),
+        device=parsed.device,
+    )
+
+
+def _members(parsed: argparse.Namespace) -> tuple[int, ...]:
+    chosen: tuple[int, ...] | None = parsed.members
+    return chosen or (QUICK_MEMBERS if parsed.quick else MEMBERS)
+
+
+def _rounds(parsed: argparse.Namespace) -> int:
+    chosen: int | None = parsed.repeats
+    return chosen or (3 if parsed.quick else 7)
+
+
+def _slot(parsed: argparse.Namespace) -> float:
+    return 0.01 if parsed.quick else 0.04
+
+
+def choose(kind: str, names: str | None, options: Sequence[N]) -> tuple[N, ...]:
+    """The options that a comma-separated list names, in its order; all of them for None.
+
+    Raises ValueError with the valid names for an unknown, repeated or missing one.
+    """
+    if names is None:
+        return tuple(options)
+    wanted = [name.strip() for name in names.split(",")]
+    for name in wanted:
+        check_name(kind, name, [option.name for option in options])
+    if len(set(wanted)) < len(wanted):
+        raise ValueError(f"a {kind} is named twice in {names!r}: name each once")
+    return named(options, wanted)
+
+
+def named(options: Sequence[N], names: Sequence[str]) -> tuple[N, ...]:
+    """The options of these names, in the order of the names."""
+    by_name = {option.name: option for option in options}
+    return tuple(by_name[name] for name in names)
+
+
+def check_name(kind: str, name: str, valid: Sequence[str] | dict[str, str]) -> None:
+    """Raises ValueError that lists the valid names if ``name`` is none of them."""
+    if name not in valid:
+        raise ValueError(f"unknown {kind} {name!r}: choose from {', '.join(valid)}")
+
+
+T = TypeVar("T")
+
+
+def _or_error(made: argparse.ArgumentParser, check: Callable[[], T]) -> T:
+    try:
+        return check()
+    except ValueError as error:
+        made.error(str(error))
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(part.strip()) for part in text.split(","))
+
+
+def _device(text: str) -> torch.device:
+    if text not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"unknown device {text!r}: choose from cpu, cuda")
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch sees no CUDA device here: leave --device out")
+    return torch.device(text)

@@ -1,0 +1,45 @@
+"""The ways to train many models that are compared, one row each in CONTENDERS."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import hfusion as hf
+from hfusion.bench import processes, serial, vmapped
+from hfusion.bench.workload import Contender, Running, Workload
+
+
+def start_serial_compiled(workload: Workload) -> Running:
+    """The loop with forward and loss compiled; models of one class share the compiled code."""
+    loop = serial.SerialLoop.of(workload, range(workload.members))
+    return Running(replace(loop, loss_of=torch.compile(loop.loss_of)).step)
+
+
+def start_hfusion(workload: Workload) -> Running:
+    """The public way: fuse, a fused optimizer, one backward for all members."""
+    fused = hf.fuse(workload.models())
+    loss_of = hf.per_model(workload.case.loss)
+    optimizer = hf.optim.Adam(fused.parameters(), lr=list(workload.rates))
+    inputs, target = workload.batch()
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        losses: Tensor = loss_of(fused(inputs), target)
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return losses.detach()
+
+    return Running(step)
+
+
+CONTENDERS = (
+    Contender("serial", "one member after the other, eager, torch.optim.Adam", serial.start),
+    Contender("serial-compiled", "the same, forward and loss under torch.compile", start_serial_compiled),
+    Contender("vmap", "torch.func: vmap of the gradient, Adam over the stacks", vmapped.start),
+    Contender("vmap-compiled", "the same, the whole step under torch.compile", vmapped.start_compiled),
+    Contender("two-processes", "two processes, each half of the members one by one", processes.start),
+    Contender("hfusion", "hf.fuse, hf.per_model, hf.optim.Adam", start_hfusion),
+)

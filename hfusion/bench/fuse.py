@@ -1,0 +1,108 @@
+"""The sub-benchmark ``fuse``: one whole training step of B models, by every contender."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hfusion.bench import serial, timing
+from hfusion.bench.models import Case
+from hfusion.bench.progress import Meter
+from hfusion.bench.results import Cell, Comparison
+from hfusion.bench.workload import (
+    Contender,
+    Disagreement,
+    Running,
+    Unavailable,
+    Workload,
+    check_agreement,
+    losses,
+)
+
+AGREEMENT_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is compared. ``slot`` is the least time in seconds that a contender runs in a round."""
+
+    cases: tuple[Case, ...]
+    members: tuple[int, ...]
+    contenders: tuple[Contender, ...]
+    rounds: int
+    slot: float
+    threads: int
+    device: torch.device
+
+
+def pieces(settings: Settings) -> int:
+    """How many pieces of work ``run`` reports: one to prepare each contender, and one per round."""
+    workloads = len(settings.cases) * len(settings.members)
+    return workloads * len(settings.contenders) * (1 + settings.rounds)
+
+
+def run(settings: Settings, meter: Meter) -> Iterator[Comparison]:
+    """Compare the contenders on every model and number of members, one after the other."""
+    for case in settings.cases:
+        for members in settings.members:
+            workload = Workload(case, members, settings.device)
+            yield Comparison(case.name, members, settings.threads, _compare(settings, workload, meter))
+
+
+def _compare(settings: Settings, workload: Workload, meter: Meter) -> tuple[Cell, ...]:
+    where = f"{workload.case.name} x {workload.members}"
+    # Compiled code of other workloads would count towards the limit of recompilations.
+    torch.compiler.reset()
+    expected = losses(serial.start(workload), AGREEMENT_STEPS)
+    cells: dict[str, Cell] = {}
+    steps = {}
+    with ExitStack() as stack:
+        for contender in settings.contenders:
+            meter.say(f"{where}: preparing {contender.name}")
+            prepared = _prepare(contender, workload, expected)
+            if isinstance(prepared, Cell):
+                cells[contender.name] = prepared
+                meter.advance(settings.rounds)
+            else:
+                stack.callback(prepared.close)
+                steps[contender.name] = prepared.step
+                cells[contender.name] = Cell(contender.name, cores=prepared.cores, note=prepared.note)
+            meter.advance(1)
+        meter.say(f"{where}: {settings.rounds} rounds")
+        times = timing.interleave(
+            steps,
+            rounds=settings.rounds,
+            slot=settings.slot,
+            device=settings.device,
+            tick=lambda: meter.advance(1),
+        )
+    return tuple(replace(cell, seconds=times.get(cell.contender, ())) for cell in cells.values())
+
+
+def _prepare(contender: Contender, workload: Workload, expected: Tensor) -> Running | Cell:
+    """Start a contender and check its first losses; a Cell with the reason if one of the two fails."""
+    try:
+        running = contender.start(workload)
+    except Exception as error:
+        return Cell(contender.name, reason=_reason(error))
+    try:
+        check_agreement(contender.name, expected, losses(running, len(expected)), workload.case.tolerance)
+    except Disagreement as error:
+        running.close()
+        return Cell(contender.name, reason=str(error), disagrees=True)
+    except Exception as error:
+        running.close()
+        return Cell(contender.name, reason=_reason(error))
+    return running
+
+
+def _reason(error: Exception) -> str:
+    """The error in one line, as it will stand under the table."""
+    if isinstance(error, Unavailable):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

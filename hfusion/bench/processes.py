@@ -1,0 +1,70 @@
+"""Two worker processes, each training half of the members one by one on one thread."""
+
+from __future__ import annotations
+
+import multiprocessing
+from itertools import pairwise
+from multiprocessing.connection import Connection
+
+import torch
+from torch import Tensor
+
+from hfusion.bench.serial import SerialLoop
+from hfusion.bench.workload import Running, Unavailable, Workload
+
+WORKERS = 2
+
+
+def _work(pipe: Connection, workload: Workload, first: int, last: int) -> None:
+    """Train members ``first`` to ``last - 1``: one step and a reply for each message, until it is False."""
+    torch.set_num_threads(1)
+    loop = SerialLoop.of(workload, range(first, last))
+    pipe.send(None)
+    while pipe.recv():
+        pipe.send([loss.item() for loss in loop.step()])
+
+
+class _Workers:
+    """The processes, started once; a step is one message to each and one reply from each."""
+
+    def __init__(self, workload: Workload) -> None:
+        context = multiprocessing.get_context("spawn")
+        bounds = [workload.members * i // WORKERS for i in range(WORKERS + 1)]
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for first, last in pairwise(bounds):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, workload, first, last), daemon=True)
+            process.start()
+            # Only the worker may hold its end, else its death would leave recv waiting for ever.
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        for pipe in self.pipes:
+            self._receive(pipe)
+
+    def _receive(self, pipe: Connection) -> list[float] | None:
+        try:
+            return pipe.recv()  # type: ignore[no-any-return]
+        except EOFError:
+            raise RuntimeError("a worker process ended early; its own error stands above") from None
+
+    def step(self) -> Tensor:
+        for pipe in self.pipes:
+            pipe.send(True)
+        return torch.tensor([loss for pipe in self.pipes for loss in self._receive(pipe) or []])
+
+    def close(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            if process.is_alive():
+                pipe.send(False)
+            process.join()
+            pipe.close()
+
+
+def start(workload: Workload) -> Running:
+    """Start the workers and wait until they are ready. Raises Unavailable for fewer members than workers."""
+    if workload.members < WORKERS:
+        raise Unavailable(f"needs at least {WORKERS} members")
+    workers = _Workers(workload)
+    return Running(workers.step, workers.close, cores=WORKERS)

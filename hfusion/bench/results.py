@@ -1,0 +1,103 @@
+"""What the sub-benchmark ``fuse`` finds: cells, comparisons, and the rows of the JSON file."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from hfusion.bench import timing
+
+BASELINE = "serial"
+OURS = "hfusion"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One contender on one workload: seconds per step in every round, or the reason why there are none."""
+
+    contender: str
+    seconds: tuple[float, ...] = ()
+    cores: int = 1
+    note: str = ""
+    reason: str = ""
+    disagrees: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell as it stands in the JSON file.
+
+    ``ms`` is the median wall time of a step of all members; ``speedup`` over the serial loop and ``spread``
+    (quartile distance over median) have no unit; ``cores`` counts the cores kept busy. Without a time,
+    ``reason`` says why.
+    """
+
+    model: str
+    members: int
+    contender: str
+    ms: float | None
+    speedup: float | None
+    spread: float | None
+    cores: int
+    note: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All contenders on one model and one number of members."""
+
+    model: str
+    members: int
+    threads: int
+    cells: tuple[Cell, ...]
+
+    def cell(self, contender: str) -> Cell | None:
+        """The cell of ``contender`` if it was asked for."""
+        return next((cell for cell in self.cells if cell.contender == contender), None)
+
+    def speedup(self, cell: Cell) -> float | None:
+        """Wall time over the serial loop's; None if one of them was not timed."""
+        baseline = self.cell(BASELINE)
+        if baseline is None or not baseline.seconds or not cell.seconds:
+            return None
+        return timing.speedup(baseline.seconds, cell.seconds)
+
+    def oversubscription(self, cell: Cell) -> float:
+        """How many times the cores of the others this contender used."""
+        return max(1.0, cell.cores / self.threads)
+
+    def versus_best(self) -> tuple[str, float] | None:
+        """The fastest other contender per core, and hfusion's speed-up over it; None if one is not timed."""
+        ours = self.cell(OURS)
+        if ours is None or not ours.seconds:
+            return None
+        others = {
+            cell.contender: timing.speedup(cell.seconds, ours.seconds) * self.oversubscription(cell)
+            for cell in self.cells
+            if cell.seconds and cell is not ours
+        }
+        return min(others.items(), key=lambda item: item[1]) if others else None
+
+    def rows(self) -> list[Row]:
+        return [self._row(cell) for cell in self.cells]
+
+    def _row(self, cell: Cell) -> Row:
+        seconds = cell.seconds
+        return Row(
+            self.model,
+            self.members,
+            cell.contender,
+            ms=1e3 * statistics.median(seconds) if seconds else None,
+            speedup=self.speedup(cell),
+            spread=timing.spread(seconds) if seconds else None,
+            cores=cell.cores,
+            note=cell.note,
+            reason=cell.reason,
+        )
+
+
+def json_rows(comparisons: Sequence[Comparison]) -> list[dict[str, object]]:
+    """The rows of all comparisons, in their order, as plain values."""
+    return [asdict(row) for comparison in comparisons for row in comparison.rows()]

@@ -1,0 +1,60 @@
+"""Members trained one after the other: what everybody writes first, and the measure of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.bench.workload import Running, Workload
+
+LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class SerialLoop:
+    """Some members of a workload, each with an optimizer of its own."""
+
+    models: tuple[nn.Module, ...]
+    optimizers: tuple[torch.optim.Adam, ...]
+    inputs: Tensor
+    target: Tensor
+    loss_of: LossOf
+
+    @classmethod
+    def of(cls, workload: Workload, members: Iterable[int]) -> SerialLoop:
+        """The given members, in eager mode."""
+        chosen = tuple(members)
+        models = tuple(workload.model(member) for member in chosen)
+        optimizers = tuple(
+            torch.optim.Adam(model.parameters(), lr=workload.rates[member])
+            for model, member in zip(models, chosen, strict=True)
+        )
+        return cls(models, optimizers, *workload.batch(), loss_of=_loss_of(workload))
+
+    def step(self) -> list[Tensor]:
+        """One training step of each member; their losses, scalars."""
+        losses = []
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = self.loss_of(model, self.inputs, self.target)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses
+
+
+def _loss_of(workload: Workload) -> LossOf:
+    loss = workload.case.loss
+
+    def loss_of(model: nn.Module, inputs: Tensor, target: Tensor) -> Tensor:
+        return loss(model(inputs), target)
+
+    return loss_of
+
+
+def start(workload: Workload) -> Running:
+    """The eager loop."""
+    return Running(SerialLoop.of(workload, range(workload.members)).step)

@@ -1,0 +1,83 @@
+"""Interleaved timing: in every round each contender runs for a while, A B A B; ratios are taken per round.
+
+What disturbs a shared machine lasts longer than a round, so it meets all contenders of the round alike: a
+ratio taken within rounds is steadier than the ratio of two medians.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+Times = Mapping[str, tuple[float, ...]]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done everything that was queued; a CPU queues nothing."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(step: Callable[[], object], count: int, device: torch.device) -> float:
+    """Seconds per call of ``step`` over ``count`` calls, without pauses of the garbage collector."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(count):
+            step()
+        synchronize(device)
+        return (time.perf_counter() - start) / count
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def calibrate(step: Callable[[], object], slot: float, device: torch.device) -> int:
+    """How many calls of ``step`` last at least ``slot`` seconds; also warms up."""
+    count = 1
+    while (seconds := measure(step, count, device)) * count < slot:
+        count = max(count + 1, min(10 * count, math.ceil(1.1 * slot / max(seconds, 1e-9))))
+    return count
+
+
+def interleave(
+    steps: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    slot: float,
+    device: torch.device,
+    tick: Callable[[], None],
+) -> Times:
+    """Seconds per step of every contender in every round; ``tick`` is called after each measured slot.
+
+    Raises ValueError without a single round.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, not {rounds}")
+    counts = {name: calibrate(step, slot, device) for name, step in steps.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            seconds[name].append(measure(step, counts[name], device))
+            tick()
+    return {name: tuple(values) for name, values in seconds.items()}
+
+
+def spread(values: Sequence[float]) -> float:
+    """The distance of the quartiles over the median; 0.0 for a single value."""
+    if len(values) < 2:
+        return 0.0
+    lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return (upper - lower) / middle
+
+
+def speedup(baseline: Sequence[float], other: Sequence[float]) -> float:
+    """How many times faster ``other`` is than ``baseline``: the median of the ratios of each round."""
+    return statistics.median(b / o for b, o in zip(baseline, other, strict=True))

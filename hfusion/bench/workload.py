@@ -1,0 +1,105 @@
+"""What every contender is given, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.bench.models import Case
+
+
+class Unavailable(Exception):
+    """This contender cannot run this workload; the message is the reason, shown in its cell."""
+
+
+class Disagreement(Exception):
+    """A contender computes other losses than members trained one by one; its time would mean nothing."""
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``members`` models of ``case``, each with its own seed and its own learning rate."""
+
+    case: Case
+    members: int
+    device: torch.device
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """One learning rate per member, from 3e-4 up to 3e-3 in equal ratios."""
+        steps = max(self.members - 1, 1)
+        return tuple(3e-4 * 10 ** (member / steps) for member in range(self.members))
+
+    def model(self, member: int) -> nn.Module:
+        """A new model of ``member``, in training mode; always the same weights."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(member)
+            return self.case.make_model().to(self.device)
+
+    def models(self) -> list[nn.Module]:
+        return [self.model(member) for member in range(self.members)]
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """The inputs and the target that all members share."""
+        inputs, target = self.case.make_batch()
+        return inputs.to(self.device), target.to(self.device)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A contender that is ready to train.
+
+    ``step`` does one whole training step of all members (zero gradients, forward, loss, backward, Adam) and
+    returns the members' losses; ``close`` frees what it holds; ``cores`` it keeps busy when torch runs one
+    thread; ``note`` says what it does differently from the others.
+    """
+
+    step: Callable[[], Tensor | Sequence[Tensor]]
+    close: Callable[[], None] = _nothing
+    cores: int = 1
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to train many models. ``start`` raises Unavailable when it cannot."""
+
+    name: str
+    about: str
+    start: Callable[[Workload], Running]
+
+
+def losses(running: Running, steps: int) -> Tensor:
+    """Train for ``steps`` steps; the losses [steps, B] as float64 on the CPU."""
+    rows = []
+    for _ in range(steps):
+        row = running.step()
+        rows.append(row if isinstance(row, Tensor) else torch.stack(list(row)))
+    return torch.stack([row.detach().double().cpu() for row in rows])
+
+
+def check_agreement(name: str, expected: Tensor, found: Tensor, tolerance: float) -> None:
+    """Compare losses [steps, B] of contender ``name`` with those of the serial loop.
+
+    Raises Disagreement with the first step and member whose relative difference is above ``tolerance``, or
+    not a number.
+    """
+    if expected.shape != found.shape:
+        raise Disagreement(f"{name}: losses [steps, B] of shape {[*found.shape]}, serial {[*expected.shape]}")
+    difference = (found - expected).abs() / expected.abs().clamp_min(1e-12)
+    wrong = ~(difference <= tolerance)
+    if not wrong.any():
+        return
+    step, member = (int(i) for i in wrong.nonzero()[0])
+    raise Disagreement(
+        f"{name}: member {member} has loss {found[step, member]:.6g} at step {step}, "
+        f"trained alone {expected[step, member]:.6g} "
+        f"(relative difference {difference[step, member]:.1e}, tolerated {tolerance:.0e})"
+    )

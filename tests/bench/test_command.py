@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hfusion.bench import arguments, optim
+from hfusion.bench.__main__ import collect, main
+from hfusion.bench.contenders import CONTENDERS
+from hfusion.bench.models import CASES
+
+
+def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    shown = capsys.readouterr().out
+    for name in (
+        *arguments.SUB_BENCHMARKS,
+        *(case.name for case in (*CASES, *optim.CASES)),
+        *(contender.name for contender in CONTENDERS),
+        *optim.ABOUT,
+    ):
+        assert f"  {name} " in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["fus"], "unknown sub-benchmark 'fus': choose from fuse, optim"),
+        (["--models", "cnn,mlp"], "unknown model 'mlp': choose from mlp-small, mlp-large, cnn, resnet8,"),
+        (["--models", ""], "unknown model '': choose from"),
+        (["--contenders", "vmap,vmap"], "a contender is named twice in 'vmap,vmap'"),
+        (["--contenders", "jax"], "unknown contender 'jax': choose from serial, serial-compiled, vmap,"),
+        (["--members", "4,-1"], "'-1' is not a whole number of at least 1"),
+        (["--repeats", "0"], "'0' is not a whole number of at least 1"),
+        (["--device", "tpu"], "unknown device 'tpu': choose from cpu, cuda"),
+        (["optim", "--models", "cnn"], "--models belongs to fuse, not to optim: leave it out"),
+        (["optim", "--plot", "x.png"], "--plot belongs to fuse, not to optim: leave it out"),
+        (["--json", "no-such-directory/x.json"], "there is no directory"),
+    ],
+)
+def test_a_bad_argument_is_one_line(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(given)
+    assert exited.value.code == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+
+
+def test_quick_fills_only_what_was_not_chosen() -> None:
+    chosen = arguments.fuse_settings(arguments.parse(["--quick", "--models", "lstm", "--repeats", "9"]))
+    assert [case.name for case in chosen.cases] == ["lstm"]
+    assert chosen.rounds == 9
+    assert chosen.members == arguments.QUICK_MEMBERS
+    assert [contender.name for contender in chosen.contenders] == [*arguments.QUICK_CONTENDERS]
+
+
+def test_the_whole_command(tmp_path: Path) -> None:
+    target = tmp_path / "bench.json"
+    given = ["--quick", "--models", "mlp-small", "--members", "2", "--contenders", "serial,vmap"]
+    command = [sys.executable, "-m", "hfusion.bench", *given, "--json", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "mlp-small" in done.stdout
+    assert len(json.loads(target.read_text())["rows"]) == 2
+
+
+def test_optim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "bench.json"
+    assert main(["optim", "--quick", "--members", "2", "--repeats", "1", "--json", str(target)]) == 0
+    assert "ns per parameter" in capsys.readouterr().out
+    rows = json.loads(target.read_text())["rows"]
+    assert {"optimizer", "params", "members", "contender", "ns_per_param"} <= rows[0].keys()
+    assert {row["optimizer"] for row in rows} == {*optim.OPTIMIZERS}
+
+
+def test_an_interruption_keeps_what_was_found() -> None:
+    def results() -> Iterator[int]:
+        yield 1
+        raise KeyboardInterrupt
+
+    assert collect(results()) == ([1], True)
+    assert collect([1, 2]) == ([1, 2], False)

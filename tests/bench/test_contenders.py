@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hfusion.bench import models, processes, serial, vmapped
+from hfusion.bench.contenders import start_hfusion
+from hfusion.bench.workload import Disagreement, Unavailable, check_agreement, losses
+from tests.bench.tiny import TINY_BATCH_NORM, workload
+
+STEPS = 5
+
+
+@pytest.mark.parametrize("case", models.CASES, ids=lambda case: case.name)
+def test_every_model_learns_its_batch(case: models.Case) -> None:
+    found = losses(serial.start(workload(case, members=1)), 4)
+    assert found.shape == (4, 1)
+    assert found[-1] < found[0]
+
+
+def test_members_differ_in_seed_and_rate_and_are_reproducible() -> None:
+    chosen = workload()
+    first, again, other = chosen.model(0), chosen.model(0), chosen.model(1)
+    for a, b in zip(first.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(next(first.parameters()), next(other.parameters()))
+    assert chosen.rates == pytest.approx((3e-4, 3e-4 * 10**0.5, 3e-3))
+
+
+def test_vmap_trains_as_the_serial_loop() -> None:
+    chosen = workload()
+    expected = losses(serial.start(chosen), STEPS)
+    check_agreement("vmap", expected, losses(vmapped.start(chosen), STEPS), 1e-5)
+
+
+def test_vmap_says_what_it_leaves_out_of_batch_norm() -> None:
+    chosen = workload(TINY_BATCH_NORM)
+    running = vmapped.start(chosen)
+    assert "running statistics" in running.note
+    check_agreement("vmap", losses(serial.start(chosen), STEPS), losses(running, STEPS), 1e-3)
+
+
+def test_two_processes_train_as_the_serial_loop() -> None:
+    chosen = workload()
+    running = processes.start(chosen)
+    try:
+        assert running.cores == 2
+        check_agreement("two-processes", losses(serial.start(chosen), STEPS), losses(running, STEPS), 1e-6)
+    finally:
+        running.close()
+
+
+def test_two_processes_need_two_members() -> None:
+    with pytest.raises(Unavailable, match="at least 2 members"):
+        processes.start(workload(members=1))
+
+
+def test_hfusion_trains_as_the_serial_loop() -> None:
+    chosen = workload(TINY_BATCH_NORM)
+    found = losses(start_hfusion(chosen), STEPS)
+    check_agreement("hfusion", losses(serial.start(chosen), STEPS), found, 1e-3)
+
+
+def test_disagreement_names_member_and_step() -> None:
+    expected = torch.ones(2, 3)
+    wrong = expected.clone()
+    wrong[1, 2] = 1.5
+    with pytest.raises(Disagreement, match=r"^x: member 2 has loss 1.5 at step 1, trained alone 1 "):
+        check_agreement("x", expected, wrong, 1e-3)
+
+
+def test_not_a_number_disagrees() -> None:
+    with pytest.raises(Disagreement, match="member 0 has loss nan"):
+        check_agreement("x", torch.ones(1, 1), torch.full((1, 1), torch.nan), 1e-3)
+
+
+def test_another_number_of_members_disagrees() -> None:
+    with pytest.raises(Disagreement, match=r"shape \[1, 2\], serial \[1, 3\]"):
+        check_agreement("x", torch.ones(1, 3), torch.ones(1, 2), 1e-3)

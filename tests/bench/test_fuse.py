@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from torch import Tensor
+
+from hfusion.bench import __main__ as command
+from hfusion.bench import fuse, machine, plot, results, serial, table, vmapped
+from hfusion.bench.progress import Meter
+from hfusion.bench.workload import Contender, Running, Workload
+from tests.bench.tiny import CPU, TINY
+
+SERIAL = Contender("serial", "", serial.start)
+VMAP = Contender("vmap", "", vmapped.start)
+
+
+def settings(*contenders: Contender) -> fuse.Settings:
+    return fuse.Settings(
+        (TINY,), members=(2, 3), contenders=contenders, rounds=2, slot=1e-4, threads=1, device=CPU
+    )
+
+
+def compare(*contenders: Contender) -> list[results.Comparison]:
+    chosen, done = settings(*contenders), [0]
+
+    def advance(pieces: int) -> None:
+        done[0] += pieces
+
+    found = list(fuse.run(chosen, Meter(say=lambda _: None, advance=advance)))
+    assert done[0] == fuse.pieces(chosen)
+    return found
+
+
+def start_wrong(workload: Workload) -> Running:
+    loop = serial.SerialLoop.of(
+        replace(workload, members=workload.members + 1), range(1, workload.members + 1)
+    )
+    return Running(loop.step)
+
+
+def start_broken(workload: Workload) -> Running:
+    raise RuntimeError(f"no {workload.members} members here\nand a second line")
+
+
+def step_broken(workload: Workload) -> Running:
+    def step() -> Tensor:
+        raise RuntimeError("the step is broken")
+
+    return Running(step)
+
+
+def rendered(found: list[results.Comparison], *names: str) -> str:
+    console = Console(width=150, record=True, file=None, quiet=False)
+    shown, footnotes = table.table(found, names)
+    with console.capture() as captured:
+        console.print(shown)
+    return captured.get() + "\n".join(footnotes)
+
+
+def test_rows_of_the_json_file(tmp_path: Path) -> None:
+    found = compare(SERIAL, VMAP)
+    target = tmp_path / "bench.json"
+    command.write_json(target, machine.describe(CPU), results.json_rows(found))
+    read = json.loads(target.read_text())
+    assert {"cpu", "cores", "threads", "torch", "python", "platform", "date"} <= read["machine"].keys()
+    assert [(row["model"], row["members"], row["contender"]) for row in read["rows"]] == [
+        ("tiny", members, contender) for members in (2, 3) for contender in ("serial", "vmap")
+    ]
+    for row in read["rows"]:
+        assert row["ms"] > 0
+        assert row["speedup"] > 0
+        assert row["spread"] >= 0
+        assert row["reason"] == ""
+    assert read["rows"][0]["speedup"] == 1.0
+
+
+def test_without_the_serial_loop_there_is_no_speedup() -> None:
+    (first, _) = compare(VMAP)
+    (row,) = first.rows()
+    assert row.ms is not None
+    assert row.speedup is None
+
+
+@pytest.mark.parametrize("start", [start_broken, step_broken])
+def test_what_cannot_run_is_shown_with_its_reason(start: type[Running]) -> None:
+    found = compare(SERIAL, Contender("broken", "", start))
+    row = found[0].rows()[1]
+    assert (row.ms, row.speedup, row.spread) == (None, None, None)
+    assert row.reason in ("RuntimeError: no 2 members here", "RuntimeError: the step is broken")
+    shown = rendered(found, "serial", "broken")
+    assert "n/a [1]" in shown
+    assert f"[1] broken: {row.reason}" in shown
+
+
+def test_a_wrong_contender_is_not_timed() -> None:
+    found = compare(SERIAL, Contender("wrong", "", start_wrong))
+    cell = found[0].cell("wrong")
+    assert cell is not None
+    assert cell.disagrees
+    assert cell.seconds == ()
+    assert "wrong: member 0 has loss" in cell.reason
+    assert "WRONG [1]" in rendered(found, "serial", "wrong")
+
+
+def comparison(**seconds: tuple[float, ...]) -> results.Comparison:
+    cells = tuple(results.Cell(name.replace("_", "-"), times) for name, times in seconds.items())
+    return results.Comparison("m", 4, 1, cells)
+
+
+def test_versus_best_takes_the_fastest_other() -> None:
+    found = comparison(serial=(8.0, 8.0), vmap=(3.0, 3.0), hfusion=(4.0, 4.0))
+    assert found.versus_best() == ("vmap", 0.75)
+    shown = rendered([found], "serial", "vmap", "hfusion")
+    # A loss of speed stands there like a win.
+    assert "2.00x" in shown
+    assert "0.75x" in shown
+
+
+def test_versus_best_counts_two_processes_per_core() -> None:
+    found = comparison(serial=(8.0,), two_processes=(5.0,), hfusion=(4.0,))
+    cells = tuple(
+        replace(cell, cores=2) if cell.contender == "two-processes" else cell for cell in found.cells
+    )
+    assert replace(found, cells=cells).versus_best() == ("serial", 2.0)
+    assert replace(found, cells=cells, threads=2).versus_best() == ("two-processes", 1.25)
+    assert "[1] wall time on 2 cores" in rendered(
+        [replace(found, cells=cells)], "serial", "two-processes", "hfusion"
+    )
+
+
+def test_the_plot_leaves_out_what_was_not_timed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "bench.png"
+    plot.draw([comparison(serial=(8.0,), vmap=(), hfusion=(4.0,))], ["serial", "vmap", "hfusion"], target)
+    assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def test_versus_best_without_hfusion_or_others() -> None:
+    assert comparison(serial=(1.0,)).versus_best() is None
+    assert comparison(hfusion=(1.0,)).versus_best() is None
+    assert comparison(serial=(1.0,), hfusion=()).versus_best() is None
