@@ -99,9 +99,7 @@ class Workload:
 
     def tensors(self, *leading: int) -> list[torch.nn.Parameter]:
         """Fresh parameters ``[*leading, *shape]`` with gradients."""
-        made = [
-            torch.nn.Parameter(torch.randn(*leading, *shape, device=self.device)) for shape in self.shapes
-        ]
+        made = [torch.nn.Parameter(torch.randn(*leading, *shape, device=self.device)) for shape in self.shapes]
         for param in made:
             param.grad = torch.randn_like(param)
         return made
@@ -176,9 +174,7 @@ def _eager_adamw(param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, lr: 
     _eager_adam(param, grad, mean, square, lr, count)
 
 
-def _eager_adadelta(
-    param: Tensor, grad: Tensor, square: Tensor, moved: Tensor, lr: Tensor, count: int
-) -> None:
+def _eager_adadelta(param: Tensor, grad: Tensor, square: Tensor, moved: Tensor, lr: Tensor, count: int) -> None:
     square.mul_(0.9).addcmul_(grad, grad, value=0.1)
     delta = moved.add(1e-6).sqrt_().div_(square.add(1e-6).sqrt_()).mul_(grad)
     moved.mul_(0.9).addcmul_(delta, delta, value=0.1)

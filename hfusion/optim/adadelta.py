@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import compress
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim.adadelta import adadelta
 
 from hfusion.optim.base import FusedOptimizer
@@ -14,9 +16,10 @@ from hfusion.optim.hyper import Hyper, HyperValue, Values
 from hfusion.optim.rows import Row, Traits
 from hfusion.optim.settings import Flags
 
-# torch has no fused Adadelta; its dozen elementwise operators run on blocks that stay in the processor's
-# cache.
+# torch has no fused Adadelta, but a dozen elementwise operators. They run on blocks that stay in the
+# processor's cache; tensors that cost less to copy than these calls are copied next to each other.
 _BLOCK = 1 << 17
+_SMALL = 1 << 11
 
 
 class Adadelta(FusedOptimizer):
@@ -60,23 +63,29 @@ class Adadelta(FusedOptimizer):
         if row.params[0].device.type != "cpu":
             _update(lists, values, flags, foreach=True)
             return
-        for block in _blocks(lists):
-            _update(block, values, flags, foreach=False)
+        small, large = _by_size(lists)
+        packs = [_flatten_dense_tensors(tensors) for tensors in small] if small[0] else []
+        for index, pack in enumerate(packs):
+            large[index].append(pack)
+        blocks = [[part for tensor in tensors for part in _parts(tensor)] for tensors in large]
+        _update(blocks, values, flags, foreach=False)
+        for pack, tensors in zip(packs, small, strict=False):
+            if tensors is not small[1]:
+                torch._foreach_copy_(tensors, _unflatten_dense_tensors(pack, tensors))
 
     @classmethod
     def general(cls, row: Row, values: Values, flags: Flags) -> None:
         _update([row.params, row.grads, *row.buffers], values, flags, foreach=None)
 
 
-def _blocks(lists: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    for tensors in zip(*lists, strict=True):
-        if tensors[0].numel() <= _BLOCK:
-            yield [[tensor] for tensor in tensors]
-        else:
-            yield from (
-                [[part] for part in parts]
-                for parts in zip(*(t.view(-1).split(_BLOCK) for t in tensors), strict=True)
-            )
+def _by_size(lists: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    small = [param.numel() <= _SMALL for param in lists[0]]
+    large = [not is_small for is_small in small]
+    return [list(compress(ts, small)) for ts in lists], [list(compress(ts, large)) for ts in lists]
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    return [tensor] if tensor.numel() <= _BLOCK else tensor.view(-1).split(_BLOCK)
 
 
 def _update(lists: list[list[Tensor]], values: Values, flags: Flags, foreach: bool | None) -> None:

@@ -31,7 +31,7 @@ class Adam(FusedOptimizer):
     )
     flags: ClassVar[tuple[str, ...]] = ("amsgrad", "maximize")
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adam
-    traits: ClassVar[Traits] = Traits(tensor_ns=500)
+    traits: ClassVar[Traits] = Traits(tensor_ns=800)
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class AdamW(Adam):
     """
 
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
-    traits: ClassVar[Traits] = Traits(tensor_ns=500, decoupled=True)
+    traits: ClassVar[Traits] = Traits(tensor_ns=800, decoupled=True)
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 Arithmetic that broadcasts a vector over a stack reads and writes every tensor several times and is slower
 than a loop over the members. So the kernels of torch.optim, which take scalars, run on rows: each run of
 neighbouring members with equal hyper-parameters and step counts is one call over all parameters of a group.
-Where that makes too many calls, ``unit`` has a way with a single one.
+Small parameters, for which that makes too many calls, go through a single one (``unit``).
 """
 
 from __future__ import annotations
@@ -108,7 +108,12 @@ class FusedOptimizer(Optimizer):
         """As torch's, with hyper-parameters as plain float64 tensors ``[B]``: ``weights_only`` loads it."""
         found = super().state_dict()
         groups = [{key: plain(value) for key, value in group.items()} for group in found["param_groups"]]
-        return {**found, "param_groups": groups}
+        # In the optimizer the counts of many parameters lie in one storage, which a file would hold whole.
+        state = {
+            key: {name: value.clone() if name == "step" else value for name, value in entry.items()}
+            for key, entry in found["state"].items()
+        }
+        return {**found, "state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As torch's, but the state is copied; FusionError if it is the state of another array."""
@@ -121,9 +126,7 @@ class FusedOptimizer(Optimizer):
                 ) from error
         self._check_shapes(state_dict)
         state = {
-            key: {
-                name: value.clone() if isinstance(value, Tensor) else value for name, value in entry.items()
-            }
+            key: {name: value.clone() if isinstance(value, Tensor) else value for name, value in entry.items()}
             for key, entry in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": state})
@@ -195,15 +198,19 @@ class FusedOptimizer(Optimizer):
         """Everything of a step that may fail, before anything is written."""
         before, cohorts = self._known.get(index, (None, None))
         settings = self._settings(group, before)
-        active = [param for param in group["params"] if param.grad is not None]
-        if len(settings.lengths) > 1:
+        names = settings.names
+        active = []
+        for param in group["params"]:
+            if (grad := param.grad) is not None:
+                if grad.is_sparse:
+                    raise RuntimeError(f"{type(self).__name__} does not support sparse gradients: use dense ones")
+                active.append(param)
+        state = list(map(self.state.get, active)) if names else []
+        held = cohorts is not None and cohorts.holds(active, state, names)
+        if len(settings.lengths) > 1 and not (held and settings is before):
             self._check_shared(active, settings)
-        for param in active:
-            if param.grad is not None and param.grad.is_sparse:
-                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients: use dense ones")
-        state = [self._state(param, settings.names) for param in active] if settings.names else []
-        if cohorts is None or not cohorts.holds(active, state, settings.names):
-            cohorts = Cohorts(active, state, settings.names)
+        if cohorts is None or not held:
+            cohorts = Cohorts(active, [self._state(param, names) for param in active] if names else [], names)
         self._known[index] = (settings, cohorts)
         return [(settings, cohort) for cohort in cohorts.cohorts]
 

@@ -37,9 +37,7 @@ def clip_grad_norm_(
         return torch.zeros(members)
     norm_type = float(norm_type)
     first = grads[0].device
-    parts = [
-        torch.linalg.vector_norm(grad.reshape(members, -1), norm_type, dim=1).to(first) for grad in grads
-    ]
+    parts = [torch.linalg.vector_norm(grad.reshape(members, -1), norm_type, dim=1).to(first) for grad in grads]
     norms: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type, dim=0)
     if error_if_nonfinite and not bool(norms.isfinite().all()):
         bad = {index: norm for index, norm in enumerate(norms.tolist()) if not torch.tensor(norm).isfinite()}
@@ -80,7 +78,5 @@ def _gradients(params: list[Tensor]) -> tuple[int, list[Tensor]]:
             )
         grads.append(param.grad if found.stacked else param.grad.unsqueeze(0))
     if not members:
-        raise ValueError(
-            "no parameters were given, so the number of members is unknown: pass fused.parameters()"
-        )
+        raise ValueError("no parameters were given, so the number of members is unknown: pass fused.parameters()")
     return members, grads

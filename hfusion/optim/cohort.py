@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from operator import is_
 from typing import TypeAlias
 
@@ -13,9 +14,10 @@ from hfusion.array import Membership, membership
 from hfusion.optim.hyper import Values
 from hfusion.optim.rows import Row, RowPlan, Traits
 from hfusion.optim.settings import Settings, run_lengths
-from hfusion.optim.unit import UnitPlan, unit_pays
+from hfusion.optim.unit import UnitPlan, unit_places
 
 State: TypeAlias = dict[str, Tensor]
+_Key: TypeAlias = tuple[list[int], list[list[int]], bool]
 
 _NATIVE_DEVICES = ("cpu", "cuda")
 # Below float32 torch's fused kernels round differently from its default implementation.
@@ -33,76 +35,79 @@ class Cohort:
         first = params[0]
         self.params = params
         self.stacked = membership_of(first).stacked
-        self._steps = [entry["step"] for entry in state]
-        self._counts = torch.stack(self._steps) if state else None
+        self._device = first.device
+        self._counts = _join_counts(state) if state else None
         stacks = [[param.detach() for param in params], *[[entry[name] for entry in state] for name in names]]
         self._stacks = [[self._stack(tensor) for tensor in stack] for stack in stacks]
-        self._plan: RowPlan | None = None
-        self._unit: UnitPlan | None = None
+        self._cut: _Cut | None = None
         contiguous = all(tensor.is_contiguous() for stack in self._stacks for tensor in stack)
-        self.native = contiguous and first.device.type in _NATIVE_DEVICES and first.dtype in _NATIVE_DTYPES
+        self.native = contiguous and self._device.type in _NATIVE_DEVICES and first.dtype in _NATIVE_DTYPES
 
     def holds(self) -> bool:
         """Whether nobody but this cohort has written the step counts."""
-        return self._counts is None or torch.equal(torch.stack(self._steps), self._counts)
+        return self._counts is None or torch.equal(*self._counts)
 
     def rows(self, settings: Settings, traits: Traits) -> Iterator[tuple[Row, Values]]:
         """Count a step and give the rows that a kernel shall update, each with its hyper-parameters."""
         members = settings.members if self.stacked else settings.members[:1]
         counts = self._count(settings.advance, len(members))
-        device = self.params[0].device
         steps = {
-            count: torch.full((), count, dtype=torch.float32, device=device)
-            for count in dict.fromkeys(counts)
+            count: torch.full((), count, dtype=torch.float32, device=self._device) for count in dict.fromkeys(counts)
         }
-        grads = [self._stack(param.grad) for param in self.params if param.grad is not None]
-        if settings.unit and len(steps) == 1 and self._unit_pays(settings, traits):
-            if self._unit is None:
-                self._unit = UnitPlan(self._stacks, traits)
-            yield self._unit.load(grads, settings, counts[0], steps[counts[0]]), settings.unit
-            self._unit.store()
+        alike = self.stacked and len(steps) == 1
+        lengths = settings.lengths if alike else run_lengths(list(zip(members, counts, strict=True)))
+        together = alike and settings.unit is not None and self.native and self._device.type == "cpu"
+        cut = self._cut
+        if cut is None or cut.key != (lengths, settings.used, together):
+            cut = self._cut = _Cut(self._stacks, (lengths, settings.used, together), traits)
+        grads = self._grads()
+        if cut.unit and settings.unit:
+            part = [grads[place] for place in cut.small]
+            yield cut.unit.load(part, settings, counts[0], steps[counts[0]]), settings.unit
+            cut.unit.store()
+        if not cut.rows:
             return
-        known = settings.lengths if self.stacked and len(steps) == 1 else None
-        lengths = known or run_lengths(list(zip(members, counts, strict=True)))
-        if self._plan is None or self._plan.lengths != lengths:
-            self._plan = RowPlan(self._stacks, lengths, traits.tensor_ns)
-        plan = self._plan
-        rows = plan.load(grads)
-        start = 0
-        for place, length in enumerate(plan.lengths):
+        if cut.small:
+            grads = [grads[place] for place in cut.large]
+        for start, params, part, buffers in cut.rows.load(grads):
             count = counts[start]
-            buffers = [plan.rows[1 + index][place] for index in settings.used[start]]
-            yield Row(plan.rows[0][place], rows[place], buffers, count, steps[count]), members[start]
-            start += length
-        plan.store()
+            yield Row(params, part, buffers, count, steps[count]), members[start]
 
-    def _unit_pays(self, settings: Settings, traits: Traits) -> bool:
-        pays = self.stacked and self.native and self.params[0].device.type == "cpu"
-        return pays and unit_pays(self._stacks[0], len(settings.lengths), traits)
+    def _grads(self) -> list[Tensor]:
+        grads = [self._stack(grad) for param in self.params if (grad := param.grad) is not None]
+        # The fused kernels read memory in order, whatever the strides of a gradient say.
+        return [grad.contiguous() for grad in grads] if self.native else grads
 
     def _count(self, advance: Tensor, members: int) -> list[float]:
         if self._counts is None:
             return [0.0] * members
-        step = advance if self.stacked else advance[0]
-        torch._foreach_add_(self._steps, [step] * len(self._steps))
-        self._counts.add_(step)
-        counts: list[float] = self._counts[0].reshape(-1).tolist()
+        for tensor in self._counts:
+            tensor.add_(advance if self.stacked else advance[0])
+        counts: list[float] = self._counts[0][0].reshape(-1).tolist()
         return counts
 
     def _stack(self, tensor: Tensor) -> Tensor:
         return tensor if self.stacked else tensor.unsqueeze(0)
 
 
+class _Cut:
+    """Which of some stacks go row by row through the kernel, and which with one call for all members."""
+
+    def __init__(self, stacks: Sequence[list[Tensor]], key: _Key, traits: Traits) -> None:
+        self.key = key
+        lengths, used, together = key
+        self.small = unit_places(stacks[0], len(lengths), traits) if together else []
+        self.large = [place for place in range(len(stacks[0])) if place not in set(self.small)]
+        small, large = ([[stack[i] for i in places] for stack in stacks] for places in (self.small, self.large))
+        self.unit = UnitPlan(small, traits) if self.small else None
+        self.rows = RowPlan(large, lengths, used) if self.large else None
+
+
 class Cohorts:
     """The cohorts of one param group, valid while the same tensors lie at the same addresses."""
 
-    def __init__(self, params: Sequence[Tensor], state: Sequence[State], names: list[str]) -> None:
+    def __init__(self, params: Sequence[Tensor], state: list[State], names: list[str]) -> None:
         self._names = names
-        self._tensors = _tensors(params, state)
-        # The views in the cohorts keep their storages alive, so an address cannot come back with other
-        # contents.
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self._shapes = [param.shape for param in params]
         alike: dict[object, list[int]] = {}
         for index, param in enumerate(params):
             counts = state[index]["step"].reshape(-1).tolist() if names else []
@@ -112,15 +117,21 @@ class Cohorts:
             Cohort([params[i] for i in indices], [state[i] for i in indices] if names else [], names)
             for indices in alike.values()
         ]
+        self._state = state
+        self._tensors = _tensors(params, state)
+        # The views in the cohorts keep their storages alive, so an address cannot come back with other
+        # contents.
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._shapes = [param.shape for param in params]
 
-    def holds(self, params: Sequence[Tensor], state: Sequence[State], names: list[str]) -> bool:
+    def holds(self, params: Sequence[Tensor], state: Sequence[State | None], names: list[str]) -> bool:
         """Whether these are still the cohorts of ``params`` with ``state``."""
-        tensors = _tensors(params, state)
+        if names != self._names or not _same(state, self._state):
+            return False
+        tensors = _tensors(params, self._state)
         return (
-            names == self._names
-            and len(tensors) == len(self._tensors)
-            and all(map(is_, tensors, self._tensors))
-            and [tensor.data_ptr() for tensor in tensors] == self._addresses
+            _same(tensors, self._tensors)
+            and list(map(Tensor.data_ptr, tensors)) == self._addresses
             and [param.shape for param in params] == self._shapes
             and all(cohort.holds() for cohort in self.cohorts)
         )
@@ -138,8 +149,17 @@ def membership_of(param: Tensor, index: int = 0) -> Membership:
     return found
 
 
+def _join_counts(state: Sequence[State]) -> tuple[Tensor, Tensor]:
+    """The step counts as one tensor, of which every entry of ``state`` becomes a row, and a copy of it."""
+    counts = torch.stack([entry["step"] for entry in state])
+    for entry, row in zip(state, counts, strict=True):
+        entry["step"] = row
+    return counts, counts.clone()
+
+
+def _same(these: Sequence[object], those: Sequence[object]) -> bool:
+    return len(these) == len(those) and all(map(is_, these, those))
+
+
 def _tensors(params: Sequence[Tensor], state: Sequence[State]) -> list[Tensor]:
-    found = [*params]
-    for entry in state:
-        found.extend(entry.values())
-    return found
+    return [*params, *chain.from_iterable(entry.values() for entry in state)]

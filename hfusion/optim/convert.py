@@ -45,8 +45,7 @@ def fuse(optimizers: Sequence[Optimizer], fused: FusedArray) -> FusedOptimizer:
     optimizers = list(optimizers)
     if len(optimizers) != len(fused):
         raise FusionError(
-            f"{len(optimizers)} optimizers for an array of {len(fused)} members: give one per member, in "
-            "their order"
+            f"{len(optimizers)} optimizers for an array of {len(fused)} members: give one per member, in their order"
         )
     cls = _fused_class(optimizers)
     params = dict(fused.named_parameters())
@@ -84,9 +83,7 @@ def unfuse(optimizer: FusedOptimizer) -> list[dict[str, Any]]:
             }
             for group in optimizer.param_groups
         ]
-        found.append(
-            {"state": {number: state for number, state in states.items() if state}, "param_groups": groups}
-        )
+        found.append({"state": {number: state for number, state in states.items() if state}, "param_groups": groups})
     return found
 
 
@@ -106,8 +103,7 @@ def _member_value(value: Any, member: int, members: int) -> Any:
 def _member_state(optimizer: FusedOptimizer, param: Tensor, member: int) -> dict[str, Tensor]:
     stacked = membership_of(param).stacked
     state = {
-        name: (value[member] if stacked else value).clone()
-        for name, value in optimizer.state.get(param, {}).items()
+        name: (value[member] if stacked else value).clone() for name, value in optimizer.state.get(param, {}).items()
     }
     # A member that never stepped has no state in torch.
     if not state or not state["step"] > 0:
@@ -137,14 +133,10 @@ def _counterpart(member: int, optimizer: Optimizer) -> type[FusedOptimizer]:
         raise FusionError(f"optimizer {member} is {type(optimizer).__name__}; supported are {names}")
     decoupled = [bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups]
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise FusionError(
-            f"optimizer {member} has differentiable=True, which fused kernels cannot do: set it to False"
-        )
+        raise FusionError(f"optimizer {member} has differentiable=True, which fused kernels cannot do: set it to False")
     if issubclass(cls, Adam):
         if len(set(decoupled)) > 1:
-            raise FusionError(
-                f"optimizer {member} has decoupled_weight_decay={decoupled} in its groups: use one value"
-            )
+            raise FusionError(f"optimizer {member} has decoupled_weight_decay={decoupled} in its groups: use one value")
         return AdamW if decoupled[0] else Adam
     return cls
 
@@ -155,10 +147,7 @@ def _aligned_keys(
     """The keys of the parameters in each param group; FusionError if the members' groups differ."""
     keys = [
         [
-            [
-                _key(fused, params, (member, index, place), param)
-                for place, param in enumerate(group["params"])
-            ]
+            [_key(fused, params, (member, index, place), param) for place, param in enumerate(group["params"])]
             for index, group in enumerate(optimizer.param_groups)
         ]
         for member, optimizer in enumerate(optimizers)
@@ -185,9 +174,7 @@ def _difference(names: list[str], first: list[str]) -> str:
     return f"{len(names)} parameters, that of optimizer 0 {len(first)}"
 
 
-def _key(
-    fused: FusedArray, params: dict[str, torch.nn.Parameter], place: tuple[int, int, int], param: Tensor
-) -> str:
+def _key(fused: FusedArray, params: dict[str, torch.nn.Parameter], place: tuple[int, int, int], param: Tensor) -> str:
     member, group, index = place
     where = f"parameter {index} (shape {list(param.shape)}) in group {group} of optimizer {member}"
     origin = fused.origin(param) if isinstance(param, torch.nn.Parameter) else None
@@ -197,9 +184,7 @@ def _key(
         )
     owner, key = origin
     if owner != member and membership_of(params[key]).stacked:
-        raise FusionError(
-            f"{where} is {key!r} of member {owner}: give one optimizer per member, in their order"
-        )
+        raise FusionError(f"{where} is {key!r} of member {owner}: give one optimizer per member, in their order")
     return key
 
 
@@ -212,9 +197,7 @@ def _fuse_group(index: int, same: list[Group], params: list[torch.nn.Parameter])
             continue
         for member, other in enumerate(same):
             if key not in other:
-                raise FusionError(
-                    f"group {index} of optimizer {member} has no option {key!r}, that of optimizer 0 has"
-                )
+                raise FusionError(f"group {index} of optimizer {member} has no option {key!r}, that of optimizer 0 has")
         values = [other[key] for other in same]
         group[key] = _fuse_option(f"option {key!r} of group {index}", first, values)
     return group
@@ -244,9 +227,7 @@ def _stack_state(param: Tensor, states: list[dict[str, Any]]) -> dict[str, Tenso
             f"parameter {found.name!r} is one tensor for all members, and {found.members} optimizers have "
             "updated it: train it with one optimizer of its own, or freeze it"
         )
-    names = dict.fromkeys(
-        name for state in states for name, value in state.items() if isinstance(value, Tensor)
-    )
+    names = dict.fromkeys(name for state in states for name, value in state.items() if isinstance(value, Tensor))
     stacked = {"step": torch.tensor([_steps(state) for state in states], dtype=torch.float32)}
     for name in names:
         if name != "step":

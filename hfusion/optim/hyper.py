@@ -69,8 +69,7 @@ def member_vector(name: str, value: object, members: int) -> MemberVector:
         raise ValueError(f"{name}={value!r} is not a number or a sequence of numbers") from error
     if tensor.dim() and tensor.shape != (members,):
         raise ValueError(
-            f"{name} has {_shape(tensor)} for an array of {members} members: give one value, or {members} "
-            "of them"
+            f"{name} has {_shape(tensor)} for an array of {members} members: give one value, or {members} of them"
         )
     return tensor.expand(members).clone().as_subclass(MemberVector)
 

@@ -30,7 +30,7 @@ class SGD(FusedOptimizer):
     flags: ClassVar[tuple[str, ...]] = ("nesterov", "maximize")
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.SGD
     counts_steps: ClassVar[bool] = False
-    traits: ClassVar[Traits] = Traits(tensor_ns=2000)
+    traits: ClassVar[Traits] = Traits(tensor_ns=700)
 
     def __init__(
         self,

@@ -3,8 +3,8 @@
 Every optimizer here subtracts ``lr * u`` where ``u`` knows nothing of ``lr``. The kernel runs once over the
 whole stacks, with a learning rate of 1 and zeros in the place of the parameters, which leaves ``-u``; one
 more pass adds ``lr * -u`` with each member's own rate. The result is that of the rows up to rounding. Small
-stacks gain, where calls row by row cost more than the arithmetic; large ones lose by the additional pass
-through memory.
+stacks gain, which cost a row more than their arithmetic; large ones lose by the additional pass through
+memory.
 """
 
 from __future__ import annotations
@@ -14,21 +14,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hfusion.optim.rows import Row, RowPlan, Traits
+from hfusion.optim.rows import Row, Traits
 from hfusion.optim.settings import Settings
 
-# Measured on a CPU, in ns: a kernel call, and the additional pass over an element.
-_CALL = 1000
-_ELEMENT = 0.27
+# Measured on a CPU, in ns: a kernel call, the additional pass over an element, and what it costs to make one
+# step for all members at all.
+_CALL = 3000
+_ELEMENT = 0.18
+_UNIT = 12000
 # The zeros stay in the processor's cache.
 _MAX_ELEMENTS = 1 << 22
 
 
-def unit_pays(params: Sequence[Tensor], runs: int, traits: Traits) -> bool:
-    """Whether one step for all members is cheaper than ``runs`` calls with rows of the stacks ``params``."""
-    elements = sum(param.numel() for param in params)
-    saved = (runs - 1) * (_CALL + traits.tensor_ns * len(params))
-    return elements <= _MAX_ELEMENTS and saved > _ELEMENT * elements
+def unit_places(params: Sequence[Tensor], runs: int, traits: Traits) -> list[int]:
+    """Places of the stacks in ``params`` for which one step for all members beats ``runs`` rows."""
+    sizes = [param.numel() for param in params]
+    others = runs - 1
+
+    def gain(places: list[int]) -> float:
+        calls = _CALL * others if len(places) == len(sizes) else 0
+        return calls + sum(traits.tensor_ns * others - _ELEMENT * sizes[place] for place in places)
+
+    every = list(range(len(sizes)))
+    small = [place for place in every if traits.tensor_ns * others > _ELEMENT * sizes[place]]
+    fitting = [places for places in (small, every) if sum(sizes[place] for place in places) <= _MAX_ELEMENTS]
+    best = max(fitting, key=gain, default=[])
+    return best if gain(best) > _UNIT else []
 
 
 class UnitPlan:
@@ -38,9 +49,8 @@ class UnitPlan:
     """
 
     def __init__(self, stacks: Sequence[list[Tensor]], traits: Traits) -> None:
-        self._params = stacks[0]
+        self._params, *self._buffers = stacks
         self._directions = [torch.zeros_like(param) for param in self._params]
-        self._plan = RowPlan([self._directions, *stacks[1:]], [len(self._params[0])], traits.tensor_ns)
         self._decoupled = traits.decoupled
         self._settings: Settings | None = None
         first = self._params[0]
@@ -59,13 +69,10 @@ class UnitPlan:
             else:
                 grads = [*torch._foreach_addcmul(grads, self._params, self._decays)]
         torch._foreach_zero_(self._directions)
-        (rows,) = self._plan.load(grads)
-        directions, *buffers = (stack[0] for stack in self._plan.rows)
-        return Row(directions, rows, buffers, number, step)
+        return Row(self._directions, grads, self._buffers, number, step)
 
     def store(self) -> None:
         """Move the parameters, each member by its own rate."""
-        self._plan.store()
         torch._foreach_addcmul_(self._params, self._directions, self._rates)
 
     def _write(self, settings: Settings) -> None:

@@ -57,8 +57,7 @@ class Array:
         device: str = "cpu",
     ) -> None:
         self.members = [
-            [Parameter(torch.randn(shape, dtype=dtype, device=device)) for shape in shapes]
-            for _ in range(members)
+            [Parameter(torch.randn(shape, dtype=dtype, device=device)) for shape in shapes] for _ in range(members)
         ]
         self.params = [
             mark(Parameter(torch.stack([p.detach() for p in same])), Membership(f"p{index}", members, True))

@@ -39,9 +39,7 @@ def test_the_eager_contender_computes_the_same(optimizer: str) -> None:
     shapes = workload.tensors(2)
     options = bench.OPTIMIZERS[optimizer]
     alone = [
-        getattr(torch.optim, optimizer)(
-            [torch.nn.Parameter(p[b].detach().clone()) for p in shapes], lr=lr, **options
-        )
+        getattr(torch.optim, optimizer)([torch.nn.Parameter(p[b].detach().clone()) for p in shapes], lr=lr, **options)
         for b, lr in enumerate(workload.rates)
     ]
     stacks = [param.detach().clone() for param in shapes]

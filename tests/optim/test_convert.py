@@ -72,7 +72,7 @@ def test_round_trip(name: str, options: dict[str, Any]) -> None:
 
 def test_groups_keep_their_order_and_what_schedulers_left() -> None:
     array = Array(2)
-    groups = [[{"params": p[3:]}, {"params": p[:3], "lr": 0.5}] for p in array.members]
+    groups: list[list[dict[str, Any]]] = [[{"params": p[3:]}, {"params": p[:3], "lr": 0.5}] for p in array.members]
     alone = [torch.optim.SGD(group, lr=0.1 * (m + 1), momentum=0.9) for m, group in enumerate(groups)]
     for optimizer in alone:
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -124,13 +124,11 @@ def test_frozen_shared_parameters_ride_along() -> None:
     base.grad = torch.ones_like(base)
     for optimizer in alone:
         optimizer.step()
-    with pytest.raises(
-        FusionError, match="'base' is one tensor for all members, and 2 optimizers have updated it"
-    ):
+    with pytest.raises(FusionError, match="'base' is one tensor for all members, and 2 optimizers have updated it"):
         optim.fuse(alone, array)
 
 
-def adam(params: list[Parameter], **options: Any) -> Any:
+def adam(params: Any, **options: Any) -> Any:
     return torch.optim.Adam(params, **options)
 
 

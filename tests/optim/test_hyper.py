@@ -71,14 +71,10 @@ def test_parameters_of_no_array_are_refused() -> None:
     message = r"parameter 1 \(shape \[2, 3\]\) belongs to no fused module: pass fused.parameters\(\)"
     with pytest.raises(ValueError, match=message):
         optim.SGD([array.params[0], plain])
-    with pytest.raises(
-        ValueError, match=r"parameter 1 \('p0'\) belongs to an array of 2 members, those before"
-    ):
+    with pytest.raises(ValueError, match=r"parameter 1 \('p0'\) belongs to an array of 2 members, those before"):
         optim.SGD([array.params[0], Array(2).params[0]])
     fused = optim.SGD(array.params)
-    with pytest.raises(
-        ValueError, match="param group 1 belongs to an array of 2 members, the first group to one of 3"
-    ):
+    with pytest.raises(ValueError, match="param group 1 belongs to an array of 2 members, the first group to one of 3"):
         fused.add_param_group({"params": Array(2).params})
     assert len(fused.param_groups) == 1
 
@@ -100,9 +96,7 @@ def test_sparse_gradients_are_refused() -> None:
         fused.step()
 
 
-@pytest.mark.parametrize(
-    "value", [0.1, 1, [0.1, 0.2], (0.1, 0.2), torch.tensor(0.1), [torch.tensor(0.1)] * 2]
-)
+@pytest.mark.parametrize("value", [0.1, 1, [0.1, 0.2], (0.1, 0.2), torch.tensor(0.1), [torch.tensor(0.1)] * 2])
 def test_what_makes_a_vector(value: Any) -> None:
     vector = member_vector("lr", value, 2)
     assert vector.dtype == torch.float64

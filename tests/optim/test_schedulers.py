@@ -52,7 +52,11 @@ def test_equals_alone(make: Callable[[Any], Any], members: int, name: str) -> No
 def test_a_schedule_per_member() -> None:
     array = Array(2, shapes=[(3,)])
     fused, _ = start("SGD", {"lr": 1.0}, array)
-    scheduler = ls.LambdaLR(fused, lambda epoch: torch.tensor([1.0, 0.5**epoch]))
+
+    def factors(epoch: int) -> Any:
+        return torch.tensor([1.0, 0.5**epoch])
+
+    scheduler = ls.LambdaLR(fused, factors)
     for _ in range(2):
         fused.step()
         scheduler.step()

@@ -69,8 +69,7 @@ def test_deepcopy_and_pickle(name: str, options: dict[str, Any]) -> None:
         assert all(param is not old for param, old in zip(params, array.params, strict=True))
         state = [made.state[param] for param in params]
         assert all(
-            ("step" in entry) == ("step" in fused.state[p])
-            for entry, p in zip(state, array.params, strict=True)
+            ("step" in entry) == ("step" in fused.state[p]) for entry, p in zip(state, array.params, strict=True)
         )
         for param in params:
             param.grad = torch.ones_like(param)
@@ -91,6 +90,15 @@ def test_a_copy_of_module_and_optimizer_steps_as_the_original() -> None:
     assert torch.equal(param, copied)
 
 
+def test_saved_counts_have_storages_of_their_own() -> None:
+    array = Array(3)
+    fused, alone = start("Adam", {"lr": 0.1}, array)
+    run(array, fused, alone, 2)
+    counts = [state["step"] for state in fused.state_dict()["state"].values()]
+    assert [count.tolist() for count in counts] == [[2.0] * 3] * len(array.params)
+    assert all(count.untyped_storage().nbytes() == 3 * 4 for count in counts)
+
+
 def test_state_of_another_array_is_refused() -> None:
     array, other = Array(3), Array(2)
     fused, alone = start("Adam", {"lr": 0.1}, array)
@@ -102,9 +110,7 @@ def test_state_of_another_array_is_refused() -> None:
     with pytest.raises(FusionError, match="not one of this array and of SGD: 'momentum'"):
         optim.SGD(array.params).load_state_dict(fused.state_dict())
     reshaped = Array(3, shapes=[(4, 2), (), (5,), (2, 1, 3), (0,)])
-    with pytest.raises(
-        FusionError, match=r"state 'exp_avg' of parameter 0 has shape \[3, 4, 3\].*\[3, 4, 2\]"
-    ):
+    with pytest.raises(FusionError, match=r"state 'exp_avg' of parameter 0 has shape \[3, 4, 3\].*\[3, 4, 2\]"):
         optim.Adam(reshaped.params).load_state_dict(fused.state_dict())
 
 

@@ -237,9 +237,7 @@ def test_a_shared_parameter_is_one_ordinary_parameter(name: str, options: dict[s
         run(array, fused, alone, 1)
     array.assert_equal()
     torch.testing.assert_close(shared, plain, rtol=1e-9, atol=1e-12)
-    assert (
-        fused.state[shared][next(key for key in fused.state[shared] if key != "step")].shape == shared.shape
-    )
+    assert fused.state[shared][next(key for key in fused.state[shared] if key != "step")].shape == shared.shape
 
 
 def test_an_unused_shared_parameter_does_no_harm() -> None:
