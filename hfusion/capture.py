@@ -21,7 +21,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from hfusion.compare import fingerprint
+from hfusion.compare import attributes, changed_attribute
 from hfusion.errors import FusionError
 from hfusion.passes.functional import functional
 from hfusion.program import Capture, Kind, Slot
@@ -34,9 +34,7 @@ _KINDS = {
 }
 
 
-def capture(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, varying: bool = True
-) -> Capture:
+def capture(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, varying: bool = True) -> Capture:
     """The forward of ``module`` in its present training mode.
 
     Args:
@@ -45,17 +43,19 @@ def capture(
     Raises:
         FusionError: what keeps the module from being captured faithfully.
     """
-    before = fingerprint(module)
-    with _watched():
+    with _watched(), _unchanged(module):
         exported = _export(module, args, kwargs, varying)
-    if fingerprint(module) != before:
-        raise FusionError("forward changes Python attributes of the module (a counter?); keep such state in a buffer")
     slots = tuple(_slot(spec, k) for k, spec in _numbered(exported.graph_signature.input_specs))
     flat = _inlined(exported.graph_module)
     placeholders = [node for node in flat.nodes if node.op == "placeholder"]
     writable = frozenset(n.name for n, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.BUFFER)
     graph = functional(flat, writable)
-    constants = {slot.name: (exported.constants[slot.name],) for slot in slots if slot.kind is Kind.CONSTANT}
+    for slot in slots:
+        if slot.kind is Kind.CONSTANT and exported.constants[slot.name].requires_grad:
+            raise FusionError(f"forward reads {slot.name}, a tensor that requires grad but is no parameter")
+    constants: dict[str, tuple[Tensor, ...]] = {
+        slot.name: (exported.constants[slot.name],) for slot in slots if slot.kind is Kind.CONSTANT
+    }
     return Capture(graph, slots, constants, exported.call_spec.out_spec, _guards(placeholders, slots))
 
 
@@ -65,7 +65,9 @@ def _export(
     """Export with a varying first dim; where forward needs to know it, with fixed sizes."""
     with _quiet(), torch.enable_grad(), _no_autocast(args, kwargs):
         failures = []
-        for shapes in [_varying(module, args, kwargs), None] if varying else [None]:
+        for some in (True, False) if varying else (False,):
+            args, kwargs = _aliases((args, dict(kwargs)))
+            shapes = _varying(module, args, kwargs) if some else None
             try:
                 return torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
             except FusionError:
@@ -91,6 +93,11 @@ def _quiet() -> Iterator[None]:
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+
+
+def _aliases(arguments: Any) -> Any:
+    """The arguments in other tensor objects: a failed export leaves marks of varying dims on its inputs."""
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), arguments)
 
 
 def _varying(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -126,6 +133,35 @@ def _watched() -> Iterator[None]:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
     if _outer_random_state() != before:
         raise FusionError("forward draws from Python's or numpy's random numbers; draw from torch's instead")
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Refuse a forward that changes Python attributes, which export restores and a graph would lose."""
+    states: list[dict[str, Any]] = []
+
+    def begin(module: nn.Module, args: Any) -> None:
+        states.append(attributes(module))
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        check_unchanged(states.pop(), module)
+
+    hooks = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_unchanged(before: Mapping[str, Any], module: nn.Module) -> None:
+    """Raise a FusionError if the attributes of ``module`` are not as ``before``."""
+    changed = changed_attribute(before, attributes(module))
+    if changed is not None:
+        raise FusionError(
+            f"forward changes the Python attribute {changed} (a counter, a cache, its own random numbers?), of which "
+            "a fused array has none; keep state in a registered buffer, and hand out results by return"
+        )
 
 
 def _outer_random_state() -> Any:
@@ -199,7 +235,7 @@ def _inline(graph: fx.Graph, module: fx.GraphModule, inputs: Sequence[Any] | Non
 
 def _region(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, Any], path: list[str]) -> list[Any]:
     name = str(node.target)
-    args = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
+    args: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
     if name == "wrap_with_set_grad_enabled":
         enabled, body, *operands = args
         if enabled and "no_grad" in path:

@@ -6,17 +6,19 @@ import hashlib
 import pickle
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 
 from hfusion.errors import FusionError
 
-_OWN = frozenset(nn.Module().__dict__)
+# The references of nn.RNNBase to its own parameters are renewed by its forward.
+_OWN = frozenset(nn.Module().__dict__) | {"_flat_weights", "_flat_weight_refs"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -84,7 +86,7 @@ def check_alone(index: int, model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule | nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise FusionError(f"{where} is a {type(model).__name__}; fuse the plain module inside it")
     for name, tensor in tensors(model):
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             raise FusionError(f"{where}: {name} is not initialized; run the lazy module once before fusing")
     for path, module in model.named_modules():
         for hooks in _HOOKS:
@@ -166,7 +168,7 @@ def shared_keys(models: Sequence[nn.Module]) -> frozenset[str]:
         return frozenset()
     rows = [dict(tensors(model)) for model in models]
     same = {name for name, tensor in rows[0].items() if all(row[name] is tensor for row in rows)}
-    for name in set(rows[0]) - same:
+    for name in sorted(set(rows[0]) - same):
         if len({id(row[name]) for row in rows}) < len(rows):
             raise FusionError(
                 f"{name} is one object in some models but not in all; share it among all members or among none"
@@ -183,18 +185,30 @@ def fingerprint(model: nn.Module) -> Any:
     Raises:
         FusionError: an attribute holds a submodule, or a tensor to be trained, that is not registered.
     """
+    flags = tuple((path, module.training) for path, module in model.named_modules(remove_duplicate=False))
+    return flags, tuple(_attributes(model, _content).items())
+
+
+def changed_attribute(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    """The first attribute that two results of `attributes` differ in, by its path; None if they are equal."""
+    return next((name for name in [*after, *before] if after.get(name) != before.get(name)), None)
+
+
+def attributes(model: nn.Module) -> dict[str, Any]:
+    """Every Python attribute of ``model`` and its submodules by path, as a hashable value; tensors by identity."""
+    return _attributes(model, lambda tensor, where: ("tensor", id(tensor)))
+
+
+def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> dict[str, Any]:
     known = {id(tensor): name for name, tensor in tensors(model)}
     known |= {id(module): path for path, module in model.named_modules()}
-    reader = _Reader(known, {})
-    rows = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        attributes = {
-            name: value
-            for name, value in vars(module).items()
-            if name not in _OWN and not hasattr(value, "hfusion_opaque")
-        }
-        rows.append((path, module.training, reader.read(attributes, f"{path}.")))
-    return tuple(rows)
+    reader = _Reader(known, read_tensor, {})
+    return {
+        f"{path}.{name}".strip("."): reader.read(value, f"{path}.{name}")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, value in vars(module).items()
+        if name not in _OWN and not hasattr(value, "hfusion_opaque")
+    }
 
 
 _PLAIN = str | bool | int | bytes | torch.dtype | torch.device | torch.Size | type
@@ -206,6 +220,7 @@ class _Reader:
     object read so far, which keeps cycles short and ids from being used again."""
 
     known: Mapping[int, str]
+    read_tensor: Callable[[Tensor, str], Any]
     met: dict[int, tuple[int, Any]]
 
     def read(self, value: Any, where: str) -> Any:
@@ -222,7 +237,7 @@ class _Reader:
 
     def _read_new(self, value: Any, where: str) -> Any:
         if isinstance(value, Tensor):
-            return _tensor(value, where)
+            return self.read_tensor(value, where)
         if isinstance(value, nn.Module):
             raise FusionError(
                 f"attribute {where.strip('.')} holds a {type(value).__name__} that is not registered as a submodule; "
@@ -231,15 +246,19 @@ class _Reader:
         if isinstance(value, torch.Generator):
             return ("generator", value.get_state().numpy().tobytes())
         if isinstance(value, Mapping):
-            return ("mapping", tuple((repr(k), self.read(v, f"{where}{k}.")) for k, v in value.items()))
+            return ("mapping", tuple((repr(k), self.read(v, f"{where}.{k}")) for k, v in value.items()))
         if isinstance(value, list | tuple):
-            parts = tuple(self.read(v, f"{where}{k}.") for k, v in enumerate(value))
+            parts = tuple(self.read(v, f"{where}.{k}") for k, v in enumerate(value))
             return (type(value).__name__, parts)
         if isinstance(value, set | frozenset):
             return ("set", frozenset(self.read(v, where) for v in value))
         if isinstance(value, types.FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            return ("function", value.__code__, self.read([cells, value.__defaults__, value.__kwdefaults__], where))
+            return (
+                "function",
+                value.__code__,
+                self.read([cells, value.__defaults__, value.__kwdefaults__], where),
+            )
         if isinstance(value, types.BuiltinFunctionType | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             return ("function", id(value))
         if isinstance(value, types.MethodType):
@@ -259,12 +278,11 @@ class _Reader:
         return (type(value).__qualname__, self.read(parts, where) if parts else id(value))
 
 
-def _tensor(value: Tensor, where: str) -> Any:
+def _content(value: Tensor, where: str) -> Any:
     if value.requires_grad:
         raise FusionError(
             f"attribute {where.strip('.')} is a tensor that requires grad but no parameter; make it an nn.Parameter"
         )
-    content = value.detach().cpu().contiguous()
-    content = content.view(torch.uint8) if value.dim() else content
+    content = value.detach().cpu().resolve_conj().flatten().clone().view(torch.uint8)
     digest = hashlib.sha256(content.numpy().tobytes()).hexdigest()
     return ("tensor", tuple(value.shape), value.dtype, digest)

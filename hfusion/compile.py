@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import enum
+import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +18,19 @@ from hfusion.errors import FusionError
 from hfusion.inputs import StackedInput, is_stacked
 from hfusion.isolate import culprits, record
 from hfusion.layout import Layout
-from hfusion.opaque import OpaqueCall, opaque
 from hfusion.opaque import RULES as OPAQUE_RULES
-from hfusion.passes.align import align
+from hfusion.opaque import OpaqueCall, opaque
 from hfusion.ops import RULES
 from hfusion.ops.rule import merge
+from hfusion.passes.align import align
 from hfusion.passes.batch import batch
+from hfusion.passes.regions import regions
 from hfusion.program import Capture, Kind, Program, Slot
+
+# What a call may hold: tensors, and values that cannot change while a program built on them is kept.
+_NUMBERS = (str, int, float, complex, bytes, enum.Enum, types.NoneType)
+_NAMES = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device, torch.memory_format)
+_LEAVES = (Tensor, StackedInput, *_NUMBERS, *_NAMES)
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,12 @@ class Arguments:
         if not kwargs and all(isinstance(a, Tensor | StackedInput) for a in args):
             return Arguments(args, len(args))
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=is_stacked)
+        for leaf in leaves:
+            if not isinstance(leaf, _LEAVES):
+                raise ValueError(
+                    f"an argument is or holds a {type(leaf).__name__}; give tensors, numbers, strings, None, and nests "
+                    "of these that torch.utils._pytree knows"
+                )
         return Arguments(tuple(leaves), spec)
 
     @property
@@ -64,16 +79,16 @@ class Arguments:
 
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return (leaf.shape, leaf.dtype, leaf.device)
+        return (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
     if isinstance(leaf, StackedInput):
-        return (leaf.tensor.shape, leaf.tensor.dtype, leaf.tensor.device, True)
+        return (leaf.tensor.shape, leaf.tensor.dtype, leaf.tensor.device, leaf.tensor.requires_grad, True)
     return (type(leaf), leaf)
 
 
 def _loose_key(leaf: Any) -> Any:
     tensor = leaf.tensor if is_stacked(leaf) else leaf
     if isinstance(tensor, Tensor):
-        return (tensor.dim(), tensor.dtype, tensor.device, is_stacked(leaf))
+        return (tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad, is_stacked(leaf))
     return (type(leaf), leaf)
 
 
@@ -149,6 +164,7 @@ def _any_training(training: Any) -> bool:
 def compile_array(subject: Subject, arguments: Arguments, training: bool) -> Compiled:
     """The program of ``subject`` for calls like ``arguments``."""
     check_members(subject.members, arguments)
+    _check_signature(subject, arguments)
     found = [_captured(subject, member, arguments) for member in representatives(subject.variants)]
     captures = [one for one, _ in found]
     first = captures[0]
@@ -156,8 +172,39 @@ def compile_array(subject: Subject, arguments: Arguments, training: bool) -> Com
     constants, differing = _constants(captures, subject.variants)
     layouts = tuple(_layout(slot, subject, arguments, differing) for slot in first.slots)
     module = batch(graph, layouts, subject.members, merge(RULES, OPAQUE_RULES))
-    program = Program(subject.name, subject.members, training, module, first.slots, layouts, first.out_spec)
-    return Compiled(program, graph, constants, tuple(call for _, calls in found for call in calls), first.guards)
+    code = regions(module, subject.members)
+    program = Program(subject.name, subject.members, training, module, code, first.slots, layouts, first.out_spec)
+    calls = tuple(call for _, calls in found for call in calls)
+
+    def guards(inputs: Sequence[Any]) -> bool:
+        return all(c.guards(inputs) for c in captures)
+
+    return Compiled(program, graph, constants, calls, guards)
+
+
+def bind(compiled: Compiled, owner: nn.Module) -> Callable[[list[Any]], Any]:
+    """The program as a function of its inputs; its tensors are looked up in ``owner`` at every call.
+
+    So a conversion of ``owner`` to another dtype or device, and loading, are seen.
+    """
+    program = compiled.program
+    places = [_place(slot, owner, compiled) for slot in program.slots if slot.kind is not Kind.INPUT]
+    run, spec = program.run, program.out_spec
+    single = spec.is_leaf()
+
+    def call(inputs: list[Any]) -> Any:
+        outputs = run(*[holder[name] for holder, name in places], *inputs)
+        return outputs[0] if single else pytree.tree_unflatten(outputs, spec)
+
+    return call
+
+
+def _place(slot: Slot, owner: nn.Module, compiled: Compiled) -> tuple[Mapping[str, Any], str]:
+    if slot.kind is Kind.CONSTANT:
+        return compiled.constants, slot.name
+    path, _, leaf = slot.name.rpartition(".")
+    module = owner.get_submodule(path)
+    return (module._parameters if slot.kind is Kind.PARAMETER else module._buffers), leaf
 
 
 def representatives(variants: Sequence[int]) -> list[int]:
@@ -185,6 +232,17 @@ def _captured(subject: Subject, member: int, arguments: Arguments) -> tuple[Capt
         raise FusionError(f"{subject.name}, model {member}: {error}") from refusal
 
 
+def _check_signature(subject: Subject, arguments: Arguments) -> None:
+    """Raise a ValueError where forward does not take such arguments."""
+    args, kwargs = arguments.of_member(0)
+    signature = inspect.signature(subject.member(0).forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        given = ", ".join(["..."] * len(args) + [f"{name}=..." for name in kwargs])
+        raise ValueError(f"{subject.name}.forward{signature} cannot be called as forward({given}): {error}") from error
+
+
 def check_members(members: int, arguments: Arguments) -> None:
     for leaf in arguments.leaves:
         if isinstance(leaf, StackedInput) and leaf.tensor.shape[0] != members:
@@ -199,12 +257,22 @@ def _constants(captures: Sequence[Capture], variants: Sequence[int]) -> tuple[di
     constants, differing = {}, set()
     for name, (tensor,) in captures[0].constants.items():
         rows = [c.constants[name][0] for c in captures]
+        _check_alike(name, rows, variants)
         if all(torch.equal(row, tensor) for row in rows):
             constants[name] = tensor.detach()
         else:
             constants[name] = torch.stack([rows[v] for v in variants]).detach()
             differing.add(name)
     return constants, frozenset(differing)
+
+
+def _check_alike(name: str, rows: Sequence[Tensor], variants: Sequence[int]) -> None:
+    for v, row in enumerate(rows):
+        if (row.shape, row.dtype, row.device) != (rows[0].shape, rows[0].dtype, rows[0].device):
+            kinds = [f"{tuple(r.shape)} {r.dtype} on {r.device}" for r in (rows[0], row)]
+            raise FusionError(
+                f"the tensor {name} is {kinds[0]} in model 0, {kinds[1]} in model {variants.index(v)}; make them equal"
+            )
 
 
 def _layout(slot: Slot, subject: Subject, arguments: Arguments, differing: frozenset[str]) -> Layout:

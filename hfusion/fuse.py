@@ -85,6 +85,7 @@ def build(make_model: Callable[[], nn.Module], seeds: Sequence[int], *, verify: 
         raise FusionError("build got no seeds; give it one seed per member")
     keep_large_blocks()
     first = _made(make_model, seeds[0])
+    _check_made(0, first, None)
     check_alone(0, first)
     bones, variants = [skeleton(0, first)], [0]
     prints = {fingerprint(first): 0}
@@ -92,6 +93,7 @@ def build(make_model: Callable[[], nn.Module], seeds: Sequence[int], *, verify: 
     stacks: dict[str, Tensor] = {}
     for index, seed in enumerate(seeds[1:], start=1):
         model = _made(make_model, seed)
+        _check_made(index, model, first)
         check_alone(index, model)
         check_pair(first, index, model)
         now = shared_keys([first, model])
@@ -107,6 +109,13 @@ def build(make_model: Callable[[], nn.Module], seeds: Sequence[int], *, verify: 
     shared = shared or frozenset()
     stacks = stacks or _room(first, 1, shared)
     return FusedModule(Array(len(seeds), tuple(bones), Comparison(tuple(variants), shared), verify), stacks)
+
+
+def _check_made(index: int, model: object, first: nn.Module | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise FusionError(f"make_model gave {type(model).__name__} for seed {index}, not a torch.nn.Module")
+    if model is first:
+        raise FusionError(f"make_model gave one object for seeds 0 and {index}; let it make a new model on every call")
 
 
 def _made(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:

@@ -8,33 +8,69 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.array import Membership, mark
 from hfusion.compare import Comparison, tensors
-from hfusion.compile import Arguments, Compiled, Compiler, Subject
+from hfusion.compile import Arguments, Compiled, Compiler, Subject, bind
 from hfusion.errors import FusionError
 from hfusion.member import materialize
-from hfusion.program import Kind
 from hfusion.report import Report, describe
 from hfusion.verify import Subject as Check
 from hfusion.verify import verify
 
+_STATE = frozenset(
+    {"_original", "_fixed", "_array", "_branches", "_compiler", "_bound", "_checks"},
+)
+_STANDARD = frozenset(nn.Module().__dict__)
 
-class Branch(nn.Module):
-    """The place of one of the members' submodules in a fused module: its stacked tensors, under the same names."""
 
-    def __init__(self, original: str) -> None:
+class Tree(nn.Module):
+    """One of the members' modules in a fused module: its stacked tensors and submodules, under the same names.
+
+    ``original`` is its class; ``fixed`` are the attributes that forward reads, which were captured.
+    """
+
+    def __init__(self, original: str, fixed: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self._original = original
+        self._fixed = fixed
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _STATE:
+            # Past nn.Module, which would refuse the name where a member has a submodule or tensor of this name.
+            object.__setattr__(self, name, value)
+            return
+        if name in self.__dict__.get("_fixed", ()) or (name in self._modules and value is not self._modules[name]):
+            raise FusionError(
+                f"setting {name} on a fused {self._original} would have no effect on what it computes; "
+                "set it on the models of unfuse(), and fuse them again"
+            )
+        super().__setattr__(name, value)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """As of nn.Module, also where a submodule has the name of a method."""
+        found: nn.Module = self
+        for name in target.split(".") if target else ():
+            child = found._modules.get(name)
+            if child is None:
+                raise AttributeError(f"the fused {self._original} has no submodule {target}")
+            found = child
+        return found
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name} {tuple(t.shape)}" for name, t in [*self._parameters.items(), *self._buffers.items()]
-                         if t is not None)
+        return ", ".join(
+            f"{name} {tuple(t.shape)}"
+            for name, t in [*self._parameters.items(), *self._buffers.items()]
+            if t is not None
+        )
 
     def _get_name(self) -> str:
         return f"Fused[{self._original}]"
+
+
+class Branch(Tree):
+    """A submodule of a fused module: a place for tensors, which cannot be called or hooked by itself."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise FusionError(
@@ -49,6 +85,7 @@ class Branch(nn.Module):
     register_forward_pre_hook = register_forward_hook
     register_full_backward_hook = register_forward_hook
     register_full_backward_pre_hook = register_forward_hook
+    register_backward_hook = register_forward_hook
 
 
 @dataclass(frozen=True)
@@ -71,7 +108,7 @@ class Array:
         vars(self).update(state, origins=WeakIdKeyDictionary())
 
 
-class FusedModule(Branch):
+class FusedModule(Tree):
     """B models of one shape as one module; made by `hfusion.fuse` and `hfusion.build`.
 
     ``fused(x)`` gives what the members give for ``x``, every output tensor with a leading dim of B. The state dict is
@@ -80,7 +117,7 @@ class FusedModule(Branch):
     """
 
     def __init__(self, array: Array, stacks: Mapping[str, Tensor]) -> None:
-        super().__init__(type(array.skeletons[0]).__name__)
+        super().__init__(type(array.skeletons[0]).__name__, _fixed_attributes(array.skeletons[0]))
         self._array = array
         _grow(self, array.skeletons[0], stacks)
         self._prepare()
@@ -115,8 +152,8 @@ class FusedModule(Branch):
 
         Raises:
             FusionError: forward cannot be fused, or the self-check failed.
-            ValueError: a stacked input with another leading size than B.
-            TypeError: arguments that the members' forward does not take.
+            ValueError: a stacked input with another leading size than B, or arguments that the members' forward does
+                not take.
         """
         arguments = Arguments.of(args, kwargs)
         training = tuple([branch.training for branch in self._branches])
@@ -125,7 +162,7 @@ class FusedModule(Branch):
             compiled = self._compiler.make(training, arguments)
         bound = self._bound.get(id(compiled))
         if bound is None:
-            bound = self._bound[id(compiled)] = self._bind(compiled)
+            bound = self._bound[id(compiled)] = bind(compiled, self)
         if self._array.verify and id(compiled) not in self._checks and self.training and torch.is_grad_enabled():
             self._checks[id(compiled)] = self._verify(compiled, arguments)
         return bound(arguments.values)
@@ -143,26 +180,6 @@ class FusedModule(Branch):
                 for compiled in family
             )
         )
-
-    def _bind(self, compiled: Compiled) -> Callable[[list[Any]], Any]:
-        """The program with its tensors looked up where they live, so that ``to`` and loading are seen."""
-        program = compiled.program
-        places = [self._place(slot.kind, slot.name, compiled) for slot in program.slots if slot.kind is not Kind.INPUT]
-        run, spec = program.run, program.out_spec
-        single = spec.is_leaf()
-
-        def call(inputs: list[Any]) -> Any:
-            outputs = run(*[holder[name] for holder, name in places], *inputs)
-            return outputs[0] if single else pytree.tree_unflatten(outputs, spec)
-
-        return call
-
-    def _place(self, kind: Kind, name: str, compiled: Compiled) -> tuple[Mapping[str, Any], str]:
-        if kind is Kind.CONSTANT:
-            return compiled.constants, name
-        path, _, leaf = name.rpartition(".")
-        owner = self.get_submodule(path)
-        return (owner._parameters if kind is Kind.PARAMETER else owner._buffers), leaf
 
     def __getitem__(self, index: int) -> nn.Module:
         """Member ``index`` as a module of its own class, whose parameters and buffers are live views of row ``index``.
@@ -199,17 +216,26 @@ class FusedModule(Branch):
 
     def origin(self, parameter: Tensor) -> tuple[int, str] | None:
         """Which member and key a parameter of an original model was: ``(b, name)``; None if of none."""
-        found: tuple[int, str] | None = self._array.origins.get(parameter)  # type: ignore[no-untyped-call]
+        found: tuple[int, str] | None = self._array.origins.get(parameter)
         return found
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedModule:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._mark()
+        self._forget()
         return self
+
+    def _forget(self) -> None:
+        """Drop the programs: tensors of another dtype or device want others."""
+        self._compiler.clear()
+        self._bound.clear()
+        self._checks.clear()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         result = super().load_state_dict(state_dict, strict, assign)
         self._mark()
+        if assign:
+            self._forget()
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -221,14 +247,18 @@ class FusedModule(Branch):
         self._prepare()
 
 
-def _grow(branch: Branch, bones: nn.Module, stacks: Mapping[str, Tensor]) -> None:
+def _fixed_attributes(module: nn.Module) -> frozenset[str]:
+    return frozenset(vars(module)) - _STANDARD
+
+
+def _grow(branch: Tree, bones: nn.Module, stacks: Mapping[str, Tensor]) -> None:
     """Give ``branch`` the tree of ``bones`` with the tensors of ``stacks``; submodules used twice stay one."""
     grown: dict[int, Branch] = {}
     for path, module in bones.named_modules(remove_duplicate=False):
-        place = branch
+        place: Tree = branch
         if path:
             parent, _, leaf = path.rpartition(".")
-            place = grown.setdefault(id(module), Branch(type(module).__name__))
+            place = grown.setdefault(id(module), Branch(type(module).__name__, _fixed_attributes(module)))
             branch.get_submodule(parent)._modules[leaf] = place
         prefix = f"{path}." if path else ""
         place.training = module.training

@@ -53,23 +53,27 @@ class OpaqueCall:
 _calls: WeakValueDictionary[int, OpaqueCall] = WeakValueDictionary()
 
 
-@torch.library.register_fake("hfusion::opaque", lib=_library)
+@torch.library.register_fake("hfusion::opaque", lib=_library)  # type: ignore[untyped-decorator]
 def _fake(inputs: Sequence[Tensor], call: int) -> list[Tensor]:
     return [torch.empty(r.shape, dtype=r.dtype, device=r.device) for r in _calls[call].results]
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a submodule was called with in a real run, and what it gave."""
+    """What a submodule was called with in a real run, what it gave, and whether it wrote into its inputs."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
+    writes: bool
 
 
 @contextmanager
 def opaque(
-    model: nn.Module, culprits: Mapping[str, str], records: Mapping[str, Sequence[Recorded]], members: Sequence[nn.Module]
+    model: nn.Module,
+    culprits: Mapping[str, str],
+    records: Mapping[str, Sequence[Recorded]],
+    members: Sequence[nn.Module],
 ) -> Iterator[list[OpaqueCall]]:
     """While active, the submodules of ``model`` named in ``culprits`` (path to reason) trace as opaque calls.
 
@@ -128,7 +132,9 @@ def run(numbers: Sequence[int], inputs: Sequence[Any]) -> list[Tensor]:
 def _stack(call: OpaqueCall, parts: Sequence[Tensor]) -> Tensor:
     if len({part.shape for part in parts}) > 1:
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        raise FusionError(f"{call.path or 'forward'} gave different shapes for the members: {shapes}; they cannot be stacked")
+        raise FusionError(
+            f"{call.path or 'forward'} gave different shapes for the members: {shapes}; they cannot be stacked"
+        )
     return torch.stack(list(parts))
 
 
@@ -138,7 +144,7 @@ def _run_member(call: OpaqueCall, member: int, given: Sequence[Tensor]) -> list[
     leaves = [leaf if leaf is not None else next(arguments, None) for leaf in call.leaves]
     args, kwargs = pytree.tree_unflatten(leaves, call.spec)
     own = dict(zip(call.keys, given[count:], strict=True))
-    with _borrowed(call.bodies[member], own) as body:
+    with _filled(call.bodies[member], own) as body:
         output = body(*args, **kwargs)
     found = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     for result, expected in zip(found, call.results, strict=True):
@@ -151,24 +157,27 @@ def _run_member(call: OpaqueCall, member: int, given: Sequence[Tensor]) -> list[
 
 
 @contextmanager
-def _borrowed(body: nn.Module, own: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-    """``body`` with the tensors of ``own`` in place of its own; a buffer that it assigns anew is written back."""
+def _filled(body: nn.Module, own: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+    """``body`` around the tensors of ``own``; a buffer that it assigns anew is written back.
+
+    The tensors stay when the call is over: a checkpoint runs the body again in backward.
+    """
     places = []
     for key, tensor in own.items():
         path, _, name = key.rpartition(".")
         module = body.get_submodule(path)
         holder = module._parameters if name in module._parameters else module._buffers
-        places.append((holder, name, holder[name], tensor))
+        places.append((holder, name, tensor))
         holder[name] = tensor  # type: ignore[assignment]
     try:
         yield body
     finally:
-        for holder, name, before, tensor in places:
+        for holder, name, tensor in places:
             after = holder[name]
             if after is not tensor and after is not None:
                 with torch.no_grad():
                     tensor.copy_(after)
-            holder[name] = before  # type: ignore[assignment]
+                holder[name] = tensor  # type: ignore[assignment]
 
 
 def rule(site: Site, inputs: list[Value], call: int | PerMember) -> Call:

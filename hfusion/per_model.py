@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.compile import Arguments, Compiled, Compiler, Subject
+from hfusion.compare import tensors
+from hfusion.compile import Arguments, Compiler, Subject, bind, check_members
 from hfusion.errors import FusionError
 from hfusion.inputs import StackedInput, is_stacked, stacked
-from hfusion.program import Kind
+from hfusion.report import Report, describe
+from hfusion.state import read_state
 
 
 class _Function(nn.Module):
@@ -26,52 +29,67 @@ class _Function(nn.Module):
         return self.function(*args, **kwargs)
 
 
+# States of one function that are worth a program each; one that changes more often runs in a loop.
+MOST_STATES = 16
+
+
 class PerModel:
     """What `per_model` gives; see there."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
         self._module = _Function(function)
         self._name = getattr(function, "__name__", type(function).__name__)
-        self._compilers: dict[int, Compiler] = {}
-        self._programs: dict[Any, Callable[[list[Any]], Any]] = {}
+        self._compilers: dict[Any, Compiler] = {}
+        self._programs: dict[Any, Callable[[Arguments], Any]] = {}
+        self._loops: dict[Any, str] = {}
 
     def __repr__(self) -> str:
         return f"per_model({self._name})"
 
     def __call__(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
-        key = (self._module.training, arguments.key)
+        key = (read_state(self._function), arguments.key)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._prepare(arguments)
-        return program(arguments.values)
+            program = self._programs[key] = self._prepare(key[0], arguments)
+        return program(arguments)
 
-    def _prepare(self, arguments: Arguments) -> Callable[[list[Any]], Any]:
+    def _prepare(self, state: Any, arguments: Arguments) -> Callable[[Arguments], Any]:
         members = _members(arguments)
-        compiler = self._compilers.get(members)
-        if compiler is None:
-            keys = frozenset(self._module.state_dict(keep_vars=True))
-            subject = Subject(self._name, members, (0,) * members, keys, lambda _: self._module, loops=False)
-            compiler = self._compilers[members] = Compiler(subject)
-        training = self._module.training
+        check_members(members, arguments)
         try:
+            compiler = self._compiler(state, members)
+            training = self._function.training if isinstance(self._function, nn.Module) else True
             compiled = compiler.find(training, arguments) or compiler.make(training, arguments)
-        except FusionError:
-            return lambda values: _looped(self._module, arguments, members)
-        return self._bind(compiled)
+        except FusionError as error:
+            self._loops[state, arguments.key] = str(error)
+            return functools.partial(_looped, self._module, members)
+        return functools.partial(_run, bind(compiled, self._module))
 
-    def _bind(self, compiled: Compiled) -> Callable[[list[Any]], Any]:
-        program = compiled.program
-        held = dict(self._module.state_dict(keep_vars=True)) | compiled.constants
-        own = [held[slot.name] for slot in program.slots if slot.kind is not Kind.INPUT]
-        run, spec = program.run, program.out_spec
-        single = spec.is_leaf()
+    def _compiler(self, state: Any, members: int) -> Compiler:
+        """The compiler for the function as it is now. Raises FusionError where its state is not worth a program."""
+        if state is None:
+            raise FusionError("it reads more by itself than can be compared on every call")
+        states = {known for known, _ in self._compilers}
+        if state not in states and len(states) == MOST_STATES:
+            raise FusionError(f"what it reads by itself has changed {MOST_STATES} times")
+        if (state, members) not in self._compilers:
+            keys = frozenset(name for name, _ in tensors(self._module))
+            subject = Subject(self._name, members, (0,) * members, keys, lambda _: self._module, loops=False)
+            self._compilers[state, members] = Compiler(subject)
+        return self._compilers[state, members]
 
-        def call(inputs: list[Any]) -> Any:
-            outputs = run(*own, *inputs)
-            return outputs[0] if single else pytree.tree_unflatten(outputs, spec)
-
-        return call
+    def report(self) -> Report:
+        """How the function runs: one part per program, and a line for everything that runs in a loop over members."""
+        parts = [
+            describe(compiled.program, "captured from the function itself")
+            for compiler in self._compilers.values()
+            for family in compiler.families.values()
+            for compiled in family
+        ]
+        loops = [f"{self._name}: loop over members: {why}" for why in dict.fromkeys(self._loops.values())]
+        return Report(tuple(parts), tuple(loops))
 
 
 def per_model(function: Callable[..., Any]) -> PerModel:
@@ -79,6 +97,9 @@ def per_model(function: Callable[..., Any]) -> PerModel:
 
     Args:
         function: any functional loss, loss module or function of tensors, such as ``F.cross_entropy``.
+
+            It is captured again when a value that it reads outside its arguments changes: an attribute, a closure's or
+            a global variable, train or eval mode. What cannot be captured, or changes often, runs member by member.
 
     Returns:
         A callable. Its first argument is what a fused module gave: a tensor ``[B, *S]`` or a nest of such. Further
@@ -96,7 +117,7 @@ def per_model(function: Callable[..., Any]) -> PerModel:
 
 def _all_stacked(outputs: Any) -> Any:
     if isinstance(outputs, Tensor):
-        return StackedInput(outputs)
+        return stacked(outputs)
     return pytree.tree_map(lambda x: stacked(x) if isinstance(x, Tensor) else x, outputs, is_leaf=is_stacked)
 
 
@@ -107,7 +128,11 @@ def _members(arguments: Arguments) -> int:
     return int(sizes[0])
 
 
-def _looped(function: nn.Module, arguments: Arguments, members: int) -> Any:
+def _run(program: Callable[[list[Any]], Any], arguments: Arguments) -> Any:
+    return program(arguments.values)
+
+
+def _looped(function: Callable[..., Any], members: int, arguments: Arguments) -> Any:
     """The function, called member by member."""
     rows = []
     for member in range(members):

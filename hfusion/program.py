@@ -51,19 +51,21 @@ class Program:
     """The forward of the whole array.
 
     ``run`` takes the tensors of ``slots`` in order and returns the flat outputs, each tensor stacked ``[B, ...]``.
+    ``module`` has one call per operator, for people and checks; ``code``, the same with its loops gathered, runs.
     """
 
     name: str
     members: int
     training: bool
     module: fx.GraphModule
+    code: fx.GraphModule
     slots: tuple[Slot, ...]
     layouts: tuple[Layout, ...]
     out_spec: TreeSpec
 
     @property
     def run(self) -> Callable[..., Any]:
-        forward: Callable[..., Any] = self.module.forward
+        forward: Callable[..., Any] = self.code.forward
         return forward
 
     def __str__(self) -> str:
@@ -98,7 +100,7 @@ def _row(node: fx.Node, names: dict[fx.Node, str], members: int) -> tuple[str, s
         return names[node], shape, where, "input", ""
     origin = node.meta.get("origin")
     operator = str(origin.target).removeprefix("aten.") if origin is not None else getattr(node.target, "__name__", "")
-    arguments = _argument([a for a in node.all_input_nodes], names)[1:-1]
+    arguments = _argument(list(node.all_input_nodes), names)[1:-1]
     line = source_line(origin) if origin is not None else ""
     how = str(node.meta.get("how", ""))
     return names[node], shape, where, f"{operator}({arguments})", f"{how}  # {line}" if line else how

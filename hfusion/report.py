@@ -28,14 +28,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Report:
-    """``str(report)`` is for people, ``report.parts`` for programs; ``print(part.program)`` shows every node."""
+    """``str(report)`` is for people, ``report.parts`` for programs; ``print(part.program)`` shows every node.
+
+    ``loops`` says what was not captured and runs in a loop over members.
+    """
 
     parts: tuple[Part, ...]
+    loops: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        if not self.parts:
+        if not self.parts and not self.loops:
             return "nothing captured yet: capture happens at the first call"
-        return "\n".join(str(part) for part in self.parts)
+        return "\n".join([*map(str, self.parts), *self.loops])
 
 
 def describe(program: Program, check: str) -> Part:

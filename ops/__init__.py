@@ -1,6 +1,21 @@
 """Batching rules: for every ATen operator, how to compute it for the whole array."""
 
-from hfusion.ops import attention, conv, embedding, index, linear, loss, norm, pointwise, pool, random, reduce, resample, shape, write
+from hfusion.ops import (
+    attention,
+    conv,
+    embedding,
+    index,
+    linear,
+    loss,
+    norm,
+    pointwise,
+    pool,
+    random,
+    reduce,
+    resample,
+    shape,
+    write,
+)
 from hfusion.ops.rule import RuleTable, merge
 
 RULES: RuleTable = merge(

@@ -43,9 +43,7 @@ def attention(
     mask = attn_mask if attn_mask is None or attn_mask.shared else attn_mask.to(STACKED, rank=rank)
     arguments = (q, k, v, mask, is_causal, scale, enable_gqa)
     if isinstance(dropout_p, PerMember) or dropout_p > 0:
-        p: Probability = (
-            tuple(map(float, dropout_p.values)) if isinstance(dropout_p, PerMember) else float(dropout_p)
-        )
+        p: Probability = tuple(map(float, dropout_p.values)) if isinstance(dropout_p, PerMember) else float(dropout_p)
         return Call(attend_with_dropout, (p, site.members, *arguments), STACKED, "written out, own draws")
     return Call(attend, arguments, STACKED, "members as batch")
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from hfusion.layout import Layout, Listed, lift
+from hfusion.layout import Layout, lift
 from hfusion.ops.fold import folded
-from hfusion.ops.rule import Call, RuleTable, Site, Value, each, has_per_member, hint, loop
+from hfusion.ops.rule import Call, Memberwise, RuleTable, Site, Value, each, has_per_member, hint, loop
 
 aten = torch.ops.aten
 
@@ -121,9 +121,7 @@ class Convolution:
             return Call(with_biases, args, Layout.STACKED, "folded: shared weight, own biases", options)
         if x.rank == self.dims + 1:
             return Call(site.target, (wide, weight, bias), Layout.STACKED, "members as batch", options)
-        return Call(
-            folded, (site.target, 1, wide, weight, bias), Layout.STACKED, "folded: shared weight", options
-        )
+        return Call(folded, (site.target, 1, wide, weight, bias), Layout.STACKED, "folded: shared weight", options)
 
     def product(self, x: Value, weight: Value, bias: Value | None) -> Call:
         """A kernel of one position: one matrix product of a shared input, one per member of a stacked one."""
@@ -133,9 +131,7 @@ class Convolution:
     def merged(self, site: Site, x: Value, weight: Value, bias: Value | None, options: Options) -> Call:
         """One convolution, dense for a shared input, else grouped: packed, or stacked where there is no N."""
         dense = x.shared and options["groups"] == 1
-        fn, layout = (
-            (one_sample, Layout.STACKED) if x.rank == self.dims + 1 else (side_by_side, Layout.PACKED)
-        )
+        fn, layout = (one_sample, Layout.STACKED) if x.rank == self.dims + 1 else (side_by_side, Layout.PACKED)
         options = options if dense else {**options, "groups": options["groups"] * site.members}
         wide = x if dense else x.to(layout)
         args = (site.target, wide, weight.to(Layout.STACKED), _stacked(bias), dense and self.transposed)
@@ -145,9 +141,9 @@ class Convolution:
         """One convolution per member, in channels_last where torch has it."""
         operands = [v if v is None or v.shared else v.to(Layout.LISTED) for v in (x, weight, bias)]
         last = x.rank == self.dims + 2 and x.rank in CHANNELS_LAST and x.example.device.type == "cpu"
-        args = (site.target, site.members, *operands)
         if last:
-            return Call(channels_last, args, Layout.LISTED, "loop, channels-last", options)
+            args = (site.members, (site.target, *operands), options)
+            return Call(channels_last, args, Layout.LISTED, "loop, channels-last")
         return Call(each, (site.target, site.members, operands, options), Layout.LISTED, "loop over members")
 
 
@@ -169,12 +165,10 @@ def one_sample(
     """`side_by_side` for shared ``x [C, *S]`` or stacked ``[B, C, *S]``; a stacked result ``[B, O, *S]``."""
     flat = x.flatten(0, 1) if x.dim() == weight.dim() - 1 else x
     y = side_by_side(convolve, flat.unsqueeze(0), weight, bias, inputs_first, **options)
-    return y.squeeze(0).unflatten(0, (weight.shape[0], -1))  # type: ignore[no-any-return, no-untyped-call]
+    return y.squeeze(0).unflatten(0, (weight.shape[0], -1))  # type: ignore[no-any-return]
 
 
-def with_biases(
-    convolve: OpOverload, rank: int, x: Tensor, weight: Tensor, bias: Tensor, **options: Any
-) -> Tensor:
+def with_biases(convolve: OpOverload, rank: int, x: Tensor, weight: Tensor, bias: Tensor, **options: Any) -> Tensor:
     """One weight for all members, which are samples or share ``x``, and ``bias [B, O]``.
 
     ``rank`` is that of a member's result.
@@ -206,12 +200,11 @@ def product(x: Tensor, weight: Tensor, bias: Maybe) -> Tensor:
     return y.view(members, channels_out, *features.shape[2:]).movedim(1, 2)
 
 
-def channels_last(
-    convolve: OpOverload, members: int, x: Tensor | Listed, weight: Any, bias: Any, **options: Any
-) -> Listed:
-    """One convolution per member, inputs and results in channels_last; a shared ``x`` is converted once."""
-    last = Listed(map(to_channels_last, x)) if isinstance(x, Listed) else to_channels_last(x)
-    return each(convolve, members, (last, weight, bias), options)
+@Memberwise
+def channels_last(convolve: OpOverload, x: Tensor, weight: Tensor, bias: Maybe, **options: Any) -> Tensor:
+    """One member's convolution, input and result in channels_last."""
+    y: Tensor = convolve(to_channels_last(x), weight, bias, **options)
+    return y
 
 
 def to_channels_last(x: Tensor) -> Tensor:

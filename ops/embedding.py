@@ -53,9 +53,7 @@ def own_rows(indices: Tensor, weight: Tensor, padding_idx: int, scale_grad_by_fr
     """``indices [B, *]``, ``weight [B, V, D]`` -> ``[B, *, D]``."""
     members, size, width = weight.shape
     # Looking each index up in 0 .. V-1 raises for an index that would reach into another member's rows.
-    checked = (
-        torch.arange(size, device=weight.device).index_select(0, indices.reshape(-1)).view(indices.shape)
-    )
+    checked = torch.arange(size, device=weight.device).index_select(0, indices.reshape(-1)).view(indices.shape)
     first = torch.arange(0, members * size, size, device=weight.device)
     flat = checked + first.view(-1, *(1,) * (indices.dim() - 1))
     table = weight.reshape(-1, width)

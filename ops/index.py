@@ -175,9 +175,7 @@ def index_select(site: Site, *, self: Value, dim: int, index: Value) -> Call | N
         if self.layout is Layout.PACKED and place != 1:
             return Call(site.target, (self, place, index), Layout.PACKED, "packed")
         return Call(site.target, (self.to(Layout.STACKED), place + 1, index), Layout.STACKED, "stacked")
-    return by_indices(
-        Site(aten.index.Tensor, site.members, site.example), self=self, indices=[*[None] * place, index]
-    )
+    return by_indices(Site(aten.index.Tensor, site.members, site.example), self=self, indices=[*[None] * place, index])
 
 
 def by_rows(site: Site, *, self: Value, dim: int, index: Value, **rest: Any) -> Call | None:
@@ -197,9 +195,7 @@ def by_rows(site: Site, *, self: Value, dim: int, index: Value, **rest: Any) -> 
 
 def take_along_dim(site: Site, *, self: Value, indices: Value, dim: int | None) -> Call | None:
     if dim is None:
-        return Call(
-            take_flat, (self.to(Layout.STACKED), indices.to(Layout.STACKED)), Layout.STACKED, "stacked"
-        )
+        return Call(take_flat, (self.to(Layout.STACKED), indices.to(Layout.STACKED)), Layout.STACKED, "stacked")
     if self.rank != indices.rank:
         return loop(site, {"self": self, "indices": indices, "dim": dim})
     return _ALONG(site, self=self, indices=indices, dim=dim)

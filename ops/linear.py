@@ -30,9 +30,7 @@ def linear(site: Site, input: Value, weight: Value, bias: Value | None) -> Call 
         return Call(F.linear, (input.to(STACKED), weight, bias), STACKED, "one GEMM, shared weight")
     x = input if input.shared else input.to(STACKED)
     if weight.shared and bias is not None:
-        return Call(
-            linear_own_bias, (x, weight, bias.to(STACKED, input.rank)), STACKED, "one GEMM, shared weight"
-        )
+        return Call(linear_own_bias, (x, weight, bias.to(STACKED, input.rank)), STACKED, "one GEMM, shared weight")
     b = None if bias is None else bias.to(STACKED)
     if input.shared:
         return Call(linear_shared_input, (x, weight.to(STACKED), b), STACKED, "one GEMM, shared input")

@@ -81,8 +81,7 @@ def rows(rank: int, shared: tuple[str, ...] = ()) -> Rule:
             return loop(site, arguments)
         first = next(v for v in arguments.values() if isinstance(v, Value))
         operands = {
-            name: v.to(STACKED) if isinstance(v, Value) and name not in shared else v
-            for name, v in arguments.items()
+            name: v.to(STACKED) if isinstance(v, Value) and name not in shared else v for name, v in arguments.items()
         }
         return _reduced(site, rows_folded if first.rank == rank else elementwise_stacked, operands)
 
@@ -92,9 +91,7 @@ def rows(rank: int, shared: tuple[str, ...] = ()) -> Rule:
 def rows_folded(target: OpOverload, reduction: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Operands ``[B, N, ...]``, class weights ``[C]`` -> ``[B]`` or ``[B, N]``."""
     members, samples = x.shape[:2]
-    folded = (
-        a.flatten(0, 1) if isinstance(a, Tensor) and a.shape[:2] == (members, samples) else a for a in args
-    )
+    folded = (a.flatten(0, 1) if isinstance(a, Tensor) and a.shape[:2] == (members, samples) else a for a in args)
     return reduce(target(x.flatten(0, 1), *folded, **kwargs).view(members, samples), reduction)
 
 
@@ -142,18 +139,14 @@ def of_indices(
     A mean is weighted, with zero where ``wanted`` is the index to be ignored (the first of the ``options``);
     a member that has only those gets NaN, as from torch.nn.CrossEntropyLoss.
     """
-    losses = _losses(
-        target, x, wanted.expand(x.shape[0], *wanted.shape) if shared else wanted, weight, options
-    )
+    losses = _losses(target, x, wanted.expand(x.shape[0], *wanted.shape) if shared else wanted, weight, options)
     if reduction != MEAN:
         return reduce(losses, reduction)
     total = _total(wanted if not shared else wanted.unsqueeze(0), weight, options[0])
     return reduce(losses, SUM) / total
 
 
-def _losses(
-    target: OpOverload, x: Tensor, wanted: Tensor, weight: Tensor | None, options: tuple[Any, ...]
-) -> Tensor:
+def _losses(target: OpOverload, x: Tensor, wanted: Tensor, weight: Tensor | None, options: tuple[Any, ...]) -> Tensor:
     if x.dim() == 2:
         return target(x, wanted, weight, NONE, *options)  # type: ignore[no-any-return]
     if x.dim() == 3 and (x.stride(1) == 1 or x.shape[2] < FEW_CLASSES):

@@ -43,7 +43,7 @@ def batch_norm(site: Site, **arguments: Any) -> Call | None:
     """``input [N, C, *S]``; in training the running statistics are written in place."""
     x, mean, training = arguments["input"], arguments["running_mean"], arguments["training"]
     once = x.shared and not has_per_member(arguments)
-    if training and mean is not None and mean.shared and not once:
+    if training and mean is not None and mean.shared:
         _refuse(site, arguments)
     if not once and _loops(arguments):
         return loop(site, arguments)
@@ -191,9 +191,7 @@ def group_norm(site: Site, **arguments: Any) -> Call | None:
         return _fold(site, arguments)
     x, groups = arguments["input"], site.members * arguments["num_groups"]
     affine = (_stacked(arguments[name]) for name in ("weight", "bias"))
-    return Call(
-        group_norm_packed, (x.to(Layout.PACKED), groups, *affine, arguments["eps"]), Layout.PACKED, "packed"
-    )
+    return Call(group_norm_packed, (x.to(Layout.PACKED), groups, *affine, arguments["eps"]), Layout.PACKED, "packed")
 
 
 def group_norm_packed(x: Tensor, groups: int, weight: Maybe, bias: Maybe, eps: float) -> Tensor:

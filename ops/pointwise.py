@@ -216,9 +216,7 @@ def prelu(site: Site, *, self: Value, weight: Value) -> Call | None:
     if Layout.LISTED in (self.layout, weight.layout):
         return loop(site, {"self": self, "weight": weight})
     slopes = weight if weight.shared else weight.to(Layout.STACKED)
-    return Call(
-        prelu_stacked, (self.to(Layout.STACKED), slopes, not weight.shared), Layout.STACKED, "stacked"
-    )
+    return Call(prelu_stacked, (self.to(Layout.STACKED), slopes, not weight.shared), Layout.STACKED, "stacked")
 
 
 def prelu_stacked(x: Tensor, weight: Tensor, per_member: bool) -> Tensor:
@@ -260,9 +258,7 @@ def first_member(x: Any, layout: str, members: int) -> Tensor:
 RULES: RuleTable = {
     **table(_tagged(), elementwise),
     **table(_untagged(), elementwise),
-    **table(
-        (aten.clone.default, aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout), cast
-    ),
+    **table((aten.clone.default, aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout), cast),
     **table(
         (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default),
         like,

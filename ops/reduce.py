@@ -77,9 +77,7 @@ def full(by: OpOverload) -> Rule:
 def flat(by: OpOverload) -> Rule:
     """Full reductions whose sibling ``by`` takes a single dim: over the flattened member."""
 
-    def rule(
-        site: Site, *, self: Value, dim: int | None = None, keepdim: bool = False, **rest: Any
-    ) -> Call | None:
+    def rule(site: Site, *, self: Value, dim: int | None = None, keepdim: bool = False, **rest: Any) -> Call | None:
         arguments = {"self": self, "dim": dim, "keepdim": keepdim, **rest}
         if dim is not None:
             return over(site, **arguments)

@@ -65,9 +65,7 @@ def affine_grid(site: Site, **arguments: Any) -> Call | None:
 def affine_grids(theta: Tensor, size: Sequence[int], align_corners: bool) -> Tensor:
     """``theta [B, N, d, d+1]`` and a member's ``size [N, C, *T]`` -> ``[B, N, *T, d]``."""
     order = Fold.of(theta)
-    grid = aten.affine_grid_generator.default(
-        order.fold(theta), [theta.shape[0] * size[0], *size[1:]], align_corners
-    )
+    grid = aten.affine_grid_generator.default(order.fold(theta), [theta.shape[0] * size[0], *size[1:]], align_corners)
     return order.unfold(grid)
 
 

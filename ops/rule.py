@@ -12,6 +12,7 @@ A `Call` names a plain function of tensors and its arguments, each operand in th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -178,6 +179,17 @@ def each(fn: Callable[..., Any], members: int, args: tuple[Any, ...], kwargs: di
     return Listed(fn(*_row(args, b), **_row(kwargs, b)) for b in range(members))
 
 
+class Memberwise:
+    """A function of one member's tensors, called on listed values as ``f(members, args, kwargs)``."""
+
+    def __init__(self, member: Callable[..., Any]) -> None:
+        self.member = member
+        functools.update_wrapper(self, member)
+
+    def __call__(self, members: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Listed:
+        return each(self.member, members, args, kwargs)
+
+
 def _row(arguments: Any, member: int) -> Any:
     if isinstance(arguments, Listed):
         return arguments[member]
@@ -232,4 +244,4 @@ def _packed(value: Value, rank: int) -> Value | Operand:
 
 def table(targets: Iterable[OpOverload], rule: Rule) -> RuleTable:
     """The same rule for many operators."""
-    return {target: rule for target in targets}
+    return dict.fromkeys(targets, rule)

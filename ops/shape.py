@@ -96,9 +96,7 @@ def reshape(site: Site, *, self: Value, **sizes: Any) -> Call | None:
         return loop(_as(site, aten.reshape.default), {"self": self, "shape": wanted})
     if self.layout is Layout.PACKED and site.rank >= 2 and equal(self.shape[0], site.example.shape[0]):
         return Call(reshape_packed, (self, site.members, list(wanted)), Layout.PACKED, "packed")
-    return Call(
-        aten.reshape.default, (self.to(Layout.STACKED), [site.members, *wanted]), Layout.STACKED, "stacked"
-    )
+    return Call(aten.reshape.default, (self.to(Layout.STACKED), [site.members, *wanted]), Layout.STACKED, "stacked")
 
 
 def reshape_packed(x: Tensor, members: int, shape: Sequence[int]) -> Tensor:
@@ -113,15 +111,11 @@ def flatten(site: Site, *, self: Value, start_dim: int, end_dim: int) -> Call | 
     start, end = normal(start_dim, self.rank), normal(end_dim, self.rank)
     if self.layout is Layout.PACKED and start >= 1:
         return Call(aten.flatten.using_ints, (self, start, end), Layout.PACKED, "packed")
-    return Call(
-        aten.flatten.using_ints, (self.to(Layout.STACKED), start + 1, end + 1), Layout.STACKED, "stacked"
-    )
+    return Call(aten.flatten.using_ints, (self.to(Layout.STACKED), start + 1, end + 1), Layout.STACKED, "stacked")
 
 
 def ravel(site: Site, *, self: Value) -> Call | None:
-    return flatten(
-        Site(aten.flatten.using_ints, site.members, site.example), self=self, start_dim=0, end_dim=-1
-    )
+    return flatten(Site(aten.flatten.using_ints, site.members, site.example), self=self, start_dim=0, end_dim=-1)
 
 
 def unflatten(site: Site, *, self: Value, dim: int, sizes: Sequence[Any]) -> Call | None:
@@ -130,9 +124,7 @@ def unflatten(site: Site, *, self: Value, dim: int, sizes: Sequence[Any]) -> Cal
     place = normal(dim, self.rank)
     if self.layout is Layout.PACKED and place >= 1:
         return Call(unflatten_packed, (self, site.members, place, list(sizes)), Layout.PACKED, "packed")
-    return Call(
-        aten.unflatten.int, (self.to(Layout.STACKED), place + 1, list(sizes)), Layout.STACKED, "stacked"
-    )
+    return Call(aten.unflatten.int, (self.to(Layout.STACKED), place + 1, list(sizes)), Layout.STACKED, "stacked")
 
 
 def unflatten_packed(x: Tensor, members: int, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -201,11 +193,7 @@ def unsqueeze(site: Site, *, self: Value, dim: int) -> Call | None:
 def expand(site: Site, *, self: Value, size: Sequence[Any], implicit: bool = False) -> Call | None:
     if self.layout is Layout.LISTED:
         return loop(site, {"self": self, "size": size})
-    if (
-        self.layout is Layout.PACKED
-        and site.rank == self.rank
-        and equal(self.shape[1], site.example.shape[1])
-    ):
+    if self.layout is Layout.PACKED and site.rank == self.rank and equal(self.shape[1], site.example.shape[1]):
         return Call(aten.expand.default, (self, [size[0], -1, *size[2:]]), Layout.PACKED, "packed")
     x = self.to(Layout.STACKED, rank=site.rank)
     return Call(aten.expand.default, (x, [site.members, *size]), Layout.STACKED, "stacked")
@@ -334,9 +322,7 @@ def size(site: Site, *, self: Value, dim: int) -> Call | None:
 
 
 def strides(site: Site, **arguments: Any) -> Call | None:
-    raise FusionError(
-        f"{site.target}: forward reads the strides of a tensor, which differ in an array; use its shape"
-    )
+    raise FusionError(f"{site.target}: forward reads the strides of a tensor, which differ in an array; use its shape")
 
 
 def as_strided(
@@ -404,7 +390,5 @@ RULES: RuleTable = {
     aten.sym_numel.default: like,
     aten.as_strided.default: as_strided,
     **table((aten.sym_stride.int, aten.sym_storage_offset.default), strides),
-    **table(
-        (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default), like
-    ),
+    **table((aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default), like),
 }

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
+from torch._ops import OpOverload
 
 from hfusion.errors import FusionError
 from hfusion.ops.rule import PerMember
+from hfusion.passes.batch import by_name
 
 
 def align(graphs: Sequence[fx.Graph], variants: Sequence[int]) -> fx.Graph:
@@ -69,6 +71,11 @@ def _merge(
             return head
         return PerMember(tuple(items[v] for v in variants))
 
-    args, kwargs = (merge([getattr(node, part) for node in nodes]) for part in ("args", "kwargs"))
-    if nodes[0].op == "call_function":
-        new.meta["arguments"] = (args, kwargs)
+    if isinstance(nodes[0].target, OpOverload):
+        # By name, with defaults: a graph leaves out an argument that has its default value in one member only.
+        named = merge([by_name(nodes[0].target, node.args, node.kwargs) for node in nodes])
+        new.meta["arguments"] = ((), named)
+    elif nodes[0].op == "call_function":
+        new.meta["arguments"] = tuple(merge([getattr(node, part) for node in nodes]) for part in ("args", "kwargs"))
+    else:
+        merge([node.args for node in nodes])

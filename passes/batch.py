@@ -27,6 +27,7 @@ from hfusion.ops.rule import (
     is_random,
     values,
 )
+from hfusion.passes.functional import RUNNING_STATISTICS
 
 Result = Value | Scalar | None
 
@@ -51,7 +52,9 @@ class Emitter:
         if isinstance(arguments, Value | Scalar):
             return arguments.node
         if isinstance(arguments, PerMember):
-            return self.graph.call_function(per_member, arguments.values)
+            node = self.graph.call_function(per_member, arguments.values)
+            node.meta.update(layout=Layout.LISTED, how="scalars", transition=True)
+            return node
         if isinstance(arguments, Mapping):
             return {name: self.lower(item) for name, item in arguments.items()}
         if isinstance(arguments, list | tuple):
@@ -81,9 +84,7 @@ class Emitter:
 
     def _insert(self, fn: Any, node: fx.Node, number: int | None, value: Value, layout: Layout) -> fx.Node:
         new = self.graph.call_function(fn, (node, number))
-        new.meta.update(
-            layout=layout, example=value.example, how="copy" if fn in COPYING else "view", transition=True
-        )
+        new.meta.update(layout=layout, example=value.example, how="copy" if fn in COPYING else "view", transition=True)
         return new
 
 
@@ -149,12 +150,20 @@ def _call_of(emitter: Emitter, node: fx.Node, args: Any, kwargs: Any, rules: Rul
             raise FusionError(f"{target} at {node.format_node()} works on tensors but is no ATen operator")
         return Call(target, args, Layout.SHARED, "shared", kwargs)
     arguments = by_name(target, args, kwargs)
-    if not batched and not is_random(target, arguments):
+    if not batched and not is_random(target, arguments) and not _writes_shared(target, arguments):
         return Call(target, args, Layout.SHARED, "shared", kwargs)
     site = Site(target, emitter.members, node.meta.get("val"))
     rule = rules.get(target)
     call = rule(site, **arguments) if rule is not None else None
     return call if call is not None else generic(site, arguments)
+
+
+def _writes_shared(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call on shared tensors only writes into one, once instead of once per member; its rule refuses it."""
+    if target in RUNNING_STATISTICS:
+        training = arguments.get("training", arguments.get("use_input_stats"))
+        return bool(training) and arguments["running_mean"] is not None
+    return target._schema.is_mutable
 
 
 def _getitem(args: tuple[Any, ...]) -> Call:
@@ -189,8 +198,10 @@ def _bind(arguments: Any, env: dict[fx.Node, Result]) -> Any:
     if isinstance(arguments, Mapping):
         return {name: _bind(item, env) for name, item in arguments.items()}
     if isinstance(arguments, list | tuple):
-        return [_bind(item, env) for item in arguments] if isinstance(arguments, list) else tuple(
-            _bind(item, env) for item in arguments
+        return (
+            [_bind(item, env) for item in arguments]
+            if isinstance(arguments, list)
+            else tuple(_bind(item, env) for item in arguments)
         )
     return arguments
 

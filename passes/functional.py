@@ -6,6 +6,7 @@ those. Writes to buffers stay, as one ``copy_`` of the new value into the buffer
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,10 +36,22 @@ RESHAPES = frozenset(
         aten.to.dtype,
         aten.to.device,
         aten.to.dtype_layout,
-        aten.expand_as.default,
         aten.view_as.default,
     }
 )
+# Operators whose results are views side by side.
+LISTS = frozenset(
+    {
+        aten.unbind.int,
+        aten.split.Tensor,
+        aten.split.sizes,
+        aten.split_with_sizes.default,
+        aten.chunk.default,
+        aten.tensor_split.sections,
+        aten.tensor_split.indices,
+    }
+)
+BITWISE = {"__iand__": "bitwise_and", "__ior__": "bitwise_or", "__ixor__": "bitwise_xor"}
 RENAMED = {
     aten.normal_.default: aten.normal_functional.default,
     aten.bernoulli_.float: aten.bernoulli.p,
@@ -57,6 +70,7 @@ class _State:
     current: dict[fx.Node, Any] = field(default_factory=dict)
     parent: dict[fx.Node, fx.Node] = field(default_factory=dict)
     position: dict[fx.Node, int] = field(default_factory=dict)
+    differentiable: set[fx.Node] = field(default_factory=set)
 
     def family(self, node: fx.Node) -> list[fx.Node]:
         """The views of ``node``'s root, the root first, in order of creation."""
@@ -77,6 +91,8 @@ def functional(graph: fx.Graph, writable: frozenset[str]) -> fx.Graph:
     """
     state = _State(fx.Graph(), position={node: k for k, node in enumerate(graph.nodes)})
     for node in graph.nodes:
+        if _differentiable(state, node, writable):
+            state.differentiable.add(node)
         if _writes(node):
             _write(state, node, writable)
             continue
@@ -90,10 +106,23 @@ def functional(graph: fx.Graph, writable: frozenset[str]) -> fx.Graph:
     return state.graph
 
 
+def _differentiable(state: _State, node: fx.Node, writable: frozenset[str]) -> bool:
+    """Whether a gradient may flow through ``node``."""
+    example = node.meta.get("val")
+    if isinstance(example, Tensor) and not (example.is_floating_point() or example.is_complex()):
+        return False
+    if node.op == "placeholder":
+        return node.name not in writable
+    return node.target is not aten.detach.default and any(a in state.differentiable for a in node.all_input_nodes)
+
+
 def remove_dead(graph: fx.Graph) -> None:
     """Drop calls without users, except writes and autocast borders, and assertions that export proved."""
     for node in reversed(list(graph.nodes)):
-        asserts = node.target in (aten._assert_tensor_metadata.default, aten.sym_constrain_range_for_size.default)
+        asserts = node.target in (
+            aten._assert_tensor_metadata.default,
+            aten.sym_constrain_range_for_size.default,
+        )
         if node.op == "call_function" and not node.users and (asserts or not has_effect(node)):
             graph.erase_node(node)
 
@@ -111,7 +140,9 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """The node that ``node`` is a view of."""
+    """The node that ``node`` is a view of; one of several side by side is a view of what those are views of."""
+    if node.target is operator.getitem and getattr(node.args[0], "target", None) in LISTS:
+        return _viewed(node.args[0])  # type: ignore[arg-type]
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
     schema = node.target._schema
@@ -147,8 +178,8 @@ def _write(state: _State, node: fx.Node, writable: frozenset[str]) -> None:
     written = node.args[0]
     if not isinstance(written, fx.Node) or node.target._schema.name.endswith("_out"):  # type: ignore[union-attr]
         raise FusionError(f"{_where(node)}: {node.target} writes into several tensors; write it without in-place")
-    value = _functional_call(state, node)
     _check_view(state, written, node)
+    value = _functional_call(state, node)
     state.current[written] = value
     on_path = {written}
     below = written
@@ -172,6 +203,7 @@ def _functional_call(state: _State, node: fx.Node) -> fx.Node:
     args = fx.map_arg(node.args, lambda n: state.current[n])
     kwargs = fx.map_arg(node.kwargs, lambda n: state.current[n])
     written = args[0]
+    assert isinstance(written, fx.Node)
     value = _emit(state, node, target, args, kwargs)
     example = written.meta["val"]
     if value.meta["val"].dtype != example.dtype:
@@ -186,12 +218,17 @@ def _functional_target(node: fx.Node) -> OpOverload:
         renamed: OpOverload = RENAMED[target]
         return renamed
     name = target._schema.name.split("::")[1]
-    plain = name[:-1] if name.endswith("_") else ""
+    plain = BITWISE.get(name, name[:-1] if name.endswith("_") else "")
     packet = getattr(aten, plain, None) if plain else None
-    found = getattr(packet, target._overloadname, None) if packet is not None else None
-    if not isinstance(found, OpOverload):
-        raise FusionError(f"{_where(node)}: {target} has no functional form; write it without in-place")
-    return found
+    for overload in packet.overloads() if packet is not None else ():
+        found: OpOverload = getattr(packet, overload)
+        if _parameters(found) == _parameters(target) and not found._schema.is_mutable:
+            return found
+    raise FusionError(f"{_where(node)}: {target} has no functional form; write it without in-place")
+
+
+def _parameters(target: OpOverload) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in target._schema.arguments]
 
 
 def _emit(state: _State, origin: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
@@ -210,6 +247,10 @@ def _used_later(state: _State, view: fx.Node, write: fx.Node) -> bool:
 
 def _replay(state: _State, view: fx.Node) -> fx.Node:
     """The view taken anew of its parent's current value."""
+    if view.target is operator.getitem:
+        views, place = view.args
+        assert isinstance(views, fx.Node)
+        return _emit(state, view, operator.getitem, (_replay(state, views), place), {})
     args = fx.map_arg(view.args, lambda n: state.current[n])
     kwargs = fx.map_arg(view.kwargs, lambda n: state.current[n])
     if _writes(view):
@@ -219,15 +260,23 @@ def _replay(state: _State, view: fx.Node) -> fx.Node:
 
 def _check_view(state: _State, written: fx.Node, write: fx.Node) -> None:
     """Every step from the root to the written tensor must be one that can be undone."""
+    if torch.Tag.inplace_view in write.target.tags and len(state.family(written)) > 1:  # type: ignore[union-attr]
+        raise FusionError(f"{_where(write)}: {write.target} changes the shape of a tensor that has views; write it out")
     node = written
     while node in state.parent:
+        above = state.parent[node]
+        if node.target is aten.detach.default and above in state.differentiable:
+            raise FusionError(
+                f"{_where(write)}: {write.target} writes, unseen by autograd, into a tensor that gradients flow "
+                "through; write into a clone"
+            )
         undoable = node.target in IDENTITY or node.target in RESHAPES or node.target in _SCATTERS or _writes(node)
         if not undoable:
             raise FusionError(
                 f"{_where(write)}: {write.target} writes through {node.target}, which hfusion cannot undo; "
                 "write into the tensor itself, or use torch.where"
             )
-        node = state.parent[node]
+        node = above
 
 
 Scatter = Callable[[_State, fx.Node, Any, Any], fx.Node]
@@ -268,6 +317,23 @@ def _same_again(state: _State, view: fx.Node, whole: fx.Node, part: fx.Node) -> 
     return _emit(state, view, view.target, (part, *view.args[1:]), view.kwargs)
 
 
+def _scatter_part(state: _State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+    """``view`` is one of several views side by side."""
+    views, place = view.args
+    assert isinstance(views, fx.Node)
+    assert isinstance(views.target, OpOverload)
+    assert isinstance(place, int)
+    names = [a.name for a in views.target._schema.arguments]
+    dim = views.kwargs.get("dim", views.args[names.index("dim")] if len(views.args) > names.index("dim") else 0)
+    if views.target is aten.unbind.int:
+        return _emit(state, view, aten.select_scatter.default, (whole, part, dim, place), {})
+    sizes = [example.shape[dim] for example in views.meta["val"]]
+    if not all(isinstance(size, int) for size in sizes):
+        raise FusionError(f"{_where(view)}: a write into a part of varying size cannot be fused; write into a slice")
+    start = sum(sizes[:place])
+    return _emit(state, view, aten.slice_scatter.default, (whole, part, dim, start, start + sizes[place]), {})
+
+
 _SCATTERS: Mapping[Any, Scatter] = {
     aten.select.int: _scatter_by(aten.select_scatter.default),
     aten.slice.Tensor: _scatter_by(aten.slice_scatter.default),
@@ -276,6 +342,7 @@ _SCATTERS: Mapping[Any, Scatter] = {
     aten.transpose.int: _same_again,
     aten.t.default: _same_again,
     aten.numpy_T.default: _same_again,
+    operator.getitem: _scatter_part,
 }
 
 

@@ -117,8 +117,7 @@ def _check(case: Case, members: int, mix: Sequence[Layout]) -> None:
         for d, layout in zip(drawn, mix, strict=True)
     ]
     leaves = [
-        [x.requires_grad_(d.grad and x.is_floating_point()) for x in row]
-        for d, row in zip(drawn, rows, strict=True)
+        [x.requires_grad_(d.grad and x.is_floating_point()) for x in row] for d, row in zip(drawn, rows, strict=True)
     ]
     single = [_flat(_call(case, [row[b % len(row)] for row in leaves])) for b in range(members)]
     expected = [torch.stack([outputs[k] for outputs in single]) for k in range(len(single[0]))]

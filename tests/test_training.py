@@ -14,7 +14,7 @@ import hfusion as hf
 from tests.zoo import MODELS, Model
 
 RELATIVE = 1e-9
-# Large enough that the rounding of a gradient that is zero in truth (a bias before a BatchNorm) stays rounding.
+# So large that the rounding of a gradient that is zero in truth (a bias before a BatchNorm) stays rounding.
 EPS = 1e-4
 
 
@@ -77,7 +77,8 @@ def test_five_steps(model: Model, count: int, per_member: bool) -> None:
         compare_states(fused, alone, f"after step {step}")
     compare_eval(fused, alone, model.draw(3))
     for original, untouched in zip(models, members(model, count), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(original.parameters(), untouched.parameters(), strict=True))
+        pairs = zip(original.parameters(), untouched.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def compare_gradients(fused: nn.Module, models: list[nn.Module]) -> None:
@@ -95,3 +96,22 @@ def compare_eval(fused: nn.Module, models: list[nn.Module], x: Tensor) -> None:
     for output, row in zip(pytree.tree_leaves(ours), rows, strict=True):
         close(output, torch.stack(row), "output in eval mode")
     compare_states(fused, models, "in eval mode")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_three_steps_on_a_gpu(model: Model) -> None:
+    """In float64, against the loop on the same GPU; kernels may add up in another order there."""
+    alone = [m.cuda() for m in members(model, 3)]
+    fused = hf.fuse(copy.deepcopy(alone))
+    ours = hf.optim.SGD(fused.parameters(), lr=[0.01, 0.02, 0.03], momentum=0.9)
+    theirs = [torch.optim.SGD(m.parameters(), lr=0.01 * (b + 1), momentum=0.9) for b, m in enumerate(alone)]
+    loss = hf.per_model(loss_of)
+    for _ in range(3):
+        x = model.draw(4).cuda()
+        expected = train_alone(alone, theirs, [x] * 3)
+        ours.zero_grad()
+        losses = loss(fused(x))
+        losses.sum().backward()
+        ours.step()
+        torch.testing.assert_close(losses.detach(), torch.stack(expected), rtol=1e-7, atol=1e-9)

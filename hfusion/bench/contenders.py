@@ -28,7 +28,7 @@ def start_hfusion(workload: Workload) -> Running:
     def step() -> Tensor:
         optimizer.zero_grad()
         losses: Tensor = loss_of(fused(inputs), target)
-        losses.sum().backward()  # type: ignore[no-untyped-call]
+        losses.sum().backward()
         optimizer.step()
         return losses.detach()
 

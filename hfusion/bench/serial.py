@@ -40,7 +40,7 @@ class SerialLoop:
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             optimizer.zero_grad()
             loss = self.loss_of(model, self.inputs, self.target)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             losses.append(loss.detach())
         return losses

@@ -82,10 +82,7 @@ def with_layout(case: Case, layouts: list[Layout], rows: list[torch.Tensor]) -> 
 
 def test_shared_rows_keep_packed() -> None:
     rows = [torch.zeros(3, 4, 5), torch.zeros(2, dtype=torch.int64)]
-    assert (
-        with_layout(Case(aten.index.Tensor, (X, [ints(2)])), [Layout.PACKED, Layout.SHARED], rows)
-        is Layout.PACKED
-    )
+    assert with_layout(Case(aten.index.Tensor, (X, [ints(2)])), [Layout.PACKED, Layout.SHARED], rows) is Layout.PACKED
     case = Case(aten.index.Tensor, (X, [None, ints(2)]))
     assert with_layout(case, [Layout.PACKED, Layout.SHARED], rows) is Layout.STACKED
 

@@ -55,9 +55,7 @@ def test_linear(case: Case) -> None:
 
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear_with_its_own_backward(
-    shape: tuple[int, ...], bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_linear_with_its_own_backward(shape: tuple[int, ...], bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "OWN_BACKWARD_NUMEL", 0)
     check(Case(aten.linear.default, (t(*shape), t(5, 4), *([t(5)] if bias else []))))
 
@@ -77,9 +75,7 @@ def test_frozen_parts_of_a_linear(threshold: int, monkeypatch: pytest.MonkeyPatc
     x, weight, bias = leaf(2, 3, 4), leaf(2, 5, 4), leaf(2, 5)
     for frozen in (x, weight, bias):
         operands = [p.detach() if p is frozen else p for p in (x, weight, bias)]
-        ours = torch.autograd.grad(
-            linear.linear_stacked(*operands).sum(), [p for p in operands if p.requires_grad]
-        )
+        ours = torch.autograd.grad(linear.linear_stacked(*operands).sum(), [p for p in operands if p.requires_grad])
         plain = torch.einsum("bni,boi->bno", *operands[:2]) + operands[2].unsqueeze(1)
         theirs = torch.autograd.grad(plain.sum(), [p for p in operands if p.requires_grad])
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)

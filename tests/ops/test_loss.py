@@ -57,17 +57,13 @@ CASES = [
             Case(aten.l1_loss.default, (t(3, 4), t(3, 4), r), members=FEW),
             Case(aten.smooth_l1_loss.default, (t(3, 4), t(3, 4), r, 0.5), members=FEW),
             Case(aten.huber_loss.default, (t(3, 4), t(3, 4), r, 0.5), members=FEW),
-            Case(
-                aten.binary_cross_entropy.default, (t(3, 4, kind="unit"), fixed(3, 4, kind="unit"), None, r)
-            ),
+            Case(aten.binary_cross_entropy.default, (t(3, 4, kind="unit"), fixed(3, 4, kind="unit"), None, r)),
             Case(
                 aten.binary_cross_entropy.default,
                 (t(3, 4, kind="unit"), fixed(3, 4, kind="unit"), fixed(4, kind="positive"), r),
                 members=FEW,
             ),
-            Case(
-                aten.binary_cross_entropy_with_logits.default, (t(3, 4), t(3, 4, kind="unit"), None, None, r)
-            ),
+            Case(aten.binary_cross_entropy_with_logits.default, (t(3, 4), t(3, 4, kind="unit"), None, None, r)),
             Case(
                 aten.binary_cross_entropy_with_logits.default,
                 (t(3, 4), t(3, 4, kind="unit"), fixed(3, 1, kind="positive"), fixed(4, kind="positive"), r),
@@ -89,9 +85,7 @@ CASES = [
                 members=FEW,
             ),
             Case(aten.triplet_margin_loss.default, (t(4), t(4), t(4), 1.0, 2.0, 1e-6, False, r), members=FEW),
-            Case(
-                aten.cosine_embedding_loss.default, (t(3, 4), t(3, 4), t(3, kind="sign"), 0.5, r), members=FEW
-            ),
+            Case(aten.cosine_embedding_loss.default, (t(3, 4), t(3, 4), t(3, kind="sign"), 0.5, r), members=FEW),
             Case(aten.cosine_embedding_loss.default, (t(4), t(4), t(kind="sign"), 0.5, r), members=FEW),
             Case(aten.multi_margin_loss.default, (t(3, 4), labels(3), 1, 1.0, WEIGHTS, r), members=FEW),
             Case(aten.multi_margin_loss.default, (t(3, 4), labels(3), 2, 1.0, None, r), members=FEW),
@@ -113,11 +107,7 @@ def cross_entropy(x: Tensor, target: Tensor, shared: bool, reduction: int = MEAN
 
 @pytest.mark.parametrize("feature_major", [True, False])
 def test_a_member_whose_targets_are_all_ignored_is_nan_alone(feature_major: bool) -> None:
-    x = (
-        torch.randn(2, 4, 3, dtype=torch.float64).mT
-        if feature_major
-        else torch.randn(2, 3, 4, dtype=torch.float64)
-    )
+    x = torch.randn(2, 4, 3, dtype=torch.float64).mT if feature_major else torch.randn(2, 3, 4, dtype=torch.float64)
     target = torch.tensor([[0, 1, -100], [-100, -100, -100]])
     losses = cross_entropy(x, target, shared=False)
     assert losses[1].isnan()

@@ -44,9 +44,7 @@ def test_norm(case: Case) -> None:
 
 MEMBERS, CHANNELS = 3, 4
 SHAPES = [(5, 4), (5, 4, 6), (5, 4, 2, 3)]
-LAYOUTS = list(
-    itertools.product(list(Layout), [Layout.SHARED, Layout.STACKED], [Layout.SHARED, Layout.STACKED])
-)
+LAYOUTS = list(itertools.product(list(Layout), [Layout.SHARED, Layout.STACKED], [Layout.SHARED, Layout.STACKED]))
 
 
 def statistics(layout: Layout) -> tuple[Tensor, Tensor]:
@@ -103,27 +101,24 @@ def run(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("layouts", LAYOUTS, ids=lambda mix: "-".join(layout.value for layout in mix))
 def test_batch_norm_statistics(layouts: Any, shape: tuple[int, ...], training: bool) -> None:
-    run_or_refuse(aten.batch_norm.default, shape, layouts, training, layouts[0] is Layout.SHARED)
+    run_or_refuse(aten.batch_norm.default, shape, layouts, training)
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("layouts", LAYOUTS, ids=lambda mix: "-".join(layout.value for layout in mix))
 def test_instance_norm_statistics(layouts: Any, training: bool) -> None:
-    batched = any(layout is not Layout.SHARED for layout in layouts)
-    run_or_refuse(aten.instance_norm.default, (5, 4, 6), layouts, training, not batched)
+    run_or_refuse(aten.instance_norm.default, (5, 4, 6), layouts, training)
 
 
-def run_or_refuse(target: Any, shape: Any, layouts: Any, training: bool, one_set_suffices: bool) -> None:
-    if training and layouts[2] is Layout.SHARED and not one_set_suffices:
+def run_or_refuse(target: Any, shape: Any, layouts: Any, training: bool) -> None:
+    if training and layouts[2] is Layout.SHARED:
         with pytest.raises(FusionError, match="one tensor for all 3 models"):
             run(target, shape, layouts, training)
     else:
         run(target, shape, layouts, training)
 
 
-@pytest.mark.parametrize(
-    "scalars", [(PerMember((0.1, 0.3, 0.9)), 1e-5), (0.1, PerMember((1e-5, 1e-3, 1e-1)))], ids=str
-)
+@pytest.mark.parametrize("scalars", [(PerMember((0.1, 0.3, 0.9)), 1e-5), (0.1, PerMember((1e-5, 1e-3, 1e-1)))], ids=str)
 @pytest.mark.parametrize("target", [aten.batch_norm.default, aten.instance_norm.default], ids=str)
 @pytest.mark.parametrize("layout", list(Layout))
 def test_scalars_of_each_member(layout: Layout, target: Any, scalars: Any) -> None:
@@ -145,7 +140,5 @@ def test_batch_norm_in_every_order_of_memory(order: tuple[int, ...]) -> None:
     weight, bias = torch.randn(2, 3, 5, dtype=torch.float64)
     graph = member_graph(case, [x[0], weight[0], bias[0]])
     (got,) = batch(graph, [Layout.STACKED] * 3, 3)(lying, weight, bias)
-    single = [
-        torch.batch_norm(x[b], weight[b], bias[b], None, None, True, 0.1, 1e-5, False) for b in range(3)
-    ]
+    single = [torch.batch_norm(x[b], weight[b], bias[b], None, None, True, 0.1, 1e-5, False) for b in range(3)]
     torch.testing.assert_close(got, torch.stack(single), rtol=1e-9, atol=1e-11)

@@ -62,10 +62,7 @@ CASES = [
     *(Case(op(name), (t(2, 3), t(3))) for name in BINARY.split()),
     *(Case(aten.mul.Tensor, (X, y)) for y in PARTNERS),
     *(Case(aten.sub.Tensor, (y, X), {"alpha": 2}) for y in PARTNERS),
-    *(
-        Case(op(name), (INTS, 3 if name.endswith("Scalar") else INTS), members=(2,))
-        for name in INTEGERS.split()
-    ),
+    *(Case(op(name), (INTS, 3 if name.endswith("Scalar") else INTS), members=(2,)) for name in INTEGERS.split()),
     Case(aten.bitwise_not.default, (INTS,)),
     Case(aten.logical_not.default, (t(2, 3, kind="bool"),)),
     Case(aten.add.Tensor, (t(), t())),
@@ -131,9 +128,7 @@ DTYPES = [torch.bool, torch.int32, torch.int64, torch.float32, torch.float64]
 
 @pytest.mark.parametrize("one", [Layout.SHARED, Layout.STACKED])
 @pytest.mark.parametrize("shape", [(), (2, 3)], ids=str)
-@pytest.mark.parametrize(
-    "target", [aten.add.Tensor, aten.eq.Tensor, aten.div.Tensor, aten.where.self], ids=str
-)
+@pytest.mark.parametrize("target", [aten.add.Tensor, aten.eq.Tensor, aten.div.Tensor, aten.where.self], ids=str)
 def test_zero_dim_operands_rank_below_others(target: Any, shape: tuple[int, ...], one: Layout) -> None:
     for first in DTYPES:
         for second in DTYPES:

@@ -44,9 +44,7 @@ WITHOUT_BATCH = [
 FRACTIONAL = [
     Case(aten.fractional_max_pool2d.default, (X2, [2, 2], [3, 3], t(2, 3, 2, kind="unit", grad=False))),
     Case(aten.fractional_max_pool3d.default, (X3, [2, 2, 2], [2, 2, 2], t(2, 3, 3, kind="unit", grad=False))),
-    Case(
-        aten.fractional_max_pool2d.default, (t(3, 7, 6), [2, 2], [3, 3], t(1, 3, 2, kind="unit", grad=False))
-    ),
+    Case(aten.fractional_max_pool2d.default, (t(3, 7, 6), [2, 2], [3, 3], t(1, 3, 2, kind="unit", grad=False))),
 ]
 
 

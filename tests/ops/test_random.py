@@ -83,9 +83,7 @@ def test_dropout_keeps_the_mean(dtype: torch.dtype) -> None:
     x = torch.ones(MEMBERS, 20000, dtype=dtype)
     y, (noise,) = run(graph_of(aten.dropout.default, (t(20000), 0.3, True), [x[0]]), Layout.STACKED, x)
     assert y.dtype is dtype
-    torch.testing.assert_close(
-        noise.double().mean(1), torch.full((MEMBERS,), 0.7).double(), atol=0.02, rtol=0
-    )
+    torch.testing.assert_close(noise.double().mean(1), torch.full((MEMBERS,), 0.7).double(), atol=0.02, rtol=0)
     torch.testing.assert_close(y.double().mean(1), torch.ones(MEMBERS).double(), atol=0.03, rtol=0)
 
 
@@ -120,9 +118,7 @@ def test_dropping_all_or_nothing_draws_nothing(target: OpOverload, layout: Layou
 
 def test_gradients_pass_where_elements_are_kept() -> None:
     x = torch.randn(MEMBERS, 4, 5, dtype=torch.float64, requires_grad=True)
-    module = batch(
-        graph_of(aten.dropout.default, (t(4, 5), 0.5, True), [x[0].detach()]), [Layout.STACKED], MEMBERS
-    )
+    module = batch(graph_of(aten.dropout.default, (t(4, 5), 0.5, True), [x[0].detach()]), [Layout.STACKED], MEMBERS)
     with recording() as draws:
         (y,) = module(x)
     y.sum().backward()

@@ -205,12 +205,8 @@ class Sizes(nn.Module):
         written.add_(1).mul_(y)
         masked = y.clone()
         masked[y > 0.5] = 0.0
-        rows = (
-            y[torch.arange(n)]
-            + y.repeat(2, 1)[:n]
-            + torch.cat([y, x], 0).split(n, 0)[0].mean(1, keepdim=True)
-        )
-        scalars = y.sum() / y.numel() + torch.narrow_copy(y, 0, 0, n - 1).sum()
+        rows = y[torch.arange(n)] + y.repeat(2, 1)[:n] + torch.cat([y, x], 0).split(n, 0)[0].mean(1, keepdim=True)
+        scalars = y.sum() / y.numel() + torch.narrow(y, 0, 0, n - 1).sum()
         return heads + folded + written + masked + rows + scalars
 
 
@@ -227,9 +223,7 @@ def test_sizes_computed_in_the_graph() -> None:
         expected = torch.stack([member(x) for member in members])
         torch.testing.assert_close(got, expected, rtol=RELATIVE, atol=1e-11)
         leaves = [member.weight for member in members]
-        ours, theirs = (
-            torch.autograd.grad(y.square().sum(), leaves, retain_graph=True) for y in (got, expected)
-        )
+        ours, theirs = (torch.autograd.grad(y.square().sum(), leaves, retain_graph=True) for y in (got, expected))
         torch.testing.assert_close(ours, theirs, rtol=RELATIVE, atol=1e-11)
 
 

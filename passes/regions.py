@@ -1,0 +1,147 @@
+"""Gather neighbouring loops over members into one loop, so that a member's values stay in the cache.
+
+A region is a set of calls that all run member by member and need nothing computed from one another outside the set. It
+becomes one module that runs the whole set for member 0, then for member 1, and so on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._ops import OpOverload
+
+from hfusion.layout import Layout, Listed
+from hfusion.ops.rule import Memberwise, each
+from hfusion.passes.batch import pick
+from hfusion.passes.functional import has_effect
+
+
+class Region(nn.Module):
+    """Runs ``body`` once per member; ``listed`` tells which inputs hold one entry per member."""
+
+    def __init__(self, body: fx.GraphModule, listed: tuple[bool, ...], members: int) -> None:
+        super().__init__()
+        self.body = body
+        self._listed = listed
+        self._members = members
+
+    def forward(self, *inputs: Any) -> tuple[Listed, ...]:
+        run, marked = self.body.forward, list(zip(inputs, self._listed, strict=True))
+        rows = [run(*[x[member] if listed else x for x, listed in marked]) for member in range(self._members)]
+        return tuple(Listed(row) for row in zip(*rows, strict=True))
+
+
+def regions(module: fx.GraphModule, members: int) -> fx.GraphModule:
+    """``module`` with its loops over members gathered; the same values, bit for bit.
+
+    A program with autocast borders, or whose random draws would change their order, stays as it is.
+    """
+    nodes = list(module.graph.nodes)
+    depths = _depths(nodes)
+    order = sorted(nodes, key=lambda n: (n.op == "output", depths[n], not _memberwise(n)))
+    if any(_borders(n) for n in nodes) or list(filter(_random, nodes)) != list(filter(_random, order)):
+        return module
+    root, graph = nn.Module(), fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for loops, run in itertools.groupby(order, key=lambda n: (depths[n], True) if _memberwise(n) else (0, False)):
+        group = list(run)
+        if loops[1] and len(group) > 1:
+            env |= _gather(root, graph, env, group, members)
+        else:
+            for node in group:
+                env[node] = graph.node_copy(node, env.__getitem__)
+    graph.lint()
+    return fx.GraphModule(root, graph)
+
+
+def _depths(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """How many changes between loops and other calls lie before a node; loops of one depth can run as one."""
+    depths: dict[fx.Node, int] = {}
+    last: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        before = list(node.all_input_nodes)
+        for buffer in _buffers(node):
+            before += [last[buffer]] if buffer in last else []
+            last[buffer] = node
+        loop = _memberwise(node)
+        depths[node] = max((depths[b] + (loop and not _memberwise(b)) for b in before), default=0)
+    return depths
+
+
+def _buffers(node: fx.Node) -> set[fx.Node]:
+    """The inputs that a call may write to or must read in turn: those it takes as they are, or as views."""
+    found = set()
+    for source in node.all_input_nodes:
+        while source.meta.get("transition") and len(source.all_input_nodes) == 1:
+            (source,) = source.all_input_nodes
+        if source.op == "placeholder" and any(_effect(user) for user in _users(source)):
+            found.add(source)
+    return found
+
+
+def _users(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        yield user
+        if user.meta.get("transition"):
+            yield from _users(user)
+
+
+def _effect(node: fx.Node) -> bool:
+    origin = node.meta.get("origin")
+    return origin is not None and not node.meta.get("transition") and has_effect(origin)
+
+
+def _memberwise(node: fx.Node) -> bool:
+    return node.target is each or node.target is pick or isinstance(node.target, Memberwise)
+
+
+def _random(node: fx.Node) -> bool:
+    origin = node.meta.get("origin", node)
+    return torch.Tag.nondeterministic_seeded in getattr(origin.target, "tags", ())
+
+
+def _borders(node: fx.Node) -> bool:
+    return node.op == "call_function" and not isinstance(node.target, OpOverload) and has_effect(node)
+
+
+def _gather(
+    root: nn.Module, graph: fx.Graph, env: dict[fx.Node, fx.Node], group: list[fx.Node], members: int
+) -> dict[fx.Node, fx.Node]:
+    """Write ``group`` as one region; returns what stands for those of its values that are used outside."""
+    inside = set(group)
+    outside = list(dict.fromkeys(i for n in group for i in n.all_input_nodes if i not in inside))
+    results = [n for n in group if any(user not in inside for user in n.users)]
+    body = fx.Graph()
+    own = {node: body.placeholder(f"{node.name}_row") for node in outside}
+    for node in group:
+        own[node] = _one_member(body, own, node)
+    body.output(tuple(own[node] for node in results))
+    listed = tuple(node.meta.get("layout") is Layout.LISTED for node in outside)
+    name = f"region_{len(list(root.children()))}"
+    root.add_module(name, Region(fx.GraphModule(nn.Module(), body), listed, members))
+    call = graph.call_module(name, tuple(env[node] for node in outside))
+    found = {}
+    for place, node in enumerate(results):
+        found[node] = graph.call_function(operator.getitem, (call, place))
+        found[node].meta.update(node.meta)
+    return found
+
+
+def _one_member(body: fx.Graph, own: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    """One member's part of a loop."""
+    if node.target is pick:
+        source, index = node.args
+        return body.call_function(operator.getitem, (own[source], index))  # type: ignore[index]
+    fn: Any
+    if node.target is each:
+        fn, _, args, kwargs = node.args
+    else:
+        assert isinstance(node.target, Memberwise)
+        fn, (_, args, kwargs) = node.target.member, node.args
+    operands: Any = fx.map_arg((args, kwargs), lambda n: own[n])
+    return body.call_function(fn, *operands)

@@ -1,0 +1,147 @@
+"""Graphs without in-place writes compute what the code with them computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+
+from hfusion.capture import capture
+from hfusion.errors import FusionError
+from hfusion.program import Capture, Kind
+
+# Views of a [4, 4] tensor, and writes into any of them.
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "row": lambda x: x[1],
+    "rows": lambda x: x[1:3],
+    "steps": lambda x: x[..., ::2],
+    "transposed": lambda x: x.transpose(0, -1),
+    "flat": lambda x: x.view(-1),
+    "chunk": lambda x: x.chunk(2)[1],
+    "unbind": lambda x: x.unbind(0)[0],
+    "split": lambda x: x.split([1, x.shape[0] - 1])[1],
+    "alias": lambda x: x.view_as(x),
+    "new": lambda x: x * 1,
+}
+WRITES: dict[str, Callable[[Tensor, float], Any]] = {
+    "add": lambda x, k: x.add_(k),
+    "multiply": lambda x, k: x.mul_(x.sum() * 0.1),
+    "fill": lambda x, k: x.fill_(k),
+    "copy": lambda x, k: x.copy_(x.sin()),
+    "mask": lambda x, k: x.masked_fill_(x > k, 0.5),
+    "item": lambda x, k: x.__setitem__(0, k),
+    "power": lambda x, k: x.pow_(2),
+}
+
+Step = tuple[str, int, float]
+STEPS = st.lists(
+    st.tuples(st.sampled_from([*VIEWS, *WRITES, *WRITES]), st.integers(0, 5), st.sampled_from([0.5, -2.0])),
+    min_size=2,
+    max_size=8,
+)
+
+
+class Steps(nn.Module):
+    """Takes views of, and writes into, what the steps before gave; gives everything back."""
+
+    def __init__(self, steps: list[Step]) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        known = [x.clone(), x * 2]
+        for name, place, number in self.steps:
+            target = known[place % len(known)]
+            if name in VIEWS and (target.dim() == 2 or name in ("alias", "new")) and target.shape[0] > 1:
+                known.append(_viewed(name, target))
+            elif name in WRITES:
+                WRITES[name](target, number)
+        return tuple(known)
+
+
+def _viewed(name: str, target: Tensor) -> Tensor:
+    return target.reshape(-1) if name == "flat" and not target.is_contiguous() else VIEWS[name](target)
+
+
+def run(found: Capture, x: Tensor, held: dict[str, Tensor]) -> Any:
+    held = held | {name: constant for name, (constant,) in found.constants.items()}
+    given = [x if slot.kind is Kind.INPUT else held[slot.name] for slot in found.slots]
+    return fx.GraphModule(nn.Module(), found.graph)(*given)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(STEPS)
+def test_random_views_and_writes(steps: list[Step]) -> None:
+    x = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
+    module = Steps(steps)
+    expected = module(x)
+    found = capture(module, (x,), {}, varying=False)
+    assert not [n for n in found.graph.nodes if n.op == "call_function" and _mutable(n)]
+    for ours, theirs in zip(run(found, x, {}), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def _mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.mean[:2].mul_(0.5).add_(x.mean(0)[:2])
+        self.mean = self.mean * 0.9
+        return x - self.mean / self.count
+
+
+def test_writes_to_buffers_stay() -> None:
+    x = torch.arange(8.0).view(2, 4)
+    module = Buffered()
+    found = capture(module, (x,), {})
+    buffers = dict(module.named_buffers())
+    held = {slot.name: buffers[slot.name].clone() for slot in found.slots if slot.kind is Kind.BUFFER}
+    for _ in range(3):
+        (ours,) = run(found, x, held)
+        assert torch.equal(ours, module(x))
+        assert all(torch.equal(held[name], buffer) for name, buffer in module.named_buffers())
+
+
+class Writing(nn.Module):
+    def __init__(self, write: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        self.write(h)
+        return h
+
+
+def transpose_under_a_view(h: Tensor) -> None:
+    g = h.detach().clone()
+    row = g[0]
+    g.t_()
+    h.add_(row.sum())
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda h: h.detach().mul_(2), "unseen by autograd"),
+        (transpose_under_a_view, "changes the shape of a tensor that has views"),
+        (lambda h: h.clone().as_strided((2,), (1,)).zero_(), "cannot undo"),
+    ],
+)
+def test_writes_that_cannot_be_undone_are_refused(write: Callable[[Tensor], Any], message: str) -> None:
+    with pytest.raises(FusionError, match=message):
+        capture(Writing(write), (torch.randn(3, 4),), {})

@@ -1,0 +1,255 @@
+"""What forward may do: every row is a forward that is honoured exactly, in a graph or in a loop over members."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hfusion as hf
+from tests.alone import Call, assert_alone, call, net, normal
+
+
+class Sevenfold(torch.autograd.Function):
+    """A square whose backward is not its derivative, so that a lost backward shows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0] * 7
+
+
+def no_grad_region(self: Any, x: Tensor) -> Tensor:
+    h = self.fc(x)
+    with torch.no_grad():
+        k = h * 2 + self.fc.weight.sum()
+    return h * k
+
+
+def write_in_no_grad(self: Any, x: Tensor) -> Tensor:
+    h = self.fc(x)
+    with torch.no_grad():
+        h.mul_(2)
+    return h
+
+
+def write_to_detached(self: Any, x: Tensor) -> Tensor:
+    h = self.fc(x) * 1
+    h.detach().mul_(2)
+    return h * h
+
+
+def write_to_data(self: Any, x: Tensor) -> Tensor:
+    h = self.fc(x)
+    h.data.mul_(2)
+    return h
+
+
+def grad_in_no_grad(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        h = self.fc(x)
+        with torch.enable_grad():
+            return h * self.fc.weight.sum()
+
+
+def gradient_inside(self: Any, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_(True)
+    (grad,) = torch.autograd.grad(self.fc(x).sin().sum(), x, create_graph=True)
+    return grad
+
+
+def in_place_chain(self: Any, x: Tensor) -> Tensor:
+    h = self.fc(x).clone()
+    h += 1
+    h = h**2
+    h[:, ::2] = 0
+    h[h > 5] = 1.0
+    h[0].add_(1)
+    mask = h > 0
+    mask |= h < -1
+    mask &= h < 3
+    return torch.where(mask, h, h * 0.5)
+
+
+def two_calls_of_sizes(self: Any, x: Tensor) -> Tensor:
+    return self.fc(x) * (2.0 if x.shape[0] > 3 else -1.0) + x.shape[0]
+
+
+def divisible(self: Any, x: Tensor) -> Tensor:
+    h = self.fc(x)
+    return h.view(-1, 2, 4) if x.shape[0] % 2 == 0 else h.unsqueeze(1)
+
+
+def per_sample_gradients(self: Any, x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.grad(lambda row: self.fc(row).sin().sum()))(x)
+
+
+FORWARDS: dict[str, Callable[..., Any]] = {
+    "custom Function": lambda self, x: Sevenfold.apply(self.fc(x)),
+    "no_grad region": no_grad_region,
+    "write in no_grad": write_in_no_grad,
+    "write to detached": write_to_detached,
+    "write to data": write_to_data,
+    "enable_grad in no_grad": grad_in_no_grad,
+    "autograd.grad": gradient_inside,
+    "torch.func": per_sample_gradients,
+    "in-place chain": in_place_chain,
+    "size guard": two_calls_of_sizes,
+    "divisibility": divisible,
+    "checkpoint": lambda self, x: checkpoint(lambda h: self.fc(h).sin(), x, use_reentrant=False),
+    "reentrant checkpoint": lambda self, x: checkpoint(lambda h: self.fc(h).sin(), self.fc(x), use_reentrant=True),
+    "Python random": lambda self, x: self.fc(x) * (1 if random.random() < 2 else 0),
+    "numpy random": lambda self, x: self.fc(x) * (1 if np.random.rand() < 2 else 0),
+    "lifted constant": lambda self, x: self.fc(x) * torch.tensor([1.0, 2.0, 3.0, 4.0]),
+    "sort and topk": lambda self, x: (self.fc(x).sort(1)[0], self.fc(x).topk(2)[0], self.fc(x).argsort(1)),
+    "complex": lambda self, x: torch.fft.rfft(self.fc(x)).abs(),
+    "linalg": lambda self, x: torch.linalg.solve(self.fc.weight, self.fc(x).T),
+    "input and parameter out": lambda self, x: (x, self.fc.weight, self.fc(x)),
+    "mixed outputs": lambda self, x: {"a": self.fc(x), "none": None, "n": 3, "t": (x.shape[0], "s")},
+    "no output": lambda self, x: None,
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_forward_is_honoured(name: str) -> None:
+    make = net(FORWARDS[name])
+    assert_alone([make() for _ in range(3)], normal(4, 4), normal(5, 4), normal(4, 4).T)
+
+
+def test_custom_function_in_a_submodule_is_the_only_loop() -> None:
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Sevenfold.apply(x)
+
+    models = [nn.Sequential(nn.Linear(4, 4), Square(), nn.Linear(4, 4)).double() for _ in range(3)]
+    (part,) = assert_alone(models, normal(5, 4)).report().parts
+    assert [how for _, _, how, _ in part.rows if "loop over members" in how] == [
+        how for op, _, how, _ in part.rows if op.startswith("hfusion.opaque")
+    ]
+
+
+CALLS: dict[str, tuple[Callable[..., Any], list[Call]]] = {
+    "keywords in any order": (
+        lambda self, x, y: self.fc(x) - y,
+        [call(y=normal(4, 4), x=normal(4, 4)), call(x=normal(4, 4), y=normal(4, 4))],
+    ),
+    "defaults": (
+        lambda self, x, y=None, flag=True, k=2: self.fc(x) * k if flag else self.fc(x),
+        [call(normal(4, 4)), call(normal(4, 4), flag=False), call(normal(4, 4), None, True, 5)],
+    ),
+    "nests": (
+        lambda self, d: self.fc(d["x"][0]) + d["x"][1],
+        [call({"x": [normal(4, 4), normal(4, 4)]}), call({"x": [normal(4, 4), hf.stacked(normal(3, 4, 4))]})],
+    ),
+    "sizes that differ": (
+        lambda self, x, y: self.fc(x).sum(0) + self.fc(y).sum(0),
+        [
+            call(normal(4, 4), normal(4, 4)),
+            call(normal(4, 4), normal(5, 4)),
+            call(normal(6, 4), normal(5, 4)),
+        ],
+    ),
+    "batches of 1, 5, 1, 0": (
+        lambda self, x: self.fc(x),
+        [call(normal(n, 4)) for n in (1, 5, 1, 0, 2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(name: str) -> None:
+    forward, calls = CALLS[name]
+    make = net(forward)
+    assert_alone([make() for _ in range(3)], *calls)
+
+
+def count(self: Any, x: Tensor) -> Tensor:
+    self.state += 1
+    return self.fc(x) * float(np.asarray(self.state).sum())
+
+
+def remember(self: Any, x: Tensor) -> Tensor:
+    self.state = self.fc(x)
+    return self.state
+
+
+def append(self: Any, x: Tensor) -> Tensor:
+    self.state.append(1)
+    return self.fc(x) * len(self.state)
+
+
+def write_input(self: Any, x: Tensor) -> Tensor:
+    x.mul_(2)
+    return self.fc(x)
+
+
+def write_parameter(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.fc.weight.mul_(0.9)
+    return self.fc(x)
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], Callable[[], Any], str]] = {
+    "counter": (count, lambda: 0, "Python attribute state"),
+    "numpy counter": (count, lambda: np.zeros(1), "Python attribute state"),
+    "list": (append, list, "Python attribute state"),
+    "iterator": (lambda self, x: self.fc(x) * next(self.state), itertools.count, "Python attribute state"),
+    "own random": (
+        lambda self, x: self.fc(x) * self.state.random(),
+        lambda: random.Random(0),
+        "attribute state",
+    ),
+    "own numpy random": (
+        lambda self, x: self.fc(x) * self.state.random(),
+        lambda: np.random.default_rng(0),
+        "Python attribute state",
+    ),
+    "cache": (remember, lambda: None, "Python attribute state"),
+    "write to the input": (write_input, lambda: None, "writes into its input"),
+    "write to a parameter": (write_parameter, lambda: None, "writes into the parameter fc.weight"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_forward_is_refused(name: str) -> None:
+    forward, state, message = REFUSED[name]
+    make = net(forward, lambda module: setattr(module, "state", state()))
+    x = normal(4, 4)
+    before = x.clone()
+    with pytest.raises(hf.FusionError, match=message):
+        hf.fuse([make() for _ in range(2)])(x)
+    assert torch.equal(x, before)
+
+
+def test_export_marks_stay_off_the_users_tensors() -> None:
+    x = normal(4, 4)
+    hf.fuse([net(lambda self, x: Sevenfold.apply(self.fc(x)))()])(x)
+    assert not [name for name in vars(x) if "dynamo" in name]
+
+
+def test_autocast_regions() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = F.relu(self.fc(x))
+        return h.float() + self.fc(x)
+
+    make = net(forward)
+    models = [make().float() for _ in range(3)]
+    x = torch.randn(5, 4)
+    fused = hf.fuse(models)
+    assert torch.allclose(fused(x), torch.stack([model(x) for model in models]), rtol=1e-5, atol=1e-6)
+    assert not torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert hf.fuse([nn.Linear(4, 4)])(x).dtype is torch.bfloat16
