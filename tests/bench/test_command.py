@@ -42,9 +42,7 @@ def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
         (["--json", "no-such-directory/x.json"], "there is no directory"),
     ],
 )
-def test_a_bad_argument_is_one_line(
-    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_argument_is_one_line(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
         main(given)
     assert exited.value.code == 2

@@ -19,9 +19,7 @@ VMAP = Contender("vmap", "", vmapped.start)
 
 
 def settings(*contenders: Contender) -> fuse.Settings:
-    return fuse.Settings(
-        (TINY,), members=(2, 3), contenders=contenders, rounds=2, slot=1e-4, threads=1, device=CPU
-    )
+    return fuse.Settings((TINY,), members=(2, 3), contenders=contenders, rounds=2, slot=1e-4, threads=1, device=CPU)
 
 
 def compare(*contenders: Contender) -> list[results.Comparison]:
@@ -36,9 +34,7 @@ def compare(*contenders: Contender) -> list[results.Comparison]:
 
 
 def start_wrong(workload: Workload) -> Running:
-    loop = serial.SerialLoop.of(
-        replace(workload, members=workload.members + 1), range(1, workload.members + 1)
-    )
+    loop = serial.SerialLoop.of(replace(workload, members=workload.members + 1), range(1, workload.members + 1))
     return Running(loop.step)
 
 
@@ -122,14 +118,10 @@ def test_versus_best_takes_the_fastest_other() -> None:
 
 def test_versus_best_counts_two_processes_per_core() -> None:
     found = comparison(serial=(8.0,), two_processes=(5.0,), hfusion=(4.0,))
-    cells = tuple(
-        replace(cell, cores=2) if cell.contender == "two-processes" else cell for cell in found.cells
-    )
+    cells = tuple(replace(cell, cores=2) if cell.contender == "two-processes" else cell for cell in found.cells)
     assert replace(found, cells=cells).versus_best() == ("serial", 2.0)
     assert replace(found, cells=cells, threads=2).versus_best() == ("two-processes", 1.25)
-    assert "[1] wall time on 2 cores" in rendered(
-        [replace(found, cells=cells)], "serial", "two-processes", "hfusion"
-    )
+    assert "[1] wall time on 2 cores" in rendered([replace(found, cells=cells)], "serial", "two-processes", "hfusion")
 
 
 def test_the_plot_leaves_out_what_was_not_timed(tmp_path: Path) -> None:
