@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hfusion.bench.results import BASELINE, Comparison
+
+COLUMNS = 4
+LEVELS = (0.25, 0.5, 1, 2, 4, 8, 16)
 
 
 def draw(comparisons: Sequence[Comparison], contenders: Sequence[str], path: Path) -> None:
@@ -16,23 +21,33 @@ def draw(comparisons: Sequence[Comparison], contenders: Sequence[str], path: Pat
     from matplotlib.figure import Figure
 
     models = list(dict.fromkeys(comparison.model for comparison in comparisons))
-    figure = Figure(figsize=(3.2 * len(models), 3.2), layout="constrained")
-    panels = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
-    for panel, model in zip(panels, models, strict=True):
-        chosen = [comparison for comparison in comparisons if comparison.model == model]
-        for contender in contenders:
-            if contender != BASELINE:
-                panel.plot(*_line(chosen, contender), marker="o", label=contender)
-        panel.axhline(1.0, color="black", linewidth=1.0, label=BASELINE)
-        panel.set(title=model, xlabel="members", xscale="log", yscale="log")
-        ticks = sorted({comparison.members for comparison in chosen})
-        panel.set_xticks(ticks, [str(tick) for tick in ticks])
-        panel.set_xticks([], minor=True)
-        panel.yaxis.set_major_formatter("{x:g}x")
-        panel.yaxis.set_minor_formatter("{x:g}x")
-    panels[0].set_ylabel(f"speed-up over {BASELINE}")
-    panels[-1].legend(fontsize="small")
-    figure.savefig(path)
+    # One place more than there are models: the legend's.
+    columns = min(COLUMNS, len(models) + 1)
+    rows = math.ceil((len(models) + 1) / columns)
+    figure = Figure(figsize=(3.2 * columns, 3.0 * rows), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
+    for panel, model in zip(panels, models, strict=False):
+        _draw_model(panel, model, [c for c in comparisons if c.model == model], contenders)
+    handles, labels = panels[0].get_legend_handles_labels()
+    for panel in panels[len(models) :]:
+        panel.axis("off")
+    panels[len(models)].legend(handles, labels, loc="center", frameon=False)
+    figure.supylabel(f"speed-up over {BASELINE}")
+    figure.savefig(path, dpi=110)
+
+
+def _draw_model(panel: Any, model: str, chosen: Sequence[Comparison], contenders: Sequence[str]) -> None:
+    panel.axhline(1.0, color="black", linewidth=1.0, label=BASELINE)
+    for contender in contenders:
+        if contender != BASELINE:
+            panel.plot(*_line(chosen, contender), marker="o", label=contender)
+    panel.set(title=model, xlabel="members", xscale="log", yscale="log")
+    ticks = sorted({comparison.members for comparison in chosen})
+    panel.set_xticks(ticks, [str(tick) for tick in ticks])
+    panel.set_xticks([], minor=True)
+    panel.set_yticks(LEVELS, [f"{level:g}x" for level in LEVELS])
+    panel.set_yticks([], minor=True)
+    panel.grid(axis="y", alpha=0.3)
 
 
 def _line(comparisons: Sequence[Comparison], contender: str) -> tuple[list[int], list[float]]:
