@@ -1,4 +1,4 @@
-"""``python -m hfusion.bench [fuse|optim]``: see ``--help`` and ``--list``."""
+"""``python -m hfusion.bench [fuse|optim|schedule]``: see ``--help`` and ``--list``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hfusion.bench import fuse, optim, plot, results, table
-from hfusion.bench.arguments import SUB_BENCHMARKS, fuse_settings, optim_settings, parse
+from hfusion.bench import fuse, optim, plot, results, schedule, table
+from hfusion.bench.arguments import SUB_BENCHMARKS, fuse_settings, optim_settings, parse, schedule_settings
 from hfusion.bench.contenders import CONTENDERS
 from hfusion.bench.machine import describe
 from hfusion.bench.models import CASES
 from hfusion.bench.progress import meter
+from hfusion.policy import POLICIES
 
 # A table of all contenders; a terminal is as wide as it is, a file or a pipe has no width.
 WIDTH_WITHOUT_TERMINAL = 150
@@ -40,6 +41,7 @@ def print_names(out: Console) -> None:
         "contenders of fuse": {contender.name: contender.about for contender in CONTENDERS},
         "cases of optim": {case.name: case.about for case in optim.CASES},
         "contenders of optim": optim.ABOUT,
+        "policies of schedule": {policy.name: policy.about for policy in POLICIES.values()},
     }
     for title, names in sections.items():
         out.print(title, style="bold")
@@ -97,7 +99,20 @@ def run_optim(parsed: argparse.Namespace) -> Outcome:
     return Outcome(optim.table(rows), footnotes, optim.json_rows(rows), interrupted, wrong=[])
 
 
-RUN: dict[str, Callable[[argparse.Namespace], Outcome]] = {"fuse": run_fuse, "optim": run_optim}
+def run_schedule(parsed: argparse.Namespace) -> Outcome:
+    """Run the sub-benchmark ``schedule``."""
+    chosen = schedule_settings(parsed)
+    with meter(schedule.pieces(chosen)) as bar:
+        rows, interrupted = collect(schedule.run(chosen, bar))
+    footnotes = [f"{policy.name}: {policy.about}" for policy in chosen.policies]
+    return Outcome(schedule.table(rows), footnotes, schedule.json_rows(rows), interrupted, wrong=[])
+
+
+RUN: dict[str, Callable[[argparse.Namespace], Outcome]] = {
+    "fuse": run_fuse,
+    "optim": run_optim,
+    "schedule": run_schedule,
+}
 
 
 def main(arguments: Sequence[str]) -> int:

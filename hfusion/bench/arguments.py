@@ -10,13 +10,15 @@ from typing import NoReturn, Protocol, TypeVar
 
 import torch
 
-from hfusion.bench import fuse, optim
+from hfusion.bench import fuse, optim, schedule
 from hfusion.bench.contenders import CONTENDERS
 from hfusion.bench.models import CASES
+from hfusion.policy import POLICIES
 
 SUB_BENCHMARKS = {
     "fuse": "one training step of B models, fused and unfused (default)",
     "optim": "optimizers alone, in ns per parameter",
+    "schedule": "policies over many tasks and devices, makespan over the lower bound",
 }
 MEMBERS = (4, 16, 64)
 QUICK_MODELS = ("mlp-small", "cnn")
@@ -71,6 +73,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name in ("models", "contenders", "plot"):
         if parsed.benchmark != "fuse" and getattr(parsed, name) is not None:
             made.error(f"--{name} belongs to fuse, not to {parsed.benchmark}: leave it out")
+    for name in ("members", "repeats"):
+        if parsed.benchmark == "schedule" and getattr(parsed, name) is not None:
+            made.error(f"--{name} does not belong to schedule: leave it out")
     for name in ("json", "plot"):
         path = getattr(parsed, name)
         if path is not None and not path.absolute().parent.is_dir():
@@ -108,6 +113,12 @@ def optim_settings(parsed: argparse.Namespace) -> optim.Settings:
         slot=_slot(parsed),
         device=parsed.device,
     )
+
+
+def schedule_settings(parsed: argparse.Namespace) -> schedule.Settings:
+    """The settings of the sub-benchmark ``schedule``."""
+    cases = schedule.QUICK_CASES if parsed.quick else schedule.CASES
+    return schedule.Settings(cases=cases, policies=tuple(POLICIES.values()))
 
 
 def _members(parsed: argparse.Namespace) -> tuple[int, ...]:

@@ -1,0 +1,192 @@
+"""The sub-benchmark ``schedule``: the makespan of policies over the lower bound, in simulation.
+
+Hydra's study (arXiv:2110.08633): many tasks on few devices, all alike or of different lengths and sizes. A load
+takes less than the computing it is hidden behind, so what is lost is lost by the policy.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from rich.table import Table
+
+from hfusion.bench.progress import Meter
+from hfusion.plan import Plan, Shard, TaskPlan
+from hfusion.policy import Candidate, Policy, State, Waiting
+from hfusion.simulate import simulate
+
+MIXES = ("homogeneous", "heterogeneous")
+GIB = 2**30
+BUDGET = 16 * GIB
+RATE = 8.0 * GIB
+# A unit per task and minibatch is enough for many tasks; few tasks are cut finer, as they would be.
+UNITS = 100_000
+DECISIONS = 2_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """So many tasks on so many devices."""
+
+    tasks: int
+    devices: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.tasks} on {self.devices}"
+
+
+CASES = (
+    Case(8, 4),
+    Case(10, 4),
+    Case(64, 4),
+    Case(16, 8),
+    Case(128, 8),
+    Case(128, 64),
+    Case(1024, 64),
+    Case(2048, 1024),
+    Case(10_000, 1024),
+)
+QUICK_CASES = CASES[:2]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is compared."""
+
+    cases: tuple[Case, ...]
+    policies: tuple[Policy, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy: seconds, ``ratio`` of them, and what one decision costs."""
+
+    tasks: int
+    devices: int
+    mix: str
+    policy: str
+    makespan: float
+    lower_bound: float
+    ratio: float
+    us_per_decision: float
+
+
+def plan_of(case: Case, mix: str, seed: int = 0) -> Plan:
+    """The plan of a case. Heterogeneous tasks differ up to 8-fold in their seconds, and in shards and mode."""
+    drawn = random.Random(seed)
+    most = max(1, min(8, UNITS // (case.tasks * 40)))
+    tasks = []
+    for number in range(case.tasks):
+        length, count, resident = 1.0, max(1, most // 2), False
+        if mix == "heterogeneous":
+            length, count = drawn.uniform(0.25, 2.0), drawn.randint(1, most)
+            resident = drawn.random() < 0.5
+        steps = max(10, min(100, round(length * UNITS / (2 * case.tasks * most))))
+        tasks.append(_task(f"task{number}", length * 1000 / steps, count, steps, resident))
+    return Plan(tuple(tasks), {f"device{number}": BUDGET for number in range(case.devices)}, RATE, RATE)
+
+
+def _task(name: str, seconds: float, count: int, steps: int, resident: bool) -> TaskPlan:
+    """A task whose minibatch takes ``seconds`` without recomputation; its state moves in a fifth of that."""
+    each = seconds / count
+    size = min(int(0.2 * each * RATE), BUDGET // 4 // (count if resident else 1))
+    shards = tuple(
+        Shard(
+            index=index,
+            first=index,
+            last=index + 1,
+            weights=size // 4,
+            gradients=size // 4,
+            optimizer=size // 2,
+            activations=size // 8,
+            workspace=size // 16,
+            boundary=size // 64 if index < count - 1 else 0,
+            forward=each * 0.3,
+            backward=each * 0.6,
+            step=each * 0.1,
+        )
+        for index in range(count)
+    )
+    return TaskPlan(name, shards, steps, resident)
+
+
+def us_per_decision(plan: Plan, policy: Policy) -> float:
+    """Mean microseconds to choose for one device, take the choice and let the task it leaves wait."""
+    waiting = Waiting(policy.order, plan.devices.values())
+    candidates = [
+        Candidate(number, 0, task.seconds, task.step_seconds, number, task.device_bytes)
+        for number, task in enumerate(plan.tasks)
+    ]
+    running, rest = candidates[: len(plan.devices)], candidates[len(plan.devices) :]
+    for candidate in rest:
+        waiting.add(candidate)
+    share = sum(task.seconds for task in plan.tasks) / len(plan.devices)
+    start = time.perf_counter()
+    for number in range(DECISIONS):
+        place = number % len(running)
+        old = running[place]
+        left = max(0.0, old.remaining - old.quantum)
+        old = Candidate(old.task, old.unit + 1, left, old.quantum, len(candidates) + number, old.need)
+        chosen = policy(State(BUDGET, old, waiting, share))
+        if chosen is not None and chosen is not old:
+            waiting.take(BUDGET)
+            waiting.add(old)
+            running[place] = chosen
+        else:
+            running[place] = old
+    return (time.perf_counter() - start) / DECISIONS * 1e6
+
+
+def pieces(settings: Settings) -> int:
+    """How many pieces of work ``run`` reports: one per case, mix and policy."""
+    return len(settings.cases) * len(MIXES) * len(settings.policies)
+
+
+def run(settings: Settings, meter: Meter) -> Iterator[Row]:
+    """One policy in one case after the other."""
+    for case in settings.cases:
+        for mix in MIXES:
+            plan = plan_of(case, mix)
+            for policy in settings.policies:
+                meter.say(f"{case.name} devices, {mix}, {policy.name}")
+                yield _row(case, mix, plan, policy)
+                meter.advance(1)
+
+
+def _row(case: Case, mix: str, plan: Plan, policy: Policy) -> Row:
+    timeline = simulate(plan, policy)
+    return Row(
+        case.tasks,
+        case.devices,
+        mix,
+        policy.name,
+        timeline.makespan,
+        timeline.lower_bound,
+        timeline.makespan / timeline.lower_bound,
+        us_per_decision(plan, policy),
+    )
+
+
+def json_rows(rows: Sequence[Row]) -> list[dict[str, object]]:
+    """The rows as plain values."""
+    return [asdict(row) for row in rows]
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Makespan over the lower bound, a row per case, mix and policy."""
+    shown = Table(title="makespan of policies over the lower bound, simulated")
+    for heading in ("tasks", "devices"):
+        shown.add_column(heading, justify="right")
+    for heading in ("mix", "policy"):
+        shown.add_column(heading, no_wrap=True)
+    for heading in ("makespan s", "lower bound s", "ratio", "us / decision"):
+        shown.add_column(heading, justify="right")
+    for row in rows:
+        values = (f"{row.makespan:,.1f}", f"{row.lower_bound:,.1f}", f"{row.ratio:.3f}")
+        counts = (f"{row.tasks:,}", f"{row.devices:,}")
+        shown.add_row(*counts, row.mix, row.policy, *values, f"{row.us_per_decision:.1f}")
+    return shown

@@ -1,0 +1,39 @@
+"""The sub-benchmark ``schedule``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hfusion.bench import schedule
+from hfusion.bench.__main__ import main
+from hfusion.policy import POLICIES
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "bench.json"
+    assert main(["schedule", "--quick", "--json", str(target)]) == 0
+    assert "makespan" in capsys.readouterr().out
+    rows = json.loads(target.read_text())["rows"]
+    assert len(rows) == len(schedule.QUICK_CASES) * len(schedule.MIXES) * len(POLICIES)
+    names = "tasks devices mix policy makespan lower_bound ratio us_per_decision"
+    assert list(rows[0]) == names.split()
+    for row in rows:
+        assert row["ratio"] == row["makespan"] / row["lower_bound"] >= 1
+        assert row["us_per_decision"] > 0
+
+
+def test_members_do_not_belong_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["schedule", "--members", "4"])
+    assert "--members does not belong to schedule: leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mix", schedule.MIXES)
+@pytest.mark.parametrize("case", schedule.CASES)
+def test_every_case_is_a_plan_of_its_size(case: schedule.Case, mix: str) -> None:
+    plan = schedule.plan_of(case, mix)
+    assert (len(plan.tasks), len(plan.devices)) == (case.tasks, case.devices)
+    assert len({task.seconds for task in plan.tasks}) == (1 if mix == "homogeneous" else case.tasks)

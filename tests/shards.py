@@ -1,0 +1,53 @@
+"""Plans to test with: small ones that hypothesis draws, and plain ones with round numbers."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from hfusion.plan import Plan, Shard, TaskPlan
+
+SIZES = st.integers(0, 20)
+SECONDS = st.one_of(st.just(0.0), st.floats(1e-3, 1.0))
+
+
+def shard(index: int, **values: float) -> Shard:
+    """A shard with a byte of each kind and a second each way, where ``values`` say nothing else."""
+    sizes = dict.fromkeys(
+        ("weights", "gradients", "optimizer", "activations", "workspace", "boundary"), 1
+    ) | dict.fromkeys(("forward", "backward", "step"), 1.0)
+    return Shard(index, index, index + 1, **(sizes | values))  # type: ignore[arg-type]
+
+
+def task(name: str, count: int = 1, steps: int = 1, *, resident: bool = True, **values: float) -> TaskPlan:
+    """A task of ``count`` equal shards; the last has no boundary."""
+    shards = [shard(index, **values) for index in range(count - 1)]
+    return TaskPlan(name, (*shards, shard(count - 1, **(values | {"boundary": 0}))), steps, resident)
+
+
+@st.composite
+def tasks(draw: st.DrawFn, name: str) -> TaskPlan:
+    """Any small task."""
+    count = draw(st.integers(1, 4))
+    fields = ("weights", "gradients", "optimizer", "activations", "workspace", "boundary")
+    shards = tuple(
+        Shard(
+            index,
+            index,
+            index + 1,
+            **{field: draw(SIZES) for field in fields},
+            **{field: draw(SECONDS) for field in ("forward", "backward", "step")},
+        )
+        for index in range(count)
+    )
+    return TaskPlan(name, shards, draw(st.integers(1, 3)), draw(st.booleans()))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any small plan: the first device is at least as large as the largest task needs, the others are any."""
+    made = tuple(draw(tasks(f"task{number}")) for number in range(draw(st.integers(1, 6))))
+    need = max(each.device_bytes for each in made)
+    budgets = [need + draw(st.integers(0, 60))]
+    budgets += [draw(st.integers(0, 2 * need)) for _ in range(draw(st.integers(0, 3)))]
+    rates = st.sampled_from([1.0, 30.0, 1e9])
+    return Plan(made, {f"d{n}": budget for n, budget in enumerate(budgets)}, draw(rates), draw(rates))

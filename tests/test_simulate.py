@@ -1,0 +1,87 @@
+"""The simulator: any plan and policy gives a valid timeline, near the lower bound where it must be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hfusion.bench.schedule import MIXES, Case, plan_of
+from hfusion.errors import PlanError
+from hfusion.plan import Plan
+from hfusion.policy import POLICIES
+from hfusion.schedule import Kind
+from hfusion.simulate import simulate
+from tests.shards import plans, task
+
+
+@settings(deadline=None, max_examples=150)
+@given(plans(), st.sampled_from(sorted(POLICIES)))
+def test_any_plan_and_policy_gives_a_valid_timeline(plan: Plan, policy: str) -> None:
+    timeline = simulate(plan, policy)
+    timeline.validate(plan)
+    assert timeline.makespan >= plan.lower_bound * (1 - 1e-9)
+    assert 0 <= timeline.utilisation <= 1 + 1e-9
+    assert all(timeline.peak[name] <= budget for name, budget in plan.devices.items())
+    assert simulate(plan, policy) == timeline
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("tasks", "devices"), [(8, 4), (9, 4), (16, 8), (17, 8), (40, 8)])
+def test_near_the_lower_bound_with_two_tasks_per_device(tasks: int, devices: int, mix: str) -> None:
+    plan = plan_of(Case(tasks, devices), mix)
+    assert simulate(plan, "patient-lrtf").makespan <= 1.05 * plan.lower_bound
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_very_near_it_with_sixteen_tasks_per_device(mix: str) -> None:
+    plan = plan_of(Case(1024, 64), mix)
+    assert simulate(plan, "patient-lrtf").makespan <= 1.02 * plan.lower_bound
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_sharded_lrtf_alike_where_moving_costs_nothing(mix: str) -> None:
+    plan = plan_of(Case(9, 4), mix)
+    free = Plan(plan.tasks, plan.devices, float("inf"), float("inf"))
+    assert simulate(free, "sharded-lrtf").makespan <= 1.05 * plan.lower_bound
+
+
+def test_the_next_shard_is_loaded_while_the_present_one_computes() -> None:
+    made = task("a", 4, steps=3, resident=False, weights=10, gradients=0, optimizer=0, boundary=0, activations=0)
+    roomy = simulate(Plan((made,), {"d": 2 * made.device_bytes}, 20.0, 20.0))
+    first_load = 0.5
+    assert roomy.makespan == pytest.approx(made.seconds + first_load)
+    tight_plan = Plan((made,), {"d": made.device_bytes}, 20.0, 20.0)
+    tight = simulate(tight_plan)
+    tight.validate(tight_plan)
+    assert tight.makespan > roomy.makespan
+
+
+def test_a_resident_task_alone_is_loaded_and_evicted_once() -> None:
+    made = task("a", 3, steps=5)
+    timeline = simulate(Plan((made,), {"d": 1000}, 1.0, 1.0))
+    assert [action.kind for action in timeline.actions].count(Kind.LOAD) == 3
+    assert [action.kind for action in timeline.actions].count(Kind.EVICT) == 3
+    assert timeline.peak == {"d": made.device_bytes}
+
+
+def test_resident_tasks_share_a_device_that_has_room_for_both() -> None:
+    made = (task("a", steps=9), task("b", steps=9))
+    plan = Plan(made, {"d": sum(each.device_bytes for each in made)}, 1.0, 1.0)
+    timeline = simulate(plan, "round-robin")
+    timeline.validate(plan)
+    assert [action.kind for action in timeline.actions].count(Kind.LOAD) == 2
+
+
+def test_a_task_runs_where_it_fits() -> None:
+    large, small = task("large", weights=100), task("small")
+    plan = Plan((large, small), {"little": 10, "big": 200}, 1e9, 1e9)
+    where = {action.task: action.device for action in simulate(plan).actions}
+    assert where == {"large": "big", "small": "little"}
+
+
+def test_no_tasks_and_unknown_policy() -> None:
+    empty = Plan((), {"d": 1}, 1.0, 1.0)
+    assert simulate(empty).makespan == simulate(empty).lower_bound == 0.0
+    with pytest.raises(PlanError, match="unknown policy 'best': choose from sharded-lrtf, patient-lrtf, fifo"):
+        simulate(empty, "best")
