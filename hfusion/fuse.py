@@ -20,8 +20,8 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True) -> FusedModule:
     Args:
         models: B modules of one structure; they stay as they are, their tensors are copied. A frozen tensor that is one
             object in all of them is used where it lies, without a copy.
-        verify: compare the outputs and gradients of the members with their original code on the first training batch
-            of every signature.
+        verify: compare the outputs and gradients of the members with their original code, on a few samples of the
+            first training batch of every signature.
 
     Returns:
         A module with stacked parameters; capture happens at the first call.
