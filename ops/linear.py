@@ -119,6 +119,10 @@ class TokenMajor(torch.autograd.Function):
 
 def matmul(site: Site, self: Value, other: Value) -> Call:
     """`torch.matmul` of every combination of ranks; mm, bmm, mv and dot are special cases."""
+    if self.rank > 2 and other.rank == 2 and not other.shared:
+        if self.shared:
+            return Call(matmul_shared_rows, (self, other.to(STACKED)), STACKED, "one GEMM, shared input")
+        return Call(matmul_rows, (self.to(STACKED), other.to(STACKED)), STACKED, "bmm")
     rank = max(self.rank, other.rank, 2)
     a = self if self.shared else self.to(STACKED, rank=rank)
     b = other if other.shared else other.to(STACKED, rank=rank - 1 if other.rank == 1 else rank)
@@ -127,6 +131,19 @@ def matmul(site: Site, self: Value, other: Value) -> Call:
     if not row and not column:
         return Call(torch.matmul, (a, b), STACKED, "bmm")
     return Call(matmul_vectors, (a, b, row, column), STACKED, "bmm")
+
+
+def matmul_rows(a: Tensor, b: Tensor) -> Tensor:
+    """``a [B, *, K]``, ``b [B, K, E]`` -> ``[B, *, E]``; `torch.matmul` would copy ``b`` for every leading index."""
+    y = torch.bmm(a.reshape(a.shape[0], -1, a.shape[-1]), b)
+    return y.view(*a.shape[:-1], b.shape[-1])
+
+
+def matmul_shared_rows(a: Tensor, b: Tensor) -> Tensor:
+    """``a [*, K]``, ``b [B, K, E]`` -> ``[B, *, E]``, a view of one product."""
+    members, inner, columns = b.shape
+    y = torch.mm(a.reshape(-1, inner), b.movedim(0, 1).reshape(inner, members * columns))
+    return y.view(*a.shape[:-1], members, columns).movedim(-2, 0)
 
 
 def matmul_vectors(a: Tensor, b: Tensor, row: bool, column: bool) -> Tensor:
