@@ -4,18 +4,23 @@ from hfusion import optim
 from hfusion.errors import CheckpointError, FusionError, HFusionError, PlanError
 from hfusion.fuse import build, fuse
 from hfusion.inputs import stacked
+from hfusion.machine import Device, Machine
 from hfusion.module import FusedModule
 from hfusion.per_model import per_model
+from hfusion.simulate import simulate
 
 __all__ = [
     "CheckpointError",
+    "Device",
     "FusedModule",
     "FusionError",
     "HFusionError",
+    "Machine",
     "PlanError",
     "build",
     "fuse",
     "optim",
     "per_model",
+    "simulate",
     "stacked",
 ]

@@ -1,0 +1,295 @@
+"""What there is to train on: devices with memory budgets, host memory, a disk, and how fast they are.
+
+Bytes are whole numbers, rates are FLOP/s and bytes/s. Several devices may share one physical device: two
+budgets on one GPU, or the CPU cut into ``cpu:0`` and ``cpu:1``; each is scheduled by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from hfusion.errors import PlanError
+
+_UNITS = {"B": 0, "KIB": 1, "MIB": 2, "GIB": 3, "TIB": 4}
+_DECIMAL = {"KB": 1, "MB": 2, "GB": 3, "TB": 4}
+_RUNS = 5
+
+
+def parse_bytes(text: str | int) -> int:
+    """A number of bytes from ``"8GiB"`` (binary units), ``"8GB"`` (decimal ones), ``"512"`` or an int.
+
+    Raises PlanError for any other text and for what is not positive.
+
+    >>> parse_bytes("1.5KiB"), parse_bytes("2 kB"), parse_bytes(7)
+    (1536, 2000, 7)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
+    size = text if isinstance(text, int) else 0
+    if found:
+        unit = found[2].upper() or "B"
+        base, power = (1024, _UNITS[unit]) if unit in _UNITS else (1000, _DECIMAL.get(unit, -1))
+        size = int(float(found[1]) * base**power) if power >= 0 else 0
+    if size <= 0:
+        raise PlanError(f'memory {text!r} is no positive number of bytes: write it as "8GiB", "500MB" or an int')
+    return size
+
+
+@dataclass(frozen=True, init=False)
+class Device:
+    """A torch device ``"cpu"``, ``"cpu:1"``, ``"cuda:0"``, ... with a budget of ``memory`` bytes.
+
+    Args:
+        device: as torch.device reads it; any ``cpu:i`` is the one CPU.
+        name: one word, by default ``device``.
+        memory: bytes that may be taken there, as `parse_bytes` reads them.
+
+    Raises PlanError for a device that is neither, a name with spaces, and a bad budget.
+    """
+
+    device: str
+    name: str
+    memory: int
+
+    def __init__(self, device: str, name: str | None = None, *, memory: str | int) -> None:
+        if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
+            raise PlanError(f'device {device!r} is not known: give "cpu", "cpu:1", "cuda", "cuda:0" or the like')
+        name = device if name is None else name
+        if not name or any(character.isspace() for character in name):
+            raise PlanError(f"device {name!r}: a name is one word without spaces")
+        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "memory", parse_bytes(memory))
+
+    @property
+    def physical(self) -> torch.device:
+        """Where tensors of this device really lie; equal for devices that share it."""
+        kind, _, index = self.device.partition(":")
+        return torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(index or 0))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device is.
+
+    ``flops``: float32 matrix products, FLOP/s. Bytes/s: ``memory`` of elementwise operators, read and written;
+    ``load`` from host to device and ``evict`` back; ``read`` and ``write`` of the disk.
+    """
+
+    flops: float
+    memory: float
+    load: float
+    evict: float
+    read: float
+    write: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+                raise PlanError(f"rate {field.name} is {value!r}: it must be a positive number")
+
+
+@dataclass(frozen=True, init=False)
+class Machine:
+    """Devices, ``host`` bytes of memory that spilled state may take, and a ``disk`` folder for the rest.
+
+    Raises PlanError for no device, two of one name, and a bad size of the host.
+    """
+
+    devices: tuple[Device, ...]
+    host: int
+    disk: Path
+
+    def __init__(self, devices: Sequence[Device], host: str | int = "64GiB", disk: str | Path = "spill/") -> None:
+        if not devices:
+            raise PlanError("the machine has no device: give at least one hf.Device")
+        names = [device.name for device in devices]
+        for name in names:
+            if names.count(name) > 1:
+                raise PlanError(f"{names.count(name)} devices are named {name!r}: give each its own name")
+        object.__setattr__(self, "devices", tuple(devices))
+        object.__setattr__(self, "host", parse_bytes(host))
+        object.__setattr__(self, "disk", Path(disk))
+
+    @staticmethod
+    def detect(disk: str | Path = "spill/") -> Machine:
+        """This machine: every CUDA device with the memory that is free there now and half of the host's.
+
+        Without CUDA the CPU is the device, and shares the memory: half for it, a quarter for spilled state.
+        """
+        total = host_memory()
+        if not torch.cuda.is_available():
+            return Machine([Device("cpu", memory=total // 2)], total // 4, disk)
+        count = torch.cuda.device_count()
+        found = [Device(f"cuda:{i}", memory=torch.cuda.mem_get_info(i)[0]) for i in range(count)]
+        return Machine(found, total // 2, disk)
+
+    def calibrate(self) -> dict[str, Rates]:
+        """The rates of every device by name: medians of short runs, kept in the user's cache folder.
+
+        They are kept per processor, number of threads, torch version and disk folder. An unreadable file is
+        measured anew. Raises PlanError where a CUDA device is missing.
+        """
+        made: dict[torch.device, Rates] = {}
+        for device in self.devices:
+            if device.physical not in made:
+                made[device.physical] = _calibrated(device.physical, self.disk)
+        return {device.name: made[device.physical] for device in self.devices}
+
+    def __str__(self) -> str:
+        rows = [("name", "device", "memory"), *((d.name, d.device, _gib(d.memory)) for d in self.devices)]
+        rows += [("host", "", _gib(self.host)), ("disk", str(self.disk), "")]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in rows]
+        return "\n".join([f"machine  {len(self.devices)} devices", *("  " + line for line in lines)])
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine, or of the container this process runs in.
+
+    Raises PlanError where the system does not tell.
+    """
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError) as error:
+        raise PlanError("the system does not tell its memory: write the machine down as hf.Machine(...)") from error
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdigit() else total
+
+
+def cache_folder() -> Path:
+    """Where calibrations are kept: ``$XDG_CACHE_HOME/hfusion``, by default ``~/.cache/hfusion``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfusion"
+
+
+def _gib(size: int) -> str:
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1024**power:
+            return f"{size / 1024**power:.1f}{unit}"
+    return f"{size}B"
+
+
+def _calibrated(device: torch.device, disk: Path) -> Rates:
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+        raise PlanError(f"there is no device {device}: torch sees {torch.cuda.device_count()} CUDA devices")
+    description = _description(device, disk)
+    path = cache_folder() / f"rates-{hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16]}.json"
+    kept = _read(path, description)
+    if kept is None:
+        kept = measure(device, disk)
+        _write(path, {"machine": description, "rates": asdict(kept)})
+    return kept
+
+
+def _description(device: torch.device, disk: Path) -> dict[str, str]:
+    cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return {
+        "device": f"{device.type} {cuda}".strip(),
+        "processor": f"{platform.node()} {platform.machine()} {platform.processor()} x{os.cpu_count()}",
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "disk": str(disk.absolute()),
+    }
+
+
+def _read(path: Path, description: Mapping[str, str]) -> Rates | None:
+    """The rates kept at ``path``; None if there are none that can be used."""
+    try:
+        kept = json.loads(path.read_text())
+        return Rates(**kept["rates"]) if kept["machine"] == description else None
+    except (FileNotFoundError, ValueError, KeyError, TypeError, PlanError):
+        return None
+
+
+def _write(path: Path, content: Mapping[str, object]) -> None:
+    """Write JSON so that another process sees all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(content, file, indent=1)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def measure(device: torch.device, disk: Path) -> Rates:
+    """The rates of ``device``, each the median of short runs; takes about a second. ``disk`` need not exist."""
+    large = device.type == "cuda"
+    n, count = (4096, 2**26) if large else (512, 2**24)
+    a, b = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
+    x, y = torch.zeros(count, device=device), torch.zeros(count, device=device)
+    host = torch.zeros(count, pin_memory=large)
+    size = 4 * count
+    seconds = partial(_seconds, device)
+    write, read = _disk(disk, host[: 2**22])
+    return Rates(
+        flops=2 * n**3 / seconds(lambda: a @ b),
+        memory=3 * size / seconds(lambda: torch.add(x, y, out=x)),
+        load=size / seconds(lambda: x.copy_(host)),
+        evict=size / seconds(lambda: host.copy_(x)),
+        read=read,
+        write=write,
+    )
+
+
+def _seconds(device: torch.device, run: Callable[[], object]) -> float:
+    """Median seconds of ``run``, after a first run that warms up."""
+    times = []
+    for _ in range(_RUNS + 1):
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return max(median(times[1:]), 1e-9)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _disk(folder: Path, content: torch.Tensor) -> tuple[float, float]:
+    """Bytes/s of writing to the disk of ``folder`` and of reading from it."""
+    present = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    data = content.numpy().tobytes()
+    writes, reads = [], []
+    with tempfile.TemporaryDirectory(dir=present) as scratch:
+        for number in range(_RUNS):
+            path = Path(scratch, str(number))
+            start = time.perf_counter()
+            with path.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            writes.append(time.perf_counter() - start)
+            _forget(path)
+            start = time.perf_counter()
+            path.read_bytes()
+            reads.append(time.perf_counter() - start)
+            path.unlink()
+    return len(data) / median(writes), len(data) / median(reads)
+
+
+def _forget(path: Path) -> None:
+    """Drop the file from the system's memory, where that can be asked for, so that reading it means the disk."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,180 @@
+"""Sizes with a number put in for the varying dim, and the floating-point operations of a member's operators."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from hfusion.passes.batch import by_name
+
+Shape: TypeAlias = tuple[int, ...]
+Shapes: TypeAlias = Mapping[str, Any]
+Formula: TypeAlias = Callable[[Shapes, Shape], int]
+
+
+def concrete(sizes: Sequence[int | torch.SymInt], batch: int) -> Shape:
+    """``sizes`` with ``batch`` for every symbol: all varying dims of a capture are the number of samples."""
+    return tuple(size if isinstance(size, int) else _number(size.node.expr, batch) for size in sizes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _number(expression: Any, batch: int) -> int:
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, batch)))
+
+
+def bytes_of(value: Any, batch: int) -> int:
+    """Bytes of one member's tensor or nest of tensors; 0 for anything else."""
+    if isinstance(value, list | tuple):
+        return sum(bytes_of(part, batch) for part in value)
+    return math.prod(concrete(value.shape, batch)) * value.element_size() if isinstance(value, Tensor) else 0
+
+
+def family(node: fx.Node) -> str:
+    """The operator's name without namespace, overload and mark of in-place: ``"linear"``, ``"add"``, ``"getitem"``."""
+    target = node.target
+    name = target._schema.name if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
+    return name.rpartition("::")[2].rstrip("_")
+
+
+def flops(node: fx.Node, batch: int) -> int:
+    """Floating-point operations of one member's ATen call: products and sums of the matrix families, else 0.
+
+    A multiplication and an addition are two. Recurrent layers and calls that run a submodule's own code count
+    as one product of every row of their input with all their matrices.
+    """
+    formula = _FORMULAS.get(family(node))
+    if formula is None or not isinstance(node.target, OpOverload):
+        return 0
+    return formula(_shapes(node, batch), _shape(node, batch))
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether the operator multiplies its operands, so that each is needed for the gradient of the other."""
+    return family(node) in _FORMULAS or family(node) in ("mul", "div")
+
+
+def scores(node: fx.Node, batch: int) -> int:
+    """Bytes of one member's attention weights ``[..., L, S]``, for scaled_dot_product_attention."""
+    query, key = node.args[0], node.args[1]
+    assert isinstance(query, fx.Node)
+    assert isinstance(key, fx.Node)
+    q, k = concrete(query.meta["val"].shape, batch), concrete(key.meta["val"].shape, batch)
+    return math.prod(q[:-1]) * k[-2] * int(query.meta["val"].element_size())
+
+
+def _shapes(node: fx.Node, batch: int) -> Shapes:
+    assert isinstance(node.target, OpOverload)
+    arguments = by_name(node.target, node.args, node.kwargs)
+    return {name: _shape(item, batch) for name, item in arguments.items()}
+
+
+def _shape(item: Any, batch: int) -> Any:
+    """Shapes for nodes that stand for tensors, in lists as they are nested; other arguments unchanged."""
+    if isinstance(item, list | tuple):
+        return [_shape(part, batch) for part in item]
+    value = item.meta.get("val") if isinstance(item, fx.Node) else item
+    return concrete(value.shape, batch) if isinstance(value, Tensor) else value
+
+
+def _product(sizes: Sequence[int]) -> int:
+    return math.prod(sizes)
+
+
+def _times(first: str) -> Formula:
+    """Every element of the result is a sum over the last dim of the first factor."""
+    return lambda shapes, out: 2 * math.prod(out) * int(shapes[first][-1])
+
+
+def _addbmm(shapes: Shapes, out: Shape) -> int:
+    return 2 * _product(shapes["batch1"]) * int(shapes["batch2"][-1])
+
+
+def _convolution(shapes: Shapes, out: Shape) -> int:
+    """Each result meets one filter ``weight[o]``; transposed, each input meets ``weight[i]``."""
+    positions = shapes["input"] if shapes.get("transposed") else out
+    return 2 * _product(positions) * _product(shapes["weight"][1:])
+
+
+def _transposed(shapes: Shapes, out: Shape) -> int:
+    return _convolution({**shapes, "transposed": True}, out)
+
+
+def _attention(shapes: Shapes, out: Shape) -> int:
+    query, key, value = shapes["query"], shapes["key"], shapes["value"]
+    return 2 * _product(query[:-1]) * int(key[-2]) * int(query[-1] + value[-1])
+
+
+def _bilinear(shapes: Shapes, out: Shape) -> int:
+    return 2 * math.prod(out) * _product(shapes["weight"][1:])
+
+
+def _einsum(shapes: Shapes, out: Shape) -> int:
+    """Every element of the result is a sum over the letters that it lacks."""
+    left, _, result = shapes["equation"].replace(" ", "").partition("->")
+    sizes: dict[str, int] = {}
+    for term, shape in zip(left.split(","), shapes["tensors"], strict=True):
+        front, _, back = term.partition("...")
+        sizes |= dict(zip(front, shape, strict=False))
+        sizes |= dict(zip(reversed(back), reversed(shape), strict=False))
+    return 2 * math.prod(out) * math.prod(size for letter, size in sizes.items() if letter not in result)
+
+
+def _rows(shapes: Shapes, out: Any) -> int:
+    rows, matrices = _matrices(shapes)
+    return 2 * rows * sum(math.prod(shape) for shape in matrices)
+
+
+def hidden(node: fx.Node, batch: int) -> int:
+    """How many values the matrices of one member's recurrent layer, or submodule's own code, give for its input."""
+    rows, matrices = _matrices(_shapes(node, batch))
+    return rows * sum(shape[0] for shape in matrices)
+
+
+def _matrices(shapes: Shapes) -> tuple[int, list[Shape]]:
+    """The rows of the first tensor, and the shapes of the others that are matrices."""
+    tensors = _tensor_shapes(list(shapes.values()))
+    return math.prod(tensors[0][:-1]), [shape for shape in tensors[1:] if len(shape) == 2]
+
+
+def _tensor_shapes(items: Sequence[Any]) -> list[Shape]:
+    """Shapes are tuples, and stand in lists; what is in neither is no tensor."""
+    found: list[Shape] = []
+    for item in items:
+        if isinstance(item, tuple):
+            found.append(item)
+        elif isinstance(item, list):
+            found += _tensor_shapes(item)
+    return found
+
+
+# Operators that hold many products, of which no graph tells.
+RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "opaque"})
+
+_FORMULAS: dict[str, Formula] = dict.fromkeys(RECURRENT, _rows) | {
+    "linear": _times("input"),
+    "matmul": _times("self"),
+    "mm": _times("self"),
+    "bmm": _times("self"),
+    "mv": _times("self"),
+    "dot": _times("self"),
+    "addmm": _times("mat1"),
+    "addmv": _times("mat"),
+    "baddbmm": _times("batch1"),
+    "addbmm": _addbmm,
+    "bilinear": _bilinear,
+    "einsum": _einsum,
+    "conv1d": _convolution,
+    "conv2d": _convolution,
+    "conv3d": _convolution,
+    "convolution": _convolution,
+    "conv_transpose1d": _transposed,
+    "conv_transpose2d": _transposed,
+    "conv_transpose3d": _transposed,
+    "scaled_dot_product_attention": _attention,
+}
