@@ -23,6 +23,9 @@ _library = torch.library.Library("hfusion", "DEF")
 _library.define("opaque(Tensor[] inputs, int call) -> Tensor[]")
 _numbers = itertools.count()
 
+# Not None, which is an argument like any other.
+_TENSOR = object()
+
 
 @dataclass(frozen=True)
 class Result:
@@ -37,8 +40,8 @@ class Result:
 class OpaqueCall:
     """One call of a submodule in forward.
 
-    ``leaves`` are its flat arguments, None where a tensor comes; ``keys`` its tensors, which follow the arguments in
-    the graph; ``results`` what one member gave, ``bodies`` the submodule of every member.
+    ``leaves`` are its flat arguments, `_TENSOR` where a tensor comes; ``keys`` its own tensors, which follow the
+    arguments in the graph; ``results`` what one member gave, ``bodies`` the submodule of every member.
     """
 
     path: str
@@ -107,7 +110,7 @@ def _stub(
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         own = dict(tensors(module))
         output, out_spec = pytree.tree_flatten(next(records).output)
-        blanks = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        blanks = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         results = tuple(Result(tuple(t.shape), t.dtype, t.device) for t in output if isinstance(t, Tensor))
         call = OpaqueCall(path, why, blanks, spec, tuple(own), results, bodies)
         number = next(_numbers)
@@ -141,7 +144,7 @@ def _stack(call: OpaqueCall, parts: Sequence[Tensor]) -> Tensor:
 def _run_member(call: OpaqueCall, member: int, given: Sequence[Tensor]) -> list[Tensor]:
     count = len(given) - len(call.keys)
     arguments = iter(given[:count])
-    leaves = [leaf if leaf is not None else next(arguments, None) for leaf in call.leaves]
+    leaves = [next(arguments) if leaf is _TENSOR else leaf for leaf in call.leaves]
     args, kwargs = pytree.tree_unflatten(leaves, call.spec)
     own = dict(zip(call.keys, given[count:], strict=True))
     with _filled(call.bodies[member], own) as body:

@@ -69,3 +69,33 @@ def test_results_beside_tensors_are_refused() -> None:
 
     with pytest.raises(hf.FusionError, match="beside tensors; let it give tensors only"):
         hf.fuse([Telling(), Telling()])(torch.ones(2, 2))
+
+
+class Masked(nn.Module):
+    """Branches on a value, and takes arguments that may be None before one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None, y: Tensor | None) -> Tensor:
+        h = self.fc(x)
+        h = h * 2 if h.sum() > 0 else h
+        return h - y if mask is None and y is not None else h
+
+
+class AroundMasked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.masked = Masked()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.masked(x, None, x * 2)
+        return h
+
+
+def test_an_argument_that_is_none_keeps_its_place() -> None:
+    models = [AroundMasked().double() for _ in range(3)]
+    x = normal(5, 4)
+    expected = torch.stack([model(x) for model in models])
+    torch.testing.assert_close(hf.fuse(models)(x), expected, rtol=1e-9, atol=1e-12)
