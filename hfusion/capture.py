@@ -53,8 +53,8 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     for slot in slots:
         if slot.kind is Kind.CONSTANT and exported.constants[slot.name].requires_grad:
             raise FusionError(f"forward reads {slot.name}, a tensor that requires grad but is no parameter")
-    constants: dict[str, tuple[Tensor, ...]] = {
-        slot.name: (exported.constants[slot.name],) for slot in slots if slot.kind is Kind.CONSTANT
+    constants: dict[str, Tensor] = {
+        slot.name: exported.constants[slot.name] for slot in slots if slot.kind is Kind.CONSTANT
     }
     return Capture(graph, slots, constants, exported.call_spec.out_spec, _guards(placeholders, slots))
 

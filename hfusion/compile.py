@@ -20,7 +20,7 @@ from hfusion.isolate import culprits, record
 from hfusion.layout import Layout
 from hfusion.opaque import RULES as OPAQUE_RULES
 from hfusion.opaque import OpaqueCall, opaque
-from hfusion.ops import RULES
+from hfusion.ops import RULES as ATEN_RULES
 from hfusion.ops.rule import merge
 from hfusion.passes.align import align
 from hfusion.passes.batch import batch
@@ -31,6 +31,9 @@ from hfusion.program import Capture, Kind, Program, Slot
 _NUMBERS = (str, int, float, complex, bytes, enum.Enum, types.NoneType)
 _NAMES = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device, torch.memory_format)
 _LEAVES = (Tensor, StackedInput, *_NUMBERS, *_NAMES)
+
+
+RULES = merge(ATEN_RULES, OPAQUE_RULES)
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ def compile_array(subject: Subject, arguments: Arguments, training: bool) -> Com
     graph = align([c.graph for c in captures], subject.variants) if len(captures) > 1 else first.graph
     constants, differing = _constants(captures, subject.variants)
     layouts = tuple(_layout(slot, subject, arguments, differing) for slot in first.slots)
-    module = batch(graph, layouts, subject.members, merge(RULES, OPAQUE_RULES))
+    module = batch(graph, layouts, subject.members, RULES)
     code = regions(module, subject.members)
     program = Program(subject.name, subject.members, training, module, code, first.slots, layouts, first.out_spec)
     calls = tuple(call for _, calls in found for call in calls)
@@ -255,8 +258,8 @@ def check_members(members: int, arguments: Arguments) -> None:
 def _constants(captures: Sequence[Capture], variants: Sequence[int]) -> tuple[dict[str, Tensor], frozenset[str]]:
     """The captures' own tensors, stacked per member where they differ; and the names of those."""
     constants, differing = {}, set()
-    for name, (tensor,) in captures[0].constants.items():
-        rows = [c.constants[name][0] for c in captures]
+    for name, tensor in captures[0].constants.items():
+        rows = [c.constants[name] for c in captures]
         _check_alike(name, rows, variants)
         if all(torch.equal(row, tensor) for row in rows):
             constants[name] = tensor.detach()

@@ -35,13 +35,13 @@ class Slot:
 class Capture:
     """One member's forward as a graph of ATen operators without in-place writes.
 
-    ``slots`` describe the placeholders in order; ``constants`` are tensors that the graph holds by itself, one list
-    entry per member where they differ. ``guards`` tells whether the graph holds for other sizes of the inputs.
+    ``slots`` describe the placeholders in order; ``constants`` are the tensors that the graph holds by itself.
+    ``guards`` tells whether the graph holds for other sizes of the inputs.
     """
 
     graph: fx.Graph
     slots: tuple[Slot, ...]
-    constants: dict[str, tuple[Tensor, ...]]
+    constants: dict[str, Tensor]
     out_spec: TreeSpec
     guards: Callable[[Sequence[Any]], bool]
 

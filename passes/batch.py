@@ -40,10 +40,8 @@ class Emitter:
     members: int
     transitions: dict[tuple[fx.Node, Layout, int | None], fx.Node]
 
-    def call(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], **meta: Any) -> fx.Node:
-        node = self.graph.call_function(fn, self.lower(args), dict(self.lower(kwargs)))
-        node.meta.update(meta)
-        return node
+    def call(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
+        return self.graph.call_function(fn, self.lower(args), dict(self.lower(kwargs)))
 
     def lower(self, arguments: Any) -> Any:
         """Replace the rules' vocabulary by nodes."""
@@ -198,11 +196,8 @@ def _bind(arguments: Any, env: dict[fx.Node, Result]) -> Any:
     if isinstance(arguments, Mapping):
         return {name: _bind(item, env) for name, item in arguments.items()}
     if isinstance(arguments, list | tuple):
-        return (
-            [_bind(item, env) for item in arguments]
-            if isinstance(arguments, list)
-            else tuple(_bind(item, env) for item in arguments)
-        )
+        bound = [_bind(item, env) for item in arguments]
+        return bound if isinstance(arguments, list) else tuple(bound)
     return arguments
 
 

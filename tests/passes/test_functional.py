@@ -69,7 +69,7 @@ def _viewed(name: str, target: Tensor) -> Tensor:
 
 
 def run(found: Capture, x: Tensor, held: dict[str, Tensor]) -> Any:
-    held = held | {name: constant for name, (constant,) in found.constants.items()}
+    held = held | found.constants
     given = [x if slot.kind is Kind.INPUT else held[slot.name] for slot in found.slots]
     return fx.GraphModule(nn.Module(), found.graph)(*given)
 
