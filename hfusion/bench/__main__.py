@@ -96,6 +96,7 @@ def run_optim(parsed: argparse.Namespace) -> Outcome:
         found, interrupted = collect(optim.run(chosen, bar))
     rows = [row for group in found for row in group]
     footnotes = [f"{name}: {about}" for name, about in optim.ABOUT.items()]
+    footnotes.append(f"kernels of {optim.OURS}: {optim.form(chosen.device)}")
     return Outcome(optim.table(rows), footnotes, optim.json_rows(rows), interrupted, wrong=[])
 
 

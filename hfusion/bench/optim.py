@@ -1,8 +1,8 @@
 """The sub-benchmark ``optim``: the step of an optimizer alone, over B members with B learning rates.
 
-hfusion's way is a row per member through torch's fused kernels (``hfusion.optim``). It is compared with what
-a user could do instead, and with the bound: torch's fused kernel over the whole stack, which knows only one
-learning rate.
+hfusion's way is a kernel of its own that makes one pass over the stacks, or a row per member through torch's
+fused kernels where that one cannot run (``hfusion.optim.native``). It is compared with what a user could do
+instead, and with the bound: torch's fused kernel over the whole stack, which knows only one learning rate.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hfusion import optim
 from hfusion.array import Membership, mark
 from hfusion.bench import timing
 from hfusion.bench.progress import Meter
+from hfusion.optim import native
 
 Step = Callable[[], object]
 Shapes = tuple[tuple[int, ...], ...]
@@ -206,6 +207,12 @@ ABOUT = {
     "hfusion, one lr": "hf.optim with one learning rate for all",
     BOUND: "torch's fastest kernel over the whole stacks: the bound, it cannot have B learning rates",
 }
+
+
+def form(device: torch.device) -> str:
+    """Which kernels hfusion runs on ``device``, and why if they are torch's."""
+    found = native.library() if device.type == "cpu" else "the native kernel is for CPUs"
+    return f"torch rows: {found}" if isinstance(found, str) else "native"
 
 
 def pieces(settings: Settings) -> int:

@@ -13,7 +13,7 @@ from torch.optim.adadelta import adadelta
 
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import Hyper, HyperValue, Values
-from hfusion.optim.rows import Row, Traits
+from hfusion.optim.rows import Row
 from hfusion.optim.settings import Flags
 
 # torch has no fused Adadelta, but a dozen elementwise operators. They run on blocks that stay in the
@@ -38,7 +38,7 @@ class Adadelta(FusedOptimizer):
     )
     flags: ClassVar[tuple[str, ...]] = ("maximize",)
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adadelta
-    traits: ClassVar[Traits] = Traits(tensor_ns=15000)
+    kernel: ClassVar[str] = "adadelta"
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Adadelta(FusedOptimizer):
         return ("square_avg", "acc_delta")
 
     @classmethod
-    def native(cls, row: Row, values: Values, flags: Flags) -> None:
+    def fused(cls, row: Row, values: Values, flags: Flags) -> None:
         lists = [row.params, row.grads, *row.buffers]
         if row.params[0].device.type != "cpu":
             _update(lists, values, flags, foreach=True)

@@ -10,7 +10,7 @@ from torch.optim.adam import adam
 
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import Hyper, HyperValue, Values
-from hfusion.optim.rows import Row, Traits
+from hfusion.optim.rows import Row
 from hfusion.optim.settings import Flags
 
 
@@ -31,7 +31,8 @@ class Adam(FusedOptimizer):
     )
     flags: ClassVar[tuple[str, ...]] = ("amsgrad", "maximize")
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adam
-    traits: ClassVar[Traits] = Traits(tensor_ns=800)
+    kernel: ClassVar[str] = "adam"
+    decoupled: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -59,10 +60,10 @@ class Adam(FusedOptimizer):
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if flags[0] else ("exp_avg", "exp_avg_sq")
 
     @classmethod
-    def native(cls, row: Row, values: Values, flags: Flags) -> None:
+    def fused(cls, row: Row, values: Values, flags: Flags) -> None:
         lr, beta1, beta2, eps, weight_decay = values
         amsgrad, maximize = flags
-        kernel = torch._fused_adamw_ if cls.traits.decoupled else torch._fused_adam_
+        kernel = torch._fused_adamw_ if cls.decoupled else torch._fused_adam_
         kernel(
             row.params,
             row.grads,
@@ -91,7 +92,7 @@ class Adam(FusedOptimizer):
             row.buffers[2] if amsgrad else [],
             [torch.tensor(row.number - 1) for _ in row.params],
             has_complex=any(param.is_complex() for param in row.params),
-            decoupled_weight_decay=cls.traits.decoupled,
+            decoupled_weight_decay=cls.decoupled,
             amsgrad=amsgrad,
             beta1=beta1,
             beta2=beta2,
@@ -109,7 +110,8 @@ class AdamW(Adam):
     """
 
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
-    traits: ClassVar[Traits] = Traits(tensor_ns=800, decoupled=True)
+    kernel: ClassVar[str] = "adamw"
+    decoupled: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -1,26 +1,32 @@
 """The mechanism of the fused optimizers: stacks ``[B, *shape]`` of parameters, vectors ``[B]`` of numbers.
 
 Arithmetic that broadcasts a vector over a stack reads and writes every tensor several times and is slower
-than a loop over the members. So the kernels of torch.optim, which take scalars, run on rows: each run of
-neighbouring members with equal hyper-parameters and step counts is one call over all parameters of a group.
-Small parameters, for which that makes too many calls, go through a single one (``unit``).
+than a loop over the members. So on a CPU a kernel of our own (``native``) takes the vectors and makes one pass
+over the memory of a group. Elsewhere, and where it cannot be compiled, the kernels of torch.optim, which take
+scalars, run on rows: each run of neighbouring members with equal hyper-parameters and step counts is one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
 
 from hfusion.array import mark, membership
 from hfusion.errors import FusionError
 from hfusion.optim.cohort import Cohort, Cohorts, State, membership_of
-from hfusion.optim.hyper import Hyper, Values, own, plain, read
-from hfusion.optim.rows import Row, Traits
+from hfusion.optim.hyper import Hyper, Values, own, plain, read, unchanged
+from hfusion.optim.rows import Row
 from hfusion.optim.settings import Flags, Settings
+
+_LAYOUT = attrgetter("layout")
 
 Group: TypeAlias = dict[str, Any]
 
@@ -30,7 +36,7 @@ class FusedOptimizer(Optimizer):
 
     ``group["lr"]`` and the others are float64 vectors ``[B]``; a user may also write one number or a sequence
     there. ``state[p]`` holds ``step``, the counts ``[B]``, and stacks shaped like ``p``. A subclass lists its
-    hyper-parameters and flags and gives two kernels; all of torch.optim's semantics come from these.
+    hyper-parameters and flags, names its native kernel and gives two of torch's.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]]
@@ -39,7 +45,8 @@ class FusedOptimizer(Optimizer):
     torch_class: ClassVar[type[Optimizer]]
     counts_steps: ClassVar[bool] = True
     """Whether torch's class has a ``step`` in its state."""
-    traits: ClassVar[Traits]
+    kernel: ClassVar[str]
+    """The name of the kernel in ``kernels.c``."""
 
     def __init__(self, params: Any, defaults: Mapping[str, Any]) -> None:
         self._known: dict[int, tuple[Settings, Cohorts]] = {}
@@ -51,8 +58,8 @@ class FusedOptimizer(Optimizer):
         raise NotImplementedError
 
     @staticmethod
-    def native(row: Row, values: Values, flags: Flags) -> None:
-        """Update a row of contiguous float32 or float64 tensors on a CPU or CUDA device."""
+    def fused(row: Row, values: Values, flags: Flags) -> None:
+        """Update a row of contiguous float32 or float64 tensors on a CPU or CUDA device with torch's fastest kernel."""
         raise NotImplementedError
 
     @staticmethod
@@ -86,7 +93,17 @@ class FusedOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
-    @torch.no_grad()
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """As torch's, which opens a profiler's range at every step, whether anybody looks or not."""
+        hooked = Optimizer.profile_hook_step(func)
+
+        @wraps(func)
+        def step(self: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
+            return (hooked if _observed(self) else func)(self, *args, **kwargs)
+
+        return step
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every member; returns what ``closure`` returns.
 
@@ -98,11 +115,28 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         work = [part for index, group in enumerate(self.param_groups) for part in self._prepare(index, group)]
-        for settings, cohort in work:
-            kernel = self.native if cohort.native else self.general
-            for row, values in cohort.rows(settings, self.traits):
-                kernel(row, values, settings.flags)
+        for settings, cohort, grads in work:
+            if cohort.native:
+                cohort.step(grads, settings)
+                continue
+            kernel = self.fused if cohort.fused else self.general
+            with torch.no_grad():
+                for row, values in cohort.rows(grads, settings):
+                    kernel(row, values, settings.flags)
         return loss
+
+    @property
+    def state_stacks(self) -> int:
+        """The most stacks that the state of a parameter holds: 2 for Adam, 0 for SGD without momentum."""
+        return max(len(self._settings(group).names) for group in self.param_groups)
+
+    def initialise(self) -> None:
+        """Make the state of every trained parameter now, which otherwise happens at its first step."""
+        for group in self.param_groups:
+            names = self._settings(group).names
+            for param in group["params"]:
+                if names and param.requires_grad:
+                    self._state(param, names)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with hyper-parameters as plain float64 tensors ``[B]``: ``weights_only`` loads it."""
@@ -137,6 +171,10 @@ class FusedOptimizer(Optimizer):
 
         return unfuse(self)
 
+    def forget(self) -> None:
+        """Drop what is kept from step to step: it holds the memory of tensors that were moved since."""
+        self._known.clear()
+
     def __getstate__(self) -> dict[str, Any]:
         marks = [[membership(param) for param in group["params"]] for group in self.param_groups]
         return {**super().__getstate__(), "memberships": marks}
@@ -155,20 +193,23 @@ class FusedOptimizer(Optimizer):
 
     def _settings(self, group: Group, known: Settings | None = None) -> Settings:
         """The checked values of ``group``; ``known`` itself if they are still the same."""
-        columns = read(group, self.hypers, membership_of(group["params"][0]).members)
-        flags = tuple(bool(group[name]) for name in self.flags)
-        if known and columns == known.columns and flags == known.flags:
+        if known and unchanged(group, self.hypers, known.vectors, known.columns) and self._flags(group) == known.flags:
             return known
+        vectors, columns = read(group, self.hypers, membership_of(group["params"][0]).members)
+        flags = self._flags(group)
         for hyper, column in zip(self.hypers, columns, strict=True):
             hyper.check(column)
         members = list(zip(*columns, strict=True))
         for values in dict.fromkeys(members):
             self.check(values, flags)
         buffers = [self.buffers(values, flags) for values in members]
-        settings = Settings(columns, flags, bool(group["maximize"]), members, buffers)
+        settings = Settings(vectors, columns, flags, members, buffers)
         if len(settings.lengths) > 1:
             self._check_shared([param for param in group["params"] if param.requires_grad], settings)
         return settings
+
+    def _flags(self, group: Group) -> Flags:
+        return tuple(bool(group[name]) for name in self.flags)
 
     def _check_shared(self, params: Sequence[Tensor], settings: Settings) -> None:
         for param in params:
@@ -194,25 +235,27 @@ class FusedOptimizer(Optimizer):
                         f"optimizer needs {list(wanted)}: load the state of an array with the same members"
                     )
 
-    def _prepare(self, index: int, group: Group) -> list[tuple[Settings, Cohort]]:
-        """Everything of a step that may fail, before anything is written."""
+    def _prepare(self, index: int, group: Group) -> list[tuple[Settings, Cohort, list[Tensor]]]:
+        """Everything of a step that may fail, before anything is written: cohorts with their gradients."""
         before, cohorts = self._known.get(index, (None, None))
         settings = self._settings(group, before)
         names = settings.names
-        active = []
-        for param in group["params"]:
-            if (grad := param.grad) is not None:
-                if grad.is_sparse:
-                    raise RuntimeError(f"{type(self).__name__} does not support sparse gradients: use dense ones")
-                active.append(param)
+        grads = [grad for param in group["params"] if (grad := param.grad) is not None]
+        active = group["params"]
+        if len(grads) < len(active):
+            active = [param for param in active if param.grad is not None]
+        if not all(map(is_, map(_LAYOUT, grads), repeat(torch.strided))):
+            raise RuntimeError(f"{type(self).__name__} does not support sparse gradients: use dense ones")
         state = list(map(self.state.get, active)) if names else []
         held = cohorts is not None and cohorts.holds(active, state, names)
         if len(settings.lengths) > 1 and not (held and settings is before):
             self._check_shared(active, settings)
         if cohorts is None or not held:
-            cohorts = Cohorts(active, [self._state(param, names) for param in active] if names else [], names)
+            cohorts = Cohorts(
+                active, [self._state(param, names) for param in active] if names else [], names, self.kernel
+            )
         self._known[index] = (settings, cohorts)
-        return [(settings, cohort) for cohort in cohorts.cohorts]
+        return [(settings, cohort, part) for cohort, part in cohorts.load(grads)]
 
     def _state(self, param: Tensor, names: Sequence[str]) -> State:
         state: State = self.state[param]
@@ -222,6 +265,17 @@ class FusedOptimizer(Optimizer):
                 if name not in state:
                     state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
         return state
+
+
+def _observed(optimizer: Optimizer) -> bool:
+    """Whether a profiler or a hook wants to know of a step."""
+    return bool(
+        torch._C._autograd._profiler_enabled()
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or optimizer_module._global_optimizer_pre_hooks
+        or optimizer_module._global_optimizer_post_hooks
+    )
 
 
 def _members(group: Group) -> int:

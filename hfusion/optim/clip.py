@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,18 +37,39 @@ def clip_grad_norm_(
         return torch.zeros(members)
     norm_type = float(norm_type)
     first = grads[0].device
-    parts = [torch.linalg.vector_norm(grad.reshape(members, -1), norm_type, dim=1).to(first) for grad in grads]
-    norms: Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type, dim=0)
+    norms = total_norm([grad_norms(grad, members, norm_type).to(first) for grad in grads], norm_type)
     if error_if_nonfinite and not bool(norms.isfinite().all()):
         bad = {index: norm for index, norm in enumerate(norms.tolist()) if not torch.tensor(norm).isfinite()}
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is not finite for members {bad} (member: norm); pass "
             "error_if_nonfinite=False to scale their gradients anyway"
         )
-    factors = torch.clamp(limits.to(norms) / (norms + 1e-6), max=1.0)
+    factors = clip_factors(norms, limits)
     for grad in grads:
-        grad.mul_(factors.to(grad.device).reshape(members, *[1] * (grad.dim() - 1)))
+        scale(grad, factors)
     return norms
+
+
+def grad_norms(grad: Tensor, members: int, norm_type: float = 2.0) -> Tensor:
+    """The norms ``[B]`` of one stacked gradient ``[B, *S]``."""
+    norms: Tensor = torch.linalg.vector_norm(grad.reshape(members, -1), norm_type, dim=1)
+    return norms
+
+
+def total_norm(norms: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norms ``[B]`` over all parameters, from those of each."""
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type, dim=0)
+    return norm
+
+
+def clip_factors(norms: Tensor, limits: Tensor) -> Tensor:
+    """What to multiply the members' gradients by, ``[B]``, so that ``norms`` come under ``limits``."""
+    return torch.clamp(limits.to(norms) / (norms + 1e-6), max=1.0)
+
+
+def scale(grad: Tensor, factors: Tensor) -> None:
+    """Multiply a stacked gradient ``[B, *S]`` by ``factors [B]`` in place."""
+    grad.mul_(factors.to(grad.device).reshape(-1, *[1] * (grad.dim() - 1)))
 
 
 def _gradients(params: list[Tensor]) -> tuple[int, list[Tensor]]:

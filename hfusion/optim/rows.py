@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Traits:
-    """Of an optimizer's native kernel. ``tensor_ns``: what one more tensor in a row costs on a CPU.
-
-    ``decoupled``: weight decay scales the parameter, and is not added to the gradient.
-    """
-
-    tensor_ns: float
-    decoupled: bool = False
 
 
 class Row(NamedTuple):

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hfusion.optim.hyper import Values
+from hfusion.optim.hyper import MemberVector, Values
 
 Flags: TypeAlias = tuple[bool, ...]
 
@@ -20,13 +20,13 @@ Flags: TypeAlias = tuple[bool, ...]
 class Settings:
     """The checked hyper-parameters of a param group: ``columns[hyper][member]``, ``members[member][hyper]``.
 
-    The learning rate comes first and the weight decay last. ``buffers``: for each member, the names of the
+    ``vectors``: the param group's own, from which ``columns`` were read. ``buffers``: for each member, the names of the
     state stacks that its update uses.
     """
 
+    vectors: list[MemberVector]
     columns: list[list[float]]
     flags: Flags
-    maximize: bool
     members: list[Values]
     buffers: list[tuple[str, ...]]
 
@@ -51,17 +51,14 @@ class Settings:
         return torch.tensor([float(bool(names)) for names in self.buffers])
 
     @cached_property
-    def unit(self) -> Values | None:
-        """The values of a step with lr 1 and no weight decay, if that step is the same for all members.
+    def table(self) -> Tensor:
+        """``columns`` as one float64 tensor ``[hyper, member]``."""
+        return torch.tensor(self.columns, dtype=torch.float64)
 
-        None if it is not, if nothing would be gained, or if weight decay is 0 for some members only: a
-        product with 0 would carry the NaN of a broken parameter into its gradient.
-        """
-        inner = {values[1:-1] for values in self.members}
-        decays = {values[-1] != 0 for values in self.members}
-        if len(self.lengths) == 1 or len(inner) > 1 or len(decays) > 1:
-            return None
-        return (1.0, *inner.pop(), 0.0)
+    @cached_property
+    def bits(self) -> int:
+        """``flags`` as one number, the first in its lowest bit."""
+        return sum(flag << place for place, flag in enumerate(self.flags))
 
 
 def run_lengths(values: Sequence[object]) -> list[int]:

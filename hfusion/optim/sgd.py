@@ -9,7 +9,7 @@ from torch.optim.sgd import sgd
 
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import Hyper, HyperValue, Values
-from hfusion.optim.rows import Row, Traits
+from hfusion.optim.rows import Row
 from hfusion.optim.settings import Flags
 
 
@@ -30,7 +30,7 @@ class SGD(FusedOptimizer):
     flags: ClassVar[tuple[str, ...]] = ("nesterov", "maximize")
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.SGD
     counts_steps: ClassVar[bool] = False
-    traits: ClassVar[Traits] = Traits(tensor_ns=700)
+    kernel: ClassVar[str] = "sgd"
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class SGD(FusedOptimizer):
         return ("momentum_buffer",) if values[1] != 0 else ()
 
     @classmethod
-    def native(cls, row: Row, values: Values, flags: Flags) -> None:
+    def fused(cls, row: Row, values: Values, flags: Flags) -> None:
         lr, momentum, dampening, weight_decay = values
         nesterov, maximize = flags
         torch._fused_sgd_(

@@ -121,6 +121,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adam": ("Adam", {"lr": LR}),
     "adam-equal": ("Adam", {"lr": 0.01}),
     "adam-all": ("Adam", {"lr": LR, "betas": (Per(0.9, 0.9), Per(0.99, 0.9)), "eps": Per(1e-8, 10.0)}),
+    "adam-far": ("Adam", {"lr": LR, "betas": (Per(0.9, 0.5), 0.9)}),
     "adam-decay": ("Adam", {"lr": LR, "weight_decay": Per(0.1, 0.1), "maximize": True}),
     "adam-amsgrad": ("Adam", {"lr": LR, "amsgrad": True}),
     "adamw": ("AdamW", {"lr": LR}),

@@ -10,12 +10,21 @@ from torch.nn import Parameter
 
 from hfusion import optim
 from hfusion.array import Membership, mark
+from hfusion.optim import native
 from tests.optim.arrays import CASES, SHAPES, Array, Per, for_array, for_member, run, start
 
 BOTH = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
 ONE_EACH = pytest.mark.parametrize(
     ("name", "options"), [CASES[case] for case in ("sgd-momentum", "adam", "adamw", "adadelta")]
 )
+
+
+@pytest.fixture(autouse=True, params=["native", "rows"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here runs with the native kernel and with torch's kernels row by row."""
+    monkeypatch.setenv("HFUSION_NATIVE", "1" if request.param == "native" else "0")
+    if request.param == "native" and isinstance(found := native.library(), str):
+        pytest.skip(found)
 
 
 @BOTH
@@ -75,6 +84,26 @@ def test_a_bad_member_leaves_its_neighbours_bit_identical(name: str, options: di
         assert all(torch.equal(mine, clean) for mine, clean in zip(outcome, outcomes[0], strict=True))
 
 
+@BOTH
+def test_a_parameter_that_is_not_finite_does_not_reach_the_state_without_decay(
+    name: str, options: dict[str, Any]
+) -> None:
+    array = Array(3, shapes=[(4,)])
+    fused, alone = start(name, {**options, "weight_decay": Per(0.1, 0.0)}, array)
+    for member, params in enumerate(array.members):
+        for tensor in (array.params[0][member], params[0]):
+            tensor.detach()[2] = float("inf")
+    run(array, fused, alone, 3)
+    wanted = torch.stack([params[0].detach() for params in array.members])
+    torch.testing.assert_close(array.params[0].detach(), wanted, rtol=1e-9, atol=1e-12, equal_nan=True)
+    for key, value in fused.state[array.params[0]].items():
+        states = [optimizer.state[params[0]] for optimizer, params in zip(alone, array.members, strict=True)]
+        if key != "step":
+            torch.testing.assert_close(
+                value, torch.stack([state[key] for state in states]), rtol=1e-9, atol=1e-12, equal_nan=True
+            )
+
+
 @ONE_EACH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.complex128])
 def test_other_dtypes_take_the_general_kernel(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -112,6 +141,32 @@ def test_moved_parameters_are_noticed(name: str, options: dict[str, Any]) -> Non
         state.update({key: value.clone() for key, value in state.items()})
     run(array, fused, alone, 2)
     array.assert_equal()
+
+
+@ONE_EACH
+def test_a_gradient_replaced_through_data_is_refused(name: str, options: dict[str, Any]) -> None:
+    array = Array(3, shapes=[(4, 6)])
+    fused, _ = start(name, options, array)
+    array.draw_grads()
+    (param,) = array.params
+    before = param.detach().clone()
+    assert param.grad is not None
+    param.grad.data = torch.zeros(3, 2, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"gradient of 'p0' has shape \[3, 2\], the parameter \[3, 4, 6\]"):
+        fused.step()
+    assert torch.equal(param, before)
+
+
+@ONE_EACH
+def test_autograd_knows_that_parameters_have_changed(name: str, options: dict[str, Any]) -> None:
+    array = Array(3, shapes=[(4, 6)])
+    fused, _ = start(name, options, array)
+    (param,) = array.params
+    loss = (param**3).sum()
+    loss.backward(retain_graph=True)
+    fused.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_state_that_was_cleared_begins_again() -> None:

@@ -1,0 +1,329 @@
+/* The steps of the fused optimizers on a CPU: one pass over the memory of all tensors of a cohort.
+
+   hfusion/optim/native.py compiles this file at first use. Every function takes
+
+     tensors, members, stride   tensors [members, size]; the columns of hyper-parameters are `stride` apart
+     sizes                      elements of one member, for each tensor
+     params, grads              the address of each tensor
+     state                      the same, one list after the other, in the order the comment of the kernel says
+     columns                    hyper-parameters [hyper][stride], in the order in which the optimizer lists them
+     counts                     the number of this step for each member, from 1
+     flags                      the optimizer's flags, the first in the lowest bit
+     threads                    at most so many are used
+
+   and returns 0, or 1 if there is no memory. Every element is computed by itself and, compiled with
+   -ffp-contract=off, by the same operations in a vector and alone: a tensor may be cut anywhere, in threads
+   or in shards, and gives the same bits. */
+
+#ifndef REAL
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+/* Below this many elements a further thread costs more than it saves. */
+#define GRAIN 16384
+#define MAX_BUFFERS 3
+
+#define ARGUMENTS                                                                                                  \
+    int64_t tensors, int64_t members, int64_t stride, const int64_t *sizes, void *const *params,                    \
+        void *const *grads, void *const *state, const double *columns, const float *counts, int64_t flags,          \
+        int64_t threads
+#define PASSED tensors, members, stride, sizes, params, grads, state, columns, counts, flags, threads
+
+/* Updates `n` neighbouring elements of members with equal scalars. `at`: parameters, gradients, state. */
+typedef void (*Row)(int64_t n, void *const *at, const void *scalars);
+
+typedef struct {
+    int64_t tensors, members;
+    const int64_t *sizes;
+    void *const *lists[2 + MAX_BUFFERS]; /* params, grads, state */
+    int used;                            /* how many of the lists there are */
+    size_t element;
+    Row row;
+    const char *scalars; /* one record for each member */
+    size_t record;
+    const int64_t *ends; /* for each member the end of its run of members with equal records */
+} Work;
+
+/* The elements [low, high) of all tensors laid end to end. */
+static void walk(const Work *work, int64_t low, int64_t high) {
+    int64_t base = 0;
+    for (int64_t tensor = 0; tensor < work->tensors && base < high; tensor++) {
+        const int64_t size = work->sizes[tensor], total = size * work->members;
+        const int64_t stop = high - base < total ? high - base : total;
+        int64_t from = low > base ? low - base : 0;
+        while (from < stop) {
+            const int64_t member = from / size, end = work->ends[member] * size;
+            const int64_t to = end < stop ? end : stop;
+            void *at[2 + MAX_BUFFERS];
+            for (int list = 0; list < work->used; list++)
+                at[list] = (char *)work->lists[list][tensor] + from * work->element;
+            work->row(to - from, at, work->scalars + member * work->record);
+            from = to;
+        }
+        base += total;
+    }
+}
+
+/* Makes the step of `row` with one record of scalars for each member, and frees the records. */
+static int finish(Work *work, size_t element, Row row, void *records, size_t record, int64_t threads) {
+    work->element = element;
+    work->row = row;
+    work->scalars = records;
+    work->record = record;
+    int64_t *ends = malloc(work->members * sizeof(int64_t)), total = 0;
+    if (!ends) {
+        free(records);
+        return 1;
+    }
+    for (int64_t member = work->members - 1; member >= 0; member--) {
+        const char *record = work->scalars + member * work->record;
+        const int joins = member + 1 < work->members && !memcmp(record, record + work->record, work->record);
+        ends[member] = joins ? ends[member + 1] : member + 1;
+    }
+    work->ends = ends;
+    for (int64_t tensor = 0; tensor < work->tensors; tensor++) total += work->sizes[tensor] * work->members;
+    if (threads > total / GRAIN) threads = total / GRAIN;
+#ifdef _OPENMP
+    if (threads > 1) {
+#pragma omp parallel num_threads(threads)
+        {
+            const int64_t team = omp_get_num_threads(), mine = omp_get_thread_num();
+            walk(work, total * mine / team, total * (mine + 1) / team);
+        }
+    } else
+#endif
+        walk(work, 0, total);
+    free(ends);
+    free(records);
+    return 0;
+}
+
+static Work work_of(int64_t tensors, int64_t members, const int64_t *sizes, void *const *params, void *const *grads,
+                    void *const *state, int buffers) {
+    Work work = {.tensors = tensors, .members = members, .sizes = sizes, .used = 2 + buffers};
+    work.lists[0] = params;
+    work.lists[1] = grads;
+    for (int buffer = 0; buffer < buffers; buffer++) work.lists[2 + buffer] = state + buffer * tensors;
+    return work;
+}
+
+/* What follows, once for each type. */
+#define PASTE(name, type) name##_##type
+#define NAMED(name, type) PASTE(name, type)
+#define NAME(name) NAMED(name, REAL)
+#define INLINE static inline __attribute__((always_inline)) void
+
+/* A row with `mode` known to the compiler, so that no loop has a branch. */
+#define CASE(form, mode) \
+    case mode: form(n, at, s, mode); break;
+
+enum { SGD_DECAY = 1, SGD_MOMENTUM = 2, SGD_FIRST = 4, SGD_NESTEROV = 8 };
+enum { ADAM_DECAY = 1, ADAM_AMSGRAD = 2, ADAM_NEAR = 4 };
+enum { ADADELTA_DECAY = 1 };
+
+#define REAL float
+#define SQRT sqrtf
+#include __FILE__
+#undef REAL
+#undef SQRT
+#define REAL double
+#define SQRT sqrt
+#include __FILE__
+
+#else
+
+/* SGD (torch.optim.SGD). hyper-parameters: lr, momentum, dampening, weight_decay; flags: nesterov, maximize;
+   state: the momentum buffer, which members without momentum do not touch. */
+
+typedef struct {
+    int64_t mode;
+    REAL sign, lr, decay, momentum, fresh;
+} NAME(Sgd);
+
+INLINE NAME(sgd_form)(int64_t n, void *const *at, const NAME(Sgd) *s, const int mode) {
+    REAL *restrict param = at[0], *restrict buffer = mode & SGD_MOMENTUM ? at[2] : 0;
+    const REAL *restrict grad = at[1];
+    const REAL sign = s->sign, lr = s->lr, decay = s->decay, momentum = s->momentum, fresh = s->fresh;
+    for (int64_t i = 0; i < n; i++) {
+        REAL step = sign * grad[i];
+        /* Without decay no product with 0: it would carry the NaN of a parameter into the gradient. */
+        if (mode & SGD_DECAY) step = step + decay * param[i];
+        if (mode & SGD_MOMENTUM) {
+            const REAL mean = mode & SGD_FIRST ? step : momentum * buffer[i] + fresh * step;
+            buffer[i] = mean;
+            step = mode & SGD_NESTEROV ? step + momentum * mean : mean;
+        }
+        param[i] = param[i] - lr * step;
+    }
+}
+
+static void NAME(sgd_row)(int64_t n, void *const *at, const void *scalars) {
+    const NAME(Sgd) *s = scalars;
+    switch (s->mode) {
+        CASE(NAME(sgd_form), 0)
+        CASE(NAME(sgd_form), SGD_DECAY)
+        CASE(NAME(sgd_form), SGD_MOMENTUM)
+        CASE(NAME(sgd_form), SGD_MOMENTUM | SGD_DECAY)
+        CASE(NAME(sgd_form), SGD_MOMENTUM | SGD_FIRST)
+        CASE(NAME(sgd_form), SGD_MOMENTUM | SGD_FIRST | SGD_DECAY)
+        CASE(NAME(sgd_form), SGD_MOMENTUM | SGD_NESTEROV)
+        CASE(NAME(sgd_form), SGD_MOMENTUM | SGD_NESTEROV | SGD_DECAY)
+        CASE(NAME(sgd_form), SGD_MOMENTUM | SGD_NESTEROV | SGD_FIRST)
+        CASE(NAME(sgd_form), SGD_MOMENTUM | SGD_NESTEROV | SGD_FIRST | SGD_DECAY)
+    }
+}
+
+int NAME(sgd)(ARGUMENTS) {
+    const double *lr = columns, *momentum = lr + stride, *dampening = momentum + stride, *decay = dampening + stride;
+    NAME(Sgd) *records = calloc(members, sizeof *records);
+    if (!records) return 1;
+    int buffers = 0;
+    for (int64_t member = 0; member < members; member++) {
+        NAME(Sgd) *s = records + member;
+        s->mode = decay[member] != 0 ? SGD_DECAY : 0;
+        if (momentum[member] != 0) {
+            buffers = 1;
+            s->mode |= SGD_MOMENTUM | (counts[member] == 1 ? SGD_FIRST : 0) | (flags & 1 ? SGD_NESTEROV : 0);
+        }
+        s->sign = flags & 2 ? -1 : 1;
+        s->lr = lr[member];
+        s->decay = decay[member];
+        s->momentum = momentum[member];
+        s->fresh = 1 - dampening[member];
+    }
+    Work work = work_of(tensors, members, sizes, params, grads, state, buffers);
+    return finish(&work, sizeof(REAL), NAME(sgd_row), records, sizeof *records, threads);
+}
+
+/* Adam and AdamW (torch.optim.Adam, AdamW). hyper-parameters: lr, betas[0], betas[1], eps, weight_decay;
+   flags: amsgrad, maximize; state: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq. */
+
+typedef struct {
+    int64_t mode;
+    REAL sign, decay, shrink, toward, beta2, fresh, scale, eps, step;
+} NAME(Adam);
+
+INLINE NAME(adam_form)(int64_t n, void *const *at, const NAME(Adam) *s, const int mode) {
+    REAL *restrict param = at[0], *restrict mean = at[2], *restrict square = at[3];
+    REAL *restrict highest = mode & ADAM_AMSGRAD ? at[4] : 0;
+    const REAL *restrict grad = at[1];
+    const REAL sign = s->sign, decay = s->decay, shrink = s->shrink, toward = s->toward, beta2 = s->beta2;
+    const REAL fresh = s->fresh, scale = s->scale, eps = s->eps, step = s->step;
+    for (int64_t i = 0; i < n; i++) {
+        REAL g = sign * grad[i];
+        /* Without decay no product with 0: it would carry the NaN of a parameter into the gradient. */
+        if (mode & ADAM_DECAY) g = g + decay * param[i];
+        /* torch.lerp: from the nearer end. */
+        const REAL m = (mode & ADAM_NEAR ? mean[i] : g) + toward * (g - mean[i]);
+        REAL v = beta2 * square[i] + fresh * g * g;
+        mean[i] = m;
+        square[i] = v;
+        if (mode & ADAM_AMSGRAD) {
+            const REAL high = highest[i];
+            /* torch.maximum: a NaN on either side stays. */
+            v = v > high || v != v ? v : high;
+            highest[i] = v;
+        }
+        param[i] = shrink * param[i] - step * m / (SQRT(v) * scale + eps);
+    }
+}
+
+static void NAME(adam_row)(int64_t n, void *const *at, const void *scalars) {
+    const NAME(Adam) *s = scalars;
+    switch (s->mode) {
+        CASE(NAME(adam_form), 0)
+        CASE(NAME(adam_form), ADAM_DECAY)
+        CASE(NAME(adam_form), ADAM_AMSGRAD)
+        CASE(NAME(adam_form), ADAM_AMSGRAD | ADAM_DECAY)
+        CASE(NAME(adam_form), ADAM_NEAR)
+        CASE(NAME(adam_form), ADAM_NEAR | ADAM_DECAY)
+        CASE(NAME(adam_form), ADAM_NEAR | ADAM_AMSGRAD)
+        CASE(NAME(adam_form), ADAM_NEAR | ADAM_AMSGRAD | ADAM_DECAY)
+    }
+}
+
+static int NAME(adams)(ARGUMENTS, int decoupled) {
+    const double *lr = columns, *beta1 = lr + stride, *beta2 = beta1 + stride, *eps = beta2 + stride;
+    const double *decay = eps + stride;
+    NAME(Adam) *records = calloc(members, sizeof *records);
+    if (!records) return 1;
+    for (int64_t member = 0; member < members; member++) {
+        NAME(Adam) *s = records + member;
+        const int near = 1 - beta1[member] < 0.5;
+        s->mode = (decay[member] != 0 && !decoupled ? ADAM_DECAY : 0) | (flags & 1 ? ADAM_AMSGRAD : 0) |
+                  (near ? ADAM_NEAR : 0);
+        s->sign = flags & 2 ? -1 : 1;
+        s->decay = decay[member];
+        s->shrink = decoupled ? 1 - lr[member] * decay[member] : 1;
+        s->toward = near ? 1 - beta1[member] : -beta1[member];
+        s->beta2 = beta2[member];
+        s->fresh = 1 - beta2[member];
+        s->scale = 1 / sqrt(1 - pow(beta2[member], counts[member]));
+        s->eps = eps[member];
+        s->step = lr[member] / (1 - pow(beta1[member], counts[member]));
+    }
+    Work work = work_of(tensors, members, sizes, params, grads, state, flags & 1 ? 3 : 2);
+    return finish(&work, sizeof(REAL), NAME(adam_row), records, sizeof *records, threads);
+}
+
+int NAME(adam)(ARGUMENTS) { return NAME(adams)(PASSED, 0); }
+
+int NAME(adamw)(ARGUMENTS) { return NAME(adams)(PASSED, 1); }
+
+/* Adadelta (torch.optim.Adadelta). hyper-parameters: lr, rho, eps, weight_decay; flags: maximize; state:
+   square_avg, acc_delta. */
+
+typedef struct {
+    int64_t mode;
+    REAL sign, lr, decay, rho, fresh, eps;
+} NAME(Adadelta);
+
+INLINE NAME(adadelta_form)(int64_t n, void *const *at, const NAME(Adadelta) *s, const int mode) {
+    REAL *restrict param = at[0], *restrict square = at[2], *restrict moved = at[3];
+    const REAL *restrict grad = at[1];
+    const REAL sign = s->sign, lr = s->lr, decay = s->decay, rho = s->rho, fresh = s->fresh, eps = s->eps;
+    for (int64_t i = 0; i < n; i++) {
+        REAL g = sign * grad[i];
+        /* Without decay no product with 0: it would carry the NaN of a parameter into the gradient. */
+        if (mode & ADADELTA_DECAY) g = g + decay * param[i];
+        const REAL v = rho * square[i] + fresh * g * g;
+        const REAL delta = SQRT(moved[i] + eps) / SQRT(v + eps) * g;
+        square[i] = v;
+        moved[i] = rho * moved[i] + fresh * delta * delta;
+        param[i] = param[i] - lr * delta;
+    }
+}
+
+static void NAME(adadelta_row)(int64_t n, void *const *at, const void *scalars) {
+    const NAME(Adadelta) *s = scalars;
+    switch (s->mode) {
+        CASE(NAME(adadelta_form), 0)
+        CASE(NAME(adadelta_form), ADADELTA_DECAY)
+    }
+}
+
+int NAME(adadelta)(ARGUMENTS) {
+    const double *lr = columns, *rho = lr + stride, *eps = rho + stride, *decay = eps + stride;
+    NAME(Adadelta) *records = calloc(members, sizeof *records);
+    if (!records) return 1;
+    for (int64_t member = 0; member < members; member++) {
+        NAME(Adadelta) *s = records + member;
+        s->mode = decay[member] != 0 ? ADADELTA_DECAY : 0;
+        s->sign = flags & 1 ? -1 : 1;
+        s->lr = lr[member];
+        s->decay = decay[member];
+        s->rho = rho[member];
+        s->fresh = 1 - rho[member];
+        s->eps = eps[member];
+    }
+    Work work = work_of(tensors, members, sizes, params, grads, state, 2);
+    return finish(&work, sizeof(REAL), NAME(adadelta_row), records, sizeof *records, threads);
+}
+
+#endif
