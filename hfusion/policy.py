@@ -18,8 +18,8 @@ from hfusion.errors import PlanError
 class Candidate:
     """A task that could run: ``task`` is its position in the plan, ``unit`` the number of its next unit.
 
-    ``remaining``: seconds of computing that are left; ``quantum``: seconds of its longest unit; ``since``: a
-    count that grows with every unit that ends, taken when its last unit ended; ``need``: bytes of a device.
+    ``remaining``: seconds of computing in its units that have not begun; ``quantum``: seconds of its longest
+    unit; ``since``: how many units of all tasks had begun when its last unit did; ``need``: bytes of a device.
     """
 
     task: int
@@ -43,6 +43,9 @@ class Waiting:
         self._order = order
         self._budgets = sorted(set(budgets))
         self._heaps: list[list[tuple[float, int, Candidate]]] = [[] for _ in self._budgets]
+
+    def __bool__(self) -> bool:
+        return any(self._heaps)
 
     def add(self, candidate: Candidate) -> None:
         """Let a candidate wait. Raises PlanError if it fits no device."""
@@ -70,7 +73,7 @@ class State:
     """What a device that asks for work shows to the policy.
 
     ``budget``: its bytes; ``running``: how its present task would go on, None without one; ``waiting``: to be
-    read only; ``share``: seconds of computing that are left in all tasks, over the number of devices.
+    read only; ``share``: seconds of computing in units that have not begun, over the number of devices.
     """
 
     budget: int

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 from hfusion.errors import HFusionError
@@ -40,7 +40,7 @@ class Kind(StrEnum):
 
 
 LANES = {Kind.LOAD: "in", Kind.EVICT: "out"}
-DIRECTIONS = {Kind.FORWARD: Direction.FORWARD, Kind.BACKWARD: Direction.BACKWARD}
+PASSES = {Direction.FORWARD: Kind.FORWARD, Direction.BACKWARD: Kind.BACKWARD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +116,16 @@ class Timeline:
     def validate(self, plan: Plan) -> None:
         """Raises TimelineError for the first rule that is broken.
 
-        Every unit of every task of ``plan`` runs once and in order, on one device at a time; a STEP follows
-        its BACKWARD and precedes the next FORWARD of the shard; what computes is loaded; a shard is in one
-        place only, and back on the host at the end; a lane does one thing at a time; no budget is exceeded.
+        Every unit of every task of ``plan`` runs once and in order, on one device at a time, and ends with a
+        STEP where the plan says so; what computes is loaded; a shard is in one place only, and back on the
+        host at the end; a lane does one thing at a time; no budget is exceeded.
         """
         self._check_names(plan)
         by_task: dict[str, list[Action]] = {task.name: [] for task in plan.tasks}
         for action in sorted(self.actions, key=lambda action: action.start):
             by_task[action.task].append(action)
         for task in plan.tasks:
-            _check_order(task, by_task[task.name])
-            _check_steps(task, by_task[task.name])
+            _check_units(task, by_task[task.name])
             _check_places(task, by_task[task.name])
         _check_lanes(self.actions)
         for name, peak in self.peak.items():
@@ -245,41 +244,37 @@ def levels(changes: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
     return found
 
 
-def _check_order(task: TaskPlan, actions: list[Action]) -> None:
-    computed = [action for action in actions if action.kind in DIRECTIONS]
-    for number, action in enumerate(computed):
-        if number >= task.units:
-            raise TimelineError(f"task {task.name!r} has only {task.units} units, so this is one too many: {action}")
-        unit = task.unit(number)
-        if (DIRECTIONS[action.kind], action.step, action.shard) != (unit.direction, unit.step, unit.shard):
-            wanted = f"{unit.direction} of shard {unit.shard} in step {unit.step}"
-            raise TimelineError(f"task {task.name!r} should do the {wanted}, but this comes: {action}")
-    if len(computed) < task.units:
-        raise TimelineError(f"task {task.name!r} is not done: {len(computed)} of {task.units} units ran")
-    running = [action for action in actions if action.kind.lane == "compute"]
-    _check_apart(running, f"task {task.name!r} runs twice at a time")
+def _computing(task: TaskPlan) -> Iterator[tuple[Kind, int, int]]:
+    """What a task computes, in order: kind, step, shard."""
+    for unit in map(task.unit, range(task.units)):
+        if unit.direction in PASSES:
+            yield PASSES[unit.direction], unit.step, unit.shard
+        if unit.updates:
+            yield Kind.STEP, unit.step, unit.shard
+
+
+def _check_units(task: TaskPlan, actions: list[Action]) -> None:
+    """What computes is exactly what the units of the task say, one after the other."""
+    found = [action for action in actions if action.kind.lane == "compute"]
+    for wanted, action in zip_longest(_computing(task), found):
+        if wanted is None:
+            raise TimelineError(f"task {task.name!r} is done, its {task.units} units ran, but this comes: {action}")
+        kind, step, shard = wanted
+        if action is None:
+            raise TimelineError(
+                f"task {task.name!r} is not done: the {kind} of shard {shard} in step {step} is missing"
+            )
+        if wanted != (action.kind, action.step, action.shard):
+            raise TimelineError(
+                f"task {task.name!r} should do the {kind} of shard {shard} in step {step}, not {action}"
+            )
+    _check_apart(found, f"task {task.name!r} runs twice at a time")
 
 
 def _check_apart(actions: list[Action], what: str) -> None:
     for before, after in pairwise(actions):
         if after.start < before.end:
             raise TimelineError(f"{what}: {before}, and {after}")
-
-
-def _check_steps(task: TaskPlan, actions: list[Action]) -> None:
-    """BACKWARD and STEP of a shard alternate, and no FORWARD comes between them."""
-    due: dict[int, Action] = {}
-    for action in actions:
-        if action.kind is Kind.BACKWARD:
-            due[action.shard] = action
-        elif action.kind is Kind.STEP:
-            behind = due.pop(action.shard, None)
-            if behind is None or behind.step != action.step:
-                raise TimelineError(f"no BACKWARD of the same minibatch comes before {action}")
-        elif action.kind is Kind.FORWARD and action.shard in due:
-            raise TimelineError(f"the STEP after {due[action.shard]} is missing before {action}")
-    if due:
-        raise TimelineError(f"the STEP is missing after {next(iter(due.values()))}")
 
 
 def _check_places(task: TaskPlan, actions: list[Action]) -> None:
@@ -313,7 +308,9 @@ def _check_places(task: TaskPlan, actions: list[Action]) -> None:
 def _check_use(
     task: TaskPlan, action: Action, here: Action, gone: dict[int, Action], left_at: tuple[str, int] | None
 ) -> None:
-    direction = DIRECTIONS.get(action.kind, Direction.BACKWARD)
+    after = Direction.UPDATE if task.clipped else Direction.BACKWARD
+    direction = Direction.FORWARD if action.kind is Kind.FORWARD else Direction.BACKWARD
+    direction = after if action.kind is Kind.STEP else direction
     needed = task.held_bytes(direction, action.shard)
     if here.bytes < needed:
         raise TimelineError(f"{here} holds less than the {needed:,} bytes that this needs: {action}")

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from hfusion.plan import Direction, Plan, TaskPlan
-from hfusion.policy import DEFAULT, Candidate, Policy, State, Waiting, named
-from hfusion.schedule import Action, Kind, Timeline
+from hfusion.dispatch import Dispatcher
+from hfusion.plan import Direction, Plan, TaskPlan, Unit
+from hfusion.policy import DEFAULT, Policy, named
+from hfusion.schedule import PASSES, Action, Kind, Timeline
 
 
 def simulate(plan: Plan, policy: str | Policy = DEFAULT) -> Timeline:
@@ -22,7 +23,10 @@ def simulate(plan: Plan, policy: str | Policy = DEFAULT) -> Timeline:
 
 
 class Costs(NamedTuple):
-    """A unit in numbers: seconds until the boundary of BACKWARD and STEP and after it, and bytes."""
+    """A direction of a shard in numbers: seconds of its pass and of the optimizer step, and bytes.
+
+    ``settles``: whether what it writes back is all that is owed, whatever ran before it.
+    """
 
     direction: Direction
     shard: int
@@ -32,29 +36,26 @@ class Costs(NamedTuple):
     extra: int
     moved_in: int
     moved_out: int
+    settles: bool
 
 
-def costs(task: TaskPlan) -> tuple[Costs, ...]:
-    """The units of one minibatch of a task, in order."""
-    made = []
-    for number in range(2 * len(task.shards)):
-        unit = task.unit(number)
-        way, shard = unit.direction, unit.shard
-        forward = way is Direction.FORWARD
-        part = task.shards[shard]
-        made.append(
-            Costs(
-                way,
-                shard,
-                main=part.forward if forward else task.backward_seconds(shard),
-                update=0.0 if forward else part.step,
-                held=task.held_bytes(way, shard),
-                extra=task.extra_bytes(way, shard),
-                moved_in=task.in_bytes(way, shard),
-                moved_out=task.out_bytes(way, shard),
-            )
+def costs(task: TaskPlan) -> dict[tuple[Direction, int], Costs]:
+    """All directions of all shards of a task."""
+    return {
+        (way, part.index): Costs(
+            way,
+            part.index,
+            main=task.pass_seconds(way, part.index),
+            update=part.step,
+            held=task.held_bytes(way, part.index),
+            extra=task.extra_bytes(way, part.index),
+            moved_in=task.in_bytes(way, part.index),
+            moved_out=task.out_bytes(way, part.index),
+            settles=not task.resident and way is not Direction.FORWARD,
         )
-    return tuple(made)
+        for way in task.directions
+        for part in task.shards
+    }
 
 
 @dataclass
@@ -102,27 +103,29 @@ class _Loaded(NamedTuple):
 
 @dataclass
 class _Run:
-    """The state of a task. ``host``: when its last bytes are back on the host; ``end``: of its last unit."""
+    """The state of a task on devices. ``host``: when its last bytes are back on the host; ``end``: of its last unit.
+
+    ``step``: the minibatch of the unit that began last.
+    """
 
     plan: TaskPlan
-    units: tuple[Costs, ...]
-    remaining: float
-    quantum: float
-    need: int
-    unit: int = 0
+    costs: dict[tuple[Direction, int], Costs]
+    step: int = 0
     end: float = 0.0
     host: float = 0.0
     device: int | None = None
     loaded: dict[int, _Loaded] = field(default_factory=dict)
     gone: dict[int, float] = field(default_factory=dict)
-    since: int = 0
 
-    def costs(self, unit: int) -> Costs:
-        return self.units[unit % len(self.units)]
-
-    @property
-    def count(self) -> int:
-        return len(self.units) * self.plan.steps
+    def needed(self, unit: Unit) -> list[Costs]:
+        """The shards that must be loaded for a unit, the unit's own first, the others as they will run."""
+        own = self.costs[unit.direction, unit.shard]
+        if not self.plan.resident:
+            return [own]
+        order = [part.index for part in self.plan.shards if part.index != unit.shard]
+        if unit.direction is Direction.BACKWARD:
+            order.reverse()
+        return [own, *(self.costs[unit.direction, shard] for shard in order)]
 
 
 @dataclass
@@ -152,19 +155,14 @@ class _Simulation:
     """The clock and what it moves. A device gets its next task when its present unit starts."""
 
     def __init__(self, plan: Plan, policy: Policy) -> None:
-        self.plan, self.policy = plan, policy
+        self.plan = plan
+        self.dispatcher = Dispatcher(plan, policy)
         self.workers = [_Worker(name, _Memory(budget)) for name, budget in plan.devices.items()]
-        self.runs = [_begin(task) for task in plan.tasks]
-        self.waiting = Waiting(policy.order, plan.devices.values())
-        self.work = math.fsum(run.remaining for run in self.runs)
+        self.runs = [_Run(task, costs(task)) for task in plan.tasks]
         self.actions: list[Action] = []
         self.events: list[tuple[float, int, int]] = []
-        self.begun = 0
-        self.largest = max(plan.devices.values())
 
     def run(self) -> Timeline:
-        for task in range(len(self.runs)):
-            self.waiting.add(self._candidate(task))
         idle = []
         for device in range(len(self.workers)):
             if not self._engage(device, 0.0):
@@ -181,35 +179,19 @@ class _Simulation:
         self.actions.sort(key=lambda action: action.start)
         return Timeline(tuple(self.actions), tuple(self.plan.devices), self.plan.lower_bound)
 
-    def _candidate(self, task: int) -> Candidate:
-        run = self.runs[task]
-        return Candidate(task, run.unit, run.remaining, run.quantum, run.since, run.need)
-
     def _wake(self, idle: list[int], now: float) -> None:
         """Give idle devices, the first first, what fits them."""
         still = []
-        while idle and self.waiting.first(self.largest) is not None:
+        while idle and self.dispatcher.waits():
             device = heappop(idle)
             if not self._engage(device, now):
                 still.append(device)
         for device in still:
             heappush(idle, device)
 
-    def _choose(self, device: int) -> int | None:
-        """Ask the policy what a device does next, and take it from those that wait."""
-        worker = self.workers[device]
-        running = None
-        if worker.task is not None and self.runs[worker.task].unit < self.runs[worker.task].count:
-            running = self._candidate(worker.task)
-        state = State(worker.memory.budget, running, self.waiting, self.work / len(self.workers))
-        chosen = self.policy(state)
-        if chosen is not None and chosen is not running:
-            self.waiting.take(worker.memory.budget)
-        return None if chosen is None else chosen.task
-
     def _engage(self, device: int, now: float) -> bool:
         """Let an idle device begin a task, if one waits that fits."""
-        task = self._choose(device)
+        task = self.dispatcher.choose(self.workers[device].memory.budget, None)
         if task is not None:
             self._commit(device, task, now)
         return task is not None
@@ -221,15 +203,10 @@ class _Simulation:
         assert worker.queued is not None
         task, worker.task, worker.queued = worker.queued, worker.queued, None
         run = self.runs[task]
-        unit = run.costs(run.unit)
-        run.unit += 1
-        seconds = unit.main + unit.update
-        run.remaining = max(0.0, run.remaining - seconds)
-        self.work -= seconds
-        self.begun += 1
-        run.since = self.begun
+        unit = self.dispatcher.begin(task)
+        run.step = unit.step
         heappush(self.events, (run.end, _END, device))
-        chosen = self._choose(device)
+        chosen = self.dispatcher.choose(worker.memory.budget, task)
         self._put_away(device, task, unit, chosen)
         if chosen is not None:
             self._commit(device, chosen, now)
@@ -239,40 +216,42 @@ class _Simulation:
         worker = self.workers[device]
         task = worker.task
         assert task is not None
-        if worker.queued != task and self.runs[task].unit < self.runs[task].count:
-            self.waiting.add(self._candidate(task))
+        if worker.queued != task:
+            self.dispatcher.wait(task)
         if worker.queued is not None:
             return None
         worker.task = None
         return device
 
-    def _put_away(self, device: int, task: int, unit: Costs, chosen: int | None) -> None:
+    def _put_away(self, device: int, task: int, unit: Unit, chosen: int | None) -> None:
         """Decide what becomes of the loaded shards of the unit that runs, from its end on."""
         run, worker = self.runs[task], self.workers[device]
         size, ready, owed = run.loaded[unit.shard]
-        run.loaded[unit.shard] = _Loaded(size, ready, min(size, owed + unit.moved_out))
-        if run.unit == run.count:
+        done = run.costs[unit.direction, unit.shard]
+        owed = done.moved_out if done.settles else owed + done.moved_out
+        run.loaded[unit.shard] = _Loaded(size, ready, min(size, owed))
+        after = self.dispatcher.next(task)
+        if after is None:
             self._leave(device, task, run.end)
         elif run.plan.resident:
             if chosen != task:
                 worker.parked[task] = None
         else:
-            after = run.costs(run.unit)
-            stays = after.shard == unit.shard and size + after.extra <= worker.memory.budget
+            extra = run.costs[after.direction, after.shard].extra
+            stays = run.plan.stays(unit, after) and size + extra <= worker.memory.budget
             if chosen != task or not stays:
                 self._leave(device, task, run.end)
 
     def _leave(self, device: int, task: int, at: float) -> None:
         """Evict all that a task has on a device, from the time ``at`` on."""
         run, worker = self.runs[task], self.workers[device]
-        step = (run.unit - 1) // len(run.units)
         for shard, entry in run.loaded.items():
             start = max(at, worker.evicts, entry.ready)
             end = start + entry.owed / self.plan.evict_rate
             worker.evicts = run.gone[shard] = end
             run.host = max(run.host, end)
             worker.memory.change(end, -entry.size)
-            self._act(Kind.EVICT, run, shard, step, worker, start, end, entry.size)
+            self._act(Kind.EVICT, run, shard, run.step, worker, start, end, entry.size)
         run.loaded.clear()
         run.device = None
         worker.parked.pop(task, None)
@@ -286,13 +265,15 @@ class _Simulation:
             self._leave(run.device, task, now)
         run.device = device
         worker.parked.pop(task, None)
-        unit = run.costs(run.unit)
-        needed = [shard for shard in _needed(run, unit) if shard.shard not in run.loaded]
-        self._make_room(worker, device, sum(shard.held for shard in needed) + unit.extra, now)
+        unit = self.dispatcher.next(task)
+        assert unit is not None
+        extra = run.costs[unit.direction, unit.shard].extra
+        needed = [shard for shard in run.needed(unit) if shard.shard not in run.loaded]
+        self._make_room(worker, device, sum(shard.held for shard in needed) + extra, now)
         for shard in needed:
-            self._load(worker, run, shard, now, goes_on=worker.task == task)
+            self._load(worker, run, shard, unit.step, now, goes_on=worker.task == task)
         start = max(now, run.loaded[unit.shard].ready, worker.computes, run.end)
-        self._compute(worker, run, unit, worker.memory.earliest(start, unit.extra))
+        self._compute(worker, run, unit, worker.memory.earliest(start, extra))
         worker.queued = task
         heappush(self.events, (worker.started, _START, device))
 
@@ -301,29 +282,28 @@ class _Simulation:
             task = next(iter(worker.parked))
             self._leave(device, task, max(now, self.runs[task].end))
 
-    def _load(self, worker: _Worker, run: _Run, unit: Costs, now: float, *, goes_on: bool) -> None:
+    def _load(self, worker: _Worker, run: _Run, shard: Costs, step: int, now: float, *, goes_on: bool) -> None:
         """Load a shard, when it (or, for a task that did not run here, all of it) is on the host."""
-        there = run.gone.get(unit.shard, 0.0) if goes_on else run.host
-        start = worker.memory.earliest(max(now, worker.loads, there), unit.held)
-        end = start + unit.moved_in / self.plan.load_rate
+        there = run.gone.get(shard.shard, 0.0) if goes_on else run.host
+        start = worker.memory.earliest(max(now, worker.loads, there), shard.held)
+        end = start + shard.moved_in / self.plan.load_rate
         worker.loads = end
-        worker.memory.change(start, unit.held)
-        run.loaded[unit.shard] = _Loaded(unit.held, end, 0)
-        step = run.unit // len(run.units)
-        self._act(Kind.LOAD, run, unit.shard, step, worker, start, end, unit.held)
+        worker.memory.change(start, shard.held)
+        run.loaded[shard.shard] = _Loaded(shard.held, end, 0)
+        self._act(Kind.LOAD, run, shard.shard, step, worker, start, end, shard.held)
 
-    def _compute(self, worker: _Worker, run: _Run, unit: Costs, start: float) -> None:
-        step = run.unit // len(run.units)
-        middle = start + unit.main
-        run.end = middle + unit.update
+    def _compute(self, worker: _Worker, run: _Run, unit: Unit, start: float) -> None:
+        cost = run.costs[unit.direction, unit.shard]
+        middle = start + cost.main
+        run.end = middle + cost.update if unit.updates else middle
         worker.started, worker.computes = start, run.end
-        worker.memory.change(start, unit.extra)
-        worker.memory.change(run.end, -unit.extra)
-        if unit.direction is Direction.FORWARD:
-            self._act(Kind.FORWARD, run, unit.shard, step, worker, start, middle, unit.extra)
-        else:
-            self._act(Kind.BACKWARD, run, unit.shard, step, worker, start, middle, unit.extra)
-            self._act(Kind.STEP, run, unit.shard, step, worker, middle, run.end, 0)
+        worker.memory.change(start, cost.extra)
+        worker.memory.change(run.end, -cost.extra)
+        if unit.direction is not Direction.UPDATE:
+            kind = PASSES[unit.direction]
+            self._act(kind, run, unit.shard, unit.step, worker, start, middle, cost.extra)
+        if unit.updates:
+            self._act(Kind.STEP, run, unit.shard, unit.step, worker, middle, run.end, 0)
 
     def _act(
         self,
@@ -337,17 +317,3 @@ class _Simulation:
         size: int,
     ) -> None:
         self.actions.append(Action(kind, run.plan.name, shard, step, worker.name, start, end, size))
-
-
-def _begin(task: TaskPlan) -> _Run:
-    units = costs(task)
-    quantum = max(unit.main + unit.update for unit in units)
-    return _Run(task, units, task.seconds, quantum, task.device_bytes)
-
-
-def _needed(run: _Run, unit: Costs) -> list[Costs]:
-    """The shards that must be loaded for a unit, the unit's own first."""
-    if not run.plan.resident:
-        return [unit]
-    others = [other for other in run.units if other.direction is unit.direction and other.shard != unit.shard]
-    return [unit, *others]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, fx
 from torch._ops import OpOverload
@@ -57,11 +57,15 @@ class Storage:
 
 @dataclass(frozen=True)
 class Weight:
-    """``size`` bytes of a parameter or buffer, the steps that use it (ascending), and whether it is trained."""
+    """``size`` bytes of a parameter or buffer, the steps that use it (ascending), and whether it is trained.
+
+    ``written``: whether training changes it, as it does buffers and what is trained.
+    """
 
     size: int
     uses: tuple[int, ...]
     trained: bool = True
+    written: bool = True
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,10 @@ class _Root:
     slot: Slot | None = None
     trained: bool = False
     saved: int | None = None
+
+    @property
+    def written(self) -> bool:
+        return self.trained or (self.slot is not None and self.slot.kind is Kind.BUFFER)
 
 
 @dataclass
@@ -229,9 +237,9 @@ class _Tracing:
 
     def line(self, count: int) -> Line:
         unique = list({id(root): root for root in self.roots.values()}.values())
-        weights = [Weight(r.size, tuple(r.uses), r.trained) for r in unique if r.slot is not None and r.uses]
+        weights = [Weight(r.size, tuple(r.uses), r.trained, r.written) for r in unique if r.slot is not None and r.uses]
         values = [Storage(r.size, r.born, r.uses[-1], r.saved) for r in unique if r.slot is None and r.uses]
-        inside = tuple(Weight(w.size, tuple(u for u in w.uses if u < count), w.trained) for w in weights)
+        inside = tuple(replace(w, uses=tuple(u for u in w.uses if u < count)) for w in weights)
         return Line(tuple(self.steps), tuple(v for v in values if v.size), tuple(w for w in inside if w.uses))
 
 

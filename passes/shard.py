@@ -8,7 +8,7 @@ cuts counts at each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -35,15 +35,37 @@ def shards(program: Program, batch: int, budget: int, rates: Rates, optimizer_st
     Raises:
         PlanError: a bad argument; or no cut fits, which says the smallest budget that would do and which node needs it.
     """
+    runs = _runs(program, batch, rates, optimizer_state)
+    cuts = cut(runs, budget)
+    if cuts is None:
+        raise PlanError(_infeasible(program.name, runs, budget))
+    return _between(runs, cuts, rates)
+
+
+def shards_at(
+    program: Program, cuts: Sequence[int], batch: int, rates: Rates, optimizer_state: float = 2
+) -> tuple[Shard, ...]:
+    """The shards of ``program`` cut before the operators numbered ``cuts``, whatever they need; else as `shards`.
+
+    Raises:
+        PlanError: a bad argument, or cuts that do not ascend inside the program.
+    """
+    runs = _runs(program, batch, rates, optimizer_state)
+    if any(a >= b for a, b in pairwise([0, *cuts, runs.count])):
+        raise PlanError(f"program {program.name}: cuts {list(cuts)} must ascend between 1 and {runs.count - 1}")
+    return _between(runs, cuts, rates)
+
+
+def _runs(program: Program, batch: int, rates: Rates, optimizer_state: float) -> Runs:
     if batch < 1 or not optimizer_state >= 0:
         raise PlanError(f"batch is {batch}, optimizer_state {optimizer_state}: give at least 1 sample and 0 values")
     costs = line(program, batch, rates)
     if not costs.steps:
         raise PlanError(f"program {program.name} holds no operator: there is nothing to shard")
-    runs = Runs(costs, optimizer_state)
-    cuts = cut(runs, budget)
-    if cuts is None:
-        raise PlanError(_infeasible(program.name, runs, budget))
+    return Runs(costs, optimizer_state)
+
+
+def _between(runs: Runs, cuts: Sequence[int], rates: Rates) -> tuple[Shard, ...]:
     places = [0, *cuts, runs.count]
     return tuple(_shard(runs, number, first, last, rates) for number, (first, last) in enumerate(pairwise(places)))
 
@@ -211,6 +233,7 @@ def _shard(runs: Runs, number: int, first: int, last: int, rates: Rates) -> Shar
     steps = runs.line.steps[first:last]
     # The optimizer reads weights, gradients and state, and writes weights and state.
     touched = 3 * run.gradients + 2 * run.optimizer
+    used = [weight for weight in runs.line.weights if any(first <= use < last for use in weight.uses)]
     return Shard(
         number,
         first,
@@ -224,6 +247,7 @@ def _shard(runs: Runs, number: int, first: int, last: int, rates: Rates) -> Shar
         forward=sum(step.forward for step in steps),
         backward=sum(step.backward for step in steps),
         step=touched / rates.memory,
+        frozen=sum(weight.size for weight in used if not weight.written),
     )
 
 

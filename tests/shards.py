@@ -18,28 +18,46 @@ def shard(index: int, **values: float) -> Shard:
     return Shard(index, index, index + 1, **(sizes | values))  # type: ignore[arg-type]
 
 
-def task(name: str, count: int = 1, steps: int = 1, *, resident: bool = True, **values: float) -> TaskPlan:
+def task(
+    name: str,
+    count: int = 1,
+    steps: int = 1,
+    *,
+    resident: bool = True,
+    epoch: int | None = None,
+    accumulate: int = 1,
+    clipped: bool = False,
+    **values: float,
+) -> TaskPlan:
     """A task of ``count`` equal shards; the last has no boundary."""
     shards = [shard(index, **values) for index in range(count - 1)]
-    return TaskPlan(name, (*shards, shard(count - 1, **(values | {"boundary": 0}))), steps, resident)
+    last = shard(count - 1, **(values | {"boundary": 0}))
+    return TaskPlan(name, (*shards, last), steps, resident, epoch=epoch, accumulate=accumulate, clipped=clipped)
+
+
+@st.composite
+def parts(draw: st.DrawFn, index: int) -> Shard:
+    """Any small shard."""
+    fields = ("weights", "gradients", "optimizer", "activations", "workspace", "boundary")
+    sizes = {field: draw(SIZES) for field in fields}
+    seconds = {field: draw(SECONDS) for field in ("forward", "backward", "step")}
+    return Shard(index, index, index + 1, **sizes, **seconds, frozen=draw(st.integers(0, sizes["weights"])))
 
 
 @st.composite
 def tasks(draw: st.DrawFn, name: str) -> TaskPlan:
-    """Any small task."""
-    count = draw(st.integers(1, 4))
-    fields = ("weights", "gradients", "optimizer", "activations", "workspace", "boundary")
-    shards = tuple(
-        Shard(
-            index,
-            index,
-            index + 1,
-            **{field: draw(SIZES) for field in fields},
-            **{field: draw(SECONDS) for field in ("forward", "backward", "step")},
-        )
-        for index in range(count)
+    """Any small task: plain, clipped, with gradients that are summed over minibatches, with epochs."""
+    shards = tuple(draw(parts(index)) for index in range(draw(st.integers(1, 4))))
+    epochs, epoch = draw(st.sampled_from([(1, None), (1, 2), (2, 1), (2, 2), (1, 3)]))
+    return TaskPlan(
+        name,
+        shards,
+        steps=epochs * (epoch or draw(st.integers(1, 3))),
+        resident=draw(st.booleans()),
+        epoch=epoch,
+        accumulate=draw(st.integers(1, 3)),
+        clipped=draw(st.booleans()),
     )
-    return TaskPlan(name, shards, draw(st.integers(1, 3)), draw(st.booleans()))
 
 
 @st.composite

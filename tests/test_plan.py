@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
 
 from hfusion.errors import PlanError
 from hfusion.plan import Direction, Plan, TaskPlan, Unit
-from tests.shards import shard, task
+from tests.shards import shard, task, tasks
 
-FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+FORWARD, BACKWARD, UPDATE = Direction
 
 
 def test_derived_bytes_of_a_shard() -> None:
@@ -24,10 +26,118 @@ def test_derived_bytes_of_a_shard() -> None:
 def test_units_go_forward_ascending_and_backward_descending() -> None:
     made = task("a", count=2, steps=2)
     assert [made.unit(number) for number in range(made.units)] == [
-        Unit("a", step, direction, index)
+        Unit("a", step, direction, index, updates=direction is BACKWARD)
         for step in range(2)
         for direction, index in ((FORWARD, 0), (FORWARD, 1), (BACKWARD, 1), (BACKWARD, 0))
     ]
+
+
+def by_definition(made: TaskPlan) -> list[Unit]:
+    """The units of a task, minibatch after minibatch."""
+    found, count = [], len(made.shards)
+    epoch = made.epoch or made.steps
+    for step in range(made.steps):
+        ends = (step + 1) % epoch == 0 or (step % epoch + 1) % made.accumulate == 0
+        found += [Unit(made.name, step, FORWARD, index, False) for index in range(count)]
+        found += [Unit(made.name, step, BACKWARD, index, ends and not made.clipped) for index in reversed(range(count))]
+        found += [Unit(made.name, step, UPDATE, index, True) for index in range(count) if ends and made.clipped]
+    return found
+
+
+@given(tasks("a"))
+def test_units_and_their_seconds_are_those_of_the_minibatches(made: TaskPlan) -> None:
+    units = [made.unit(number) for number in range(made.units)]
+    assert units == by_definition(made)
+    assert made.update_count * len(made.shards) == sum(unit.updates for unit in units)
+    assert {unit.step for unit in units if unit.updates} == {step for step in range(made.steps) if made.closes(step)}
+    assert {unit.direction for unit in units} == set(made.directions)
+    assert made.seconds == pytest.approx(sum(made.unit_seconds(unit) for unit in units))
+    assert made.longest_seconds == max(made.unit_seconds(unit) for unit in units)
+    bytes_of = [made.held_bytes(u.direction, u.shard) + made.extra_bytes(u.direction, u.shard) for u in units]
+    assert made.device_bytes >= max(bytes_of)
+    assert made.resident or made.device_bytes == max(bytes_of)
+
+
+def kinds(made: TaskPlan) -> str:
+    """The units of a task of one shard: F, B, B! if it updates, U."""
+    units = (made.unit(number) for number in range(made.units))
+    return " ".join(u.direction[0].upper() + "!" * (u.updates and u.direction is BACKWARD) for u in units)
+
+
+@pytest.mark.parametrize(
+    ("made", "wanted"),
+    [
+        (task("a", steps=2), "F B! F B!"),
+        (task("a", steps=3, accumulate=2), "F B F B! F B!"),
+        (task("a", steps=2, accumulate=9), "F B F B!"),
+        (task("a", steps=6, epoch=3, accumulate=2), "F B F B! F B! F B F B! F B!"),
+        (task("a", steps=2, clipped=True), "F B U F B U"),
+        (task("a", steps=4, epoch=2, accumulate=3, clipped=True), "F B F B U F B F B U"),
+        (task("a", steps=3, accumulate=2, clipped=True), "F B F B U F B U"),
+    ],
+)
+def test_when_the_optimizer_steps(made: TaskPlan, wanted: str) -> None:
+    assert kinds(made) == wanted
+
+
+SPILLED = {"weights": 1000, "frozen": 300, "gradients": 200, "optimizer": 400, "activations": 50}
+CUTS = {"workspace": 7, "boundary": 10}
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "clipped", "direction", "index", "held", "extra", "moved_in", "moved_out"),
+    [
+        (1, False, FORWARD, 1, 1010, 17, 1010, 10),
+        (1, False, BACKWARD, 1, 1620, 57, 1420, 1110),
+        (1, False, FORWARD, 2, 1660, 7, 1410, 50),
+        (1, False, BACKWARD, 2, 1660, 7, 1460, 1110),
+        (2, False, FORWARD, 1, 1010, 17, 1010, 10),
+        (2, False, BACKWARD, 1, 1620, 57, 1620, 1310),
+        (2, False, FORWARD, 2, 1660, 7, 1610, 50),
+        (1, True, BACKWARD, 1, 1220, 57, 1220, 210),
+        (1, True, FORWARD, 2, 1260, 7, 1210, 50),
+        (1, True, BACKWARD, 2, 1260, 7, 1260, 210),
+        (1, True, UPDATE, 1, 1600, 0, 1600, 1100),
+    ],
+)
+def test_bytes_of_a_spilled_unit(
+    accumulate: int,
+    clipped: bool,
+    direction: Direction,
+    index: int,
+    held: int,
+    extra: int,
+    moved_in: int,
+    moved_out: int,
+) -> None:
+    made = task("a", 3, resident=False, accumulate=accumulate, clipped=clipped, **SPILLED, **CUTS)
+    unit = (direction, index)
+    assert (made.held_bytes(*unit), made.extra_bytes(*unit)) == (held, extra)
+    assert (made.in_bytes(*unit), made.out_bytes(*unit)) == (moved_in, moved_out)
+
+
+def test_a_resident_task_holds_the_same_in_every_unit() -> None:
+    made = task("a", 3, clipped=True, **SPILLED, **CUTS)
+    assert {made.held_bytes(way, 1) for way in Direction} == {1660}
+    assert [made.extra_bytes(way, 1) for way in Direction] == [7, 7, 0]
+    assert [made.in_bytes(way, 1) for way in Direction] == [1610, 1660, 1600]
+    assert [made.out_bytes(way, 1) for way in Direction] == [1660, 1610, 1600]
+    assert made.device_bytes == 1660 + 1660 + 1650 + 7
+
+
+def test_clipping_leaves_the_optimizer_out_of_the_backward() -> None:
+    values = {"weights": 10, "gradients": 10, "optimizer": 100, "activations": 50}
+    plain, clipped = (task("a", resident=False, clipped=each, **values) for each in (False, True))
+    assert plain.device_bytes == 10 + 10 + 100 + 50 + 1
+    assert clipped.device_bytes == 10 + 10 + 100
+
+
+def test_an_update_needs_its_shard_anew() -> None:
+    made = task("a", 1, steps=2, accumulate=2, clipped=True)
+    units = [made.unit(number) for number in range(made.units)]
+    assert [made.stays(*pair) for pair in pairwise(units)] == [True, True, True, False]
+    two = task("a", 2)
+    assert [made.stays(*pair) for pair in pairwise(map(two.unit, range(4)))] == [False, True, False]
 
 
 def test_a_resident_task_holds_all_shards_and_recomputes_nothing() -> None:
@@ -80,6 +190,15 @@ def test_bad_tasks_and_shards() -> None:
         shard(0, weights=-1)
     with pytest.raises(PlanError, match="forward is nan"):
         shard(0, forward=float("nan"))
+    with pytest.raises(PlanError, match="shard 0: frozen is 2 bytes, weights 1:"):
+        shard(0, frozen=2)
+    with pytest.raises(PlanError, match="frozen is -1"):
+        shard(0, frozen=-1)
+    with pytest.raises(PlanError, match="accumulate 0: each must be at least 1"):
+        task("a", accumulate=0)
+    for epoch in (0, 2, 5):
+        with pytest.raises(PlanError, match=f"3 steps in epochs of {epoch}: give steps as a whole number of epochs"):
+            task("a", steps=3, epoch=epoch)
     with pytest.raises(PlanError, match="begins at node 2, the one before ends at 1"):
         TaskPlan("a", (shard(0), replace(shard(1), first=2, last=3)), 1, True)
 
@@ -94,5 +213,7 @@ def test_print_and_draw(tmp_path: Path) -> None:
     lines = str(plan).split("\n")
     assert lines[0] == "plan  2 tasks  1 devices: d 2.0KiB  (host to device 1.0KiB/s, back 1B/s)"
     assert [line.split()[:2] for line in lines[2:]] == [["a", "resident"], ["b", "spilled"]]
+    moved = task("c", 2, steps=2, resident=False, clipped=True, accumulate=2, weights=1000, boundary=0)
+    assert "5.9KiB" in str(Plan((moved,), {"d": 2048}, 1.0, 1.0)).split("\n")[2]
     plan.draw(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

@@ -87,6 +87,7 @@ def test_waiting_gives_all_in_order() -> None:
     while (first := waiting.first(30)) is not None:
         seen.append(first)
         waiting.take(30)
+        assert bool(waiting) == (len(seen) < 4)
     assert seen == [TOO_LARGE, B, C, A]
     with pytest.raises(IndexError):
         waiting.take(30)

@@ -92,11 +92,16 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "unknown task": (change(LOAD, task="z"), "no such device, task or shard"),
     "unknown shard": (change(LOAD, shard=9), "no such device, task or shard"),
     "backwards": (change(FORWARD, end=-1.0), "time runs backwards"),
-    "missing work": (drop(BACKWARD, -1), "is not done: 7 of 8 units ran"),
-    "wrong order": (change(FORWARD, 1, shard=0), "should do the forward of shard 1 in step 0"),
-    "missing step": (drop(STEP, 0), "the STEP after .* is missing"),
-    "missing last step": (drop(STEP, -1), "the STEP is missing after"),
-    "step too many": (lambda actions: actions.append(actions[nth(STEP, -1)]), "twice at a time|no BACKWARD"),
+    "missing work": (drop(BACKWARD, -1), "should do the BACKWARD of shard 0 in step 1, not .* STEP"),
+    "wrong order": (change(FORWARD, 1, shard=0), "should do the FORWARD of shard 1 in step 0, not"),
+    "other minibatch": (change(STEP, 0, step=1), "should do the STEP of shard 1 in step 0, not"),
+    "missing step": (drop(STEP, 0), "should do the STEP of shard 1 in step 0, not"),
+    "missing last step": (drop(STEP, -1), "is not done: the STEP of shard 0 in step 1 is missing"),
+    "step too many": (
+        lambda actions: actions.append(actions[nth(STEP, -1)]),
+        "its 8 units ran, but this comes: .* STEP",
+    ),
+    "two at a time": (change(FORWARD, 1, end=TIMELINE.makespan), "task 'b' runs twice at a time"),
     "not loaded": (drop(LOAD), "is not loaded"),
     "elsewhere": (change(FORWARD, device="d"), "is not loaded on 'd'"),
     "loaded twice": (lambda actions: actions.insert(nth(LOAD), actions[nth(LOAD)]), "already on a device"),
@@ -115,6 +120,15 @@ def test_a_broken_rule_is_found(name: str) -> None:
     edit(actions)
     with pytest.raises(TimelineError, match=message):
         replace(TIMELINE, actions=tuple(actions)).validate(PLAN)
+
+
+def test_the_step_of_a_clipped_task_needs_the_optimizer_state() -> None:
+    plan = Plan((task("a", resident=False, clipped=True, optimizer=9),), {"d": 99}, 1.0, 1.0)
+    timeline = simulate(plan)
+    timeline.validate(plan)
+    small = [replace(action, bytes=min(action.bytes, 5)) for action in timeline.actions]
+    with pytest.raises(TimelineError, match=r"holds less than the 11 bytes that this needs: .* STEP"):
+        replace(timeline, actions=tuple(small)).validate(plan)
 
 
 def test_two_tasks_on_one_lane_are_found() -> None:

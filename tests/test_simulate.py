@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,6 +73,55 @@ def test_resident_tasks_share_a_device_that_has_room_for_both() -> None:
     timeline = simulate(plan, "round-robin")
     timeline.validate(plan)
     assert [action.kind for action in timeline.actions].count(Kind.LOAD) == 2
+
+
+def computed(**settings: Any) -> str:
+    """What a spilled task of two shards computes: kind, shard, minibatch."""
+    made = task("a", 2, resident=False, **settings)
+    actions = simulate(Plan((made,), {"d": 99}, 1e9, 1e9)).actions
+    return " ".join(f"{a.kind[0]}{a.shard}{a.step}" for a in actions if a.kind.lane == "compute")
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"steps": 2}, "F00 F10 B10 S10 B00 S00 F01 F11 B11 S11 B01 S01"),
+        ({"steps": 2, "accumulate": 2}, "F00 F10 B10 B00 F01 F11 B11 S11 B01 S01"),
+        ({"steps": 2, "accumulate": 2, "epoch": 1}, "F00 F10 B10 S10 B00 S00 F01 F11 B11 S11 B01 S01"),
+        ({"steps": 1, "clipped": True}, "F00 F10 B10 B00 S00 S10"),
+        ({"steps": 2, "clipped": True, "accumulate": 2}, "F00 F10 B10 B00 F01 F11 B11 B01 S01 S11"),
+    ],
+)
+def test_the_optimizer_steps_when_its_gradients_are_there(settings: dict[str, Any], wanted: str) -> None:
+    assert computed(**settings) == wanted
+
+
+def test_a_clipped_spilled_task_as_text() -> None:
+    made = task("a", 1, resident=False, clipped=True, weights=4, frozen=2, optimizer=2, activations=3, workspace=0)
+    plan = Plan((made,), {"d": 9}, 4.0, 4.0)
+    assert str(simulate(plan)) == CLIPPED
+
+
+CLIPPED = """\
+timeline
+lower_bound 3.0
+devices d
+0.0 1.25 LOAD d a 0 0 8
+1.25 2.25 FORWARD d a 0 0 0
+2.25 3.25 BACKWARD d a 0 0 0
+3.25 3.5 EVICT d a 0 0 8
+3.5 5.25 LOAD d a 0 0 7
+5.25 6.25 STEP d a 0 0 0
+6.25 7.25 EVICT d a 0 0 7"""
+
+
+def test_frozen_weights_are_not_written_back() -> None:
+    made = task("a", steps=3, resident=False, weights=100, frozen=100, gradients=0, optimizer=0)
+    timeline = simulate(Plan((made,), {"d": 999}, 10.0, 10.0))
+    (load,) = (action for action in timeline.actions if action.kind is Kind.LOAD)
+    (evict,) = (action for action in timeline.actions if action.kind is Kind.EVICT)
+    assert load.end - load.start == 10.0
+    assert evict.end == evict.start == timeline.makespan
 
 
 def test_a_task_runs_where_it_fits() -> None:

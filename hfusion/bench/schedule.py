@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from rich.table import Table
 
 from hfusion.bench.progress import Meter
+from hfusion.dispatch import Dispatcher
 from hfusion.plan import Plan, Shard, TaskPlan
-from hfusion.policy import Candidate, Policy, State, Waiting
+from hfusion.policy import Policy
 from hfusion.simulate import simulate
 
 MIXES = ("homogeneous", "heterogeneous")
@@ -115,29 +116,18 @@ def _task(name: str, seconds: float, count: int, steps: int, resident: bool) -> 
 
 
 def us_per_decision(plan: Plan, policy: Policy) -> float:
-    """Mean microseconds to choose for one device, take the choice and let the task it leaves wait."""
-    waiting = Waiting(policy.order, plan.devices.values())
-    candidates = [
-        Candidate(number, 0, task.seconds, task.step_seconds, number, task.device_bytes)
-        for number, task in enumerate(plan.tasks)
-    ]
-    running, rest = candidates[: len(plan.devices)], candidates[len(plan.devices) :]
-    for candidate in rest:
-        waiting.add(candidate)
-    share = sum(task.seconds for task in plan.tasks) / len(plan.devices)
+    """Mean microseconds to begin a unit, choose what its device does next and let the task it leaves wait."""
+    dispatcher = Dispatcher(plan, policy)
+    running = [dispatcher.choose(budget, None) for budget in plan.devices.values()]
     start = time.perf_counter()
     for number in range(DECISIONS):
         place = number % len(running)
-        old = running[place]
-        left = max(0.0, old.remaining - old.quantum)
-        old = Candidate(old.task, old.unit + 1, left, old.quantum, len(candidates) + number, old.need)
-        chosen = policy(State(BUDGET, old, waiting, share))
-        if chosen is not None and chosen is not old:
-            waiting.take(BUDGET)
-            waiting.add(old)
-            running[place] = chosen
-        else:
-            running[place] = old
+        task = running[place]
+        if task is not None:
+            dispatcher.begin(task)
+            running[place] = chosen = dispatcher.choose(BUDGET, task)
+            if chosen != task:
+                dispatcher.wait(task)
     return (time.perf_counter() - start) / DECISIONS * 1e6
 
 

@@ -18,7 +18,7 @@ import hfusion as hf
 from hfusion.errors import PlanError
 from hfusion.machine import Rates
 from hfusion.passes.cost import Line, Step, Storage, Weight, line, operators
-from hfusion.passes.shard import Runs, cut, shards, tightest
+from hfusion.passes.shard import Runs, _shard, cut, shards, tightest
 from hfusion.plan import Shard, TaskPlan
 from hfusion.program import Program
 
@@ -224,6 +224,20 @@ def test_a_frozen_base_costs_once_and_gets_no_gradient() -> None:
     (whole,) = shards(program, 4, HUGE, RATES)
     own = 3 * 4 * (12 * 3 + 3)
     assert (whole.weights, whole.gradients, whole.optimizer) == (4 * (12 * 12 + 12) + own, own, 2 * own)
+
+
+def test_frozen_are_the_parameters_that_are_not_trained_in_each_shard_that_uses_them() -> None:
+    base = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 6)).requires_grad_(False)
+    program = program_of(lambda: nn.Sequential(base, nn.BatchNorm1d(6), nn.Linear(6, 3)), torch.randn(4, 12))
+    frozen = 4 * sum(p.numel() for p in base.parameters())
+    (whole,) = shards(program, 4, HUGE, RATES)
+    assert whole.frozen == frozen
+    found = shards(program, 4, smallest_budget(program, 4), RATES)
+    assert len(found) > 1
+    assert sum(shard.frozen for shard in found) == frozen
+    twice = Line((Step("a"), Step("b"), Step("c")), (), (Weight(7, (0, 2), trained=False, written=False),))
+    cut_there = [_shard(Runs(twice, 2), n, first, last, RATES) for n, (first, last) in enumerate(pairwise(range(4)))]
+    assert [shard.frozen for shard in cut_there] == [7, 0, 7]
 
 
 class Sequence(nn.Module):

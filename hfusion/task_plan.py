@@ -1,0 +1,336 @@
+"""What a shard needs and costs, and the shards of a task with the order in which they run.
+
+A spilled task keeps its state in host memory: before a unit (one direction of one shard) what the unit needs is
+loaded, afterwards it is evicted, and the backward recomputes the shard from what is alive at its input cut
+(Hydra, arXiv:2110.08633; recomputation: Chen et al., arXiv:1604.06174). A resident task holds all shards with
+their saved activations on one device. Bytes are whole numbers, times are seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from functools import cached_property
+
+from hfusion.errors import PlanError
+
+
+class Direction(StrEnum):
+    """The two passes of a minibatch, and the optimizer step where it waits for the gradients of all shards.
+
+    Else the optimizer step of a shard belongs to its backward unit.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Nodes ``[first, last)`` of the linearised graph, and what one minibatch of all members costs there.
+
+    Bytes on the device:
+        weights: parameters and buffers.
+        gradients: of the parameters that are trained.
+        optimizer: state of the optimizer for them.
+        activations: saved between forward and backward inside the shard.
+        workspace: the most that is alive for a moment while one of its nodes runs.
+        boundary: what is alive at its output cut, inputs of later shards included; 0 for the last shard.
+    Seconds: ``forward``, ``backward`` (without the recomputation), ``step`` (its optimizer step).
+    ``frozen``: those bytes of ``weights`` that training never changes, so that they need not be written back.
+    """
+
+    index: int
+    first: int
+    last: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    workspace: int
+    boundary: int
+    forward: float
+    backward: float
+    step: float
+    frozen: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.last:
+            raise PlanError(f"shard {self.index} holds nodes [{self.first}, {self.last}): give it at least one")
+        for field in fields(self)[3:]:
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise PlanError(f"shard {self.index}: {field.name} is {value}: it must be finite and at least 0")
+        if self.frozen > self.weights:
+            sizes = f"frozen is {self.frozen:,} bytes, weights {self.weights:,}"
+            raise PlanError(f"shard {self.index}: {sizes}: frozen is a part of weights, so it cannot be more")
+
+    @property
+    def load_bytes(self) -> int:
+        """Bytes of weights, gradients and optimizer state."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes the shard holds while its task is resident: all state, saved activations, its output cut."""
+        return self.load_bytes + self.activations + self.boundary
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one minibatch with its optimizer step when nothing is recomputed."""
+        return self.forward + self.backward + self.step
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is scheduled: one direction of one shard on one minibatch (``step``) of a task.
+
+    ``updates``: whether it ends with the optimizer step of its shard.
+    """
+
+    task: str
+    step: int
+    direction: Direction
+    shard: int
+    updates: bool
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """How one task is trained: its shards in graph order, for ``steps`` minibatches of ``width`` members.
+
+    Args:
+        resident: all shards stay on the device while the task is on it; else it is spilled, shard by shard.
+        epoch: minibatches of an epoch, of which ``steps`` is a multiple; None: all are one epoch.
+        accumulate: minibatches whose gradients are summed before the optimizer steps. The last group of an
+            epoch may be shorter.
+        clipped: the optimizer steps only when the gradients of all shards are there, since it scales them by
+            their global norm. The steps are then units of their own.
+
+    Raises PlanError for values out of range and shards that do not follow one another.
+    """
+
+    name: str
+    shards: tuple[Shard, ...]
+    steps: int
+    resident: bool
+    width: int = 1
+    epoch: int | None = None
+    accumulate: int = 1
+    clipped: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name or any(character.isspace() for character in self.name):
+            raise PlanError(f"task {self.name!r}: a name is one word without spaces")
+        if not self.shards or min(self.steps, self.width, self.accumulate) < 1:
+            counts = f"{len(self.shards)} shards, {self.steps} steps, width {self.width}, accumulate {self.accumulate}"
+            raise PlanError(f"task {self.name!r} has {counts}: each must be at least 1")
+        if self.epoch is not None and (self.epoch < 1 or self.steps % self.epoch):
+            counts = f"{self.steps} steps in epochs of {self.epoch}"
+            raise PlanError(f"task {self.name!r} has {counts}: give steps as a whole number of epochs of at least 1")
+        self._check_shards()
+
+    def _check_shards(self) -> None:
+        for position, shard in enumerate(self.shards):
+            if shard.index != position:
+                raise PlanError(f"task {self.name!r}: shard {position} carries the index {shard.index}")
+            if position and self.shards[position - 1].last != shard.first:
+                gap = f"shard {position} begins at node {shard.first}"
+                raise PlanError(f"task {self.name!r}: {gap}, the one before ends at {self.shards[position - 1].last}")
+
+    @cached_property
+    def _epoch(self) -> int:
+        """Minibatches of an epoch."""
+        return self.steps if self.epoch is None else self.epoch
+
+    @cached_property
+    def _group_units(self) -> int:
+        """Units of a full group: of its minibatches, and the optimizer steps where they are units."""
+        return (2 * self.accumulate + self.clipped) * len(self.shards)
+
+    @cached_property
+    def _epoch_units(self) -> int:
+        groups = math.ceil(self._epoch / self.accumulate)
+        return (2 * self._epoch + groups * self.clipped) * len(self.shards)
+
+    @cached_property
+    def units(self) -> int:
+        """Number of units of the whole task."""
+        return self.steps // self._epoch * self._epoch_units
+
+    @cached_property
+    def update_count(self) -> int:
+        """Number of optimizer steps of each shard in the whole task."""
+        return self.steps // self._epoch * math.ceil(self._epoch / self.accumulate)
+
+    def unit(self, number: int) -> Unit:
+        """The unit at position ``number``.
+
+        Per minibatch the forwards ascending, then the backwards descending; after the last minibatch of a
+        group, if the task is clipped, the updates ascending.
+        """
+        count = len(self.shards)
+        epoch, rest = divmod(number, self._epoch_units)
+        group, rest = divmod(rest, self._group_units)
+        index, place = divmod(rest, 2 * count)
+        size = min(self.accumulate, self._epoch - group * self.accumulate)
+        first = epoch * self._epoch + group * self.accumulate
+        if index == size:
+            return Unit(self.name, first + size - 1, Direction.UPDATE, place, True)
+        if place < count:
+            return Unit(self.name, first + index, Direction.FORWARD, place, False)
+        updates = index == size - 1 and not self.clipped
+        return Unit(self.name, first + index, Direction.BACKWARD, 2 * count - 1 - place, updates)
+
+    def closes(self, step: int) -> bool:
+        """Whether the optimizer steps after this minibatch: it is the last of its group or of its epoch."""
+        ended = step % self._epoch + 1
+        return ended == self._epoch or ended % self.accumulate == 0
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        """The directions of its units."""
+        return tuple(Direction)[: 3 if self.clipped else 2]
+
+    @property
+    def carried(self) -> bool:
+        """Whether gradients outlive their backward unit, so that they move to and from the host."""
+        return self.accumulate > 1 or self.clipped
+
+    def whole(self, direction: Direction, shard: int) -> bool:
+        """Whether the unit has more of the shard's state loaded than its weights.
+
+        The last shard turns from forward to backward in place, so it comes whole at once.
+        """
+        return self.resident or direction is not Direction.FORWARD or self._turns(shard)
+
+    def stays(self, before: Unit, after: Unit) -> bool:
+        """Whether what a spilled task has loaded for a unit is all that the next one needs.
+
+        An update needs the optimizer state, for which a backward of a clipped task leaves no room.
+        """
+        return before.shard == after.shard and Direction.UPDATE not in (before.direction, after.direction)
+
+    def held_bytes(self, direction: Direction, shard: int) -> int:
+        """Bytes that the loaded shard holds on the device from its LOAD to its EVICT."""
+        part = self.shards[shard]
+        if self.resident:
+            return part.resident_bytes
+        if direction is Direction.UPDATE:
+            return part.load_bytes
+        if not self.whole(direction, shard):
+            return part.weights + self._entry(shard)
+        state = part.weights + part.gradients + self._stepped(part)
+        return state + self._entry(shard) + part.boundary + self._saved(part)
+
+    def extra_bytes(self, direction: Direction, shard: int) -> int:
+        """Bytes that the unit takes on top of what is held, only while it runs."""
+        part = self.shards[shard]
+        if direction is Direction.UPDATE:
+            return 0
+        if self.resident or self._turns(shard):
+            return part.workspace
+        if direction is Direction.BACKWARD:
+            return part.workspace + part.activations
+        return part.workspace + part.boundary
+
+    def in_bytes(self, direction: Direction, shard: int) -> int:
+        """Bytes that a LOAD for this unit moves to the device."""
+        part = self.shards[shard]
+        if direction is Direction.UPDATE:
+            return part.load_bytes
+        if not self.whole(direction, shard):
+            return part.weights + self._entry(shard)
+        state = part.load_bytes if self.resident else part.weights + self._stepped(part) + self._carried(part)
+        if direction is Direction.FORWARD:
+            return state + self._entry(shard)
+        if self.resident:
+            return part.resident_bytes
+        return state + self._entry(shard) + part.boundary + self._saved(part)
+
+    def out_bytes(self, direction: Direction, shard: int) -> int:
+        """Bytes that an EVICT after this unit moves back; a forward changes no weights, a frozen weight never."""
+        part = self.shards[shard]
+        if self.resident:
+            return self._resident_out(direction, part)
+        if direction is Direction.UPDATE:
+            return part.weights - part.frozen + part.optimizer
+        if direction is Direction.FORWARD:
+            return part.boundary + self._saved(part)
+        changed = 0 if self.clipped else part.weights - part.frozen + part.optimizer
+        return changed + self._carried(part) + self._entry(shard)
+
+    def _resident_out(self, direction: Direction, part: Shard) -> int:
+        if direction is Direction.FORWARD:
+            return part.resident_bytes
+        return part.load_bytes + (self._entry(part.index) if direction is Direction.BACKWARD else 0)
+
+    def _entry(self, shard: int) -> int:
+        """Bytes at the input cut."""
+        return self.shards[shard - 1].boundary if shard else 0
+
+    def _turns(self, shard: int) -> bool:
+        """Whether the backward follows the forward at once, so that activations are kept, not recomputed."""
+        return shard == len(self.shards) - 1
+
+    def _saved(self, part: Shard) -> int:
+        """Bytes of activations that a spilled shard keeps between its forward and its backward."""
+        return part.activations if self._turns(part.index) else 0
+
+    def _stepped(self, part: Shard) -> int:
+        """Bytes of the optimizer state, if the backward of a spilled shard needs it."""
+        return 0 if self.clipped else part.optimizer
+
+    def _carried(self, part: Shard) -> int:
+        """Bytes of gradients, if they move."""
+        return part.gradients if self.carried else 0
+
+    def backward_seconds(self, shard: int) -> float:
+        """Seconds of the backward, with the recomputed forward of a spilled task; the step is not in it."""
+        part = self.shards[shard]
+        again = 0.0 if self.resident or self._turns(shard) else part.forward
+        return part.backward + again
+
+    def pass_seconds(self, direction: Direction, shard: int) -> float:
+        """Seconds a unit computes before the optimizer step that it may end with."""
+        if direction is Direction.UPDATE:
+            return 0.0
+        return self.shards[shard].forward if direction is Direction.FORWARD else self.backward_seconds(shard)
+
+    def unit_seconds(self, unit: Unit) -> float:
+        """Seconds a unit computes."""
+        step = self.shards[unit.shard].step if unit.updates else 0.0
+        return self.pass_seconds(unit.direction, unit.shard) + step
+
+    @cached_property
+    def longest_seconds(self) -> float:
+        """Seconds of its longest unit."""
+        ends = Direction.UPDATE if self.clipped else Direction.BACKWARD
+        return max(
+            self.pass_seconds(way, part.index) + (part.step if way is ends else 0.0)
+            for part in self.shards
+            for way in self.directions
+        )
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Seconds of computing per minibatch, in the mean over the task."""
+        share = self.update_count / self.steps
+        back = [self.backward_seconds(part.index) + part.step * share for part in self.shards]
+        return math.fsum([*(part.forward for part in self.shards), *back])
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of computing of the whole task."""
+        return self.steps * self.step_seconds
+
+    @cached_property
+    def device_bytes(self) -> int:
+        """The smallest budget of a device that can run the task."""
+        units = [(way, shard.index) for shard in self.shards for way in self.directions]
+        if self.resident:
+            extra = max(self.extra_bytes(*unit) for unit in units)
+            return sum(shard.resident_bytes for shard in self.shards) + extra
+        return max(self.held_bytes(*unit) + self.extra_bytes(*unit) for unit in units)
