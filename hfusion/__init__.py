@@ -8,6 +8,8 @@ from hfusion.machine import Device, Machine
 from hfusion.module import FusedModule
 from hfusion.per_model import per_model
 from hfusion.simulate import simulate
+from hfusion.task import Task
+from hfusion.train import TrainError, plan, train
 
 __all__ = [
     "CheckpointError",
@@ -17,10 +19,14 @@ __all__ = [
     "HFusionError",
     "Machine",
     "PlanError",
+    "Task",
+    "TrainError",
     "build",
     "fuse",
     "optim",
     "per_model",
+    "plan",
     "simulate",
     "stacked",
+    "train",
 ]

@@ -7,7 +7,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -34,6 +34,9 @@ _LEAVES = (Tensor, StackedInput, *_NUMBERS, *_NAMES)
 
 
 RULES = merge(ATEN_RULES, OPAQUE_RULES)
+
+# A tensor that may be replaced: where it is looked up.
+Place: TypeAlias = tuple[Mapping[str, Any], str]
 
 
 @dataclass(frozen=True)
@@ -185,14 +188,26 @@ def compile_array(subject: Subject, arguments: Arguments, training: bool) -> Com
     return Compiled(program, graph, constants, calls, guards)
 
 
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A program and the module whose tensors it takes."""
+
+    compiled: Compiled
+    owner: nn.Module
+
+    def places(self) -> list[Place]:
+        """Where the tensors are found that the program takes before its inputs: a mapping and the key in it."""
+        slots = self.compiled.program.slots
+        return [_place(slot, self.owner, self.compiled) for slot in slots if slot.kind is not Kind.INPUT]
+
+
 def bind(compiled: Compiled, owner: nn.Module) -> Callable[[list[Any]], Any]:
     """The program as a function of its inputs; its tensors are looked up in ``owner`` at every call.
 
     So a conversion of ``owner`` to another dtype or device, and loading, are seen.
     """
-    program = compiled.program
-    places = [_place(slot, owner, compiled) for slot in program.slots if slot.kind is not Kind.INPUT]
-    run, spec = program.run, program.out_spec
+    places = Source(compiled, owner).places()
+    run, spec = compiled.program.run, compiled.program.out_spec
     single = spec.is_leaf()
 
     def call(inputs: list[Any]) -> Any:
@@ -202,7 +217,7 @@ def bind(compiled: Compiled, owner: nn.Module) -> Callable[[list[Any]], Any]:
     return call
 
 
-def _place(slot: Slot, owner: nn.Module, compiled: Compiled) -> tuple[Mapping[str, Any], str]:
+def _place(slot: Slot, owner: nn.Module, compiled: Compiled) -> Place:
     if slot.kind is Kind.CONSTANT:
         return compiled.constants, slot.name
     path, _, leaf = slot.name.rpartition(".")

@@ -156,16 +156,30 @@ class FusedModule(Tree):
                 not take.
         """
         arguments = Arguments.of(args, kwargs)
-        training = tuple([branch.training for branch in self._branches])
-        compiled = self._compiler.find(training, arguments)
-        if compiled is None:
-            compiled = self._compiler.make(training, arguments)
+        compiled = self.compiled(arguments)
         bound = self._bound.get(id(compiled))
         if bound is None:
             bound = self._bound[id(compiled)] = bind(compiled, self)
-        if self._array.verify and id(compiled) not in self._checks and self.training and torch.is_grad_enabled():
-            self._checks[id(compiled)] = self._verify(compiled, arguments)
+        if self.training and torch.is_grad_enabled():
+            self.check(compiled, arguments)
         return bound(arguments.values)
+
+    def find(self, arguments: Arguments) -> Compiled | None:
+        """The program for such a call in the present training pattern, if there is one already."""
+        return self._compiler.find(self._pattern(), arguments)
+
+    def compiled(self, arguments: Arguments) -> Compiled:
+        """The program for such a call; made if there is none. Raises FusionError."""
+        pattern = self._pattern()
+        return self._compiler.find(pattern, arguments) or self._compiler.make(pattern, arguments)
+
+    def _pattern(self) -> tuple[bool, ...]:
+        return tuple([branch.training for branch in self._branches])
+
+    def check(self, compiled: Compiled, arguments: Arguments) -> None:
+        """The self-check of a program, once, unless it was turned off. Raises FusionError."""
+        if self._array.verify and id(compiled) not in self._checks:
+            self._checks[id(compiled)] = self._verify(compiled, arguments)
 
     def _verify(self, compiled: Compiled, arguments: Arguments) -> str:
         shared = self._array.comparison.shared

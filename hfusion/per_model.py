@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.compare import tensors
-from hfusion.compile import Arguments, Compiler, Subject, bind, check_members
+from hfusion.compile import Arguments, Compiled, Compiler, Source, Subject, bind, check_members
 from hfusion.errors import FusionError
 from hfusion.inputs import StackedInput, is_stacked, stacked
+from hfusion.program import Program
 from hfusion.report import Report, describe
 from hfusion.state import read_state
 
@@ -42,6 +43,7 @@ class PerModel:
         self._name = getattr(function, "__name__", type(function).__name__)
         self._compilers: dict[Any, Compiler] = {}
         self._programs: dict[Any, Callable[[Arguments], Any]] = {}
+        self._compiled: dict[Any, Compiled] = {}
         self._loops: dict[Any, str] = {}
 
     def __repr__(self) -> str:
@@ -55,6 +57,12 @@ class PerModel:
             program = self._programs[key] = self._prepare(key[0], arguments)
         return program(arguments)
 
+    @property
+    def programs(self) -> list[Program]:
+        """The programs that calls have made so far."""
+        families = [family for compiler in self._compilers.values() for family in compiler.families.values()]
+        return [compiled.program for family in families for compiled in family]
+
     def _prepare(self, state: Any, arguments: Arguments) -> Callable[[Arguments], Any]:
         members = _members(arguments)
         check_members(members, arguments)
@@ -65,7 +73,15 @@ class PerModel:
         except FusionError as error:
             self._loops[state, arguments.key] = str(error)
             return functools.partial(_looped, self._module, members)
+        self._compiled[state, arguments.key] = compiled
         return functools.partial(_run, bind(compiled, self._module))
+
+    def found(self, outputs: Any, *args: Any, **kwargs: Any) -> Source | str:
+        """The program that such a call, made before, has run; or why it ran in a loop over members."""
+        arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
+        key = (read_state(self._function), arguments.key)
+        compiled = self._compiled.get(key)
+        return self._loops[key] if compiled is None else Source(compiled, self._module)
 
     def _compiler(self, state: Any, members: int) -> Compiler:
         """The compiler for the function as it is now. Raises FusionError where its state is not worth a program."""
@@ -82,12 +98,7 @@ class PerModel:
 
     def report(self) -> Report:
         """How the function runs: one part per program, and a line for everything that runs in a loop over members."""
-        parts = [
-            describe(compiled.program, "captured from the function itself")
-            for compiler in self._compilers.values()
-            for family in compiler.families.values()
-            for compiled in family
-        ]
+        parts = [describe(program, "captured from the function itself") for program in self.programs]
         loops = [f"{self._name}: loop over members: {why}" for why in dict.fromkeys(self._loops.values())]
         return Report(tuple(parts), tuple(loops))
 

@@ -92,6 +92,22 @@ class Program:
         return names
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A run of a program's operators, as one shard computes them.
+
+    ``run`` takes the tensors of ``keys`` (parameters, buffers, constants) and the values named in ``takes`` (inputs
+    of the program, results of earlier parts), and returns those named in ``gives``; the last part returns the flat
+    outputs of the program instead. A value is a tensor, a number, or a nest of them. ``writes``: buffers it changes.
+    """
+
+    run: Callable[..., tuple[Any, ...]]
+    keys: tuple[Slot, ...]
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    writes: frozenset[str]
+
+
 def _row(node: fx.Node, names: dict[fx.Node, str], members: int) -> tuple[str, str, str, str, str]:
     layout = node.meta.get("layout")
     shape = describe_value(node.meta.get("example"), layout, members)

@@ -1,0 +1,194 @@
+"""From tasks and a machine to arrays and plans: what is fused, resident or spilled, in how many shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfusion.errors import PlanError
+from hfusion.fuse import fuse
+from hfusion.machine import Machine, Rates
+from hfusion.module import FusedModule
+from hfusion.optim.base import FusedOptimizer
+from hfusion.passes.shard import shards
+from hfusion.per_model import per_model
+from hfusion.plan import Plan, Shard, TaskPlan
+from hfusion.program import Program
+from hfusion.source import Minibatch, Stream
+from hfusion.task import Task, optimizer_of, shapes
+
+_UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True, eq=False)
+class Arrangement:
+    """Members of a task that are trained as one array, by ``plan``; ``first`` is a minibatch to capture with."""
+
+    task: Task
+    members: tuple[int, ...]
+    array: FusedModule
+    optimizer: FusedOptimizer
+    first: Any
+    plan: TaskPlan
+
+    def stream(self, plan: TaskPlan) -> Stream:
+        """The minibatches of the whole run, in the shards of ``plan``; all that can be captured now is."""
+        minibatch = Minibatch.of(self.task, self.first, self.members)
+        loss = per_model(self.task.loss)
+        stream = Stream(self.task, self.array, self.members, loss, plan.shards, minibatch.samples)
+        stream.prepare(minibatch)
+        return stream
+
+
+def arrange(tasks: Sequence[Task], machine: Machine) -> tuple[list[Arrangement], Plan]:
+    """Fuse what can be fused as wide as it fits, and cut what does not fit the largest device.
+
+    Raises:
+        PlanError: names that repeat, a task that fits in no way, a loader that cannot be used.
+        FusionError: models that cannot be captured.
+    """
+    if not tasks:
+        raise PlanError("there is no task: give at least one hf.Task")
+    for index, task in enumerate(tasks):
+        if any(task.name == other.name for other in tasks[:index]):
+            raise PlanError(f"two tasks are named {task.name!r}: give each its own name")
+    rates = machine.calibrate()
+    largest = max(machine.devices, key=lambda device: device.memory)
+    found = [one for task in tasks for one in _arrays(task, largest.memory, rates[largest.name])]
+    loads = [rate.load for rate in rates.values()]
+    evicts = [rate.evict for rate in rates.values()]
+    budgets = {device.name: device.memory for device in machine.devices}
+    return found, Plan(tuple(one.plan for one in found), budgets, min(loads), min(evicts))
+
+
+def _arrays(task: Task, budget: int, rates: Rates) -> list[Arrangement]:
+    """The arrays of one task; several where shapes differ, or where all members at once are too many."""
+    first = _first(task)
+    if isinstance(task.models, FusedModule):
+        return [_arranged(task, task.models, range(len(task.models)), first, budget, rates, task.name)]
+    models = [task.models] if isinstance(task.models, nn.Module) else list(task.models)
+    groups = shapes(models)
+    arrays = []
+    for number, group in enumerate(groups):
+        name = task.name if len(groups) == 1 else f"{task.name}.{number}"
+        arrays += _widths(task, models, group, first, budget, rates, name)
+    return arrays
+
+
+def _widths(
+    task: Task, models: Sequence[nn.Module], group: Sequence[int], first: Any, budget: int, rates: Rates, name: str
+) -> list[Arrangement]:
+    """The arrays of models of one shape: as wide as gives the least estimated time."""
+    whole = fuse([models[index] for index in group])
+    width = _width(task, whole, group, first, budget, rates)
+    if width == len(group):
+        return [_arranged(task, whole, group, first, budget, rates, name)]
+    del whole
+    return [
+        _arranged(task, fuse([models[index] for index in part]), part, first, budget, rates, f"{name}.{number}")
+        for number, part in enumerate(batched_evenly(group, width))
+    ]
+
+
+def batched_evenly(items: Sequence[int], width: int) -> list[tuple[int, ...]]:
+    """``items`` in runs of at most ``width``, as equal as can be.
+
+    >>> batched_evenly(range(5), 3)
+    [(0, 1, 2), (3, 4)]
+    """
+    count = math.ceil(len(items) / width)
+    small, large = divmod(len(items), count)
+    ends = [small * (place + 1) + min(place + 1, large) for place in range(count)]
+    return [tuple(items[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def _width(task: Task, whole: FusedModule, group: Sequence[int], first: Any, budget: int, rates: Rates) -> int:
+    """How many members to fuse: of B, B/2, B/4, ... what takes the least time, the widest of equals.
+
+    A resident array costs its computing; a spilled one its computing or its transfers, whichever take longer.
+    """
+    minibatch = Minibatch.of(task, first, group)
+    program = whole.compiled(minibatch.arguments).program
+    optimizer = optimizer_of(task, whole, group)
+    best: tuple[float, int] | None = None
+    failure: PlanError | None = None
+    width = len(group)
+    while width:
+        try:
+            plan = _plan(
+                task, replace(program, members=width), minibatch.samples, optimizer, budget, rates, "width", width
+            )
+        except PlanError as error:
+            failure = failure or error
+        else:
+            seconds = math.ceil(len(group) / width) * _seconds(plan, rates)
+            if best is None or seconds < 0.99 * best[0]:
+                best = (seconds, width)
+        width = 0 if width == 1 else math.ceil(width / 2)
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best[1]
+
+
+def _seconds(plan: TaskPlan, rates: Rates) -> float:
+    """Estimated seconds of a minibatch."""
+    if plan.resident:
+        return plan.step_seconds
+    units = [(way, shard.index) for shard in plan.shards for way in plan.directions]
+    moved_in = sum(plan.in_bytes(*unit) for unit in units) / rates.load
+    moved_out = sum(plan.out_bytes(*unit) for unit in units) / rates.evict
+    return max(plan.step_seconds, moved_in, moved_out)
+
+
+def _arranged(
+    task: Task, array: FusedModule, members: Sequence[int], first: Any, budget: int, rates: Rates, name: str
+) -> Arrangement:
+    minibatch = Minibatch.of(task, first, members)
+    program = array.compiled(minibatch.arguments).program
+    optimizer = optimizer_of(task, array, members)
+    plan = _plan(task, program, minibatch.samples, optimizer, budget, rates, name, len(members))
+    return Arrangement(task, tuple(members), array, optimizer, first, plan)
+
+
+def _plan(
+    task: Task,
+    program: Program,
+    samples: int,
+    optimizer: FusedOptimizer,
+    budget: int,
+    rates: Rates,
+    name: str,
+    width: int,
+) -> TaskPlan:
+    """Resident if that fits the budget; else cut so that two shards fit it at once, or at least one."""
+    state = optimizer.state_stacks
+
+    def planned(cut: Sequence[Shard], *, resident: bool) -> TaskPlan:
+        epoch = task.epoch
+        clipped = task.clip is not None
+        return TaskPlan(name, tuple(cut), task.steps, resident, width, epoch, task.accumulate, clipped)
+
+    resident = planned(shards(program, samples, _UNLIMITED, rates, state), resident=True)
+    if resident.device_bytes <= budget:
+        return resident
+    try:
+        return planned(shards(program, samples, budget // 2, rates, state), resident=False)
+    except PlanError:
+        return planned(shards(program, samples, budget, rates, state), resident=False)
+
+
+def _first(task: Task) -> Any:
+    """The first minibatch; the random state and the loader are as before."""
+    if iter(task.loader) is task.loader:
+        raise PlanError(
+            f"task {task.name!r}: the loader, a {type(task.loader).__name__}, can be read only once; give one that can "
+            "be read again for every epoch, such as a DataLoader or a list"
+        )
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        return next(iter(task.loader))

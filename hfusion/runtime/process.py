@@ -1,0 +1,90 @@
+"""What belongs to the whole process, of which tasks in several threads take turns: capture, and random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Condition, RLock
+
+import torch
+from torch import Tensor
+
+
+class Gate:
+    """Many threads compute, or one captures: what torch.export patches is the process's."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._computing = 0
+        self._alone = False
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone)
+            self._computing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._computing -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone and not self._computing)
+            self._alone = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._alone = False
+                self._changed.notify_all()
+
+
+# torch's generators belong to the process and its devices: one thread at a time puts its task's state there.
+_GENERATORS = RLock()
+
+
+@dataclass
+class Generators:
+    """The state of a task's random numbers, on the CPU and on its device; begins as ``torch.manual_seed(seed)``."""
+
+    seed: int
+    states: dict[str, Tensor] = field(default_factory=dict)
+
+    @contextmanager
+    def active(self, device: torch.device, *, advance: bool = True) -> Iterator[None]:
+        """Let torch draw from here; without ``advance`` the next draws are the same again."""
+        with _GENERATORS:
+            before = _read(device)
+            _write({kind: self._state(kind) for kind in before}, device)
+            try:
+                yield
+            finally:
+                if advance:
+                    self.states.update(_read(device))
+                _write(before, device)
+
+    def copy(self) -> Generators:
+        return Generators(self.seed, dict(self.states))
+
+    def _state(self, kind: str) -> Tensor:
+        if kind not in self.states:
+            self.states[kind] = torch.Generator(kind).manual_seed(self.seed).get_state()
+        return self.states[kind]
+
+
+def _read(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _write(states: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,0 +1,77 @@
+"""The folder for what neither devices nor the host hold, empty again when the run ends, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from hfusion.runtime.home import SpillError
+
+_PREFIX = "hfusion-run-"
+_LOCK = "lock"
+
+
+class SpillFolder:
+    """A folder of this run's own inside ``parent``, made when its first file is asked for.
+
+    What killed runs have left there is removed: a run holds a lock that the system drops with its process.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        self._parent = parent
+        self._made_parent = False
+        self._path: Path | None = None
+        self._lock: IO[str] | None = None
+
+    def file(self, name: str) -> Path:
+        """The path of a new file. Raises SpillError where the folder cannot be made."""
+        if self._path is None:
+            try:
+                self._path = self._make()
+            except OSError as error:
+                raise SpillError(
+                    f"cannot make a folder for spilled state in {self._parent.absolute()}: {error.strerror}; name a "
+                    "folder that can be written as the machine's disk"
+                ) from error
+        return self._path / f"{name}.safetensors"
+
+    def close(self) -> None:
+        """Remove the folder and all in it."""
+        if self._lock is not None:
+            self._lock.close()
+        if self._path is not None:
+            shutil.rmtree(self._path)
+        if self._made_parent and not any(self._parent.iterdir()):
+            self._parent.rmdir()
+        self._lock = self._path = None
+
+    def _make(self) -> Path:
+        self._made_parent = not self._parent.exists()
+        self._parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(self._parent)
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
+        self._lock = (path / _LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        return path
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove the folders of runs whose process has ended."""
+    for path in parent.glob(f"{_PREFIX}*"):
+        try:
+            lock = os.open(path / _LOCK, os.O_RDWR)
+        except FileNotFoundError:
+            # Another run is making it, or removing it.
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            shutil.rmtree(path)
+        finally:
+            os.close(lock)

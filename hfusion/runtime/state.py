@@ -1,0 +1,236 @@
+"""The tensors of one task while it is trained: at home, or copied to a device shard by shard.
+
+A tensor that several shards use (tied weights) is at home in the first of them, whose backward comes last; the others
+borrow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.optim.base import FusedOptimizer
+from hfusion.program import Kind, Part
+from hfusion.runtime.home import Copy, Home, Section
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The tensors of one shard by name: its own, those it borrows (with the shard that owns them), those it trains."""
+
+    own: tuple[str, ...]
+    borrowed: Mapping[str, int]
+    trained: tuple[str, ...]
+
+
+def holdings(parts: Sequence[Part], names: Mapping[str, str], trained: frozenset[str]) -> tuple[Holding, ...]:
+    """What each part holds. ``names`` maps keys to one key per tensor, ``trained`` are among these."""
+    owner: dict[str, int] = {}
+    found = []
+    for index, part in enumerate(parts):
+        used = dict.fromkeys(names[slot.name] for slot in part.keys if slot.kind is not Kind.CONSTANT)
+        for name in used:
+            owner.setdefault(name, index)
+        own = tuple(name for name in used if owner[name] == index)
+        borrowed = {name: owner[name] for name in used if owner[name] != index}
+        found.append(Holding(own, borrowed, tuple(name for name in own if name in trained)))
+    return tuple(found)
+
+
+@dataclass
+class _Shard:
+    """A shard's tensors on a device, and which of them changed there."""
+
+    copy: Copy
+    borrowed: dict[str, Tensor]
+    changed: set[tuple[Section, str]] = field(default_factory=set)
+    bound: bool = False
+
+
+class State:
+    """The parameters, buffers and optimizer state of a task. Its methods may be called from several threads.
+
+    Args:
+        tensors: by key, each once; the optimizer's parameters are among them.
+        files: where a shard is at home, None for host memory.
+        pinned: the host memory is page-locked.
+        carried: gradients outlive units.
+        together: all shards are loaded at once, so that one uses the tensors of another where they are.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        shards: Sequence[Holding],
+        optimizer: FusedOptimizer,
+        files: Sequence[Path | None],
+        *,
+        pinned: bool,
+        carried: bool,
+        together: bool,
+    ) -> None:
+        self._together = together
+        self.shards = shards
+        self.optimizer = optimizer
+        self._tensors = tensors
+        self._trained = frozenset(name for shard in shards for name in shard.trained)
+        self._lock = Lock()
+        self._here: dict[int, _Shard] = {}
+        # What training does not change keeps the memory it had, for afterwards.
+        self._frozen = {
+            name: tensors[name].data
+            for shard in shards
+            for name in shard.own
+            if isinstance(tensors[name], nn.Parameter) and name not in shard.trained
+        }
+        self._homes: list[Home] = []
+        try:
+            for index, file in enumerate(files):
+                self._homes.append(self._home(shards[index], file, pinned, carried))
+        except BaseException:
+            self.close()
+            raise
+
+    def _home(self, shard: Holding, file: Path | None, pinned: bool, carried: bool) -> Home:
+        own = {name: self._tensors[name].data for name in shard.own}
+        trained = {name: own[name] for name in shard.trained}
+        state = {f"{name} {kind}": tensor for name in trained for kind, tensor in self._optimizer_state(name).items()}
+        sections = {Section.WEIGHTS: own, Section.OPTIMIZER: state, Section.GRADIENTS: trained if carried else {}}
+        home = Home(sections, pinned=pinned, file=file)
+        for name in shard.own:
+            self._bind(name, home.views)
+        return home
+
+    def _optimizer_state(self, name: str) -> dict[str, Tensor]:
+        """The stacks that the optimizer keeps for a parameter; counts of steps stay where they are."""
+        entry = self.optimizer.state.get(self._tensors[name], {})
+        return {kind: value for kind, value in entry.items() if kind != "step" and isinstance(value, Tensor)}
+
+    def _bind(self, name: str, views: Mapping[Section, Mapping[str, Tensor]]) -> None:
+        """Let the parameter or buffer, and its optimizer state, lie in ``views``."""
+        tensor = self._tensors[name]
+        tensor.data = views[Section.WEIGHTS][name]
+        stacks = views.get(Section.OPTIMIZER, {})
+        for kind in self._optimizer_state(name):
+            if f"{name} {kind}" in stacks:
+                self.optimizer.state[tensor][kind] = stacks[f"{name} {kind}"]
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The trained parameters in the order of the module."""
+        return tuple(name for name in self._tensors if name in self._trained)
+
+    def trains(self, name: str) -> bool:
+        """Whether a parameter gets gradients."""
+        return name in self._trained
+
+    @property
+    def home_bytes(self) -> int:
+        """Bytes of all shards at rest."""
+        return sum(home.bytes for home in self._homes)
+
+    def load(self, shard: int, sections: Sequence[Section], device: torch.device) -> None:
+        """Copy a shard to a device; the shards it borrows from must be there or at home."""
+        copy = self._homes[shard].load(sections, device)
+        lenders = {} if self._together else self.shards[shard].borrowed
+        borrowed = {name: self._borrow(name, owner, device) for name, owner in lenders.items()}
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        with self._lock:
+            self._here[shard] = _Shard(copy, borrowed)
+
+    def _borrow(self, name: str, owner: int, device: torch.device) -> Tensor:
+        with self._lock:
+            source = self._source(name, owner)
+        return torch.empty_like(source, device=device).copy_(source, non_blocking=True)
+
+    def _source(self, name: str, owner: int) -> Tensor:
+        here = self._here.get(owner)
+        return (self._homes[owner].views if here is None else here.copy.views)[Section.WEIGHTS][name]
+
+    def tensor(self, shard: int, name: str) -> Tensor:
+        """A parameter or buffer, as the loaded shard sees it."""
+        here = self._here[shard]
+        own = here.copy.views[Section.WEIGHTS]
+        if name in own:
+            return own[name]
+        return here.borrowed[name] if name in here.borrowed else self._source(name, self.shards[shard].borrowed[name])
+
+    def refresh(self, shard: int, buffers: Sequence[str]) -> None:
+        """Fetch borrowed buffers that other shards wrote to since this one was loaded."""
+        here = self._here[shard]
+        with self._lock:
+            for name in buffers:
+                if name in here.borrowed:
+                    here.borrowed[name].copy_(self._source(name, self.shards[shard].borrowed[name]))
+
+    def wrote(self, shard: int, buffers: Sequence[str]) -> None:
+        """The loaded shard changed ``buffers``; borrowed ones go to their owner at once."""
+        here = self._here[shard]
+        with self._lock:
+            for name in buffers:
+                owner = self.shards[shard].borrowed.get(name, shard)
+                if name not in here.borrowed:
+                    self._here[owner].changed.add((Section.WEIGHTS, name))
+                    continue
+                self._homes[owner].views[Section.WEIGHTS][name].copy_(here.borrowed[name])
+                if owner in self._here:
+                    self._here[owner].copy.views[Section.WEIGHTS][name].copy_(here.borrowed[name])
+
+    def gradient(self, shard: int, name: str) -> Tensor:
+        """Where the loaded shard keeps the gradient of a parameter from unit to unit."""
+        return self._here[shard].copy.views[Section.GRADIENTS][name]
+
+    def keep_gradient(self, shard: int, name: str) -> None:
+        """The gradient of a parameter changed and must outlive the unit."""
+        self._here[shard].changed.add((Section.GRADIENTS, name))
+
+    def update(self, shard: int, gradients: Mapping[str, Tensor]) -> None:
+        """One step of the optimizer for the parameters of a loaded shard."""
+        here = self._here[shard]
+        if not here.bound:
+            for name in self.shards[shard].own:
+                self._bind(name, here.copy.views)
+            here.bound = True
+        params = [self._tensors[name] for name in gradients]
+        for param, gradient in zip(params, gradients.values(), strict=True):
+            param.grad = gradient
+        self.optimizer.step()
+        for param in params:
+            param.grad = None
+        stacks = here.copy.views.get(Section.OPTIMIZER, {})
+        for name in gradients:
+            here.changed.add((Section.WEIGHTS, name))
+            here.changed |= {(Section.OPTIMIZER, key) for key in stacks if key.rpartition(" ")[0] == name}
+
+    def evict(self, shard: int) -> None:
+        """Write what changed back, and drop the copy."""
+        here, home = self._here[shard], self._homes[shard]
+        if here.bound:
+            for name in self.shards[shard].own:
+                self._bind(name, home.views)
+            self.optimizer.forget()
+        with self._lock:
+            for section in Section:
+                names = [name for changed, name in here.changed if changed is section]
+                if names:
+                    home.save(here.copy, section, names)
+            del self._here[shard]
+
+    def close(self) -> None:
+        """Give every tensor memory of its own again, and drop the homes."""
+        for index, home in enumerate(self._homes):
+            for name in self.shards[index].own:
+                frozen = self._frozen.get(name)
+                self._tensors[name].data = home.views[Section.WEIGHTS][name].clone() if frozen is None else frozen
+                for kind in self._optimizer_state(name):
+                    entry = self.optimizer.state[self._tensors[name]]
+                    entry[kind] = home.views[Section.OPTIMIZER][f"{name} {kind}"].clone()
+        self.optimizer.forget()
+        self._homes.clear()
+        self._here.clear()

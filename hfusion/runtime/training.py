@@ -1,0 +1,349 @@
+"""The units of one task: forward, backward and update of a shard on a device, bit for bit as the whole array does it.
+
+- A forward runs with gradients on, as in plain training, since kernels are chosen by it; a shard that will be computed
+  again keeps nothing of it (activation checkpointing, Chen et al., arXiv:1604.06174).
+- Recomputation starts from the same values, random state and buffers; what it writes into buffers is dropped.
+- Gradients of a value are summed in autograd's order, latest use first: what later shards have gathered enters the
+  backward of an earlier one as a root, and roots come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
+from hfusion.plan import Direction, TaskPlan, Unit
+from hfusion.program import Kind, Part
+from hfusion.runtime.home import Section
+from hfusion.runtime.process import Gate, Generators
+from hfusion.runtime.state import State
+from hfusion.runtime.values import Bundle, change, leaves, restore, spill
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One minibatch on the host: the flat inputs of the program, and the target of the loss."""
+
+    inputs: tuple[Any, ...]
+    target: Any
+    key: Any
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How batches of one kind are computed.
+
+    ``inputs``: the names of the program's inputs. ``losses(outputs, target)``: flat outputs of the last part to the
+    losses ``[B]``. ``random``: something draws random numbers.
+    """
+
+    parts: tuple[Part, ...]
+    inputs: tuple[str, ...]
+    constants: Mapping[str, Tensor]
+    losses: Callable[[Sequence[Any], Any], Tensor]
+    random: bool
+
+
+class Source(Protocol):
+    """Where batches and their recipes come from."""
+
+    def next(self) -> Batch:
+        """The next minibatch. May draw from torch's random numbers."""
+
+    def find(self, batch: Batch) -> Recipe | None:
+        """The recipe for a batch like this one, if there is one already."""
+
+    def make(self, batch: Batch) -> Recipe:
+        """Make the recipe. Must run while no other thread computes."""
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A computed part with its graph: leaves by name, and the results that gradients arrive at."""
+
+    inputs: Mapping[str, Any]
+    params: Mapping[str, Tensor]
+    outputs: Mapping[str, Any]
+
+
+class Training:
+    """One task on its way through its units. One unit runs at a time; loading and putting away go on beside it."""
+
+    def __init__(
+        self, plan: TaskPlan, state: State, names: Mapping[str, str], source: Source, clip: Tensor | None, seed: int
+    ) -> None:
+        self.plan = plan
+        self.state = state
+        self.losses: list[Tensor] = []
+        self._names = names
+        self._source = source
+        self._clip = clip
+        self._generators = Generators(seed)
+        self._carried = plan.carried
+        self._batch: Batch
+        self._recipe: Recipe
+        self._values: dict[str, Any] = {}
+        self._makers: dict[str, int] = {}
+        self._bundles: dict[int, Bundle] = {}
+        self._entries: dict[int, dict[str, Any]] = {}
+        self._fresh: dict[int, dict[str, Any]] = {}
+        self._saved: dict[int, _Saved] = {}
+        self._drawn: dict[int, Generators] = {}
+        self._before: dict[int, dict[str, Tensor]] = {}
+        self._grads: dict[str, Tensor] = {}
+        self._parked: Bundle | None = None
+        self._started: set[str] = set()
+        self._norms: dict[str, Tensor] = {}
+        self._factors: Tensor | None = None
+
+    def sections(self, direction: Direction, shard: int) -> tuple[Section, ...]:
+        """What a shard must have loaded for a unit."""
+        if direction is Direction.FORWARD and not self.plan.whole(direction, shard):
+            return (Section.WEIGHTS,)
+        optimizer = self.plan.resident or direction is Direction.UPDATE or not self.plan.clipped
+        wanted = {Section.WEIGHTS: True, Section.OPTIMIZER: optimizer, Section.GRADIENTS: self._carried}
+        return tuple(section for section in Section if wanted[section])
+
+    def needs(self, unit: Unit) -> set[int]:
+        """The shards that must be at home, or stay where they are, before the unit's own can be loaded."""
+        makers = set()
+        if unit.direction is Direction.BACKWARD and not self._turns(unit.shard):
+            makers = {self._makers[name] for name in self._recipe.parts[unit.shard].takes if name in self._makers}
+        return {unit.shard, *self.state.shards[unit.shard].borrowed.values(), *makers}
+
+    def load(self, unit: Unit, shard: int, device: torch.device) -> None:
+        """Bring a shard to a device for ``unit``, and for a backward what its forward started from."""
+        self.state.load(shard, self.sections(unit.direction, shard), device)
+        if unit.direction is Direction.BACKWARD and unit.shard == shard and not self.plan.resident:
+            if not self._turns(shard):
+                self._entries[shard] = self._restored(self._recipe.parts[shard].takes, device)
+            _wait(device)
+
+    def run(self, unit: Unit, device: torch.device, gate: Gate) -> None:
+        """Compute a unit whose shard is loaded."""
+        if unit.direction is Direction.FORWARD and unit.shard == 0:
+            self._next_batch(device, gate)
+        with gate.computing():
+            if unit.direction is Direction.FORWARD:
+                self._forward(unit.shard, device)
+            elif unit.direction is Direction.BACKWARD:
+                self._backward(unit, device)
+
+    def update(self, unit: Unit, gate: Gate) -> None:
+        """The optimizer's step of the unit's shard."""
+        with gate.computing():
+            shard = unit.shard
+            names = [name for name in self.state.shards[shard].trained if name in self._started]
+            grads = {name: self._gradient(shard, name) for name in names}
+            if self._clip is not None and self._norms:
+                self._clip_by_norm(grads)
+            if grads:
+                self.state.update(shard, grads)
+            self._started.difference_update(names)
+            for name in names:
+                self._grads.pop(f"own {name}", None)
+            if self._turns(shard):
+                self._norms, self._factors = {}, None
+
+    def put_away(self, shard: int, *, leave: bool, pinned: bool) -> None:
+        """Take a shard off its device; ``leave``: and all else that the task has there."""
+        fresh = self._fresh.pop(shard, None)
+        if fresh is not None:
+            self._bundles[shard] = spill(fresh, pinned=pinned)
+        if leave and not self.plan.resident:
+            self._values = {}
+            if self._grads:
+                self._parked, self._grads = spill(self._grads, pinned=pinned), {}
+        self.state.evict(shard)
+
+    def _turns(self, shard: int) -> bool:
+        return shard == len(self.plan.shards) - 1
+
+    def _next_batch(self, device: torch.device, gate: Gate) -> None:
+        with self._generators.active(device):
+            self._batch = self._source.next()
+        recipe = self._source.find(self._batch)
+        if recipe is None:
+            with gate.alone():
+                recipe = self._source.make(self._batch)
+        self._recipe = recipe
+        self._makers = {name: index for index, part in enumerate(recipe.parts) for name in part.gives}
+
+    def _forward(self, shard: int, device: torch.device) -> None:
+        part = self._recipe.parts[shard]
+        buffers = sorted({self._names[name] for name in part.writes})
+        self.state.refresh(shard, [self._names[s.name] for s in part.keys if s.kind is Kind.BUFFER])
+        keep = self.plan.resident or self._turns(shard)
+        if not keep:
+            self._before[shard] = {name: self.state.tensor(shard, name).clone() for name in buffers}
+            self._drawn[shard] = self._generators.copy()
+        inputs = self._take(part.takes, device)
+        with self._drawing(self._generators, device), nullcontext() if keep else _forgetting():
+            saved = self._compute(shard, inputs, {}, device)
+        self.state.wrote(shard, buffers)
+        results = {name: _detached(value) for name, value in saved.outputs.items() if name in self._makers}
+        if keep:
+            self._saved[shard] = saved
+        else:
+            self._fresh[shard] = results
+        later = {name for after in self._recipe.parts[shard + 1 :] for name in after.takes}
+        values = {**self._values, **results}
+        self._values = {name: value for name, value in values.items() if name in later or self.plan.resident}
+
+    def _compute(
+        self, shard: int, inputs: dict[str, Any], buffers: Mapping[str, Tensor], device: torch.device
+    ) -> _Saved:
+        """Run a part on new leaves, with ``buffers`` in place of the shard's own."""
+        part, params, keys = self._recipe.parts[shard], {}, []
+        for slot in part.keys:
+            if slot.kind is Kind.CONSTANT:
+                keys.append(self._recipe.constants[slot.name].to(device))
+                continue
+            name = self._names[slot.name]
+            tensor = buffers[name] if name in buffers else self.state.tensor(shard, name)
+            if slot.kind is Kind.PARAMETER:
+                tensor = tensor.detach().requires_grad_(self.state.trains(name))
+                params[name] = tensor
+            keys.append(tensor)
+        outputs = part.run(*keys, *inputs.values())
+        if not self._turns(shard):
+            return _Saved(inputs, params, dict(zip(part.gives, outputs, strict=True)))
+        losses = self._recipe.losses(outputs, self._batch.target)
+        self.losses.append(losses.detach().cpu())
+        total = losses.sum()
+        return _Saved(inputs, params, {"": total / self.plan.accumulate if self.plan.accumulate > 1 else total})
+
+    def _backward(self, unit: Unit, device: torch.device) -> None:
+        shard = unit.shard
+        if self._parked is not None:
+            self._grads |= restore(self._parked, list(self._parked.values), device)
+            self._parked = None
+        saved = self._saved.pop(shard, None) or self._again(shard, device)
+        wanted = {
+            **{_place(name, index): leaf for name, index, leaf in _tracked(saved.inputs)},
+            **{f"param {name}": leaf for name, leaf in saved.params.items() if leaf.requires_grad},
+        }
+        ends = {_place(name, index): leaf for name, index, leaf in _tracked(saved.outputs)}
+        roots = [(leaf, self._grads.pop(place)) for place, leaf in {**ends, **wanted}.items() if place in self._grads]
+        if self._turns(shard):
+            (total,) = ends.values()
+            roots.append((total, torch.ones_like(total)))
+        if roots and wanted:
+            outputs, seeds = zip(*roots, strict=True)
+            found = torch.autograd.grad(outputs, [*wanted.values()], seeds, allow_unused=True)
+            grads = {place: grad for place, grad in zip(wanted, found, strict=True) if grad is not None}
+            self._collect(shard, grads)
+        if self.plan.closes(unit.step) and self._clip is not None:
+            for name in self.state.shards[shard].trained:
+                if name in self._started and self._gradient(shard, name).numel():
+                    self._norms[name] = grad_norms(self._gradient(shard, name), len(self._clip)).cpu()
+        self._clean(shard)
+
+    def _again(self, shard: int, device: torch.device) -> _Saved:
+        inputs = self._entries.pop(shard, None)
+        inputs = self._take(self._recipe.parts[shard].takes, device) if inputs is None else _leaf_nests(inputs)
+        with self._drawing(self._drawn[shard], device):
+            return self._compute(shard, inputs, self._before[shard], device)
+
+    def _collect(self, shard: int, grads: Mapping[str, Tensor]) -> None:
+        """Sort gradients: the shard's own parameters', and what earlier shards go on with."""
+        for name in self.state.shards[shard].trained:
+            grad = grads.get(f"param {name}")
+            if grad is None:
+                continue
+            if not self._carried:
+                self._grads[f"own {name}"] = grad
+            elif name in self._started:
+                self.state.gradient(shard, name).add_(grad)
+            else:
+                self.state.gradient(shard, name).copy_(grad)
+            if self._carried:
+                self.state.keep_gradient(shard, name)
+            self._started.add(name)
+        own = {f"param {name}" for name in self.state.shards[shard].trained}
+        self._grads |= {place: grad for place, grad in grads.items() if place not in own}
+
+    def _gradient(self, shard: int, name: str) -> Tensor:
+        return self.state.gradient(shard, name) if self._carried else self._grads[f"own {name}"]
+
+    def _clip_by_norm(self, grads: Mapping[str, Tensor]) -> None:
+        """Clip by the norms over all shards."""
+        assert self._clip is not None
+        if self._factors is None:
+            norms = total_norm([self._norms[name] for name in self.state.order if name in self._norms])
+            self._factors = clip_factors(norms, self._clip)
+        for grad in grads.values():
+            if grad.numel():
+                scale(grad, self._factors)
+
+    def _clean(self, shard: int) -> None:
+        """Forget what only this minibatch's backward of the shard needed."""
+        for table in (self._bundles, self._drawn, self._before, self._entries):
+            table.pop(shard, None)
+        self._values = {name: value for name, value in self._values.items() if self._makers.get(name) != shard}
+
+    def _take(self, names: Sequence[str], device: torch.device) -> dict[str, Any]:
+        """The values a part takes, as new leaves on the device."""
+        return _leaf_nests(self._restored(names, device))
+
+    def _restored(self, names: Sequence[str], device: torch.device) -> dict[str, Any]:
+        given = dict(zip(self._recipe.inputs, self._batch.inputs, strict=True))
+        # Read once: a unit may replace it while the next one is loaded.
+        values = self._values
+        found = {}
+        missing: dict[int, list[str]] = {}
+        for name in names:
+            if name in given:
+                found[name] = change(given[name], Tensor, lambda tensor: tensor.to(device))
+            elif name in values:
+                found[name] = values[name]
+            else:
+                missing.setdefault(self._makers[name], []).append(name)
+        for maker, lost in missing.items():
+            found |= restore(self._bundles[maker], lost, device)
+        return {name: found[name] for name in names}
+
+    def _drawing(self, generators: Generators, device: torch.device) -> AbstractContextManager[None]:
+        return generators.active(device) if self._recipe.random else nullcontext()
+
+
+def _forgetting() -> saved_tensors_hooks:
+    """Autograd saves nothing: this graph will not be walked."""
+    return saved_tensors_hooks(lambda tensor: None, _never)
+
+
+def _never(packed: object) -> Tensor:
+    raise AssertionError("a graph that kept nothing was walked")
+
+
+def _detached(value: Any) -> Any:
+    """The nest without its graph, still telling which tensors need a gradient."""
+    return change(value, Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+
+
+def _leaf_nests(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _detached(value) for name, value in values.items()}
+
+
+def _place(name: str, index: int) -> str:
+    return f"{name} #{index}"
+
+
+def _tracked(values: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
+    """The tensors that need a gradient, with the name of their value and their place in it."""
+    for name, value in values.items():
+        for index, leaf in enumerate(leaves(value)):
+            if leaf.requires_grad:
+                yield name, index, leaf
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

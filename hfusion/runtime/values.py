@@ -1,0 +1,97 @@
+"""Values that cross cuts: nests of tensors and numbers, moved storage by storage so that strides and sharing survive.
+
+Bit for bit the same training needs the same strides: a product reads a transposed operand by another kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor within the storage number ``storage`` of a bundle."""
+
+    storage: int
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Values at rest on the host: their storages as bytes, and the values with a `View` for every tensor."""
+
+    storages: tuple[Tensor, ...]
+    values: Mapping[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        return sum(storage.numel() for storage in self.storages)
+
+
+def leaves(value: Any) -> Iterator[Tensor]:
+    """The tensors in a nest, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item)
+
+
+def change(value: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
+    """The nest with ``fn`` applied to every item of ``kind``; lists and tuples keep their class."""
+    if isinstance(value, kind):
+        return fn(value)
+    if isinstance(value, list | tuple):
+        return type(value)(change(item, kind, fn) for item in value)
+    return value
+
+
+def spill(values: Mapping[str, Any], *, pinned: bool) -> Bundle:
+    """Copy ``values`` to the host; tensors that share a storage share it again when restored."""
+    numbers: dict[int, int] = {}
+    storages: list[Tensor] = []
+
+    def view(tensor: Tensor) -> View:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in numbers or not storage.nbytes():
+            numbers[storage.data_ptr()] = len(storages)
+            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            host = torch.empty(raw.shape, dtype=torch.uint8, pin_memory=pinned)
+            storages.append(host.copy_(raw))
+        return View(
+            numbers[storage.data_ptr()],
+            tensor.dtype,
+            int(tensor.storage_offset()),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.requires_grad,
+        )
+
+    kept = {name: change(value, Tensor, view) for name, value in values.items()}
+    return Bundle(tuple(storages), kept)
+
+
+def restore(bundle: Bundle, names: list[str], device: torch.device) -> dict[str, Any]:
+    """The values named, on ``device``, detached; only their storages move."""
+    moved: dict[int, Tensor] = {}
+
+    def tensor(view: View) -> Tensor:
+        if view.storage not in moved:
+            host = bundle.storages[view.storage]
+            moved[view.storage] = torch.empty(host.shape, dtype=torch.uint8, device=device).copy_(
+                host, non_blocking=True
+            )
+        storage = moved[view.storage].untyped_storage()
+        found = torch.empty(0, dtype=view.dtype, device=device).set_(storage, view.offset, view.size, view.stride)
+        return found.requires_grad_(view.requires_grad)
+
+    return {name: change(bundle.values[name], View, tensor) for name in names}
