@@ -43,11 +43,13 @@ class Dispatcher:
     def choose(self, budget: int, running: int | None) -> int | None:
         """The task that a device of ``budget`` bytes runs next; if it waited, it waits no longer.
 
-        ``running``: the task whose unit the device has begun; it may be chosen if it has units left. None:
-        nothing that waits fits the device, and it is not to go on.
+        ``running``: the task whose unit the device has begun; it may be chosen if it has units left, and is
+        where its next unit must follow at once. None: nothing that waits fits the device, and it is not to go on.
         """
         present = None
-        if running is not None and self._tasks[running].next is not None:
+        if running is not None and (after := self._tasks[running].next) is not None:
+            if self._tasks[running].plan.goes_on(after):
+                return running
             present = self._tasks[running].candidate
         chosen = self._policy(State(budget, present, self._waiting, self._work / self._devices))
         if chosen is None:

@@ -136,9 +136,8 @@ def _moved(task: TaskPlan) -> float:
     """Bytes that a task moves per minibatch, in the mean, if every unit loads and evicts its shard."""
     if task.resident:
         return 0.0
-    often = {Direction.UPDATE: task.update_count / task.steps}
     return sum(
-        often.get(way, 1.0) * (task.in_bytes(way, shard.index) + task.out_bytes(way, shard.index))
+        task.often(way) * (task.in_bytes(way, shard.index) + task.out_bytes(way, shard.index))
         for shard in task.shards
         for way in task.directions
     )

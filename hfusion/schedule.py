@@ -1,7 +1,7 @@
 """What happens when: the actions of a run, simulated or real, and the checks every run must pass.
 
-A device has three lanes that work at the same time, each on one action: compute (FORWARD, BACKWARD, STEP),
-the link from the host (LOAD) and the link to it (EVICT).
+A device has three lanes that work at the same time, each on one action: compute (FORWARD, BACKWARD, STEP,
+EVALUATE), the link from the host (LOAD) and the link to it (EVICT).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Kind(StrEnum):
     FORWARD = "FORWARD"
     BACKWARD = "BACKWARD"
     STEP = "STEP"
+    EVALUATE = "EVALUATE"
     EVICT = "EVICT"
 
     @property
@@ -40,7 +41,11 @@ class Kind(StrEnum):
 
 
 LANES = {Kind.LOAD: "in", Kind.EVICT: "out"}
-PASSES = {Direction.FORWARD: Kind.FORWARD, Direction.BACKWARD: Kind.BACKWARD}
+PASSES = {
+    Direction.FORWARD: Kind.FORWARD,
+    Direction.BACKWARD: Kind.BACKWARD,
+    Direction.EVALUATE: Kind.EVALUATE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,10 +313,9 @@ def _check_places(task: TaskPlan, actions: list[Action]) -> None:
 def _check_use(
     task: TaskPlan, action: Action, here: Action, gone: dict[int, Action], left_at: tuple[str, int] | None
 ) -> None:
-    after = Direction.UPDATE if task.clipped else Direction.BACKWARD
-    direction = Direction.FORWARD if action.kind is Kind.FORWARD else Direction.BACKWARD
-    direction = after if action.kind is Kind.STEP else direction
-    needed = task.held_bytes(direction, action.shard)
+    ends = {Kind.STEP: Direction.UPDATE if task.clipped else Direction.BACKWARD}
+    direction = {kind: way for way, kind in PASSES.items()} | ends
+    needed = task.held_bytes(direction[action.kind], action.shard)
     if here.bytes < needed:
         raise TimelineError(f"{here} holds less than the {needed:,} bytes that this needs: {action}")
     if left_at is not None and left_at[0] != action.device:

@@ -51,7 +51,7 @@ def costs(task: TaskPlan) -> dict[tuple[Direction, int], Costs]:
             extra=task.extra_bytes(way, part.index),
             moved_in=task.in_bytes(way, part.index),
             moved_out=task.out_bytes(way, part.index),
-            settles=not task.resident and way is not Direction.FORWARD,
+            settles=not task.resident and way in (Direction.BACKWARD, Direction.UPDATE),
         )
         for way in task.directions
         for part in task.shards

@@ -3,7 +3,8 @@
 A spilled task keeps its state in host memory: before a unit (one direction of one shard) what the unit needs is
 loaded, afterwards it is evicted, and the backward recomputes the shard from what is alive at its input cut
 (Hydra, arXiv:2110.08633; recomputation: Chen et al., arXiv:1604.06174). A resident task holds all shards with
-their saved activations on one device. Bytes are whole numbers, times are seconds.
+their saved activations on one device; should it leave in the midst of a minibatch, it takes along what is alive at
+the cuts and recomputes, which is not planned for. Bytes are whole numbers, times are seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hfusion.errors import PlanError
 
 
 class Direction(StrEnum):
-    """The two passes of a minibatch, and the optimizer step where it waits for the gradients of all shards.
+    """The two passes of a minibatch, the optimizer step where it waits for the gradients of all shards, evaluation.
 
     Else the optimizer step of a shard belongs to its backward unit.
     """
@@ -25,6 +26,7 @@ class Direction(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "update"
+    EVALUATE = "evaluate"
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class Shard:
 class Unit:
     """What is scheduled: one direction of one shard on one minibatch (``step``) of a task.
 
-    ``updates``: whether it ends with the optimizer step of its shard.
+    The minibatches of evaluations are counted for themselves. ``updates``: whether it ends with the optimizer step of
+    its shard.
     """
 
     task: str
@@ -108,6 +111,7 @@ class TaskPlan:
             epoch may be shorter.
         clipped: the optimizer steps only when the gradients of all shards are there, since it scales them by
             their global norm. The steps are then units of their own.
+        evaluated: minibatches that are evaluated after every epoch.
 
     Raises PlanError for values out of range and shards that do not follow one another.
     """
@@ -120,6 +124,7 @@ class TaskPlan:
     epoch: int | None = None
     accumulate: int = 1
     clipped: bool = False
+    evaluated: int = 0
 
     def __post_init__(self) -> None:
         if not self.name or any(character.isspace() for character in self.name):
@@ -151,28 +156,41 @@ class TaskPlan:
         return (2 * self.accumulate + self.clipped) * len(self.shards)
 
     @cached_property
-    def _epoch_units(self) -> int:
+    def _trained_units(self) -> int:
+        """Units of an epoch before its evaluation."""
         groups = math.ceil(self._epoch / self.accumulate)
         return (2 * self._epoch + groups * self.clipped) * len(self.shards)
 
     @cached_property
+    def _epoch_units(self) -> int:
+        return self._trained_units + self.evaluated * len(self.shards)
+
+    @property
+    def epochs(self) -> int:
+        """How often it goes through its minibatches."""
+        return self.steps // self._epoch
+
+    @cached_property
     def units(self) -> int:
         """Number of units of the whole task."""
-        return self.steps // self._epoch * self._epoch_units
+        return self.epochs * self._epoch_units
 
     @cached_property
     def update_count(self) -> int:
         """Number of optimizer steps of each shard in the whole task."""
-        return self.steps // self._epoch * math.ceil(self._epoch / self.accumulate)
+        return self.epochs * math.ceil(self._epoch / self.accumulate)
 
     def unit(self, number: int) -> Unit:
         """The unit at position ``number``.
 
         Per minibatch the forwards ascending, then the backwards descending; after the last minibatch of a
-        group, if the task is clipped, the updates ascending.
+        group, if the task is clipped, the updates ascending; after an epoch its evaluation, shards ascending.
         """
         count = len(self.shards)
         epoch, rest = divmod(number, self._epoch_units)
+        if rest >= self._trained_units:
+            index, place = divmod(rest - self._trained_units, count)
+            return Unit(self.name, epoch * self.evaluated + index, Direction.EVALUATE, place, False)
         group, rest = divmod(rest, self._group_units)
         index, place = divmod(rest, 2 * count)
         size = min(self.accumulate, self._epoch - group * self.accumulate)
@@ -192,7 +210,14 @@ class TaskPlan:
     @property
     def directions(self) -> tuple[Direction, ...]:
         """The directions of its units."""
-        return tuple(Direction)[: 3 if self.clipped else 2]
+        update = (Direction.UPDATE,) if self.clipped else ()
+        evaluate = (Direction.EVALUATE,) if self.evaluated else ()
+        return (Direction.FORWARD, Direction.BACKWARD, *update, *evaluate)
+
+    def often(self, direction: Direction) -> float:
+        """How many units of a direction each shard has per minibatch, in the mean."""
+        counts = {Direction.UPDATE: self.update_count, Direction.EVALUATE: self.epochs * self.evaluated}
+        return counts.get(direction, self.steps) / self.steps
 
     @property
     def carried(self) -> bool:
@@ -204,14 +229,22 @@ class TaskPlan:
 
         The last shard turns from forward to backward in place, so it comes whole at once.
         """
-        return self.resident or direction is not Direction.FORWARD or self._turns(shard)
+        if direction is Direction.FORWARD:
+            return self.resident or self.turns(shard)
+        return self.resident or direction is not Direction.EVALUATE
 
     def stays(self, before: Unit, after: Unit) -> bool:
         """Whether what a spilled task has loaded for a unit is all that the next one needs.
 
         An update needs the optimizer state, for which a backward of a clipped task leaves no room.
         """
-        return before.shard == after.shard and Direction.UPDATE not in (before.direction, after.direction)
+        if before.shard != after.shard or Direction.UPDATE in (before.direction, after.direction):
+            return False
+        return before.direction is not Direction.EVALUATE or after.direction is Direction.EVALUATE
+
+    def goes_on(self, after: Unit) -> bool:
+        """Whether a unit must follow the one before it at once: the last shard turns from forward to backward."""
+        return after.direction is Direction.BACKWARD and self.turns(after.shard)
 
     def held_bytes(self, direction: Direction, shard: int) -> int:
         """Bytes that the loaded shard holds on the device from its LOAD to its EVICT."""
@@ -230,7 +263,7 @@ class TaskPlan:
         part = self.shards[shard]
         if direction is Direction.UPDATE:
             return 0
-        if self.resident or self._turns(shard):
+        if self.resident or (self.turns(shard) and direction is not Direction.EVALUATE):
             return part.workspace
         if direction is Direction.BACKWARD:
             return part.workspace + part.activations
@@ -243,41 +276,37 @@ class TaskPlan:
             return part.load_bytes
         if not self.whole(direction, shard):
             return part.weights + self._entry(shard)
-        state = part.load_bytes if self.resident else part.weights + self._stepped(part) + self._carried(part)
-        if direction is Direction.FORWARD:
-            return state + self._entry(shard)
         if self.resident:
-            return part.resident_bytes
-        return state + self._entry(shard) + part.boundary + self._saved(part)
+            return part.load_bytes + self._entry(shard) + (part.boundary if direction is Direction.BACKWARD else 0)
+        if direction is Direction.BACKWARD and self.turns(shard):
+            return 0
+        state = part.weights + self._stepped(part) + self._carried(part) + self._entry(shard)
+        return state + (part.boundary if direction is Direction.BACKWARD else 0)
 
     def out_bytes(self, direction: Direction, shard: int) -> int:
         """Bytes that an EVICT after this unit moves back; a forward changes no weights, a frozen weight never."""
         part = self.shards[shard]
         if self.resident:
-            return self._resident_out(direction, part)
+            alive = {Direction.UPDATE: 0, Direction.BACKWARD: self._entry(shard)}
+            return part.load_bytes + alive.get(direction, part.boundary)
         if direction is Direction.UPDATE:
             return part.weights - part.frozen + part.optimizer
-        if direction is Direction.FORWARD:
-            return part.boundary + self._saved(part)
+        if direction in (Direction.FORWARD, Direction.EVALUATE):
+            return part.boundary
         changed = 0 if self.clipped else part.weights - part.frozen + part.optimizer
         return changed + self._carried(part) + self._entry(shard)
-
-    def _resident_out(self, direction: Direction, part: Shard) -> int:
-        if direction is Direction.FORWARD:
-            return part.resident_bytes
-        return part.load_bytes + (self._entry(part.index) if direction is Direction.BACKWARD else 0)
 
     def _entry(self, shard: int) -> int:
         """Bytes at the input cut."""
         return self.shards[shard - 1].boundary if shard else 0
 
-    def _turns(self, shard: int) -> bool:
+    def turns(self, shard: int) -> bool:
         """Whether the backward follows the forward at once, so that activations are kept, not recomputed."""
         return shard == len(self.shards) - 1
 
     def _saved(self, part: Shard) -> int:
         """Bytes of activations that a spilled shard keeps between its forward and its backward."""
-        return part.activations if self._turns(part.index) else 0
+        return part.activations if self.turns(part.index) else 0
 
     def _stepped(self, part: Shard) -> int:
         """Bytes of the optimizer state, if the backward of a spilled shard needs it."""
@@ -290,14 +319,14 @@ class TaskPlan:
     def backward_seconds(self, shard: int) -> float:
         """Seconds of the backward, with the recomputed forward of a spilled task; the step is not in it."""
         part = self.shards[shard]
-        again = 0.0 if self.resident or self._turns(shard) else part.forward
+        again = 0.0 if self.resident or self.turns(shard) else part.forward
         return part.backward + again
 
     def pass_seconds(self, direction: Direction, shard: int) -> float:
         """Seconds a unit computes before the optimizer step that it may end with."""
         if direction is Direction.UPDATE:
             return 0.0
-        return self.shards[shard].forward if direction is Direction.FORWARD else self.backward_seconds(shard)
+        return self.backward_seconds(shard) if direction is Direction.BACKWARD else self.shards[shard].forward
 
     def unit_seconds(self, unit: Unit) -> float:
         """Seconds a unit computes."""
@@ -317,9 +346,9 @@ class TaskPlan:
     @cached_property
     def step_seconds(self) -> float:
         """Seconds of computing per minibatch, in the mean over the task."""
-        share = self.update_count / self.steps
+        share, forwards = self.often(Direction.UPDATE), 1 + self.often(Direction.EVALUATE)
         back = [self.backward_seconds(part.index) + part.step * share for part in self.shards]
-        return math.fsum([*(part.forward for part in self.shards), *back])
+        return math.fsum([*(part.forward * forwards for part in self.shards), *back])
 
     @property
     def seconds(self) -> float:

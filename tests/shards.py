@@ -27,12 +27,14 @@ def task(
     epoch: int | None = None,
     accumulate: int = 1,
     clipped: bool = False,
+    evaluated: int = 0,
     **values: float,
 ) -> TaskPlan:
     """A task of ``count`` equal shards; the last has no boundary."""
     shards = [shard(index, **values) for index in range(count - 1)]
     last = shard(count - 1, **(values | {"boundary": 0}))
-    return TaskPlan(name, (*shards, last), steps, resident, epoch=epoch, accumulate=accumulate, clipped=clipped)
+    settings = {"epoch": epoch, "accumulate": accumulate, "clipped": clipped, "evaluated": evaluated}
+    return TaskPlan(name, (*shards, last), steps, resident, **settings)  # type: ignore[arg-type]
 
 
 @st.composite
@@ -46,7 +48,7 @@ def parts(draw: st.DrawFn, index: int) -> Shard:
 
 @st.composite
 def tasks(draw: st.DrawFn, name: str) -> TaskPlan:
-    """Any small task: plain, clipped, with gradients that are summed over minibatches, with epochs."""
+    """Any small task: plain, clipped, with gradients that are summed over minibatches, with epochs, with evaluations."""
     shards = tuple(draw(parts(index)) for index in range(draw(st.integers(1, 4))))
     epochs, epoch = draw(st.sampled_from([(1, None), (1, 2), (2, 1), (2, 2), (1, 3)]))
     return TaskPlan(
@@ -57,6 +59,7 @@ def tasks(draw: st.DrawFn, name: str) -> TaskPlan:
         epoch=epoch,
         accumulate=draw(st.integers(1, 3)),
         clipped=draw(st.booleans()),
+        evaluated=draw(st.sampled_from([0, 0, 1, 2])),
     )
 
 

@@ -13,7 +13,7 @@ from hfusion.errors import PlanError
 from hfusion.plan import Direction, Plan, TaskPlan, Unit
 from tests.shards import shard, task, tasks
 
-FORWARD, BACKWARD, UPDATE = Direction
+FORWARD, BACKWARD, UPDATE, EVALUATE = Direction
 
 
 def test_derived_bytes_of_a_shard() -> None:
@@ -41,6 +41,8 @@ def by_definition(made: TaskPlan) -> list[Unit]:
         found += [Unit(made.name, step, FORWARD, index, False) for index in range(count)]
         found += [Unit(made.name, step, BACKWARD, index, ends and not made.clipped) for index in reversed(range(count))]
         found += [Unit(made.name, step, UPDATE, index, True) for index in range(count) if ends and made.clipped]
+        evaluations = range(step // epoch * made.evaluated, (step + 1) // epoch * made.evaluated)
+        found += [Unit(made.name, each, EVALUATE, index, False) for each in evaluations for index in range(count)]
     return found
 
 
@@ -59,7 +61,7 @@ def test_units_and_their_seconds_are_those_of_the_minibatches(made: TaskPlan) ->
 
 
 def kinds(made: TaskPlan) -> str:
-    """The units of a task of one shard: F, B, B! if it updates, U."""
+    """The units of a task of one shard: F, B, B! if it updates, U, E."""
     units = (made.unit(number) for number in range(made.units))
     return " ".join(u.direction[0].upper() + "!" * (u.updates and u.direction is BACKWARD) for u in units)
 
@@ -74,6 +76,8 @@ def kinds(made: TaskPlan) -> str:
         (task("a", steps=2, clipped=True), "F B U F B U"),
         (task("a", steps=4, epoch=2, accumulate=3, clipped=True), "F B F B U F B F B U"),
         (task("a", steps=3, accumulate=2, clipped=True), "F B F B U F B U"),
+        (task("a", steps=4, epoch=2, evaluated=3), "F B! F B! E E E F B! F B! E E E"),
+        (task("a", steps=2, epoch=1, clipped=True, evaluated=1), "F B U E F B U E"),
     ],
 )
 def test_when_the_optimizer_steps(made: TaskPlan, wanted: str) -> None:
@@ -89,15 +93,17 @@ CUTS = {"workspace": 7, "boundary": 10}
     [
         (1, False, FORWARD, 1, 1010, 17, 1010, 10),
         (1, False, BACKWARD, 1, 1620, 57, 1420, 1110),
-        (1, False, FORWARD, 2, 1660, 7, 1410, 50),
-        (1, False, BACKWARD, 2, 1660, 7, 1460, 1110),
+        (1, False, FORWARD, 2, 1660, 7, 1410, 0),
+        (1, False, BACKWARD, 2, 1660, 7, 0, 1110),
         (2, False, FORWARD, 1, 1010, 17, 1010, 10),
         (2, False, BACKWARD, 1, 1620, 57, 1620, 1310),
-        (2, False, FORWARD, 2, 1660, 7, 1610, 50),
+        (2, False, FORWARD, 2, 1660, 7, 1610, 0),
         (1, True, BACKWARD, 1, 1220, 57, 1220, 210),
-        (1, True, FORWARD, 2, 1260, 7, 1210, 50),
-        (1, True, BACKWARD, 2, 1260, 7, 1260, 210),
+        (1, True, FORWARD, 2, 1260, 7, 1210, 0),
+        (1, True, BACKWARD, 2, 1260, 7, 0, 210),
         (1, True, UPDATE, 1, 1600, 0, 1600, 1100),
+        (1, False, EVALUATE, 1, 1010, 17, 1010, 10),
+        (1, False, EVALUATE, 2, 1010, 7, 1010, 0),
     ],
 )
 def test_bytes_of_a_spilled_unit(
@@ -119,9 +125,9 @@ def test_bytes_of_a_spilled_unit(
 def test_a_resident_task_holds_the_same_in_every_unit() -> None:
     made = task("a", 3, clipped=True, **SPILLED, **CUTS)
     assert {made.held_bytes(way, 1) for way in Direction} == {1660}
-    assert [made.extra_bytes(way, 1) for way in Direction] == [7, 7, 0]
-    assert [made.in_bytes(way, 1) for way in Direction] == [1610, 1660, 1600]
-    assert [made.out_bytes(way, 1) for way in Direction] == [1660, 1610, 1600]
+    assert [made.extra_bytes(way, 1) for way in Direction] == [7, 7, 0, 7]
+    assert [made.in_bytes(way, 1) for way in Direction] == [1610, 1620, 1600, 1610]
+    assert [made.out_bytes(way, 1) for way in Direction] == [1610, 1610, 1600, 1610]
     assert made.device_bytes == 1660 + 1660 + 1650 + 7
 
 
@@ -137,7 +143,19 @@ def test_an_update_needs_its_shard_anew() -> None:
     units = [made.unit(number) for number in range(made.units)]
     assert [made.stays(*pair) for pair in pairwise(units)] == [True, True, True, False]
     two = task("a", 2)
-    assert [made.stays(*pair) for pair in pairwise(map(two.unit, range(4)))] == [False, True, False]
+    assert [two.stays(*pair) for pair in pairwise(map(two.unit, range(4)))] == [False, True, False]
+
+
+def test_an_evaluation_leaves_what_a_step_needs_away() -> None:
+    made = task("a", 1, steps=2, epoch=1, evaluated=2)
+    units = [made.unit(number) for number in range(5)]
+    assert [made.stays(*pair) for pair in pairwise(units)] == [True, True, True, False]
+
+
+def test_the_last_shard_turns_at_once() -> None:
+    made = task("a", 2, epoch=1, evaluated=1)
+    units = [made.unit(number) for number in range(made.units)]
+    assert [made.goes_on(unit) for unit in units] == [False, False, True, False, False, False]
 
 
 def test_a_resident_task_holds_all_shards_and_recomputes_nothing() -> None:
@@ -214,6 +232,6 @@ def test_print_and_draw(tmp_path: Path) -> None:
     assert lines[0] == "plan  2 tasks  1 devices: d 2.0KiB  (host to device 1.0KiB/s, back 1B/s)"
     assert [line.split()[:2] for line in lines[2:]] == [["a", "resident"], ["b", "spilled"]]
     moved = task("c", 2, steps=2, resident=False, clipped=True, accumulate=2, weights=1000, boundary=0)
-    assert "5.9KiB" in str(Plan((moved,), {"d": 2048}, 1.0, 1.0)).split("\n")[2]
+    assert "4.9KiB" in str(Plan((moved,), {"d": 2048}, 1.0, 1.0)).split("\n")[2]
     plan.draw(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
