@@ -8,17 +8,19 @@ from hfusion.machine import Device, Machine
 from hfusion.module import FusedModule
 from hfusion.per_model import per_model
 from hfusion.simulate import simulate
-from hfusion.task import Task
+from hfusion.task import Evaluation, Step, Task
 from hfusion.train import TrainError, plan, train
 
 __all__ = [
     "CheckpointError",
     "Device",
+    "Evaluation",
     "FusedModule",
     "FusionError",
     "HFusionError",
     "Machine",
     "PlanError",
+    "Step",
     "Task",
     "TrainError",
     "build",

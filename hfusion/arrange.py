@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,33 +16,53 @@ from hfusion.machine import Machine, Rates
 from hfusion.module import FusedModule
 from hfusion.optim.base import FusedOptimizer
 from hfusion.passes.shard import shards
-from hfusion.per_model import per_model
+from hfusion.per_model import PerModel
 from hfusion.plan import Plan, Shard, TaskPlan
 from hfusion.program import Program
-from hfusion.source import Minibatch, Stream
+from hfusion.runtime.training import Recipe
+from hfusion.source import Evaluated, Minibatch, Stream, Trained
 from hfusion.task import Task, optimizer_of, shapes
 
 _UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, eq=False)
+class First:
+    """The first minibatches, as the loaders of a task give them."""
+
+    trained: Any
+    evaluated: Any
+
+
+@dataclass(frozen=True, eq=False)
 class Arrangement:
-    """Members of a task that are trained as one array, by ``plan``; ``first`` is a minibatch to capture with."""
+    """Members of a task that are trained as one array, by ``plan``; ``first`` are minibatches to capture with."""
 
     task: Task
     members: tuple[int, ...]
     array: FusedModule
     optimizer: FusedOptimizer
-    first: Any
+    first: First
     plan: TaskPlan
 
-    def stream(self, plan: TaskPlan) -> Stream:
-        """The minibatches of the whole run, in the shards of ``plan``; all that can be captured now is."""
-        minibatch = Minibatch.of(self.task, self.first, self.members)
-        loss = per_model(self.task.loss)
-        stream = Stream(self.task, self.array, self.members, loss, plan.shards, minibatch.samples)
-        stream.prepare(minibatch)
-        return stream
+    def minibatch(self) -> Minibatch:
+        """The first one that is trained with."""
+        return Minibatch.of(self.task, self.first.trained, self.members)
+
+    def trained(self, plan: TaskPlan, loss: PerModel) -> tuple[Stream, Recipe]:
+        """The minibatches of all epochs in the shards of ``plan``, and how the first is computed."""
+        minibatch = self.minibatch()
+        programs = Trained(self.task.name, self.array, plan.shards, minibatch.samples)
+        stream = Stream(self.task, self.task.loader, self.members, loss, programs, minibatch.samples)
+        return stream, stream.prepare(minibatch)
+
+    def evaluated(
+        self, loader: Iterable[Any], loss: PerModel, names: Mapping[str, str], held: Sequence[frozenset[str]]
+    ) -> tuple[Stream, Recipe]:
+        """The same for the evaluations, in the shards that hold the tensors ``held``, see `recut`."""
+        samples = self.minibatch().samples
+        stream = Stream(self.task, loader, self.members, loss, Evaluated(self.array, names, held, samples), samples)
+        return stream, stream.prepare(Minibatch.of(self.task, self.first.evaluated, self.members))
 
 
 def arrange(tasks: Sequence[Task], machine: Machine) -> tuple[list[Arrangement], Plan]:
@@ -81,7 +101,7 @@ def _arrays(task: Task, budget: int, rates: Rates) -> list[Arrangement]:
 
 
 def _widths(
-    task: Task, models: Sequence[nn.Module], group: Sequence[int], first: Any, budget: int, rates: Rates, name: str
+    task: Task, models: Sequence[nn.Module], group: Sequence[int], first: First, budget: int, rates: Rates, name: str
 ) -> list[Arrangement]:
     """The arrays of models of one shape: as wide as gives the least estimated time."""
     whole = fuse([models[index] for index in group])
@@ -107,12 +127,12 @@ def batched_evenly(items: Sequence[int], width: int) -> list[tuple[int, ...]]:
     return [tuple(items[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def _width(task: Task, whole: FusedModule, group: Sequence[int], first: Any, budget: int, rates: Rates) -> int:
+def _width(task: Task, whole: FusedModule, group: Sequence[int], first: First, budget: int, rates: Rates) -> int:
     """How many members to fuse: of B, B/2, B/4, ... what takes the least time, the widest of equals.
 
     A resident array costs its computing; a spilled one its computing or its transfers, whichever take longer.
     """
-    minibatch = Minibatch.of(task, first, group)
+    minibatch = Minibatch.of(task, first.trained, group)
     program = whole.compiled(minibatch.arguments).program
     optimizer = optimizer_of(task, whole, group)
     best: tuple[float, int] | None = None
@@ -147,9 +167,9 @@ def _seconds(plan: TaskPlan, rates: Rates) -> float:
 
 
 def _arranged(
-    task: Task, array: FusedModule, members: Sequence[int], first: Any, budget: int, rates: Rates, name: str
+    task: Task, array: FusedModule, members: Sequence[int], first: First, budget: int, rates: Rates, name: str
 ) -> Arrangement:
-    minibatch = Minibatch.of(task, first, members)
+    minibatch = Minibatch.of(task, first.trained, members)
     program = array.compiled(minibatch.arguments).program
     optimizer = optimizer_of(task, array, members)
     plan = _plan(task, program, minibatch.samples, optimizer, budget, rates, name, len(members))
@@ -170,9 +190,10 @@ def _plan(
     state = optimizer.state_stacks
 
     def planned(cut: Sequence[Shard], *, resident: bool) -> TaskPlan:
-        epoch = task.epoch
         clipped = task.clip is not None
-        return TaskPlan(name, tuple(cut), task.steps, resident, width, epoch, task.accumulate, clipped)
+        return TaskPlan(
+            name, tuple(cut), task.steps, resident, width, task.epoch, task.accumulate, clipped, task.evaluated
+        )
 
     resident = planned(shards(program, samples, _UNLIMITED, rates, state), resident=True)
     if resident.device_bytes <= budget:
@@ -183,12 +204,18 @@ def _plan(
         return planned(shards(program, samples, budget, rates, state), resident=False)
 
 
-def _first(task: Task) -> Any:
-    """The first minibatch; the random state and the loader are as before."""
-    if iter(task.loader) is task.loader:
+def _first(task: Task) -> First:
+    """The random state and the loaders are as before."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        trained = _begin(task, "loader", task.loader)
+        return First(trained, None if task.eval_loader is None else _begin(task, "eval_loader", task.eval_loader))
+
+
+def _begin(task: Task, role: str, loader: Iterable[Any]) -> Any:
+    """The first minibatch of a loader."""
+    if iter(loader) is loader:
         raise PlanError(
-            f"task {task.name!r}: the loader, a {type(task.loader).__name__}, can be read only once; give one that can "
+            f"task {task.name!r}: the {role}, a {type(loader).__name__}, can be read only once; give one that can "
             "be read again for every epoch, such as a DataLoader or a list"
         )
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        return next(iter(task.loader))
+    return next(iter(loader))

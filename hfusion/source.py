@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -18,12 +18,13 @@ from hfusion.layout import Layout
 from hfusion.module import FusedModule
 from hfusion.passes.cost import operators
 from hfusion.passes.flops import concrete
+from hfusion.passes.recut import recut
 from hfusion.passes.split import input_names, split
 from hfusion.per_model import PerModel
 from hfusion.plan import Shard
 from hfusion.program import Part, Program
 from hfusion.runtime.training import Batch, Recipe
-from hfusion.task import Task
+from hfusion.task import Task, length
 
 
 @dataclass(frozen=True)
@@ -77,28 +78,90 @@ def _rows(values: Any, members: Sequence[int]) -> Any:
     return pytree.tree_map(rows, values, is_leaf=is_stacked)
 
 
+class Programs(Protocol):
+    """Where the programs of minibatches come from, and their parts."""
+
+    def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
+        """For minibatches like this one. Raises FusionError or PlanError."""
+
+
+class Trained:
+    """Programs in the array's present mode, cut as planned; ``samples``: what the plan counts with."""
+
+    def __init__(self, name: str, array: FusedModule, shards: Sequence[Shard], samples: int) -> None:
+        self._name = name
+        self._array = array
+        self._shards = shards
+        self._samples = samples
+        self._operators: list[Any] | None = None
+
+    def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
+        """Captured, and checked against the members."""
+        compiled = self._array.compiled(minibatch.arguments)
+        self._array.check(compiled, minibatch.arguments)
+        self._check_same(compiled.program)
+        return compiled, split(compiled.program, self._shards, self._samples)
+
+    def _check_same(self, program: Program) -> None:
+        """The shards number the operators of the first program; another kind of minibatch must have the same."""
+        found = [node.target for node in operators(program)]
+        if self._operators is None:
+            self._operators = found
+        elif self._operators != found:
+            raise PlanError(
+                f"task {self._name!r}: a minibatch of another kind than the first needs another program, whose "
+                f"operators differ ({len(found)} instead of {len(self._operators)}); give minibatches of one shape, "
+                "for example with drop_last=True"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    """Programs of the array in eval mode, each tensor used where training has it, see `recut`."""
+
+    array: FusedModule
+    names: Mapping[str, str]
+    held: Sequence[frozenset[str]]
+    samples: int
+
+    def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
+        """Captured; the array is then in the mode that it was in."""
+        modes = {module: module.training for module in self.array.modules()}
+        self.array.eval()
+        try:
+            compiled = self.array.compiled(minibatch.arguments)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        cuts = recut(compiled.program, self.names, self.held, self.samples)
+        return compiled, split(compiled.program, cuts, self.samples)
+
+
 class Stream:
-    """The minibatches of all epochs for the array of ``members``, computed in ``shards``."""
+    """The minibatches that a loader gives in all epochs, for the array of ``members``.
+
+    Args:
+        samples: the most that a minibatch may have, as the plan counts with them.
+    """
 
     def __init__(
         self,
         task: Task,
-        array: FusedModule,
+        loader: Iterable[Any],
         members: Sequence[int],
         loss: PerModel,
-        shards: Sequence[Shard],
-        batch: int,
+        programs: Programs,
+        samples: int,
     ) -> None:
         self._task = task
-        self._array = array
+        self._loader = loader
         self._members = members
         self._loss = loss
-        self._shards = shards
-        self._batch = batch
+        self._programs = programs
+        self._samples = samples
         self._minibatches = self._read()
         self._latest: Minibatch
         self._recipes: dict[Any, Recipe] = {}
-        self._operators: list[Any] | None = None
 
     def next(self) -> Batch:
         """The next minibatch. Raises PlanError if the loader gives fewer than its length says."""
@@ -118,14 +181,16 @@ class Stream:
 
     def prepare(self, minibatch: Minibatch) -> Recipe:
         """The recipe for minibatches like this one. Raises FusionError or PlanError."""
-        compiled = self._array.compiled(minibatch.arguments)
-        self._array.check(compiled, minibatch.arguments)
+        if minibatch.samples > self._samples:
+            raise PlanError(
+                f"task {self._task.name!r}: a minibatch has {minibatch.samples} samples, but the plan counts with the "
+                f"{self._samples} of the first one of the loader; give no larger ones, for evaluation neither"
+            )
+        compiled, parts = self._programs.make(minibatch)
         program = compiled.program
-        self._check_same(program)
-        examples = _examples(program, minibatch.samples)
-        self._losses(program, examples, minibatch.target)
+        self._losses(program, _examples(program, minibatch.samples), minibatch.target)
         recipe = Recipe(
-            split(program, self._shards, self._batch),
+            parts,
             input_names(program),
             compiled.constants,
             lambda outputs, target: self._losses(program, outputs, target),
@@ -134,27 +199,11 @@ class Stream:
         self._recipes[minibatch.key] = recipe
         return recipe
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """The parts of the first recipe; those of all others use the same tensors."""
-        return next(iter(self._recipes.values())).parts
-
     def _read(self) -> Iterator[Minibatch]:
+        count = length(self._loader)
         for _ in range(self._task.epochs):
-            for _, found in zip(range(self._task.epoch), self._task.loader, strict=False):
+            for _, found in zip(range(count), self._loader, strict=False):
                 yield Minibatch.of(self._task, found, self._members)
-
-    def _check_same(self, program: Program) -> None:
-        """The shards number the operators of the first program; another kind of minibatch must have the same."""
-        found = [node.target for node in operators(program)]
-        if self._operators is None:
-            self._operators = found
-        elif self._operators != found:
-            raise PlanError(
-                f"task {self._task.name!r}: a minibatch of another kind than the first needs another program, whose "
-                f"operators differ ({len(found)} instead of {len(self._operators)}); give minibatches of one shape, "
-                "for example with drop_last=True"
-            )
 
     def _losses(self, program: Program, outputs: Sequence[Any], target: Any) -> Tensor:
         value = outputs[0] if program.out_spec.is_leaf() else pytree.tree_unflatten(list(outputs), program.out_spec)

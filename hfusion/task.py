@@ -33,6 +33,16 @@ class Step:
     losses: Tensor
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What callbacks are told after an epoch was evaluated: ``losses [minibatches, B]``; else as `Step`."""
+
+    task: str
+    epoch: int
+    members: tuple[int, ...]
+    losses: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Task:
     """Models that are trained with one loss on one stream of minibatches, each as if alone.
@@ -47,13 +57,16 @@ class Task:
             a tuple of arguments, or a dict of keyword arguments; `hfusion.stacked` gives each member its own. It is
             read under the task's own random state.
         epochs: passes over the loader.
+        eval_loader: minibatches like those of ``loader``, no larger; after every epoch their losses are computed in
+            eval mode, without gradients.
         name: one word.
         clip: the largest gradient norm, one value or one per member, as `hfusion.optim.clip_grad_norm_`.
         accumulate: minibatches per optimizer step; their losses are divided by it. The last group of an epoch may be
             smaller (as in Lightning).
         seed: of torch's random numbers for this task: it draws what a loop after ``torch.manual_seed(seed)`` would
             draw. None: drawn from torch's generator, so that ``torch.manual_seed`` settles it.
-        callbacks: called after every minibatch with a `Step`, in another thread.
+        callbacks: called after every minibatch with a `Step`, and after the evaluation of an epoch with an
+            `Evaluation`, in another thread.
 
     Raises:
         PlanError: a value out of range, or a loader that cannot be read again or has no length.
@@ -64,33 +77,45 @@ class Task:
     optimizer: FusedOptimizer | Factory
     loader: Iterable[Any]
     epochs: int = 1
+    eval_loader: Iterable[Any] | None = None
     name: str = "task"
     clip: HyperValue | None = None
     accumulate: int = 1
     seed: int | None = None
-    callbacks: Sequence[Callable[[Step], None]] = field(default=())
+    callbacks: Sequence[Callable[[Step | Evaluation], None]] = field(default=())
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.accumulate < 1:
             given = f"epochs={self.epochs}, accumulate={self.accumulate}"
             raise PlanError(f"task {self.name!r} has {given}: give whole numbers of at least 1")
-        if not hasattr(self.loader, "__len__"):
-            raise PlanError(
-                f"task {self.name!r}: the loader, a {type(self.loader).__name__}, has no length, so nothing can be "
-                "planned; give a DataLoader over a dataset with a length, or a list of minibatches"
-            )
-        if not self.epoch:
-            raise PlanError(f"task {self.name!r}: the loader gives no minibatch")
+        for role, loader in (("loader", self.loader), ("eval_loader", self.eval_loader)):
+            if loader is not None:
+                self._check_loader(role, loader)
         if isinstance(self.optimizer, FusedOptimizer) and not isinstance(self.models, FusedModule):
             raise PlanError(
                 f"task {self.name!r}: an optimizer that exists fits an array that exists; give a function that makes "
                 "one from the parameters, or fuse the models before"
             )
 
+    def _check_loader(self, role: str, loader: Iterable[Any]) -> None:
+        kind = f"task {self.name!r}: the {role}, a {type(loader).__name__},"
+        if not hasattr(loader, "__len__"):
+            raise PlanError(
+                f"{kind} has no length, so nothing can be planned; give a DataLoader over a dataset with a length, or "
+                "a list of minibatches"
+            )
+        if not length(loader):
+            raise PlanError(f"{kind} gives no minibatch")
+
     @property
     def epoch(self) -> int:
         """Minibatches of an epoch."""
-        return len(self.loader)  # type: ignore[arg-type]
+        return length(self.loader)
+
+    @property
+    def evaluated(self) -> int:
+        """Minibatches that are evaluated after every epoch."""
+        return 0 if self.eval_loader is None else length(self.eval_loader)
 
     @property
     def steps(self) -> int:
@@ -103,6 +128,11 @@ class Task:
         if isinstance(self.models, FusedModule):
             return len(self.models)
         return 1 if isinstance(self.models, nn.Module) else len(self.models)
+
+
+def length(loader: Iterable[Any]) -> int:
+    """How many minibatches a loader with a length gives."""
+    return len(loader)  # type: ignore[arg-type]
 
 
 def shapes(models: Sequence[nn.Module]) -> list[list[int]]:

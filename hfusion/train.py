@@ -18,6 +18,7 @@ from hfusion.errors import HFusionError, PlanError
 from hfusion.machine import Machine
 from hfusion.module import FusedModule
 from hfusion.optim.hyper import member_vector
+from hfusion.per_model import per_model
 from hfusion.plan import Direction, Plan, Unit
 from hfusion.policy import Policy, named
 from hfusion.runtime.executor import Executor, TaskFailed
@@ -25,7 +26,7 @@ from hfusion.runtime.spill import SpillFolder
 from hfusion.runtime.state import State, holdings
 from hfusion.runtime.training import Training
 from hfusion.schedule import Timeline
-from hfusion.task import Step, Task
+from hfusion.task import Evaluation, Step, Task
 
 DEFAULT = "patient-lrtf"
 
@@ -40,9 +41,14 @@ class TrainError(HFusionError):
 
 @dataclass(frozen=True, eq=False)
 class TaskReport:
-    """What a task gave. ``losses``: float ``[steps, B]``, a row per minibatch, on the CPU."""
+    """What a task gave, on the CPU.
+
+    ``losses``: float ``[steps, B]``, a row per minibatch. ``eval_losses``: float ``[epochs, minibatches, B]``, None
+    where the task has no eval loader.
+    """
 
     losses: Tensor
+    eval_losses: Tensor | None
     _arrays: tuple[tuple[tuple[int, ...], FusedModule], ...]
 
     @cached_property
@@ -142,23 +148,29 @@ class _Run:
 
     def _training(self, index: int, folder: SpillFolder, stack: ExitStack) -> Training:
         one, plan = self.arrangements[index], self.plan.tasks[index]
-        stream = one.stream(plan)
         own = dict(one.array.named_parameters()) | dict(one.array.named_buffers())
         first = {id(tensor): name for name, tensor in reversed(own.items())}
         names = {name: first[id(tensor)] for name, tensor in tensors(one.array)}
         optimized = {id(param) for group in one.optimizer.param_groups for param in group["params"]}
         trained = frozenset(n for n, t in own.items() if t.requires_grad and id(t) in optimized)
         limits = self._limits(one)
+        loss = per_model(one.task.loss)
+        stream, recipe = one.trained(plan, loss)
+        held = holdings([part.keys for part in recipe.parts], names, trained)
+        evaluation = None
+        if one.task.eval_loader is not None:
+            alike = [holding.all for holding in held]
+            evaluation, also = one.evaluated(one.task.eval_loader, loss, names, alike)
+            pairs = zip(recipe.parts, also.parts, strict=True)
+            held = holdings([(*a.keys, *b.keys) for a, b in pairs], names, trained)
         one.optimizer.initialise()
-        parts = stream.parts
         files = [self._file(folder, index, shard.index, shard.load_bytes) for shard in plan.shards]
-        held = holdings(parts, names, trained)
         state = State(
             own, held, one.optimizer, files, pinned=self._pinned, carried=plan.carried, together=plan.resident
         )
         stack.callback(state.close)
         seed = int(torch.randint(1 << 62, ())) if one.task.seed is None else one.task.seed
-        return Training(plan, state, names, stream, limits, seed)
+        return Training(plan, state, names, stream, evaluation, limits, seed)
 
     def _limits(self, one: Arrangement) -> Tensor | None:
         """The largest norms ``[width]`` of these members."""
@@ -203,14 +215,21 @@ class _Run:
         return self._report(executor, list(range(len(self.trainings))))
 
     def _after(self, index: int, unit: Unit, show: Callable[[int], None] | None) -> None:
-        if unit.direction is not Direction.BACKWARD or unit.shard:
-            return
-        one = self.arrangements[index]
-        epoch, step = divmod(unit.step, one.task.epoch)
-        for callback in one.task.callbacks:
-            callback(Step(one.task.name, epoch, step, one.members, self.trainings[index].losses[unit.step]))
-        if show is not None:
-            show(index)
+        """Tell callbacks and bars when a minibatch or the evaluation of an epoch is done."""
+        one, plan, training = self.arrangements[index], self.plan.tasks[index], self.trainings[index]
+        heard: Step | Evaluation | None = None
+        if unit.direction is Direction.BACKWARD and unit.shard == 0:
+            epoch, step = divmod(unit.step, one.task.epoch)
+            heard = Step(one.task.name, epoch, step, one.members, training.losses[unit.step])
+            if show is not None:
+                show(index)
+        elif unit.direction is Direction.EVALUATE and unit.shard == len(plan.shards) - 1:
+            epoch, step = divmod(unit.step, plan.evaluated)
+            if step == plan.evaluated - 1:
+                heard = Evaluation(one.task.name, epoch, one.members, torch.stack(training.evaluations[-step - 1 :]))
+        if heard is not None:
+            for callback in one.task.callbacks:
+                callback(heard)
 
     def _report(self, executor: Executor, done: Sequence[int]) -> Report:
         tasks: dict[str, TaskReport] = {}
@@ -221,12 +240,15 @@ class _Run:
         return Report(tasks, self.plan, executor.timeline, executor.peak)
 
     def _task_report(self, task: Task, indices: Sequence[int]) -> TaskReport:
-        columns: dict[int, Tensor] = {}
-        for index in indices:
-            losses = torch.stack(self.trainings[index].losses)
-            columns |= dict(zip(self.arrangements[index].members, losses.unbind(1), strict=True))
+        members = [member for index in indices for member in self.arrangements[index].members]
+        order = torch.tensor(members).argsort()
+        losses = torch.cat([torch.stack(self.trainings[index].losses) for index in indices], 1)[:, order]
+        evaluated = None
+        if task.eval_loader is not None:
+            rows = torch.cat([torch.stack(self.trainings[index].evaluations) for index in indices], 1)[:, order]
+            evaluated = rows.unflatten(0, (task.epochs, task.evaluated))
         arrays = tuple((self.arrangements[index].members, self.arrangements[index].array) for index in indices)
-        return TaskReport(torch.stack([columns[member] for member in sorted(columns)], 1), arrays)
+        return TaskReport(losses, evaluated, arrays)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import fx
@@ -12,19 +13,37 @@ from hfusion.errors import PlanError
 from hfusion.passes.cost import operators, viewed
 from hfusion.passes.functional import has_effect
 from hfusion.passes.regions import regions
-from hfusion.plan import Shard
 from hfusion.program import Kind, Part, Program, Slot
 
 _BORDERS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 
 
+class Range(Protocol):
+    """Operators ``[first, last)`` of a program, such as a `Shard`."""
+
+    @property
+    def first(self) -> int:
+        """The first operator."""
+
+    @property
+    def last(self) -> int:
+        """The one after the last operator."""
+
+
+class Cut(NamedTuple):
+    """A `Range` and nothing else."""
+
+    first: int
+    last: int
+
+
 def input_names(program: Program) -> tuple[str, ...]:
     """The names under which parts take the program's inputs, in the order of the inputs."""
-    found = {int(slot.name): node.name for node, slot in _slots(program).items() if slot.kind is Kind.INPUT}
+    found = {int(slot.name): node.name for node, slot in slots(program).items() if slot.kind is Kind.INPUT}
     return tuple(found[position] for position in sorted(found))
 
 
-def split(program: Program, shards: Sequence[Shard], batch: int) -> tuple[Part, ...]:
+def split(program: Program, shards: Sequence[Range], batch: int) -> tuple[Part, ...]:
     """The parts that ``shards`` cut ``program`` into; run one after the other they are the program, bit for bit.
 
     Views of weights are taken anew in every part that uses them: a weight never crosses a cut. ``batch``: samples for
@@ -39,12 +58,24 @@ def split(program: Program, shards: Sequence[Shard], batch: int) -> tuple[Part, 
             f"program {program.name}: forward switches autocast on or off inside, where it cannot be cut; "
             "give a device the memory to hold it whole, or use torch.autocast outside of the model"
         )
-    return tuple(_Cutting(program, nodes, batch).part(shard, last=shard is shards[-1]) for shard in shards)
+    cutting = _Cutting(program, nodes, batch)
+    return tuple(cutting.part(shard, last=place == len(shards)) for place, shard in enumerate(shards, start=1))
 
 
-def _slots(program: Program) -> dict[fx.Node, Slot]:
+def slots(program: Program) -> dict[fx.Node, Slot]:
+    """The placeholders, and what each stands for."""
     placeholders = [node for node in program.module.graph.nodes if node.op == "placeholder"]
     return dict(zip(placeholders, program.slots, strict=True))
+
+
+def weight_views(program: Program, batch: int) -> set[fx.Node]:
+    """The operators that give views of parameters, buffers or constants."""
+    own = {node for node, slot in slots(program).items() if slot.kind is not Kind.INPUT}
+    views: set[fx.Node] = set()
+    for node in operators(program):
+        if viewed(node, batch) is not None and all(source in views or source in own for source in node.all_input_nodes):
+            views.add(node)
+    return views
 
 
 class _Cutting:
@@ -53,18 +84,15 @@ class _Cutting:
     def __init__(self, program: Program, nodes: Sequence[fx.Node], batch: int) -> None:
         self.members = program.members
         self.nodes = nodes
-        self.slots = _slots(program)
+        self.slots = slots(program)
         self.output = next(node for node in program.module.graph.nodes if node.op == "output")
         self.place = {node: place for place, node in enumerate((*nodes, self.output))}
-        self.views: set[fx.Node] = set()
-        for node in nodes:
-            if viewed(node, batch) is not None and all(n in self.views or self._own(n) for n in node.all_input_nodes):
-                self.views.add(node)
+        self.views = weight_views(program, batch)
 
     def _own(self, node: fx.Node) -> bool:
         return node in self.slots and self.slots[node].kind is not Kind.INPUT
 
-    def part(self, shard: Shard, *, last: bool) -> Part:
+    def part(self, shard: Range, *, last: bool) -> Part:
         wanted = [self.output] if last else []
         inside = [node for node in self.nodes[shard.first : shard.last] if node not in self.views]
         needed = self._with_views([*inside, *wanted])

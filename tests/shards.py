@@ -48,7 +48,7 @@ def parts(draw: st.DrawFn, index: int) -> Shard:
 
 @st.composite
 def tasks(draw: st.DrawFn, name: str) -> TaskPlan:
-    """Any small task: plain, clipped, with gradients that are summed over minibatches, with epochs, with evaluations."""
+    """Any small task: plain, clipped, with gradients summed over minibatches, with epochs, with evaluations."""
     shards = tuple(draw(parts(index)) for index in range(draw(st.integers(1, 4))))
     epochs, epoch = draw(st.sampled_from([(1, None), (1, 2), (2, 1), (2, 2), (1, 3)]))
     return TaskPlan(

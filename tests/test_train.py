@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.plan import Direction
@@ -70,7 +71,10 @@ def test_tasks_interleave_on_devices(devices: int, policy: str) -> None:
     ways = [WAYS[0], WAYS[7], WAYS[2], WAYS[5], WAYS[4]]
     arrays = [_copy(index) for index in range(len(ways))]
     expected = [plain(array, way, batches(dtype)) for array, way in zip(arrays, ways, strict=True)]
-    tasks = [task(array, way, batches(dtype), f"t{k}") for k, (array, way) in enumerate(zip(arrays, ways, strict=True))]
+    tasks = [
+        task(array, way, batches(dtype), f"t{k}", eval_loader=batches(dtype, 2) if k != 2 else None)
+        for k, (array, way) in enumerate(zip(arrays, ways, strict=True))
+    ]
     on = machine(devices)
     plan = planned(tasks, on, [3, 1, 4, 2, 6], [False, True, False, True, False])
     assert_same(arrays, tasks, expected, on, plan, policy)
@@ -119,16 +123,16 @@ def test_state_that_the_host_cannot_hold_goes_to_the_disk(tmp_path: Path) -> Non
 
 
 def test_a_list_is_fused_by_shape_and_comes_back_in_order() -> None:
-    def models() -> list[torch.nn.Module]:
+    def models() -> list[nn.Module]:
         torch.manual_seed(0)
-        return [torch.nn.Linear(6, 3) if k % 2 else torch.nn.Sequential(torch.nn.Linear(6, 3)) for k in range(5)]
+        return [nn.Linear(6, 3) if k % 2 else nn.Sequential(nn.Linear(6, 3)) for k in range(5)]
 
     rates = [0.1, 0.2, 0.3, 0.4, 0.5]
     loader = batches(torch.float32)
     own = models()
     one = hf.Task(
         own,
-        torch.nn.functional.cross_entropy,
+        F.cross_entropy,
         optimizer=lambda params: hf.optim.SGD(params, lr=rates),
         loader=loader,
         epochs=EPOCHS,
@@ -142,7 +146,7 @@ def test_a_list_is_fused_by_shape_and_comes_back_in_order() -> None:
         losses = []
         for _ in range(EPOCHS):
             for x, y in loader:
-                loss = torch.nn.functional.cross_entropy(model(x), y)
+                loss = F.cross_entropy(model(x), y)
                 losses.append(loss.detach())
                 optimizer.zero_grad()
                 loss.backward()
@@ -155,13 +159,13 @@ def test_a_list_is_fused_by_shape_and_comes_back_in_order() -> None:
 
 
 def test_members_that_do_not_fit_at_once_are_trained_a_few_at_a_time() -> None:
-    models = [torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.Linear(64, 3)) for _ in range(8)]
+    models = [nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 3)) for _ in range(8)]
     rates = [0.01 * (k + 1) for k in range(8)]
 
-    def make(params: list[torch.nn.Parameter]) -> hf.optim.SGD:
+    def make(params: list[nn.Parameter]) -> hf.optim.SGD:
         return hf.optim.SGD(params, lr=rates)
 
-    one = hf.Task(models, torch.nn.functional.cross_entropy, optimizer=make, loader=batches(torch.float64), name="wide")
+    one = hf.Task(models, F.cross_entropy, optimizer=make, loader=batches(torch.float64), name="wide")
     models = [model.double() for model in models]
     whole = hf.train([one], machine())
     need = whole.plan.tasks[0].device_bytes
@@ -173,13 +177,13 @@ def test_members_that_do_not_fit_at_once_are_trained_a_few_at_a_time() -> None:
 
 
 def test_a_frozen_base_moves_once_for_all_members() -> None:
-    base = torch.nn.Linear(32, 32).requires_grad_(False)
+    base = nn.Linear(32, 32).requires_grad_(False)
 
-    class Adapted(torch.nn.Module):
+    class Adapted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.base = base
-            self.head = torch.nn.Linear(32, 3)
+            self.head = nn.Linear(32, 3)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.head(torch.relu(self.base(x)))
@@ -187,7 +191,7 @@ def test_a_frozen_base_moves_once_for_all_members() -> None:
     def moved(members: int) -> int:
         one = hf.Task(
             [Adapted() for _ in range(members)],
-            torch.nn.functional.cross_entropy,
+            F.cross_entropy,
             optimizer=lambda params: hf.optim.SGD([p for p in params if p.requires_grad], lr=0.1),
             loader=[(torch.randn(4, 32), torch.randint(3, (4,)))],
             name="adapters",
@@ -220,3 +224,73 @@ def test_callbacks_hear_of_every_minibatch() -> None:
     report = hf.train([one], machine())
     assert [(step.epoch, step.step) for step in heard] == list(product(range(EPOCHS), range(BATCHES)))
     assert torch.equal(torch.stack([step.losses for step in heard]), report["task"].losses)
+
+
+@pytest.mark.parametrize("resident", [False, True], ids=["spilled", "resident"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_evaluations_are_those_of_the_loop_in_eval_mode(count: int, resident: bool) -> None:
+    array, loader, held_out = knotted(torch.float64), batches(torch.float64), batches(torch.float64, 3)
+    for way in (Way(momentum, 0.5, 2), Way(adamw)):
+        wanted: list[Tensor] = []
+
+        def evaluate(each: Callable[..., Tensor], wanted: list[Tensor] = wanted) -> None:
+            array.eval()
+            with torch.no_grad():
+                wanted.append(torch.stack([each(array(x), y) for x, y in held_out]))
+            array.train()
+
+        expected = plain(array, way, loader, after_epoch=evaluate)
+        heard: list[hf.Evaluation] = []
+        one = task(array, way, loader, eval_loader=held_out, callbacks=[_only(hf.Evaluation, heard)])
+        report = assert_same([array], [one], [expected], machine(), planned([one], machine(), [count], [resident]))
+        losses = report["task"].eval_losses
+        assert losses is not None
+        assert torch.equal(losses, torch.stack(wanted))
+        assert [(each.epoch, each.members) for each in heard] == [(epoch, (0, 1, 2)) for epoch in range(EPOCHS)]
+        assert torch.equal(torch.stack([each.losses for each in heard]), losses)
+        assert array.training
+
+
+def _only(kind: type, heard: list[Any]) -> Callable[[Any], None]:
+    return lambda event: heard.append(event) if isinstance(event, kind) else None
+
+
+def test_evaluated_members_come_in_the_order_of_the_models() -> None:
+    torch.manual_seed(0)
+    models = [nn.Linear(6, 3) if k % 2 else nn.Sequential(nn.Linear(6, 3), nn.Dropout()) for k in range(4)]
+    held_out = batches(torch.float32, 2)
+    one = hf.Task(
+        models,
+        F.cross_entropy,
+        optimizer=lambda params: hf.optim.SGD(params, lr=0.0),
+        loader=batches(torch.float32),
+        eval_loader=held_out,
+    )
+    losses = hf.train([one], machine())["task"].eval_losses
+    assert losses is not None
+    for index, model in enumerate(models):
+        model.eval()
+        wanted = torch.stack([F.cross_entropy(model(x), y) for x, y in held_out])
+        torch.testing.assert_close(losses[0, :, index], wanted)
+
+
+class OtherWayRound(nn.Module):
+    """Uses its layers in another order when it is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()) if self.training else self.first(self.second(x).relu())
+
+
+def test_what_cannot_be_evaluated_in_shards_is_refused() -> None:
+    array, loader = fused(OtherWayRound), batches(torch.float64)
+    one = task(array, Way(), loader, eval_loader=loader)
+    hf.train([one], machine())
+    with pytest.raises(hf.PlanError, match=r"after tensors of later shards.*leave the eval loader out"):
+        hf.train([one], machine(), plan=planned([one], machine(), [2], [False]))
+    large = [(torch.zeros(7, 6, dtype=torch.float64), torch.zeros(7, dtype=torch.int64))]
+    with pytest.raises(hf.PlanError, match="has 7 samples, but the plan counts with the 6"):
+        hf.train([task(array, Way(), loader, eval_loader=large)], machine())

@@ -18,7 +18,6 @@ from hfusion.passes.cost import operators
 from hfusion.passes.shard import shards_at
 from hfusion.plan import Plan
 from hfusion.policy import Policy
-from hfusion.source import Minibatch
 from hfusion.train import Report
 
 RATES = Rates(flops=1e9, memory=1e9, load=1e9, evict=1e9, read=1e9, write=1e9)
@@ -91,7 +90,11 @@ def fused(make: Callable[[], nn.Module] = Knotted, dtype: torch.dtype = torch.fl
 
 
 def plain(
-    array: hf.FusedModule, way: Way, loader: Sequence[tuple[Any, Any]], loss: Callable[..., Any] = cross_entropy
+    array: hf.FusedModule,
+    way: Way,
+    loader: Sequence[tuple[Any, Any]],
+    loss: Callable[..., Any] = cross_entropy,
+    after_epoch: Callable[[Callable[..., Tensor]], None] = lambda each: None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loop that people write; gives losses ``[steps, B]`` and the state after it, and puts the state back."""
     before = {name: tensor.clone() for name, tensor in array.state_dict().items()}
@@ -110,6 +113,7 @@ def plain(
                     hf.optim.clip_grad_norm_(array.parameters(), way.clip)
                 optimizer.step()
                 optimizer.zero_grad()
+        after_epoch(each)
     after = {name: tensor.clone() for name, tensor in array.state_dict().items()}
     array.load_state_dict(before)
     return torch.stack(losses), after
@@ -139,7 +143,7 @@ def planned(tasks: Sequence[hf.Task], on: hf.Machine, counts: Sequence[int], res
     arrangements, made = arrange(tasks, on)
     found = []
     for one, plan, count, stays in zip(arrangements, made.tasks, counts, resident, strict=True):
-        minibatch = Minibatch.of(one.task, one.first, one.members)
+        minibatch = one.minibatch()
         program = one.array.compiled(minibatch.arguments).program
         total = len(operators(program))
         cuts = sorted({total * place // count for place in range(1, count)} - {0})

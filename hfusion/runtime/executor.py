@@ -21,7 +21,7 @@ from hfusion.runtime.lanes import Lanes
 from hfusion.runtime.memory import Ledger, Stopped
 from hfusion.runtime.process import Gate
 from hfusion.runtime.training import Training
-from hfusion.schedule import Action, Kind, Timeline
+from hfusion.schedule import PASSES, Action, Kind, Timeline
 
 _JOIN_SECONDS = 0.1
 
@@ -311,8 +311,7 @@ class Executor:
         start = self._now()
         if unit.direction is not Direction.UPDATE:
             lanes.compute(lambda: training.run(unit, lanes.device, self._gate))
-            kind = Kind.FORWARD if unit.direction is Direction.FORWARD else Kind.BACKWARD
-            start = self._act(kind, unit, unit.shard, worker, start, extra)
+            start = self._act(PASSES[unit.direction], unit, unit.shard, worker, start, extra)
         if unit.updates:
             lanes.compute(lambda: training.update(unit, self._gate))
             self._act(Kind.STEP, unit, unit.shard, worker, start, 0)

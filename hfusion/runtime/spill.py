@@ -43,19 +43,23 @@ class SpillFolder:
         """Remove the folder and all in it."""
         if self._lock is not None:
             self._lock.close()
-        if self._path is not None:
+        # Somebody may have cleaned up before.
+        if self._path is not None and self._path.exists():
             shutil.rmtree(self._path)
-        if self._made_parent and not any(self._parent.iterdir()):
+        if self._made_parent and self._parent.exists() and not any(self._parent.iterdir()):
             self._parent.rmdir()
         self._lock = self._path = None
 
     def _make(self) -> Path:
-        self._made_parent = not self._parent.exists()
+        new = not self._parent.exists()
         self._parent.mkdir(parents=True, exist_ok=True)
+        self._made_parent = new
         remove_abandoned(self._parent)
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
-        self._lock = (path / _LOCK).open("w")
+        self._lock = (path / "new").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Another run that sees the lock finds it held.
+        (path / "new").rename(path / _LOCK)
         return path
 
 
@@ -64,8 +68,8 @@ def remove_abandoned(parent: Path) -> None:
     for path in parent.glob(f"{_PREFIX}*"):
         try:
             lock = os.open(path / _LOCK, os.O_RDWR)
-        except FileNotFoundError:
-            # Another run is making it, or removing it.
+        except OSError:
+            # Another run is making it, or removing it; or it is another user's.
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.optim.base import FusedOptimizer
-from hfusion.program import Kind, Part
+from hfusion.program import Kind, Slot
 from hfusion.runtime.home import Copy, Home, Section
 
 
@@ -27,13 +27,21 @@ class Holding:
     borrowed: Mapping[str, int]
     trained: tuple[str, ...]
 
+    @property
+    def all(self) -> frozenset[str]:
+        """Its own and those it borrows."""
+        return frozenset(self.own).union(self.borrowed)
 
-def holdings(parts: Sequence[Part], names: Mapping[str, str], trained: frozenset[str]) -> tuple[Holding, ...]:
-    """What each part holds. ``names`` maps keys to one key per tensor, ``trained`` are among these."""
+
+def holdings(parts: Sequence[Sequence[Slot]], names: Mapping[str, str], trained: frozenset[str]) -> tuple[Holding, ...]:
+    """What each shard holds, which takes the ``keys`` of its parts.
+
+    ``names`` maps these to one key per tensor, ``trained`` are among them.
+    """
     owner: dict[str, int] = {}
     found = []
-    for index, part in enumerate(parts):
-        used = dict.fromkeys(names[slot.name] for slot in part.keys if slot.kind is not Kind.CONSTANT)
+    for index, keys in enumerate(parts):
+        used = dict.fromkeys(names[slot.name] for slot in keys if slot.kind is not Kind.CONSTANT)
         for name in used:
             owner.setdefault(name, index)
         own = tuple(name for name in used if owner[name] == index)

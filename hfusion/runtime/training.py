@@ -66,24 +66,37 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class _Saved:
-    """A computed part with its graph: leaves by name, and the results that gradients arrive at."""
+    """A computed part with its graph: leaves by name, and the results; of the last part, only its ``losses [B]``."""
 
     inputs: Mapping[str, Any]
     params: Mapping[str, Tensor]
     outputs: Mapping[str, Any]
+    losses: Tensor | None = None
 
 
 class Training:
-    """One task on its way through its units. One unit runs at a time; loading and putting away go on beside it."""
+    """One task on its way through its units. One unit runs at a time; loading and putting away go on beside it.
+
+    ``losses [B]`` and ``evaluations [B]`` come one by one, per minibatch.
+    """
 
     def __init__(
-        self, plan: TaskPlan, state: State, names: Mapping[str, str], source: Source, clip: Tensor | None, seed: int
+        self,
+        plan: TaskPlan,
+        state: State,
+        names: Mapping[str, str],
+        source: Source,
+        evaluation: Source | None,
+        clip: Tensor | None,
+        seed: int,
     ) -> None:
         self.plan = plan
         self.state = state
         self.losses: list[Tensor] = []
+        self.evaluations: list[Tensor] = []
         self._names = names
         self._source = source
+        self._evaluation = evaluation
         self._clip = clip
         self._generators = Generators(seed)
         self._carried = plan.carried
@@ -122,19 +135,23 @@ class Training:
         """Bring a shard to a device for ``unit``, and for a backward what its forward started from."""
         self.state.load(shard, self.sections(unit.direction, shard), device)
         if unit.direction is Direction.BACKWARD and unit.shard == shard and not self.plan.resident:
-            if not self._turns(shard):
+            if shard not in self._saved:
                 self._entries[shard] = self._restored(self._recipe.parts[shard].takes, device)
             _wait(device)
 
     def run(self, unit: Unit, device: torch.device, gate: Gate) -> None:
         """Compute a unit whose shard is loaded."""
-        if unit.direction is Direction.FORWARD and unit.shard == 0:
-            self._next_batch(device, gate)
+        if unit.shard == 0 and unit.direction is not Direction.BACKWARD:
+            source = self._source if unit.direction is Direction.FORWARD else self._evaluation
+            assert source is not None
+            self._next_batch(source, device, gate)
         with gate.computing():
             if unit.direction is Direction.FORWARD:
                 self._forward(unit.shard, device)
             elif unit.direction is Direction.BACKWARD:
                 self._backward(unit, device)
+            else:
+                self._evaluate(unit.shard, device)
 
     def update(self, unit: Unit, gate: Gate) -> None:
         """The optimizer's step of the unit's shard."""
@@ -157,22 +174,30 @@ class Training:
         fresh = self._fresh.pop(shard, None)
         if fresh is not None:
             self._bundles[shard] = spill(fresh, pinned=pinned)
-        if leave and not self.plan.resident:
-            self._values = {}
-            if self._grads:
-                self._parked, self._grads = spill(self._grads, pinned=pinned), {}
+        if leave:
+            self._leave(pinned=pinned)
         self.state.evict(shard)
+
+    def _leave(self, *, pinned: bool) -> None:
+        """Take what lives between units off the device; what only its graph knows is computed again."""
+        self._saved.clear()
+        for maker in {self._makers[name] for name in self._values} - self._bundles.keys():
+            own = {name: value for name, value in self._values.items() if self._makers[name] == maker}
+            self._bundles[maker] = spill(own, pinned=pinned)
+        self._values = {}
+        if self._grads:
+            self._parked, self._grads = spill(self._grads, pinned=pinned), {}
 
     def _turns(self, shard: int) -> bool:
         return shard == len(self.plan.shards) - 1
 
-    def _next_batch(self, device: torch.device, gate: Gate) -> None:
+    def _next_batch(self, source: Source, device: torch.device, gate: Gate) -> None:
         with self._generators.active(device):
-            self._batch = self._source.next()
-        recipe = self._source.find(self._batch)
+            self._batch = source.next()
+        recipe = source.find(self._batch)
         if recipe is None:
             with gate.alone():
-                recipe = self._source.make(self._batch)
+                recipe = source.make(self._batch)
         self._recipe = recipe
         self._makers = {name: index for index, part in enumerate(recipe.parts) for name in part.gives}
 
@@ -181,17 +206,33 @@ class Training:
         buffers = sorted({self._names[name] for name in part.writes})
         self.state.refresh(shard, [self._names[s.name] for s in part.keys if s.kind is Kind.BUFFER])
         keep = self.plan.resident or self._turns(shard)
-        if not keep:
+        if not self._turns(shard):
             self._before[shard] = {name: self.state.tensor(shard, name).clone() for name in buffers}
             self._drawn[shard] = self._generators.copy()
         inputs = self._take(part.takes, device)
         with self._drawing(self._generators, device), nullcontext() if keep else _forgetting():
             saved = self._compute(shard, inputs, {}, device)
         self.state.wrote(shard, buffers)
-        results = {name: _detached(value) for name, value in saved.outputs.items() if name in self._makers}
+        if saved.losses is not None:
+            self.losses.append(saved.losses.detach().cpu())
         if keep:
             self._saved[shard] = saved
-        else:
+        self._pass_on(shard, saved.outputs)
+
+    def _evaluate(self, shard: int, device: torch.device) -> None:
+        inputs = self._take(self._recipe.parts[shard].takes, device)
+        with torch.no_grad(), self._drawing(self._generators, device):
+            found = self._compute(shard, inputs, {}, device)
+        self._pass_on(shard, found.outputs)
+        if found.losses is not None:
+            self.evaluations.append(found.losses.cpu())
+            for each in range(shard + 1):
+                self._clean(each)
+
+    def _pass_on(self, shard: int, outputs: Mapping[str, Any]) -> None:
+        """Keep what later parts take, here and, where the shard will be put away, for the host."""
+        results = {name: _detached(value) for name, value in outputs.items()}
+        if results and not self.plan.resident:
             self._fresh[shard] = results
         later = {name for after in self._recipe.parts[shard + 1 :] for name in after.takes}
         values = {**self._values, **results}
@@ -215,10 +256,7 @@ class Training:
         outputs = part.run(*keys, *inputs.values())
         if not self._turns(shard):
             return _Saved(inputs, params, dict(zip(part.gives, outputs, strict=True)))
-        losses = self._recipe.losses(outputs, self._batch.target)
-        self.losses.append(losses.detach().cpu())
-        total = losses.sum()
-        return _Saved(inputs, params, {"": total / self.plan.accumulate if self.plan.accumulate > 1 else total})
+        return _Saved(inputs, params, {}, self._recipe.losses(outputs, self._batch.target))
 
     def _backward(self, unit: Unit, device: torch.device) -> None:
         shard = unit.shard
@@ -232,8 +270,9 @@ class Training:
         }
         ends = {_place(name, index): leaf for name, index, leaf in _tracked(saved.outputs)}
         roots = [(leaf, self._grads.pop(place)) for place, leaf in {**ends, **wanted}.items() if place in self._grads]
-        if self._turns(shard):
-            (total,) = ends.values()
+        if saved.losses is not None and saved.losses.requires_grad:
+            total = saved.losses.sum()
+            total = total / self.plan.accumulate if self.plan.accumulate > 1 else total
             roots.append((total, torch.ones_like(total)))
         if roots and wanted:
             outputs, seeds = zip(*roots, strict=True)
