@@ -1,7 +1,7 @@
 """Train many PyTorch models at once, each exactly as if alone."""
 
 from hfusion import optim
-from hfusion.errors import CheckpointError, FusionError, HFusionError, PlanError
+from hfusion.errors import CheckpointError, FusionError, HFusionError, PlanError, SpillError
 from hfusion.fuse import build, fuse
 from hfusion.inputs import stacked
 from hfusion.machine import Device, Machine
@@ -20,6 +20,7 @@ __all__ = [
     "HFusionError",
     "Machine",
     "PlanError",
+    "SpillError",
     "Step",
     "Task",
     "TrainError",

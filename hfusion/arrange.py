@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from hfusion.plan import Plan, Shard, TaskPlan
 from hfusion.program import Program
 from hfusion.runtime.training import Recipe
 from hfusion.source import Evaluated, Minibatch, Stream, Trained
-from hfusion.task import Task, optimizer_of, shapes
+from hfusion.task import Task, length, optimizer_of, shapes
 
 _UNLIMITED = 1 << 62
 
@@ -206,7 +207,8 @@ def _plan(
 
 def _first(task: Task) -> First:
     """The random state and the loaders are as before."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    fork = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+    with fork, _undrawn(task.loader), _undrawn(task.eval_loader):
         trained = _begin(task, "loader", task.loader)
         return First(trained, None if task.eval_loader is None else _begin(task, "eval_loader", task.eval_loader))
 
@@ -218,4 +220,23 @@ def _begin(task: Task, role: str, loader: Iterable[Any]) -> Any:
             f"task {task.name!r}: the {role}, a {type(loader).__name__}, can be read only once; give one that can "
             "be read again for every epoch, such as a DataLoader or a list"
         )
-    return next(iter(loader))
+    for found in loader:
+        return found
+    raise PlanError(
+        f"task {task.name!r}: the {role} gives no minibatch, but its length is {length(loader)}: give one whose length "
+        "is the number of its minibatches"
+    )
+
+
+@contextmanager
+def _undrawn(loader: Iterable[Any] | None) -> Iterator[None]:
+    """The generators that a DataLoader and its samplers draw from are afterwards as before."""
+    batches = getattr(loader, "batch_sampler", None)
+    parts = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = [getattr(part, "generator", None) for part in parts]
+    states = [(each, each.get_state()) for each in found if isinstance(each, torch.Generator)]
+    try:
+        yield
+    finally:
+        for each, state in states:
+            each.set_state(state)

@@ -15,3 +15,7 @@ class PlanError(HFusionError):
 
 class CheckpointError(HFusionError):
     """A checkpoint is missing, damaged, or of another array."""
+
+
+class SpillError(HFusionError):
+    """The disk has no room for spilled state, or a spill file is gone."""

@@ -233,7 +233,9 @@ def measure(device: torch.device, disk: Path) -> Rates:
     """The rates of ``device``, each the median of short runs; takes about a second. ``disk`` need not exist."""
     large = device.type == "cuda"
     n, count = (4096, 2**26) if large else (512, 2**24)
-    a, b = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
+    # Not the user's random numbers: what a seed gives must not hang on whether there was something to measure.
+    draw = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(n, n, device=device, generator=draw) for _ in range(2))
     x, y = torch.zeros(count, device=device), torch.zeros(count, device=device)
     host = torch.zeros(count, pin_memory=large)
     size = 4 * count

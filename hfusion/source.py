@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -164,12 +164,13 @@ class Stream:
         self._recipes: dict[Any, Recipe] = {}
 
     def next(self) -> Batch:
-        """The next minibatch. Raises PlanError if the loader gives fewer than its length says."""
-        found = next(self._minibatches, None)
-        if found is None:
-            raise PlanError(f"task {self._task.name!r}: the loader gave fewer minibatches than its length says")
-        self._latest = found
+        """The next minibatch. Raises PlanError if an epoch of the loader was not as long as it says."""
+        self._latest = found = next(self._minibatches)
         return Batch(tuple(_detached(value) for value in found.arguments.values), found.target, found.key)
+
+    def close(self) -> None:
+        """Read no more; processes that read for the loader end."""
+        self._minibatches.close()
 
     def find(self, batch: Batch) -> Recipe | None:
         """The recipe for batches like this one, if there is one."""
@@ -199,11 +200,22 @@ class Stream:
         self._recipes[minibatch.key] = recipe
         return recipe
 
-    def _read(self) -> Iterator[Minibatch]:
-        count = length(self._loader)
-        for _ in range(self._task.epochs):
-            for _, found in zip(range(count), self._loader, strict=False):
+    def _read(self) -> Generator[Minibatch, None, None]:
+        said = length(self._loader)
+        for epoch in range(self._task.epochs):
+            given = 0
+            # To its very end, as a plain loop does: a loader may draw random numbers there.
+            for found in self._loader:
+                given += 1
+                if given > said:
+                    break
                 yield Minibatch.of(self._task, found, self._members)
+            if given != said:
+                count = "more" if given > said else str(given)
+                raise PlanError(
+                    f"task {self._task.name!r}: the loader gave {count} minibatches in epoch {epoch}, but its length "
+                    f"is {said}: give one whose length is the number of its minibatches"
+                )
 
     def _losses(self, program: Program, outputs: Sequence[Any], target: Any) -> Tensor:
         value = outputs[0] if program.out_spec.is_leaf() else pytree.tree_unflatten(list(outputs), program.out_spec)

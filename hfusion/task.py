@@ -88,6 +88,8 @@ class Task:
         if self.epochs < 1 or self.accumulate < 1:
             given = f"epochs={self.epochs}, accumulate={self.accumulate}"
             raise PlanError(f"task {self.name!r} has {given}: give whole numbers of at least 1")
+        if not self.members:
+            raise PlanError(f"task {self.name!r} has no models: give at least one")
         for role, loader in (("loader", self.loader), ("eval_loader", self.eval_loader)):
             if loader is not None:
                 self._check_loader(role, loader)
@@ -99,12 +101,14 @@ class Task:
 
     def _check_loader(self, role: str, loader: Iterable[Any]) -> None:
         kind = f"task {self.name!r}: the {role}, a {type(loader).__name__},"
-        if not hasattr(loader, "__len__"):
+        try:
+            count = length(loader)
+        except TypeError as error:
             raise PlanError(
                 f"{kind} has no length, so nothing can be planned; give a DataLoader over a dataset with a length, or "
                 "a list of minibatches"
-            )
-        if not length(loader):
+            ) from error
+        if not count:
             raise PlanError(f"{kind} gives no minibatch")
 
     @property

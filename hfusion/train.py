@@ -144,7 +144,14 @@ class _Run:
         folder = SpillFolder(machine.disk)
         stack.callback(folder.close)
         self._room = machine.host - sum(s.boundary for t in plan.tasks if not t.resident for s in t.shards)
-        self.trainings = [self._training(index, folder, stack) for index in range(len(arrangements))]
+        self.trainings = [self._prepared(index, folder, stack) for index in range(len(arrangements))]
+
+    def _prepared(self, index: int, folder: SpillFolder, stack: ExitStack) -> Training:
+        try:
+            return self._training(index, folder, stack)
+        except HFusionError as error:
+            error.add_note(f"in the task {self.plan.tasks[index].name!r}")
+            raise
 
     def _training(self, index: int, folder: SpillFolder, stack: ExitStack) -> Training:
         one, plan = self.arrangements[index], self.plan.tasks[index]
@@ -156,14 +163,18 @@ class _Run:
         limits = self._limits(one)
         loss = per_model(one.task.loss)
         stream, recipe = one.trained(plan, loss)
+        stack.callback(stream.close)
         held = holdings([part.keys for part in recipe.parts], names, trained)
         evaluation = None
         if one.task.eval_loader is not None:
             alike = [holding.all for holding in held]
             evaluation, also = one.evaluated(one.task.eval_loader, loss, names, alike)
+            stack.callback(evaluation.close)
             pairs = zip(recipe.parts, also.parts, strict=True)
             held = holdings([(*a.keys, *b.keys) for a, b in pairs], names, trained)
         one.optimizer.initialise()
+        # Gradients of what the user did before are none of this run's.
+        one.optimizer.zero_grad()
         files = [self._file(folder, index, shard.index, shard.load_bytes) for shard in plan.shards]
         state = State(
             own, held, one.optimizer, files, pinned=self._pinned, carried=plan.carried, together=plan.resident
@@ -204,12 +215,14 @@ class _Run:
             executor.run()
         except TaskFailed as failed:
             name = self.plan.tasks[failed.task].name
-            done = [index for index in range(len(self.trainings)) if executor.done(index)]
+            # A callback may have failed after the last unit.
+            others = [index for index in range(len(self.trainings)) if index != failed.task]
+            done = [index for index in others if executor.done(index)]
             report = self._report(executor, done)
             cause = failed.__cause__
-            others = ", ".join(report) or "none"
+            names = ", ".join(report) or "none"
             raise TrainError(
-                f"task {name!r} failed: {type(cause).__name__}: {cause}; finished before: {others} (error.report)",
+                f"task {name!r} failed: {type(cause).__name__}: {cause}; finished before: {names} (error.report)",
                 report,
             ) from cause
         return self._report(executor, list(range(len(self.trainings))))

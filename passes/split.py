@@ -50,9 +50,14 @@ def split(program: Program, shards: Sequence[Range], batch: int) -> tuple[Part, 
     which it is judged whether a reshaped weight is still a view.
 
     Raises:
-        PlanError: a cut inside an autocast region.
+        PlanError: a cut inside an autocast region, or shards of another program.
     """
     nodes = operators(program)
+    if shards[-1].last != len(nodes):
+        raise PlanError(
+            f"program {program.name} has {len(nodes)} operators, but the shards given are of one with "
+            f"{shards[-1].last} operators: plan anew"
+        )
     if len(shards) > 1 and any(node.target in _BORDERS for node in nodes):
         raise PlanError(
             f"program {program.name}: forward switches autocast on or off inside, where it cannot be cut; "

@@ -17,14 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.errors import HFusionError
+from hfusion.errors import SpillError
 
 # As torch aligns its own allocations: kernels must not see another alignment than in plain training.
 _ALIGNMENT = 64
-
-
-class SpillError(HFusionError):
-    """The disk has no room for spilled state, or a spill file is gone."""
 
 
 class Section(IntEnum):

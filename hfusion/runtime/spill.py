@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-from hfusion.runtime.home import SpillError
+from hfusion.errors import SpillError
 
 _PREFIX = "hfusion-run-"
 _LOCK = "lock"

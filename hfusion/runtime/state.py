@@ -231,7 +231,9 @@ class State:
             del self._here[shard]
 
     def close(self) -> None:
-        """Give every tensor memory of its own again, and drop the homes."""
+        """Give every tensor memory of its own again, and drop the homes; a run that broke off keeps what it reached."""
+        for shard in [*self._here]:
+            self.evict(shard)
         for index, home in enumerate(self._homes):
             for name in self.shards[index].own:
                 frozen = self._frozen.get(name)
@@ -241,4 +243,3 @@ class State:
                     entry[kind] = home.views[Section.OPTIMIZER][f"{name} {kind}"].clone()
         self.optimizer.forget()
         self._homes.clear()
-        self._here.clear()

@@ -1,0 +1,179 @@
+"""Disks that fail, processes that are killed, Ctrl-C: told where the user stands, and nothing stays."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hfusion as hf
+from hfusion.errors import SpillError
+from hfusion.plan import Plan
+from hfusion.task import Step
+from tests.faults.arrays import LOADER, WAY, array, by_loop, equal_states, nothing_left, state_of
+from tests.trained import BATCHES, EPOCHS, assert_same, fused, machine, plain, planned, task
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """No file of this process can grow beyond ``most`` bytes, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk(on: hf.Machine) -> None:
+    """It is full when the second task's state is to go there."""
+    large = fused(lambda: nn.Linear(6, 3000))
+    before = [state_of(array(0)), state_of(large)]
+    tasks = [task(array(0), WAY, LOADER, "small"), task(large, WAY, LOADER, "large")]
+    plan = planned(tasks, on, [2, 1], [False, False])
+    words = r"cannot spill [\d,]+ bytes to .*: File too large; free space there, .* more host memory"
+    with nothing_left(on), small_files(1 << 18), pytest.raises(SpillError, match=words):
+        hf.train(tasks, on, plan=plan)
+    assert equal_states(array(0), before[0])
+    assert equal_states(large, before[1])
+    again = [task(array(0), WAY, LOADER, "small"), task(large, WAY, LOADER, "large")]
+    expected = [by_loop(0), plain(large, WAY, LOADER)]
+    with nothing_left(on):
+        assert_same([array(0), large], again, expected, on, plan)
+
+
+@pytest.mark.parametrize("place", ["file", "file/inside/it"])
+def test_a_disk_that_is_no_folder(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("taken")
+    one, on = task(array(0), WAY, LOADER), machine(host="1B", disk=tmp_path / place)
+    before = state_of(array(0))
+    with pytest.raises(SpillError, match=r"cannot make a folder for spilled state in .*file.*as the machine's disk"):
+        hf.train([one], on)
+    assert equal_states(array(0), before)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("folder", [False, True], ids=["files", "folder"])
+def test_spill_files_that_are_deleted_in_a_run_are_not_missed(folder: bool, on: hf.Machine) -> None:
+    """What is mapped stays there until the mapping ends."""
+    gone: list[Path] = []
+
+    def delete(step: Step) -> None:
+        for path in on.disk.rglob("*.safetensors"):
+            gone.append(path)
+            path.unlink()
+        if folder and on.disk.exists():
+            for path in on.disk.iterdir():
+                (path / "lock").unlink()
+                path.rmdir()
+            on.disk.rmdir()
+
+    one = task(array(0), WAY, LOADER, callbacks=[delete])
+    with nothing_left(on):
+        assert_same([array(0)], [one], [by_loop(0)], on, planned([one], on, [3], [False]))
+    assert len(gone) == 3
+
+
+def spilled(disk: str, callback: Callable[[Step], None] | None = None) -> tuple[hf.Task, hf.Machine, Plan]:
+    """A task, a machine, and a plan that spills to ``disk``."""
+    one = task(array(0), WAY, LOADER, callbacks=[callback] if callback else [])
+    on = machine(host="1B", disk=disk)
+    return one, on, planned([one], on, [3], [False])
+
+
+def train_until_killed(disk: str) -> None:
+    """Train spilled, say so after a few minibatches, and go no further."""
+
+    def wait(step: Step) -> None:
+        if step.step == 2:
+            print("training", flush=True)
+            threading.Event().wait()
+
+    one, on, plan = spilled(disk, wait)
+    hf.train([one], on, plan=plan)
+
+
+def test_a_killed_process(on: hf.Machine) -> None:
+    code = "import sys; from tests.faults import test_outside; test_outside.train_until_killed(sys.argv[1])"
+    root = Path(__file__).parents[2]
+    others: list[Path] = []
+    one, _, plan = spilled(str(on.disk), lambda step: others.extend(on.disk.iterdir()))
+    with subprocess.Popen([sys.executable, "-c", code, on.disk], cwd=root, stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"training\n"
+            (left,) = on.disk.iterdir()
+            assert_same([array(0)], [one], [by_loop(0)], on, plan)
+            assert left in others
+        finally:
+            child.kill()
+    assert len(list(left.glob("*.safetensors"))) == 3
+    others.clear()
+    assert_same([array(0)], [one], [by_loop(0)], on, plan)
+    assert others
+    assert left not in others
+    assert not list(on.disk.iterdir())
+    on.disk.rmdir()
+
+
+@contextmanager
+def interruptible(seen: threading.Event) -> Iterator[None]:
+    """Ctrl-C as Python handles it, which workers of pytest-xdist do not; sets ``seen``."""
+
+    def handle(number: int, frame: Any) -> None:
+        seen.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("resident", [False, True], ids=["spilled", "resident"])
+def test_ctrl_c(resident: bool, on: hf.Machine) -> None:
+    seen = threading.Event()
+
+    def press(step: Step) -> None:
+        if (step.epoch, step.step) == (0, 3):
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGINT)
+            seen.wait()
+
+    before = state_of(array(0))
+    one = task(array(0), WAY, LOADER, callbacks=[press])
+    plan = planned([one], on, [3], [resident])
+    with nothing_left(on), interruptible(seen), pytest.raises(KeyboardInterrupt):
+        hf.train([one], on, plan=plan)
+    assert not equal_states(array(0), before)
+    storages = [tensor.untyped_storage() for tensor in array(0).state_dict().values()]
+    sizes = [tensor.nbytes for tensor in array(0).state_dict().values()]
+    assert [storage.nbytes() for storage in storages] == sizes
+    assert all(tensor.isfinite().all() for tensor in array(0).state_dict().values())
+    going_on = task(array(0), WAY, LOADER)
+    assert hf.train([going_on], on)["task"].losses.isfinite().all()
+    array(0).load_state_dict(before)
+    with nothing_left(on):
+        assert_same([array(0)], [task(array(0), WAY, LOADER)], [by_loop(0)], on, plan)
+
+
+def test_progress(capsys: pytest.CaptureFixture[str], on: hf.Machine) -> None:
+    tasks = [task(array(0), WAY, LOADER, "shown")]
+    with nothing_left(on):
+        report = hf.train(tasks, on, progress=True)
+    assert torch.equal(report["shown"].losses, by_loop(0)[0])
+    printed = capsys.readouterr().out
+    assert "shown" in printed
+    assert f"{EPOCHS * BATCHES}/{EPOCHS * BATCHES}" in printed

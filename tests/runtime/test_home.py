@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hfusion.errors import SpillError
+from hfusion.runtime.home import Home, Layout, Section
+
+CPU = torch.device("cpu")
+WEIGHTS, OPTIMIZER, GRADIENTS = Section
+ALIGNMENT = 64
+
+
+def tensors() -> dict[Section, dict[str, Tensor]]:
+    """Sizes that are no multiples of the alignment, a dtype of one byte, an empty tensor, a number."""
+    draw = torch.Generator().manual_seed(0)
+    return {
+        WEIGHTS: {
+            "w": torch.randn(3, 5, generator=draw, dtype=torch.float64),
+            "flags": torch.tensor([True, False, True]),
+            "none": torch.empty(0, 4),
+            "t": torch.randn(5, 2, generator=draw).T,
+        },
+        OPTIMIZER: {"w exp_avg": torch.randn(3, 5, generator=draw, dtype=torch.float64)},
+        GRADIENTS: {"w": torch.randn(17, generator=draw).bfloat16(), "n": torch.tensor(7)},
+    }
+
+
+ORDERS = [(WEIGHTS,), (WEIGHTS, OPTIMIZER), (WEIGHTS, GRADIENTS), (WEIGHTS, OPTIMIZER, GRADIENTS), (GRADIENTS,)]
+
+
+@pytest.fixture(params=["host", "disk"])
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Home:
+    return Home(tensors(), pinned=False, file=tmp_path / "0.safetensors" if request.param == "disk" else None)
+
+
+def test_the_layout_aligns_every_tensor() -> None:
+    layout = Layout.of(tensors())
+    assert layout.sizes == (128 + 64 + 0 + 64, 128, 64 + 64)
+    assert all(field.offset % ALIGNMENT == 0 for field in layout.fields)
+    assert [field.bytes for field in layout.fields] == [120, 3, 0, 40, 120, 34, 8]
+
+
+@pytest.mark.parametrize("sections", ORDERS, ids=str)
+def test_load_gives_what_is_at_home(home: Home, sections: tuple[Section, ...]) -> None:
+    copy = home.load(sections, CPU)
+    assert copy.sections == sections
+    assert set(copy.views) == set(sections)
+    for section in sections:
+        expected = tensors()[section]
+        assert list(copy.views[section]) == list(expected)
+        for name, tensor in expected.items():
+            found = copy.views[section][name]
+            assert torch.equal(found, tensor)
+            assert found.is_contiguous()
+            assert found.dtype is tensor.dtype
+            assert not found.numel() or found.data_ptr() % ALIGNMENT == 0
+    copy.views[sections[0]]["w"].zero_()
+    assert torch.equal(home.views[sections[0]]["w"], tensors()[sections[0]]["w"])
+
+
+def test_save_writes_back_what_is_named(home: Home) -> None:
+    copy = home.load((WEIGHTS, GRADIENTS), CPU)
+    for section in copy.sections:
+        for tensor in copy.views[section].values():
+            tensor.zero_()
+    home.save(copy, WEIGHTS, ["flags"])
+    assert not home.views[WEIGHTS]["flags"].any()
+    assert torch.equal(home.views[WEIGHTS]["w"], tensors()[WEIGHTS]["w"])
+    home.save(copy, WEIGHTS)
+    assert not any(tensor.any() for tensor in home.views[WEIGHTS].values())
+    for section in (OPTIMIZER, GRADIENTS):
+        for name, tensor in tensors()[section].items():
+            assert torch.equal(home.views[section][name], tensor)
+
+
+def test_a_home_of_nothing(tmp_path: Path) -> None:
+    nothing: dict[Section, dict[str, Tensor]] = {section: {} for section in Section}
+    for file in (None, tmp_path / "0.safetensors"):
+        home = Home(nothing, pinned=False, file=file)
+        assert home.bytes == 0
+        assert home.load(tuple(Section), CPU).views == {section: {} for section in Section}
+
+
+def test_writing_to_one_tensor_is_no_writing_to_the_others_for_autograd() -> None:
+    home = Home(tensors(), pinned=False, file=None)
+    views = home.load((WEIGHTS,), CPU).views[WEIGHTS]
+    weight = views["w"].requires_grad_()
+    result = (weight * weight).sum()
+    views["t"].add_(1)
+    result.backward()
+    assert weight.grad is not None
+
+
+def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
+    file = tmp_path / "0.safetensors"
+    home = Home(tensors(), pinned=False, file=file)
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert header == {"shard": {"dtype": "U8", "shape": [home.bytes], "data_offsets": [0, home.bytes]}}
+    assert (8 + length) % ALIGNMENT == 0
+    assert len(data) == 8 + length + home.bytes
+    home.views[WEIGHTS]["w"].fill_(1)
+    raw = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.float64, count=15, offset=8 + length)
+    assert raw.tolist() == [1.0] * 15
+
+
+def test_a_file_in_a_folder_that_is_gone(tmp_path: Path) -> None:
+    words = r"cannot spill [\d,]+ bytes to .*gone/0.safetensors: No such file.*free space.*another folder.*more host"
+    with pytest.raises(SpillError, match=words):
+        Home(tensors(), pinned=False, file=tmp_path / "gone" / "0.safetensors")

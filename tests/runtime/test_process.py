@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Event
+
+import pytest
+import torch
+
+from hfusion.runtime.process import Gate, Generators
+
+CPU = torch.device("cpu")
+
+
+def test_many_compute_at_a_time() -> None:
+    gate, both = Gate(), Barrier(2)
+
+    def compute() -> int:
+        with gate.computing():
+            return both.wait()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(job.result() for job in [pool.submit(compute), pool.submit(compute)]) == [0, 1]
+
+
+@pytest.mark.parametrize(("first", "second"), [("computing", "alone"), ("alone", "computing"), ("alone", "alone")])
+def test_who_is_alone_is_alone(first: str, second: str) -> None:
+    gate, inside, order = Gate(), Event(), []
+
+    def enter() -> None:
+        inside.wait()
+        with getattr(gate, second)():
+            order.append(second)
+
+    with ThreadPoolExecutor(1) as pool:
+        with getattr(gate, first)():
+            job = pool.submit(enter)
+            inside.set()
+            # Were it to enter, nothing would keep it from doing so now.
+            for _ in range(1000):
+                assert not order
+            order.append(first)
+        job.result()
+    assert order == [first, second]
+
+
+@pytest.mark.parametrize("way", ["computing", "alone"])
+def test_an_error_opens_the_gate_again(way: str) -> None:
+    gate = Gate()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="inside"), getattr(gate, way)():
+            raise ValueError("inside")
+    with gate.alone():
+        pass
+
+
+def test_draws_are_those_after_manual_seed() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(4), torch.rand(4)
+    torch.manual_seed(1)
+    outside = torch.rand(4)
+    torch.manual_seed(1)
+    generators = Generators(5)
+    with generators.active(CPU):
+        assert torch.equal(torch.rand(4), expected[0])
+    assert torch.equal(torch.rand(4), outside)
+    with generators.active(CPU, advance=False):
+        assert torch.equal(torch.rand(4), expected[1])
+    with generators.active(CPU):
+        assert torch.equal(torch.rand(4), expected[1])
+
+
+def test_a_copy_draws_the_same_and_goes_its_own_way() -> None:
+    generators = Generators(3)
+    with generators.active(CPU):
+        torch.rand(3)
+    copy = generators.copy()
+    drawn = []
+    for each in (copy, generators, copy):
+        with each.active(CPU):
+            drawn.append(torch.rand(3))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_an_error_puts_torchs_generator_back() -> None:
+    def fail() -> None:
+        torch.rand(3)
+        raise ValueError("inside")
+
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="inside"), Generators(3).active(CPU):
+        fail()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_tasks_in_several_threads_draw_as_if_alone() -> None:
+    start = Barrier(3)
+
+    def draw(seed: int) -> torch.Tensor:
+        generators, found = Generators(seed), []
+        start.wait()
+        for _ in range(30):
+            with generators.active(CPU):
+                found.append(torch.rand(2))
+        return torch.stack(found)
+
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(draw, range(3)))
+    for seed, found in enumerate(together):
+        assert torch.equal(found.flatten(), torch.rand(60, generator=torch.Generator().manual_seed(seed)))

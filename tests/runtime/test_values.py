@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hfusion.runtime.values import change, leaves, restore, spill
+
+CPU = torch.device("cpu")
+BASE = torch.arange(24.0).view(4, 6)
+
+
+TENSORS = {
+    "contiguous": BASE,
+    "transposed": BASE.T,
+    "offset": BASE[1:, 2:4],
+    "expanded": BASE[:1].expand(5, 6),
+    "channels last": torch.arange(48.0).view(2, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+    "empty": torch.empty(0, 3),
+    "one number": torch.tensor(3),
+    "bool": BASE > 3,
+    "half": BASE.bfloat16(),
+    "complex": torch.complex(BASE, BASE),
+}
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_a_tensor_comes_back_with_its_strides(kind: str) -> None:
+    tensor = TENSORS[kind]
+    found = restore(spill({"x": tensor}, pinned=False), ["x"], CPU)["x"]
+    assert torch.equal(found, tensor)
+    assert (found.dtype, found.shape, found.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+    assert found.storage_offset() == tensor.storage_offset()
+    assert not tensor.numel() or found.data_ptr() != tensor.data_ptr()
+
+
+def test_tensors_of_one_storage_share_it_again_and_move_once() -> None:
+    values = {"x": BASE, "rows": (BASE[1], BASE[2:]), "other": torch.ones(3)}
+    bundle = spill(values, pinned=False)
+    assert bundle.bytes == BASE.nbytes + 12
+    found = restore(bundle, ["rows", "x"], CPU)
+    assert list(found) == ["rows", "x"]
+    found["x"].zero_()
+    assert not any(row.any() for row in found["rows"])
+    assert BASE.any()
+    assert len({tensor.untyped_storage().data_ptr() for tensor in leaves([found["x"], found["rows"]])}) == 1
+
+
+def test_empty_storages_are_no_shared_storage() -> None:
+    values = {"a": torch.empty(0), "b": torch.empty(0, 2), "c": torch.ones(2)}
+    found = restore(spill(values, pinned=False), ["a", "b", "c"], CPU)
+    assert [tensor.shape for tensor in found.values()] == [(0,), (0, 2), (2,)]
+    assert torch.equal(found["c"], torch.ones(2))
+
+
+def test_nests_numbers_and_need_of_gradients() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    values = {"nest": [1, (leaf, None), "a", BASE], "number": 2.5}
+    bundle = spill(values, pinned=False)
+    found = restore(bundle, ["nest", "number"], CPU)
+    assert found["number"] == 2.5
+    one, (restored, nothing), word, plain = found["nest"]
+    assert (one, nothing, word) == (1, None, "a")
+    assert restored.requires_grad
+    assert restored.is_leaf
+    assert not plain.requires_grad
+    assert isinstance(found["nest"], list)
+    assert isinstance(found["nest"][1], tuple)
+
+
+def test_the_bundle_is_a_copy() -> None:
+    tensor = torch.ones(3)
+    bundle = spill({"x": tensor}, pinned=False)
+    tensor.zero_()
+    first = restore(bundle, ["x"], CPU)["x"]
+    first.fill_(7)
+    assert restore(bundle, ["x"], CPU)["x"].tolist() == [1, 1, 1]
+
+
+def test_leaves_and_change_go_through_nests_in_order() -> None:
+    a, b, c = (torch.tensor(k) for k in range(3))
+    nest = [a, (b, 5), [[c]]]
+    assert [int(leaf) for leaf in leaves(nest)] == [0, 1, 2]
+    assert change(nest, Tensor, int) == [0, (1, 5), [[2]]]
+    assert change(nest, int, str) == [a, (b, "5"), [[c]]]
+
+
+def test_torchs_named_tuples_keep_their_class() -> None:
+    value = torch.ones(3, 2).max(0)
+    found = restore(spill({"x": value}, pinned=False), ["x"], CPU)["x"]
+    assert type(found) is torch.return_types.max
+    assert torch.equal(found[0], value[0])
