@@ -8,6 +8,7 @@ from hfusion.machine import Device, Machine
 from hfusion.module import FusedModule
 from hfusion.per_model import per_model
 from hfusion.simulate import simulate
+from hfusion.step import train_step
 from hfusion.task import Evaluation, Step, Task
 from hfusion.train import TrainError, plan, train
 
@@ -32,4 +33,5 @@ __all__ = [
     "simulate",
     "stacked",
     "train",
+    "train_step",
 ]

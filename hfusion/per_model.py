@@ -77,11 +77,13 @@ class PerModel:
         return functools.partial(_run, bind(compiled, self._module))
 
     def found(self, outputs: Any, *args: Any, **kwargs: Any) -> Source | str:
-        """The program that such a call, made before, has run; or why it ran in a loop over members."""
+        """The program that such a call, the last one, has run; or why it ran in a loop over members."""
         arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
         key = (read_state(self._function), arguments.key)
         compiled = self._compiled.get(key)
-        return self._loops[key] if compiled is None else Source(compiled, self._module)
+        if compiled is None:
+            return self._loops.get(key, "it changes, at each call, what it reads by itself")
+        return Source(compiled, self._module)
 
     def _compiler(self, state: Any, members: int) -> Compiler:
         """The compiler for the function as it is now. Raises FusionError where its state is not worth a program."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from hfusion.errors import FusionError
-from hfusion.layout import Layout
+from hfusion.layout import Layout, lift
 from hfusion.ops.fold import folded
 from hfusion.ops.rule import (
     Call,
@@ -227,6 +227,18 @@ def rows(norm: OpOverload, members: int, *args: Any) -> Tensor:
     return torch.stack(each(norm, members, args, {}))
 
 
+def rows_at_once(norm: OpOverload, members: int, x: Tensor, shape: list[int], *args: Any) -> Tensor:
+    """As `rows`, of stacked operands ``x [B, *S]`` and weights ``[B, *shape]``, or ``shape`` for all; no loop."""
+    names = [argument.name for argument in norm._schema.arguments[2:]]
+    options = dict(zip(names, args, strict=False))
+    weight, bias = (_lifted(options.pop(name, None), len(shape), x) for name in ("weight", "bias"))
+    return scaled(norm, x, weight, bias, normalized_shape=shape, **options)
+
+
+def _lifted(affine: Maybe, rank: int, x: Tensor) -> Maybe:
+    return affine if affine is None or affine.dim() == rank else lift(affine, x.dim() - 1)
+
+
 def _loops(arguments: Mapping[str, Any]) -> bool:
     """Whether the input is listed, scalars differ, or statistics lie so that writes would miss them."""
     statistics = [arguments.get(name) for name in ("running_mean", "running_var")]
@@ -270,6 +282,9 @@ def _size(x: Value) -> int:
     """Elements of one member, symbolic sizes by their hints."""
     return math.prod(hint(size) or 1 for size in x.shape)
 
+
+# Loops of kernels, and what a compiler of whole graphs makes better code of: the same on stacked operands.
+AT_ONCE = {rows: rows_at_once}
 
 RULES: RuleTable = {
     aten.batch_norm.default: batch_norm,

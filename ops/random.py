@@ -97,7 +97,9 @@ def dropout_listed(x: Listed, p: Probability, members: int, feature: bool, alpha
     keep = 1 - p if isinstance(p, float) else 1 - _column(p, like)
     noise = draw(lambda: bernoulli(_channels(like, 3) if feature else like, keep))
     each = (p,) * members if isinstance(p, float) else p
-    return Listed(_dropped(row, n, q, alpha) for row, n, q in zip(x, noise.unbind(0), each, strict=True))
+    # Views of one tensor would count each other's changes; autograd refuses what changed since it was saved.
+    rows = [row.squeeze(0) for row in noise.unsafe_split(1)]
+    return Listed(_dropped(row, n, q, alpha) for row, n, q in zip(x, rows, each, strict=True))
 
 
 DROPOUTS: dict[Layout, Callable[..., Any]] = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hfusion.bench.results import BASELINE, Comparison
+from hfusion.bench.results import BASELINE, OURS, Comparison
 
 COLUMNS = 4
 LEVELS = (0.25, 0.5, 1, 2, 4, 8, 16)
@@ -40,7 +40,7 @@ def _draw_model(panel: Any, model: str, chosen: Sequence[Comparison], contenders
     panel.axhline(1.0, color="black", linewidth=1.0, label=BASELINE)
     for contender in contenders:
         if contender != BASELINE:
-            panel.plot(*_line(chosen, contender), marker="o", label=contender)
+            panel.plot(*_line(chosen, contender), marker="o", linewidth=_width(contender), label=contender)
     panel.set(title=model, xlabel="members", xscale="log", yscale="log")
     ticks = sorted({comparison.members for comparison in chosen})
     panel.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -48,6 +48,10 @@ def _draw_model(panel: Any, model: str, chosen: Sequence[Comparison], contenders
     panel.set_yticks(LEVELS, [f"{level:g}x" for level in LEVELS])
     panel.set_yticks([], minor=True)
     panel.grid(axis="y", alpha=0.3)
+
+
+def _width(contender: str) -> float:
+    return 2.5 if contender in OURS else 1.2
 
 
 def _line(comparisons: Sequence[Comparison], contender: str) -> tuple[list[int], list[float]]:

@@ -10,7 +10,8 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -23,20 +24,27 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(step: Callable[[], object], count: int, device: torch.device) -> float:
-    """Seconds per call of ``step`` over ``count`` calls, without pauses of the garbage collector."""
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """No pauses of the garbage collector in the block."""
     collecting = gc.isenabled()
     gc.disable()
     try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def measure(step: Callable[[], object], count: int, device: torch.device) -> float:
+    """Seconds per call of ``step`` over ``count`` calls, without pauses of the garbage collector."""
+    with collector_off():
         synchronize(device)
         start = time.perf_counter()
         for _ in range(count):
             step()
         synchronize(device)
         return (time.perf_counter() - start) / count
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def calibrate(step: Callable[[], object], slot: float, device: torch.device) -> int:

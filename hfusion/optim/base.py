@@ -104,6 +104,15 @@ class FusedOptimizer(Optimizer):
 
         return step
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, without its profiler's range where nobody looks."""
+        if not set_to_none or _observed(self):
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every member; returns what ``closure`` returns.
 

@@ -36,6 +36,8 @@ class Cohort:
         self.stacked = membership_of(first).stacked
         self._device = first.device
         self._counts = _join_counts(state) if state else None
+        self._twice = self._counts.unbind() if self._counts is not None else ()
+        self._count = self._counts[0, 0] if self._counts is not None else None
         stacks = [[param.detach() for param in params], *[[entry[name] for entry in state] for name in names]]
         self._stacks = [[self._stack(tensor) for tensor in stack] for stack in stacks]
         contiguous = all(tensor.is_contiguous() for stack in self._stacks for tensor in stack)
@@ -50,7 +52,7 @@ class Cohort:
 
     def holds(self) -> bool:
         """Whether nobody but this cohort has written the step counts."""
-        return self._counts is None or torch.equal(*self._counts.unbind())
+        return not self._twice or torch.equal(*self._twice)
 
     def gradients(self, grads: list[Tensor]) -> list[Tensor]:
         """``grads`` of the parameters as the kernels read them."""
@@ -66,13 +68,13 @@ class Cohort:
         """Count a step and make it with the native kernel. ``grads``: what ``gradients`` gave."""
         assert self._plan is not None
         self._begin(settings.advance)
-        self._plan.step(grads, settings, None if self._counts is None else self._counts[0, 0])
+        self._plan.step(grads, settings, self._count)
 
     def rows(self, grads: list[Tensor], settings: Settings) -> Iterator[tuple[Row, Values]]:
         """Count a step and give the rows that a kernel shall update, each with its hyper-parameters."""
         members = settings.members if self.stacked else settings.members[:1]
         self._begin(settings.advance)
-        counts = self._counts[0, 0].reshape(-1).tolist() if self._counts is not None else [0.0] * len(members)
+        counts = self._count.reshape(-1).tolist() if self._count is not None else [0.0] * len(members)
         steps = {
             count: torch.full((), count, dtype=torch.float32, device=self._device) for count in dict.fromkeys(counts)
         }

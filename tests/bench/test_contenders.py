@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
 from hfusion.bench import models, processes, serial, vmapped
-from hfusion.bench.contenders import start_hfusion
+from hfusion.bench.contenders import start_hfusion, start_hfusion_compiled
 from hfusion.bench.workload import Disagreement, Unavailable, check_agreement, losses
-from tests.bench.tiny import TINY_BATCH_NORM, workload
+from tests.bench.tiny import TINY, TINY_BATCH_NORM, workload
 
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 STEPS = 5
 
 
@@ -59,6 +64,24 @@ def test_hfusion_trains_as_the_serial_loop() -> None:
     chosen = workload(TINY_BATCH_NORM)
     found = losses(start_hfusion(chosen), STEPS)
     check_agreement("hfusion", losses(serial.start(chosen), STEPS), found, 1e-3)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_compiled_hfusion_trains_as_the_serial_loop() -> None:
+    chosen = workload(TINY_BATCH_NORM)
+    running = start_hfusion_compiled(chosen)
+    assert running.note == ""
+    check_agreement("hfusion-compiled", losses(serial.start(chosen), STEPS), losses(running, STEPS), 1e-3)
+
+
+def test_compiled_hfusion_says_what_runs_eagerly() -> None:
+    recurrent = replace(
+        TINY, make_model=partial(models.LstmClassifier, 3, 4), make_batch=partial(models.classified, 5, 2, 3)
+    )
+    chosen = workload(recurrent)
+    running = start_hfusion_compiled(chosen)
+    assert running.note.startswith("eager: inductor cannot call")
+    check_agreement("hfusion-compiled", losses(serial.start(chosen), STEPS), losses(running, STEPS), 1e-3)
 
 
 def test_disagreement_names_member_and_step() -> None:

@@ -116,6 +116,14 @@ def test_versus_best_takes_the_fastest_other() -> None:
     assert "0.75x" in shown
 
 
+def test_versus_best_takes_the_faster_of_ours() -> None:
+    found = comparison(serial=(8.0, 8.0), vmap=(3.0, 3.0), hfusion=(4.0, 4.0), hfusion_compiled=(2.0, 2.0))
+    assert found.versus_best() == ("vmap", 1.5)
+    assert comparison(serial=(8.0,), hfusion_compiled=(2.0,)).versus_best() == ("serial", 4.0)
+    assert comparison(hfusion=(4.0,), hfusion_compiled=(2.0,)).versus_best() is None
+    assert "hfusion vs best other" in " ".join(rendered([found], "serial", "vmap", "hfusion-compiled").split())
+
+
 def test_versus_best_counts_two_processes_per_core() -> None:
     found = comparison(serial=(8.0,), two_processes=(5.0,), hfusion=(4.0,))
     cells = tuple(replace(cell, cores=2) if cell.contender == "two-processes" else cell for cell in found.cells)

@@ -160,3 +160,35 @@ def test_without_a_library_rows_go_through_torchs_kernels(
 def test_the_benchmark_tells_the_form(compiler: list[str]) -> None:
     assert bench.form(torch.device("cpu")) == "native"
     assert bench.form(torch.device("cuda")).startswith("torch rows: ")
+
+
+DENORMAL = 1e-40
+
+
+@pytest.mark.parametrize(("name", "options"), [("Adam", {}), ("SGD", {"momentum": 0.9}), ("Adadelta", {})])
+@pytest.mark.usefixtures("compiler")
+def test_moments_that_died_down_become_zero_and_nothing_else_does(name: str, options: dict[str, Any]) -> None:
+    """Denormal numbers are slow; the caller's arithmetic goes on with them."""
+    param = mark(Parameter(torch.ones(2, 40_000)), Membership("w", 2, True))
+    fused = getattr(optim, name)([param], lr=0.1, **options)
+    param.grad = torch.ones_like(param)
+    fused.step()
+    before = param.detach().clone()
+    stacks = [stack for key, stack in fused.state[param].items() if key != "step"]
+    for stack in stacks:
+        stack.fill_(DENORMAL)
+    param.grad = torch.zeros_like(param)
+    fused.step()
+    assert torch.equal(param, before)
+    assert all(stack.count_nonzero() == 0 for stack in stacks)
+    assert (torch.full((40_000,), DENORMAL) * 0.5).count_nonzero() == 40_000
+
+
+@pytest.mark.usefixtures("compiler")
+def test_denormal_squares_count_where_eps_is_as_small() -> None:
+    """Adam with an eps below the root of any float: its first step is as long as the learning rate."""
+    param = mark(Parameter(torch.zeros(2, 9)), Membership("w", 2, True))
+    fused = optim.Adam([param], lr=0.1, eps=1e-30)
+    param.grad = torch.full_like(param, 1e-18)
+    fused.step()
+    torch.testing.assert_close(param.detach(), torch.full((2, 9), -0.1), rtol=1e-2, atol=0)

@@ -1,0 +1,215 @@
+"""Forward, losses and gradients of an array as one graph of ATen operators, which needs no autograd when it runs.
+
+The graph is traced by `torch.fx.experimental.proxy_tensor.make_fx` with the sizes of the batch as symbols, and handed
+to inductor as it is, past Dynamo: what Dynamo would guard, the caller checks.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from hfusion.compile import Arguments, Place, Source
+from hfusion.inputs import StackedInput, is_stacked
+from hfusion.passes.at_once import at_once
+from hfusion.passes.sink import sink
+from hfusion.program import describe_value
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a step is given."""
+
+    inputs: Arguments
+    target: Arguments
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The tensors, as they stand."""
+        return [leaf for leaf in (*self.inputs.leaves, *self.target.leaves) if isinstance(leaf, Tensor | StackedInput)]
+
+    def batch(self) -> list[Tensor]:
+        """The tensors as a traced step takes them: contiguous."""
+        return [(leaf.tensor if isinstance(leaf, StackedInput) else leaf).contiguous() for leaf in self.leaves]
+
+    @property
+    def text(self) -> str:
+        """Such as ``f32[32,64], i64[32]``."""
+        marks = ["stacked " if is_stacked(leaf) else "" for leaf in self.leaves]
+        kinds = [describe_value(tensor, None, 0) for tensor in self.batch()]
+        return ", ".join(mark + kind for mark, kind in zip(marks, kinds, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """The traced step.
+
+    ``module`` takes the tensors at ``places``, then those of the inputs and of the target; all inputs contiguous. It
+    gives the losses ``[B]`` and the gradients of the tensors at ``trained``, contiguous and each in memory of its own.
+    It writes to buffers in place, never to parameters. ``examples`` are its inputs as fake tensors.
+    """
+
+    module: fx.GraphModule
+    places: tuple[Place, ...]
+    trained: tuple[Place, ...]
+    examples: tuple[Tensor, ...]
+
+    @property
+    def operators(self) -> list[Any]:
+        """The operators that it calls, one for each call."""
+        return [node.target for node in self.module.graph.nodes if node.op == "call_function"]
+
+    def fits(self, batch: Sequence[Tensor]) -> bool:
+        """Whether the graph, and what inductor made of it, holds for a ``batch`` of other sizes."""
+        fakes = self.examples[len(self.places) :]
+        if not all(_alike(fake, real) for fake, real in zip(fakes, batch, strict=True)):
+            return False
+        env = self.examples[0].fake_mode.shape_env  # type: ignore[attr-defined]
+        return bool(env.evaluate_guards_for_args(fakes, batch, ignore_static=False))
+
+
+def _alike(fake: Tensor, real: Tensor) -> bool:
+    # A symbol was never 0 or 1, which ShapeEnv treats apart.
+    sizes = zip(fake.shape, real.shape, strict=True)
+    return all(a == b if isinstance(a, int) else b > 1 for a, b in sizes)
+
+
+def trace(forward: Source, loss: Source, call: Call) -> Joint:
+    """The step for calls like ``call``, with the number of samples left open.
+
+    An autocast that is active holds for forward and loss; the gradients follow the dtypes that it gave.
+    Raises whatever keeps the programs from being traced, of many types.
+    """
+    once: dict[int, Place] = {}
+    for holder, name in [*forward.places(), *loss.places()]:
+        once.setdefault(id(holder[name]), (holder, name))
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    own = [mode.from_tensor(holder[name], static_shapes=True) for holder, name in once.values()]
+    count = len(own)
+    batch = [_fake(mode, k, leaf) for k, leaf in enumerate(call.leaves)]
+    trained = [k for k, fake in enumerate(own) if fake.requires_grad]
+    reached: list[int] = []
+
+    def joint(*given: Tensor) -> list[Tensor]:
+        held = dict(zip(once, given[:count], strict=True))
+        losses = _losses(forward, loss, held, _refilled(call, given[count:]))
+        grads = _gradients(losses, [given[k] for k in trained])
+        reached.extend(k for k, grad in zip(trained, grads, strict=True) if grad is not None)
+        return _separate(given, [losses.detach(), *(grad for grad in grads if grad is not None)])
+
+    # Programs pick their ways by strides and sizes, which the fake tensors have.
+    with quiet(), torch.enable_grad(), mode, enable_python_dispatcher():
+        module = sink(make_fx(joint, decomposition_table={aten.baddbmm.default: _bias_apart})(*own, *batch))
+    own_places = tuple(once.values())
+    return Joint(module, own_places, tuple(own_places[k] for k in reached), (*own, *batch))
+
+
+def _bias_apart(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    """`torch.baddbmm` as two operators, of which inductor computes the second together with what follows.
+
+    In one, the bias is copied to where the product is added to it. Low-precision floats would be rounded twice.
+    """
+    if beta != 1 or alpha != 1 or bias.dtype not in (torch.float32, torch.float64):
+        return NotImplemented
+    return bias + torch.bmm(a, b)
+
+
+def _fake(mode: FakeTensorMode, position: int, leaf: Any) -> Tensor:
+    """A fake input whose number of samples is a symbol."""
+    tensor = (leaf.tensor if is_stacked(leaf) else leaf).detach().contiguous()
+    sizes = [DimDynamic.STATIC] * tensor.dim()
+    samples = 1 if is_stacked(leaf) else 0
+    if samples < tensor.dim():
+        sizes[samples] = DimDynamic.DYNAMIC
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+    return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input_{position}"))
+
+
+def _refilled(call: Call, tensors: Sequence[Tensor]) -> Call:
+    """The same call around other tensors."""
+    fresh = iter(tensors)
+
+    def other(leaf: Any) -> Any:
+        if isinstance(leaf, StackedInput):
+            return StackedInput(next(fresh))
+        return next(fresh) if isinstance(leaf, Tensor) else leaf
+
+    inputs, target = (Arguments(tuple(map(other, a.leaves)), a.spec) for a in (call.inputs, call.target))
+    return Call(inputs, target)
+
+
+def _losses(forward: Source, loss: Source, held: Mapping[int, Tensor], call: Call) -> Tensor:
+    outputs = _run(forward, held, call.inputs.values)
+    # The loss takes the outputs' leaves, then the target's, whatever their nesting.
+    (losses,) = _run(loss, held, [*outputs, *call.target.values])
+    found: Tensor = losses
+    return found
+
+
+def _run(source: Source, held: Mapping[int, Tensor], leaves: Sequence[Any]) -> Sequence[Any]:
+    code = at_once(source.compiled.program.module)
+    results: Sequence[Any] = code(*[held[id(h[n])] for h, n in source.places()], *leaves)
+    return results
+
+
+def _gradients(losses: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    with torch.autocast(losses.device.type, enabled=False):
+        return torch.autograd.grad(losses.sum(), trained, allow_unused=True)
+
+
+def _separate(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs, contiguous; none shares memory with an input or another output, as it may be written to."""
+    taken = {tensor.untyped_storage()._cdata for tensor in inputs}
+    results = []
+    for output in outputs:
+        own = output.contiguous()
+        if own.untyped_storage()._cdata in taken:
+            own = own.clone(memory_format=torch.contiguous_format)
+        taken.add(own.untyped_storage()._cdata)
+        results.append(own)
+    return results
+
+
+def build(joint: Joint, batch: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """``joint.module`` compiled by inductor and tried once, on copies of the buffers.
+
+    Raises what inductor raises, and where there is no C++ compiler; also what its code raises.
+    """
+    # Imported late: most programs never compile, and inductor takes a second to import.
+    from torch._inductor import compile as inductor
+
+    devices = range(torch.cuda.device_count())
+    with quiet(), torch.no_grad(), torch.autocast(joint.examples[0].device.type, enabled=False):
+        run: Callable[..., Sequence[Tensor]] = inductor(joint.module, [e.detach() for e in joint.examples])
+        held = [holder[name] for holder, name in joint.places]
+        own = [tensor if isinstance(tensor, nn.Parameter) else tensor.clone() for tensor in held]
+        with torch.random.fork_rng(devices):
+            run(*own, *batch)
+    return run
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings and logs of tracing: what matters of them is raised."""
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)

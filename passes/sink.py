@@ -1,0 +1,100 @@
+"""Pointwise operators in the memory order of their operands, for a compiler that computes in the order of the dims.
+
+Eager torch keeps the order of memory: of a transposed operand ``relu`` gives a transposed result, so that feature-major
+values stay so through a network at no cost. Inductor writes the result anew in the order of its dims, a copy at every
+operator. Here ``op(transpose(x))`` becomes ``transpose(op(x))``, and transpositions that meet cancel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """A value that is ``base`` with the two ``dims`` swapped."""
+
+    base: fx.Node
+    dims: tuple[int, int]
+
+
+def sink(module: fx.GraphModule) -> fx.GraphModule:
+    """``module``, a graph of ATen operators with fake tensors in ``meta["val"]``.
+
+    The same values, bit for bit, in the same strides: what follows was traced for them.
+    """
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    views: dict[fx.Node, Transposed] = {}
+
+    def value(node: fx.Node) -> fx.Node:
+        if node not in env:
+            env[node] = graph.call_function(aten.transpose.int, (views[node].base, *views[node].dims))
+            env[node].meta.update(node.meta)
+        return env[node]
+
+    def keep(node: fx.Node, base: fx.Node, dims: tuple[int, int]) -> None:
+        views[node] = Transposed(base, dims)
+
+    for node in module.graph.nodes:
+        sources = node.all_input_nodes
+        if node.target is aten.transpose.int:
+            (source,), dims = sources, _dims(node)
+            if source in views and views[source].dims == dims:
+                env[node] = views[source].base
+            else:
+                keep(node, value(source), dims)
+        elif node.target is aten.detach.default and sources[0] in views:
+            keep(node, views[sources[0]].base, views[sources[0]].dims)
+        elif _pointwise(node) and _alike(sources, views) and (found := _sunk(node, views)) is not None:
+            base = graph.node_copy(node, lambda n: views[n].base)
+            base.meta = {"val": found}
+            keep(node, base, views[sources[0]].dims)
+        else:
+            env[node] = graph.node_copy(node, value)
+    graph.lint()
+    return fx.GraphModule(module, graph)
+
+
+def _dims(node: fx.Node) -> tuple[int, int]:
+    rank = node.meta["val"].dim()
+    first, second = sorted(int(dim) % rank for dim in node.args[1:])  # type: ignore[arg-type]
+    return first, second
+
+
+def _pointwise(node: fx.Node) -> bool:
+    """Whether ``node`` computes each element by itself, anew."""
+    target: Any = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags or target._schema.is_mutable:
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags and isinstance(node.meta.get("val"), Tensor)
+
+
+def _alike(sources: list[fx.Node], views: dict[fx.Node, Transposed]) -> bool:
+    """Whether all operands are tensors of one rank that are transposed alike."""
+    if not sources or not all(source in views for source in sources):
+        return False
+    return len({(views[source].dims, source.meta["val"].dim()) for source in sources}) == 1
+
+
+def _sunk(node: fx.Node, views: dict[fx.Node, Transposed]) -> FakeTensor | None:
+    """What ``node`` gives of the bases of its operands; None if that, transposed, has other strides than ``node``.
+
+    So it is of operators that choose an order of memory, as `aten.clone` does.
+    """
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: views[n].base.meta["val"])
+    val: FakeTensor = node.meta["val"]
+    with val.fake_mode:
+        found: FakeTensor = node.target(*args, **kwargs)  # type: ignore[operator]
+        strides = found.transpose(*views[node.all_input_nodes[0]].dims).stride()
+    same = all(statically_known_true(a == b) for a, b in zip(strides, val.stride(), strict=True))
+    return found if same else None
