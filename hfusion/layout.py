@@ -70,12 +70,12 @@ def packed_to_listed(x: Tensor, members: int) -> Listed:
 
 def listed_to_stacked(x: Listed, members: int) -> Tensor:
     """``B times S -> [B, *S]``; a copy."""
-    return torch.stack(x)
+    return torch.stack([*x])
 
 
 def listed_to_packed(x: Listed, members: int) -> Tensor:
     """``B times [N, C, ...] -> [N, B*C, ...]``; a copy."""
-    return torch.cat(x, 1)
+    return torch.cat([*x], 1)
 
 
 Conversion = Callable[[Any, int], Any]

@@ -14,13 +14,14 @@ from hfusion.array import Membership, mark
 from hfusion.compare import Comparison, tensors
 from hfusion.compile import Arguments, Compiled, Compiler, Subject, bind
 from hfusion.errors import FusionError
+from hfusion.inline import finder, inline
 from hfusion.member import materialize
 from hfusion.report import Report, describe
 from hfusion.verify import Subject as Check
 from hfusion.verify import verify
 
 _STATE = frozenset(
-    {"_original", "_fixed", "_array", "_branches", "_compiler", "_bound", "_checks"},
+    {"_original", "_fixed", "_array", "_branches", "_compiler", "_bound", "_checks", "_found"},
 )
 _STANDARD = frozenset(nn.Module().__dict__)
 
@@ -131,6 +132,7 @@ class FusedModule(Tree):
         self._compiler = Compiler(Subject(name, array.members, comparison.variants, comparison.shared, self._member))
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
         self._checks: dict[int, str] = {}
+        self._found = finder(self, self._ready)
         self._mark()
 
     def _mark(self) -> None:
@@ -155,14 +157,21 @@ class FusedModule(Tree):
             ValueError: a stacked input with another leading size than B, or arguments that the members' forward does
                 not take.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return inline(self, self._found, self._pattern(), args, kwargs)
         arguments = Arguments.of(args, kwargs)
-        compiled = self.compiled(arguments)
+        compiled = self._ready(arguments)
         bound = self._bound.get(id(compiled))
         if bound is None:
             bound = self._bound[id(compiled)] = bind(compiled, self)
+        return bound(arguments.values)
+
+    def _ready(self, arguments: Arguments) -> Compiled:
+        """The program for such a call, checked if it is a call in training."""
+        compiled = self.compiled(arguments)
         if self.training and torch.is_grad_enabled():
             self.check(compiled, arguments)
-        return bound(arguments.values)
+        return compiled
 
     def find(self, arguments: Arguments) -> Compiled | None:
         """The program for such a call in the present training pattern, if there is one already."""
@@ -253,7 +262,7 @@ class FusedModule(Tree):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_compiler", "_bound", "_checks", "_branches")
+        own = ("_compiler", "_bound", "_checks", "_branches", "_found")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

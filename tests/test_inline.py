@@ -1,0 +1,121 @@
+"""torch.compile of a fused module: one graph without a break, the same values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.utils import _pytree as pytree
+
+import hfusion as hf
+from tests import zoo
+
+MEMBERS = 3
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def pair(make: Any) -> tuple[hf.FusedModule, hf.FusedModule]:
+    """Two arrays of the same members."""
+    torch.manual_seed(0)
+    models = [make().double() for _ in range(MEMBERS)]
+    return hf.fuse(models), hf.fuse(models, verify=False)
+
+
+def leaves(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def run(array: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
+    torch.manual_seed(1)
+    outputs = leaves(array(*args, **kwargs))
+    torch.stack([output.sin().sum() for output in outputs]).sum().backward()
+    return outputs
+
+
+def assert_same(ours: hf.FusedModule, theirs: hf.FusedModule, found: list[Tensor], wanted: list[Tensor]) -> None:
+    state = theirs.state_dict()
+    grads = {name: param.grad for name, param in theirs.named_parameters()}
+    pairs = [*zip(found, wanted, strict=True), *((tensor, state[name]) for name, tensor in ours.state_dict().items())]
+    for name, param in ours.named_parameters():
+        assert (param.grad is None) == (grads[name] is None)
+        if param.grad is not None:
+            pairs.append((param.grad, grads[name]))
+    for mine, their in pairs:
+        torch.testing.assert_close(mine, their, rtol=1e-9, atol=1e-12)
+
+
+# "branching" runs the members' own code, with a branch on values.
+@pytest.mark.parametrize("model", [model for model in zoo.MODELS if model.name != "branching"], ids=str)
+def test_models_of_every_kind(model: zoo.Model) -> None:
+    ours, theirs = pair(model.make)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for size in (4, 4, 3):
+        x = model.draw(size)
+        assert_same(ours, theirs, run(compiled, x), run(theirs, x))
+    ours.eval(), theirs.eval()
+    x = hf.stacked([model.draw(4) for _ in range(MEMBERS)])
+    assert_same(ours, theirs, run(compiled, x), run(theirs, x))
+
+
+def test_a_call_like_an_earlier_one_is_not_traced_again() -> None:
+    ours, _ = pair(lambda: nn.Linear(4, 2))
+    counter = CompileCounter()
+    compiled = torch.compile(ours, fullgraph=True, backend=counter)
+    x = torch.rand(5, 4, dtype=torch.float64)
+    for _ in range(3):
+        compiled(x)
+        compiled(x + 1)
+    assert counter.frame_count == 1
+    compiled(hf.stacked([x] * MEMBERS))
+    assert counter.frame_count == 2
+
+
+class Named(nn.Module):
+    """Arguments by name, a number among them, and a nest of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+        self.register_buffer("scale", torch.rand(()))
+
+    def forward(self, x: Tensor, *, shift: Tensor, times: int) -> dict[str, Any]:
+        return {"sum": x * self.weight + shift, "pair": (self.scale * times, x - torch.tensor([1.0, 2.0, 3.0, 4.0]))}
+
+
+def test_arguments_by_name_and_nests_of_outputs() -> None:
+    ours, theirs = pair(Named)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    x, shift = torch.rand(2, 4, dtype=torch.float64), hf.stacked(torch.rand(MEMBERS, 2, 4, dtype=torch.float64))
+    given: dict[str, Any] = {"shift": shift, "times": 3}
+    outputs = compiled(x, **given)
+    assert pytree.tree_structure(outputs) == pytree.tree_structure(theirs(x, **given))
+    assert_same(ours, theirs, run(compiled, x, **given), run(theirs, x, **given))
+
+
+def test_loading_and_conversion_are_seen() -> None:
+    ours, theirs = pair(lambda: nn.Linear(4, 2))
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    x = torch.rand(5, 4, dtype=torch.float64)
+    run(compiled, x)
+    with torch.no_grad():
+        theirs.weight.mul_(2)
+    ours.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(compiled(x), theirs(x))
+    ours.float(), theirs.float()
+    torch.testing.assert_close(compiled(x.float()), theirs(x.float()))
+
+
+def test_the_self_check_is_made() -> None:
+    ours, _ = pair(lambda: nn.Linear(4, 2))
+    torch.compile(ours, fullgraph=True, backend="aot_eager")(torch.rand(5, 4, dtype=torch.float64))
+    assert "self-check passed" in str(ours.report())
