@@ -50,19 +50,25 @@ class Arrangement:
         """The first one that is trained with."""
         return Minibatch.of(self.task, self.first.trained, self.members)
 
-    def trained(self, plan: TaskPlan, loss: PerModel) -> tuple[Stream, Recipe]:
-        """The minibatches of all epochs in the shards of ``plan``, and how the first is computed."""
+    def trained(self, plan: TaskPlan, loss: PerModel, devices: Sequence[torch.device]) -> tuple[Stream, Recipe]:
+        """The minibatches of all epochs in the shards of ``plan``, and how the first is computed on ``devices``."""
         minibatch = self.minibatch()
         programs = Trained(self.task.name, self.array, plan.shards, minibatch.samples)
-        stream = Stream(self.task, self.task.loader, self.members, loss, programs, minibatch.samples)
+        stream = Stream(self.task, self.task.loader, self.members, loss, programs, minibatch.samples, devices)
         return stream, stream.prepare(minibatch)
 
     def evaluated(
-        self, loader: Iterable[Any], loss: PerModel, names: Mapping[str, str], held: Sequence[frozenset[str]]
+        self,
+        loader: Iterable[Any],
+        loss: PerModel,
+        devices: Sequence[torch.device],
+        names: Mapping[str, str],
+        held: Sequence[frozenset[str]],
     ) -> tuple[Stream, Recipe]:
         """The same for the evaluations, in the shards that hold the tensors ``held``, see `recut`."""
         samples = self.minibatch().samples
-        stream = Stream(self.task, loader, self.members, loss, Evaluated(self.array, names, held, samples), samples)
+        programs = Evaluated(self.array, names, held, samples)
+        stream = Stream(self.task, loader, self.members, loss, programs, samples, devices)
         return stream, stream.prepare(Minibatch.of(self.task, self.first.evaluated, self.members))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.utils._pytree import TreeSpec
 
@@ -96,12 +97,13 @@ class Program:
 class Part:
     """A run of a program's operators, as one shard computes them.
 
-    ``run`` takes the tensors of ``keys`` (parameters, buffers, constants) and the values named in ``takes`` (inputs
-    of the program, results of earlier parts), and returns those named in ``gives``; the last part returns the flat
-    outputs of the program instead. A value is a tensor, a number, or a nest of them. ``writes``: buffers it changes.
+    ``on(device)`` is a function for tensors there. It takes those of ``keys`` (parameters, buffers, constants) and the
+    values named in ``takes`` (inputs of the program, results of earlier parts), and returns those named in ``gives``;
+    of the last part, the flat outputs of the program instead. A value is a tensor, a number, or a nest of them.
+    ``writes``: buffers it changes.
     """
 
-    run: Callable[..., tuple[Any, ...]]
+    on: Callable[[torch.device], Callable[..., tuple[Any, ...]]]
     keys: tuple[Slot, ...]
     takes: tuple[str, ...]
     gives: tuple[str, ...]

@@ -142,6 +142,7 @@ class Stream:
 
     Args:
         samples: the most that a minibatch may have, as the plan counts with them.
+        devices: where it may be computed.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class Stream:
         loss: PerModel,
         programs: Programs,
         samples: int,
+        devices: Sequence[torch.device],
     ) -> None:
         self._task = task
         self._loader = loader
@@ -159,6 +161,7 @@ class Stream:
         self._loss = loss
         self._programs = programs
         self._samples = samples
+        self._devices = devices
         self._minibatches = self._read()
         self._latest: Minibatch
         self._recipes: dict[Any, Recipe] = {}
@@ -189,7 +192,8 @@ class Stream:
             )
         compiled, parts = self._programs.make(minibatch)
         program = compiled.program
-        self._losses(program, _examples(program, minibatch.samples), minibatch.target)
+        for device in self._devices:
+            self._losses(program, _examples(program, minibatch.samples, device), minibatch.target)
         recipe = Recipe(
             parts,
             input_names(program),
@@ -243,20 +247,20 @@ def _on(target: Any, device: torch.device) -> Any:
     return pytree.tree_map(move, target, is_leaf=is_stacked)
 
 
-def _examples(program: Program, samples: int) -> list[Any]:
+def _examples(program: Program, samples: int, device: torch.device) -> list[Any]:
     """Zeros in the shapes of the outputs, to prepare the loss with."""
     (outputs,) = next(node for node in program.module.graph.nodes if node.op == "output").args
     assert isinstance(outputs, list | tuple)
-    return [_zeros(node, program.members, samples) if isinstance(node, fx.Node) else node for node in outputs]
+    return [_zeros(node, program.members, samples, device) if isinstance(node, fx.Node) else node for node in outputs]
 
 
-def _zeros(node: fx.Node, members: int, samples: int) -> Any:
+def _zeros(node: fx.Node, members: int, samples: int, device: torch.device) -> Any:
     example = node.meta.get("example")
     if not isinstance(example, Tensor):
         return example
     shape = concrete(example.shape, samples)
     stacked = shape if node.meta.get("layout") is Layout.SHARED else (members, *shape)
-    zeros = torch.zeros(stacked, dtype=example.dtype)
+    zeros = torch.zeros(stacked, dtype=example.dtype, device=device)
     return zeros.requires_grad_() if example.is_floating_point() or example.is_complex() else zeros
 
 

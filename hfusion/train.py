@@ -161,14 +161,14 @@ class _Run:
         optimized = {id(param) for group in one.optimizer.param_groups for param in group["params"]}
         trained = frozenset(n for n, t in own.items() if t.requires_grad and id(t) in optimized)
         limits = self._limits(one)
-        loss = per_model(one.task.loss)
-        stream, recipe = one.trained(plan, loss)
+        loss, devices = per_model(one.task.loss), list(dict.fromkeys(self._devices.values()))
+        stream, recipe = one.trained(plan, loss, devices)
         stack.callback(stream.close)
         held = holdings([part.keys for part in recipe.parts], names, trained)
         evaluation = None
         if one.task.eval_loader is not None:
             alike = [holding.all for holding in held]
-            evaluation, also = one.evaluated(one.task.eval_loader, loss, names, alike)
+            evaluation, also = one.evaluated(one.task.eval_loader, loss, devices, names, alike)
             stack.callback(evaluation.close)
             pairs = zip(recipe.parts, also.parts, strict=True)
             held = holdings([(*a.keys, *b.keys) for a, b in pairs], names, trained)

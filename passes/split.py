@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch._ops import OpOverload
 from hfusion.errors import PlanError
 from hfusion.passes.cost import operators, viewed
 from hfusion.passes.functional import has_effect
+from hfusion.passes.place import place
 from hfusion.passes.regions import regions
 from hfusion.program import Kind, Part, Program, Slot
 
@@ -119,7 +121,7 @@ class _Cutting:
         graph.lint()
         code = regions(fx.GraphModule(torch.nn.Module(), graph), self.members)
         return Part(
-            code.forward,
+            cache(lambda device: place(code, device).forward),
             tuple(self.slots[node] for node in keys),
             tuple(node.name for node in takes),
             tuple(node.name for node in gives),

@@ -118,7 +118,7 @@ def test_minibatches_of_another_kind_have_another_key(kind: str) -> None:
 def stream(one: hf.Task) -> tuple[Stream, Recipe]:
     """The stream of a task's only array, and the recipe of its first minibatch."""
     (arrangement,), plan = arrange([one], machine())
-    return arrangement.trained(plan.tasks[0], PerModel(one.loss))
+    return arrangement.trained(plan.tasks[0], PerModel(one.loss), [torch.device("cpu")])
 
 
 def test_one_recipe_serves_all_minibatches_of_a_kind() -> None:

@@ -253,7 +253,7 @@ class Training:
                 tensor = tensor.detach().requires_grad_(self.state.trains(name))
                 params[name] = tensor
             keys.append(tensor)
-        outputs = part.run(*keys, *inputs.values())
+        outputs = part.on(device)(*keys, *inputs.values())
         if not self._turns(shard):
             return _Saved(inputs, params, dict(zip(part.gives, outputs, strict=True)))
         return _Saved(inputs, params, {}, self._recipe.losses(outputs, self._batch.target))

@@ -41,7 +41,9 @@ def run(array: hf.FusedModule, program: Program, parts: tuple[Part, ...], *input
     values = dict(zip(input_names(program), inputs, strict=True))
     torch.manual_seed(4)
     for part in parts:
-        outputs = part.run(*(state[slot.name] for slot in part.keys), *(values[name] for name in part.takes))
+        outputs = part.on(torch.device("cpu"))(
+            *(state[slot.name] for slot in part.keys), *(values[name] for name in part.takes)
+        )
         values |= dict(zip(part.gives, outputs, strict=False))
     return outputs, state
 
