@@ -32,4 +32,4 @@ def keep_large_blocks() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     wanted = {_MMAP_THRESHOLD: _LARGE, _TRIM_THRESHOLD: _LARGE, _ARENA_MAX: 1}
-    return all([bool(mallopt(option, value)) for option, value in wanted.items()])
+    return all(bool(mallopt(option, value)) for option, value in wanted.items())

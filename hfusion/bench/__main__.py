@@ -1,4 +1,4 @@
-"""``python -m hfusion.bench [fuse|optim|schedule]``: see ``--help`` and ``--list``."""
+"""``python -m hfusion.bench [fuse|optim|shard|schedule]``: see ``--help`` and ``--list``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hfusion.bench import fuse, optim, plot, results, schedule, table
-from hfusion.bench.arguments import SUB_BENCHMARKS, fuse_settings, optim_settings, parse, schedule_settings
+from hfusion.bench import fuse, optim, plot, results, schedule, shard, shard_cases, shard_results, table
+from hfusion.bench.arguments import (
+    SUB_BENCHMARKS,
+    fuse_settings,
+    optim_settings,
+    parse,
+    schedule_settings,
+    shard_settings,
+)
 from hfusion.bench.contenders import CONTENDERS
 from hfusion.bench.machine import describe
 from hfusion.bench.models import CASES
@@ -41,6 +48,8 @@ def print_names(out: Console) -> None:
         "contenders of fuse": {contender.name: contender.about for contender in CONTENDERS},
         "cases of optim": {case.name: case.about for case in optim.CASES},
         "contenders of optim": optim.ABOUT,
+        "cases of shard": {case.name: case.about for case in shard_cases.CASES},
+        "contenders of shard": shard_results.ABOUT,
         "policies of schedule": {policy.name: policy.about for policy in POLICIES.values()},
     }
     for title, names in sections.items():
@@ -100,6 +109,17 @@ def run_optim(parsed: argparse.Namespace) -> Outcome:
     return Outcome(optim.table(rows), footnotes, optim.json_rows(rows), interrupted, wrong=[])
 
 
+def run_shard(parsed: argparse.Namespace) -> Outcome:
+    """Run the sub-benchmark ``shard``."""
+    chosen = shard_settings(parsed)
+    with meter(shard.pieces(chosen)) as bar:
+        found, interrupted = collect(shard.run(chosen, bar))
+    rows = [row for group in found for row in group]
+    shown, footnotes = shard_results.table(rows)
+    wrong = [row.reason for row in rows if row.disagrees]
+    return Outcome(shown, footnotes, shard_results.json_rows(rows), interrupted, wrong)
+
+
 def run_schedule(parsed: argparse.Namespace) -> Outcome:
     """Run the sub-benchmark ``schedule``."""
     chosen = schedule_settings(parsed)
@@ -112,6 +132,7 @@ def run_schedule(parsed: argparse.Namespace) -> Outcome:
 RUN: dict[str, Callable[[argparse.Namespace], Outcome]] = {
     "fuse": run_fuse,
     "optim": run_optim,
+    "shard": run_shard,
     "schedule": run_schedule,
 }
 

@@ -10,7 +10,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 import torch
 
-from hfusion.bench import fuse, optim, schedule
+from hfusion.bench import fuse, optim, schedule, shard, shard_cases
 from hfusion.bench.contenders import CONTENDERS
 from hfusion.bench.models import CASES
 from hfusion.policy import POLICIES
@@ -18,9 +18,11 @@ from hfusion.policy import POLICIES
 SUB_BENCHMARKS = {
     "fuse": "one training step of B models, fused and unfused (default)",
     "optim": "optimizers alone, in ns per parameter",
+    "shard": "arrays that do not fit their device, in shards, against what one could do by hand",
     "schedule": "policies over many tasks and devices, makespan over the lower bound",
 }
 MEMBERS = (4, 16, 64)
+NOT_FOR = {"schedule": ("members", "repeats"), "shard": ("members",)}
 QUICK_MODELS = ("mlp-small", "cnn")
 QUICK_MEMBERS = (4,)
 QUICK_CONTENDERS = ("serial", "vmap", "hfusion")
@@ -54,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--models", metavar="A,B", help="fuse: these models only")
     made.add_argument("--members", metavar="4,16", type=_counts, help="numbers of members (default 4,16,64)")
     made.add_argument("--contenders", metavar="A,B", help="fuse: these contenders only")
-    made.add_argument("--repeats", type=_count, help="rounds, each timing every contender (default 7)")
+    made.add_argument("--repeats", type=_count, help="rounds, each timing every contender (default 7; shard 3)")
     made.add_argument("--threads", type=_count, default=1, help="threads of torch (default 1)")
     made.add_argument("--device", type=_device, default=torch.device("cpu"), help="cpu (default) or cuda")
     made.add_argument("--quick", action="store_true", help="few models, members, contenders and rounds")
@@ -73,9 +75,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name in ("models", "contenders", "plot"):
         if parsed.benchmark != "fuse" and getattr(parsed, name) is not None:
             made.error(f"--{name} belongs to fuse, not to {parsed.benchmark}: leave it out")
-    for name in ("members", "repeats"):
-        if parsed.benchmark == "schedule" and getattr(parsed, name) is not None:
-            made.error(f"--{name} does not belong to schedule: leave it out")
+    for benchmark, names in NOT_FOR.items():
+        for name in names:
+            if parsed.benchmark == benchmark and getattr(parsed, name) is not None:
+                made.error(f"--{name} does not belong to {benchmark}: leave it out")
     for name in ("json", "plot"):
         path = getattr(parsed, name)
         if path is not None and not path.absolute().parent.is_dir():
@@ -111,6 +114,16 @@ def optim_settings(parsed: argparse.Namespace) -> optim.Settings:
         members=_members(parsed),
         rounds=_rounds(parsed),
         slot=_slot(parsed),
+        device=parsed.device,
+    )
+
+
+def shard_settings(parsed: argparse.Namespace) -> shard.Settings:
+    """The settings of the sub-benchmark ``shard``."""
+    return shard.Settings(
+        cases=shard_cases.QUICK_CASES if parsed.quick else shard_cases.CASES,
+        rounds=parsed.repeats or (1 if parsed.quick else 3),
+        steps=5 if parsed.quick else 8,
         device=parsed.device,
     )
 

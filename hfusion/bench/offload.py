@@ -1,0 +1,240 @@
+"""What one could do without hfusion's runtime: shards loaded, computed and evicted by hand, and torch's FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+from hfusion.arrange import Arrangement
+from hfusion.bench.shard_results import WARM, Lanes, Sample, steady
+from hfusion.bench.timing import synchronize
+from hfusion.bench.workload import Unavailable
+from hfusion.per_model import per_model
+from hfusion.plan import TaskPlan
+from hfusion.program import Kind, Part, Slot
+from hfusion.runtime.training import Batch
+
+
+@dataclass
+class _Clock:
+    """Seconds of computing and of copying both ways, per step."""
+
+    device: torch.device
+    steps: list[dict[str, float]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        self.steps.append({"compute": 0.0, "into": 0.0, "out": 0.0})
+
+    @contextmanager
+    def during(self, lane: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        synchronize(self.device)
+        self.steps[-1][lane] += time.perf_counter() - start
+
+    @property
+    def lanes(self) -> Lanes:
+        """Those of a steady step."""
+        return Lanes.middle([Lanes(**step) for step in self.steps[WARM:]])
+
+
+class LoadComputeEvict:
+    """The shards of a plan trained one after the other: a shard is copied to the device, computed, copied back.
+
+    As Hydra without its double buffering: nothing is loaded ahead, and the computing waits for every copy. What
+    crosses a cut goes through the host, a backward computes its shard again; that is right only for models that draw no
+    random numbers.
+    """
+
+    def __init__(self, one: Arrangement, plan: TaskPlan, device: torch.device) -> None:
+        self._stream, _ = one.trained(plan, per_model(one.task.loss), [device])
+        self._plan = plan
+        self._pinned = device.type == "cuda"
+        self._optimizer = one.optimizer
+        self._optimizer.initialise()
+        self._params = dict(one.array.named_parameters(remove_duplicate=False))
+        self._home = {
+            name: param.data.pin_memory() if self._pinned else param.data for name, param in self._params.items()
+        }
+        self._device = device
+        self._clock = _Clock(device)
+        self._moved = 0
+
+    def run(self) -> Sample:
+        """All steps of the plan."""
+        ends, losses = [], []
+        for _ in range(self._plan.steps):
+            self._clock.begin()
+            losses.append(self._step(self._stream.next()).cpu())
+            ends.append(time.perf_counter())
+        plan, moved = self._plan, self._moved / self._plan.steps
+        return Sample(
+            steady(ends), torch.stack(losses), self._clock.lanes, plan.device_bytes, moved, shards=len(plan.shards)
+        )
+
+    def _step(self, batch: Batch) -> Tensor:
+        recipe = self._stream.find(batch)
+        assert recipe is not None
+        self._constants, parts = recipe.constants, recipe.parts
+        host: dict[str, Any] = dict(zip(recipe.inputs, batch.inputs, strict=True))
+        data = frozenset(host)
+        for part in parts[:-1]:
+            keys, inputs = self._load(part, host, state=False)
+            with self._clock.during("compute"), torch.no_grad():
+                outputs = part.on(self._device)(*keys, *inputs)
+            with self._clock.during("out"):
+                host |= {name: self._copied(value, "cpu") for name, value in zip(part.gives, outputs, strict=True)}
+            self._evict(part, changed=False)
+        grads: dict[str, Tensor] = {}
+        for part in reversed(parts):
+            keys, inputs = self._load(part, host, state=True)
+            leaves = {
+                name: value.requires_grad_()
+                for name, value in zip(part.takes, inputs, strict=True)
+                if name not in data and isinstance(value, Tensor) and value.is_floating_point()
+            }
+            with self._clock.during("compute"):
+                outputs = part.on(self._device)(*keys, *inputs)
+                if part is parts[-1]:
+                    losses = recipe.losses(outputs, batch.target)
+                    roots = [(losses.sum(), torch.ones((), device=self._device))]
+                else:
+                    named = zip(part.gives, outputs, strict=True)
+                    roots = [(value, grads.pop(name)) for name, value in named if name in grads and value.requires_grad]
+                if roots:
+                    self._backward(part, roots, leaves, grads)
+            self._evict(part, changed=True)
+        return losses.detach()
+
+    def _backward(
+        self, part: Part, roots: list[tuple[Tensor, Tensor]], leaves: dict[str, Tensor], grads: dict[str, Tensor]
+    ) -> None:
+        """Gradients of the inputs into ``grads``, of the parameters into a step of the optimizer."""
+        params = [param for param in self._of(part) if param.requires_grad]
+        outputs, seeds = zip(*roots, strict=True)
+        found = torch.autograd.grad(outputs, [*leaves.values(), *params], seeds, allow_unused=True)
+        for name, grad in zip(leaves, found, strict=False):
+            if grad is not None:
+                grads[name] = grads[name] + grad if name in grads else grad
+        for param, grad in zip(params, found[len(leaves) :], strict=True):
+            param.grad = grad
+        self._optimizer.step()
+        for param in params:
+            param.grad = None
+
+    def _of(self, part: Part) -> list[nn.Parameter]:
+        return [self._params[slot.name] for slot in part.keys if slot.kind is Kind.PARAMETER]
+
+    def _load(self, part: Part, host: dict[str, Any], *, state: bool) -> tuple[list[Tensor], list[Any]]:
+        """The part's own tensors and its inputs, on the device."""
+        with self._clock.during("into"):
+            for slot in part.keys:
+                if slot.kind is Kind.PARAMETER:
+                    self._params[slot.name].data = self._copied(self._home[slot.name], self._device)
+            if state:
+                self._move_state(part, self._device)
+            return [self._own(slot) for slot in part.keys], [self._copied(host[n], self._device) for n in part.takes]
+
+    def _own(self, slot: Slot) -> Tensor:
+        if slot.kind is Kind.BUFFER:
+            raise Unavailable("this loop moves parameters only, and the model has buffers")
+        return self._params[slot.name] if slot.kind is Kind.PARAMETER else self._constants[slot.name].to(self._device)
+
+    def _evict(self, part: Part, *, changed: bool) -> None:
+        with self._clock.during("out"):
+            for slot in part.keys:
+                if slot.kind is Kind.PARAMETER:
+                    param, home = self._params[slot.name], self._home[slot.name]
+                    if changed and param.requires_grad:
+                        home.copy_(param.data)
+                        self._moved += home.nbytes
+                    param.data = home
+            if changed:
+                self._move_state(part, torch.device("cpu"))
+                self._optimizer.forget()
+
+    def _move_state(self, part: Part, device: torch.device) -> None:
+        for param in self._of(part):
+            entry = self._optimizer.state.get(param, {})
+            for kind, value in entry.items():
+                if kind != "step" and isinstance(value, Tensor):
+                    entry[kind] = self._copied(value, device)
+
+    def _copied(self, value: Any, device: torch.device | str) -> Any:
+        """A copy on ``device``, also where that is the CPU, whose budget is another memory for all we pretend."""
+        if not isinstance(value, Tensor):
+            return value
+        self._moved += value.nbytes
+        pinned = self._pinned and torch.device(device).type == "cpu"
+        return torch.empty_like(value, device=device, pin_memory=pinned).copy_(value)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Members to be trained by torch alone; ``units(model)`` are the modules that FSDP gathers one at a time."""
+
+    models: Sequence[nn.Module]
+    units: Callable[[nn.Module], Sequence[nn.Module]]
+    rates: Sequence[float]
+    loss: Callable[[Any, Any], Tensor]
+    batch: tuple[Tensor, Tensor]
+
+
+def fsdp_offload(alone: Alone, steps: int, device: torch.device) -> Sample:
+    """Members one after the other in FSDP2 with parameters, gradients and optimizer on the host.
+
+    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; one process, so that nothing is sharded
+    but all is offloaded. The host's memory is pinned only where there is an accelerator.
+
+    Raises:
+        Unavailable: what torch said when it could not.
+    """
+    if dist.is_initialized():
+        raise Unavailable("a process group exists already")
+    cuda = device.type == "cuda"
+    try:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=0, world_size=1)
+        try:
+            with warnings.catch_warnings():
+                # Models that return views may not be written to from outside; nobody does.
+                warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+                return _fsdp_run(alone, steps, device, CPUOffloadPolicy(pin_memory=cuda))
+        finally:
+            dist.destroy_process_group()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise Unavailable(f"FSDP2: {str(error).splitlines()[0]}") from error
+
+
+def _fsdp_run(alone: Alone, steps: int, device: torch.device, policy: CPUOffloadPolicy) -> Sample:
+    mesh = init_device_mesh(device.type, (1,))
+    models = [copy.deepcopy(model) for model in alone.models]
+    for model in models:
+        for unit in (*alone.units(model), model):
+            fully_shard(unit, mesh=mesh, offload_policy=policy)
+    optimizers = [torch.optim.Adam(model.parameters(), lr=lr) for model, lr in zip(models, alone.rates, strict=True)]
+    inputs, target = (tensor.to(device) for tensor in alone.batch)
+    ends, losses = [], []
+    for _ in range(steps):
+        row = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = alone.loss(model(inputs), target)
+            loss.backward()
+            optimizer.step()
+            row.append(loss.detach().cpu())
+        synchronize(device)
+        ends.append(time.perf_counter())
+        losses.append(torch.stack(row))
+    return Sample(steady(ends), torch.stack(losses))

@@ -1,0 +1,260 @@
+"""The sub-benchmark ``shard``: a step of arrays that do not fit their device, with and without hfusion's runtime.
+
+A budget of 1/4 is a quarter of what the array needs to be trained in one piece. All contenders of a case train the
+same array from the same weights, and their losses are compared.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor, nn
+
+from hfusion import optim
+from hfusion.arrange import arrange
+from hfusion.bench.offload import Alone, LoadComputeEvict, fsdp_offload
+from hfusion.bench.progress import Meter
+from hfusion.bench.shard_cases import Case
+from hfusion.bench.shard_results import (
+    ALONE,
+    BY_HAND,
+    FSDP,
+    OURS,
+    PLAIN,
+    WARM,
+    Lanes,
+    Row,
+    Sample,
+    filled,
+    limits,
+    steady,
+)
+from hfusion.bench.timing import collector_off, synchronize
+from hfusion.bench.workload import Disagreement, Unavailable, check_agreement
+from hfusion.errors import PlanError
+from hfusion.fuse import fuse
+from hfusion.machine import Device, Machine
+from hfusion.module import FusedModule
+from hfusion.per_model import per_model
+from hfusion.plan import Direction, Plan, TaskPlan
+from hfusion.schedule import Kind, Timeline
+from hfusion.task import Task
+from hfusion.train import train
+
+# Sums in another order than the array's; Adam divides by small gradients.
+TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is compared, in runs of ``steps`` minibatches, the first of which are not counted."""
+
+    cases: tuple[Case, ...]
+    rounds: int
+    steps: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contender at a budget; ``equal``: its losses must be the plain loop's to the last bit."""
+
+    budget: str
+    contender: str
+    run: Callable[[], Sample]
+    equal: bool = False
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A case on a device: every run trains the one array from the same weights."""
+
+    case: Case
+    steps: int
+    device: torch.device
+
+    @cached_property
+    def models(self) -> list[nn.Module]:
+        return self.case.make_models()
+
+    @cached_property
+    def array(self) -> FusedModule:
+        return fuse(self.models)
+
+    @cached_property
+    def _first(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.array.state_dict().items()}
+
+    def _on(self, device: torch.device) -> FusedModule:
+        """The array, there; it forgets its captured programs when it is moved."""
+        return self.array if next(self.array.parameters()).device.type == device.type else self.array.to(device)
+
+    @property
+    def rates(self) -> list[float]:
+        return [1e-4 * (1 + member) for member in range(len(self.models))]
+
+    @cached_property
+    def batch(self) -> tuple[Tensor, Tensor]:
+        return self.case.make_batch()
+
+    @cached_property
+    def need(self) -> int:
+        """Bytes to train the array in one piece."""
+        return self.plan(1 << 62).tasks[0].device_bytes
+
+    def optimizer(self, params: Sequence[nn.Parameter]) -> optim.Adam:
+        return optim.Adam([param for param in params if param.requires_grad], lr=self.rates)
+
+    def task(self) -> Task:
+        """The training of the array, from its first weights."""
+        self._on(torch.device("cpu")).load_state_dict(self._first)
+        self.array.zero_grad()
+        optimizer = self.optimizer(list(self.array.parameters()))
+        return Task(self.array, self.case.loss, optimizer, [self.batch] * self.steps)
+
+    def machine(self, budget: int) -> Machine:
+        return Machine([Device(str(self.device), memory=budget)])
+
+    def plan(self, budget: int) -> Plan:
+        return arrange([self.task()], self.machine(budget))[1]
+
+    def plain(self) -> Sample:
+        """The loop in memory."""
+        need = self.need
+        self.task()
+        array = self._on(self.device)
+        optimizer = self.optimizer(list(array.parameters()))
+        loss_of = per_model(self.case.loss)
+        inputs, target = (tensor.to(self.device) for tensor in self.batch)
+        ends, losses = [], []
+        for _ in range(self.steps):
+            optimizer.zero_grad()
+            row = loss_of(array(inputs), target)
+            row.sum().backward()
+            optimizer.step()
+            synchronize(self.device)
+            ends.append(time.perf_counter())
+            losses.append(row.detach().cpu())
+        return Sample(steady(ends), torch.stack(losses), peak=need, moved=0.0, shards=1)
+
+    def ours(self, budget: int, *, prefetch: bool) -> Sample:
+        """hf.train; without ``prefetch`` on a device that holds no more than the largest shard with its unit."""
+        made = self.plan(budget)
+        if not prefetch:
+            made = replace(made, devices=dict.fromkeys(made.devices, made.tasks[0].device_bytes))
+        task = self.task()
+        report = train([task], self.machine(budget), plan=made)
+        (peak,) = report.peak.values()
+        return replace(read(report.timeline, made), losses=report[task.name].losses, peak=peak)
+
+    def by_hand(self, budget: int) -> Sample:
+        """The same shards without the runtime."""
+        (one,), made = arrange([self.task()], self.machine(budget))
+        return LoadComputeEvict(one, made.tasks[0], self.device).run()
+
+    def fsdp(self) -> Sample:
+        alone = Alone(self.models, self.case.units, self.rates, self.case.loss, self.batch)
+        return fsdp_offload(alone, self.steps, self.device)
+
+    def entries(self) -> list[Entry]:
+        """Who is compared; the plain loop first, since the others' losses are compared with its."""
+        found = [Entry("1/1", PLAIN, self.plain, equal=True)]
+        for part in self.case.parts:
+            name, budget = f"1/{part}", self.need // part
+            found.append(Entry(name, OURS, partial(self.ours, budget, prefetch=True), equal=True))
+            if part > 1:
+                found.append(Entry(name, ALONE, partial(self.ours, budget, prefetch=False), equal=True))
+                found.append(Entry(name, BY_HAND, partial(self.by_hand, budget)))
+        return [*found, Entry("-", FSDP, self.fsdp)]
+
+
+def read(timeline: Timeline, plan: Plan) -> Sample:
+    """What the timeline of one task says of its steady steps; it knows no losses."""
+    (task,) = plan.tasks
+    # The last step writes back what no other step does, and loads nothing ahead.
+    counted = range(WARM, task.steps - 1) if task.steps > WARM + 1 else range(task.steps)
+    spent = [{"compute": 0.0, "in": 0.0, "out": 0.0} for _ in range(task.steps)]
+    ends = [0.0] * task.steps
+    for action in timeline.actions:
+        spent[action.step][action.kind.lane] += action.end - action.start
+        if action.kind.lane == "compute":
+            ends[action.step] = max(ends[action.step], action.end)
+    lanes = Lanes.middle([Lanes(*spent[step].values()) for step in counted])
+    moved = _moved(timeline, task)
+    mean = statistics.mean(moved[step] for step in counted)
+    return Sample(steady(ends), torch.empty(0), lanes, moved=mean, shards=len(task.shards))
+
+
+def _moved(timeline: Timeline, task: TaskPlan) -> list[int]:
+    """Bytes that each step of a task that is not clipped copies, by the plan: what is loaded counts when it is used."""
+    moved = [0] * task.steps
+    loading: set[int] = set()
+    ran: dict[int, Direction] = {}
+    for action in timeline.actions:
+        if action.kind is Kind.LOAD:
+            loading.add(action.shard)
+        elif action.kind is Kind.EVICT:
+            moved[action.step] += task.out_bytes(ran[action.shard], action.shard)
+        elif action.kind is not Kind.STEP:
+            way = Direction.FORWARD if action.kind is Kind.FORWARD else Direction.BACKWARD
+            ran[action.shard] = way
+            if action.shard in loading:
+                moved[action.step] += task.in_bytes(way, action.shard)
+                loading.remove(action.shard)
+    return moved
+
+
+def pieces(settings: Settings) -> int:
+    """How many pieces of work ``run`` reports: one per contender, budget and round."""
+    return settings.rounds * sum(3 * len(case.parts) - 2 * (1 in case.parts) + 2 for case in settings.cases)
+
+
+def run(settings: Settings, meter: Meter) -> Iterator[list[Row]]:
+    """The rows of one case after the other; contenders run in turn, in every round."""
+    for case in settings.cases:
+        meter.say(case.name)
+        workload = Workload(case, settings.steps, settings.device)
+        yield compare(workload, workload.entries(), settings.rounds, meter)
+
+
+def compare(workload: Workload, entries: Sequence[Entry], rounds: int, meter: Meter) -> list[Row]:
+    """The rows of ``entries``; what cannot run, or computes other losses than the first, has a reason instead."""
+    samples: list[list[Sample]] = [[] for _ in entries]
+    failed: dict[int, Exception] = {}
+    for _ in range(rounds):
+        for number, entry in enumerate(entries):
+            if number not in failed:
+                try:
+                    samples[number].append(_sample(entry, samples[0]))
+                except (Unavailable, PlanError, Disagreement) as error:
+                    failed[number] = error
+            meter.advance(1)
+    good = {
+        (e.budget, e.contender): s for i, (e, s) in enumerate(zip(entries, samples, strict=True)) if i not in failed
+    }
+    limit = limits(good)
+    plain = [] if 0 in failed else samples[0]
+    rows = []
+    for number, entry in enumerate(entries):
+        head = Row(workload.case.name, len(workload.models), entry.budget, entry.contender)
+        reason = failed.get(number)
+        if reason is None:
+            rows.append(filled(head, samples[number], plain, limit.get(entry.budget, ())))
+        else:
+            rows.append(replace(head, reason=str(reason), disagrees=isinstance(reason, Disagreement)))
+    return rows
+
+
+def _sample(entry: Entry, plain: Sequence[Sample]) -> Sample:
+    gc.collect()
+    with collector_off():
+        sample = entry.run()
+    expected = (plain[0] if plain else sample).losses.double()
+    check_agreement(entry.contender, expected, sample.losses.double(), 0.0 if entry.equal else TOLERANCE)
+    return sample

@@ -1,0 +1,107 @@
+"""What the sub-benchmark ``shard`` trains: arrays of large models, and adapters of one frozen base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hfusion.bench.models import TransformerLM, classified, mlp, tokens
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some members, one batch, and the parts of the need that are tried as budgets: 4 means a quarter.
+
+    ``make_models()`` always gives the same weights. ``units(model)``: what FSDP gathers one at a time.
+    """
+
+    name: str
+    about: str
+    make_models: Callable[[], list[nn.Module]]
+    make_batch: Callable[[], tuple[Tensor, Tensor]]
+    units: Callable[[nn.Module], Sequence[nn.Module]]
+    loss: Callable[..., Tensor] = F.cross_entropy
+    parts: tuple[int, ...] = (1, 2, 4, 8)
+
+
+class Adapted(nn.Module):
+    """A frozen Linear with a trained correction of low rank (Hu et al., "LoRA", 2021)."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.base(x) + self.up(self.down(x)))
+
+
+def seeded(make_model: Callable[[], nn.Module], members: int) -> list[nn.Module]:
+    """Members with weights of their own."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return [make_model() for _ in range(members)]
+
+
+def adapters(members: int, width: int, layers: int, rank: int) -> list[nn.Module]:
+    """Members that are adapters of one base, which is the same object in all."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        base = [nn.Linear(width, width).requires_grad_(False) for _ in range(layers)]
+        return [nn.Sequential(*(Adapted(layer, rank) for layer in base)) for _ in range(members)]
+
+
+def linears(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def children(model: nn.Module) -> list[nn.Module]:
+    return list(model.children())
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    return list(model.get_submodule("blocks").children())
+
+
+def _lora(members: int) -> Case:
+    return Case(
+        f"lora x {members}",
+        f"{members} adapters of rank 8 on one frozen base, 6 layers of 1024, batch 32",
+        partial(adapters, members, 1024, 6, 8),
+        partial(classified, 32, 1024),
+        children,
+        parts=(1, 2),
+    )
+
+
+CASES = (
+    Case(
+        "mlp, batch 128",
+        "4 MLPs of 20 layers of 256: more to compute than to move",
+        partial(seeded, partial(mlp, *[256] * 21), 4),
+        partial(classified, 128, 256),
+        linears,
+    ),
+    Case(
+        "mlp, batch 16",
+        "the same with less to compute",
+        partial(seeded, partial(mlp, *[256] * 21), 4),
+        partial(classified, 16, 256),
+        linears,
+    ),
+    Case(
+        "transformer",
+        "4 transformer LMs d=128, 6 layers, sequence 32, batch 4",
+        partial(seeded, partial(TransformerLM, vocabulary=64, width=128, layers=6, heads=4, length=32), 4),
+        partial(tokens, 4, 32, 64),
+        blocks,
+    ),
+    *map(_lora, (1, 4, 16)),
+)
+QUICK_CASES = (replace(CASES[0], parts=(1, 4)), *(replace(_lora(members), parts=(2,)) for members in (1, 4)))

@@ -1,0 +1,181 @@
+"""What the sub-benchmark ``shard`` finds: samples of runs, rows of the JSON file, and the table.
+
+The least a step can take is max(compute, transfer): what its computing takes, or its busier link. Both are taken from
+the loop that does one after the other with the same shards, so that neither disturbs the other; for what is resident
+it is the plain loop's step.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from hfusion.bench import timing
+from hfusion.bench.table import Footnotes, factor
+
+PLAIN = "plain loop"
+OURS = "hf.train"
+ALONE = "hf.train, no prefetch"
+BY_HAND = "load-compute-evict"
+FSDP = "fsdp2 offload"
+ABOUT = {
+    PLAIN: "the fused array in memory, with hf.optim in a loop: what everybody writes",
+    OURS: "resident where the budget holds the array; else in shards, the next one loaded ahead",
+    ALONE: "the same shards on a device that holds only the largest with its unit",
+    BY_HAND: "the same shards by hand: copy, compute, copy back, one after the other",
+    FSDP: "torch's fully_shard with CPUOffloadPolicy, one member after the other; it knows no budget",
+}
+
+# A first step prepares kernels and memory, a second finds them.
+WARM = 2
+
+
+def steady(ends: Sequence[float]) -> float:
+    """The median seconds between the ends of steps, without the first `WARM` steps."""
+    return statistics.median(b - a for a, b in pairwise(ends[WARM - 1 :]))
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Seconds of a step that are spent computing, copying to the device, and copying back."""
+
+    compute: float
+    into: float
+    out: float
+
+    @staticmethod
+    def middle(steps: Sequence[Lanes]) -> Lanes:
+        """The medians over steps."""
+        of = statistics.median
+        return Lanes(of(s.compute for s in steps), of(s.into for s in steps), of(s.out for s in steps))
+
+    @property
+    def longest(self) -> float:
+        return max(self.compute, self.into, self.out)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run: seconds of a steady step, losses ``[steps, B]`` on the CPU, lanes of a steady step, bytes.
+
+    ``peak`` is what the plan or the executor accounts for, ``moved`` what is copied per step both ways; None where
+    nobody counts. ``shards``: 1 is resident.
+    """
+
+    seconds: float
+    losses: Tensor
+    lanes: Lanes | None = None
+    peak: int | None = None
+    moved: float | None = None
+    shards: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender at one budget: medians of milliseconds per step, and bytes.
+
+    ``speedup`` over the plain loop and ``over_limit`` (1.0: as fast as can be) are medians of the ratios within rounds.
+    ``compute_ms``, ``in_ms`` and ``out_ms`` are the lanes of this very run, ``moved_bytes`` per step and member. None:
+    there is no such number; ``reason`` says why there is no time.
+    """
+
+    case: str
+    members: int
+    budget: str
+    contender: str
+    ms: float | None = None
+    limit_ms: float | None = None
+    peak_bytes: int | None = None
+    speedup: float | None = None
+    over_limit: float | None = None
+    compute_ms: float | None = None
+    in_ms: float | None = None
+    out_ms: float | None = None
+    moved_bytes: float | None = None
+    shards: int | None = None
+    reason: str = ""
+    disagrees: bool = False
+
+
+def limits(samples: Mapping[tuple[str, str], Sequence[Sample]]) -> dict[str, list[float]]:
+    """By budget, the least seconds a step could take, round by round; of all samples by budget and contender."""
+    found: dict[str, list[float]] = {}
+    for (budget, contender), taken in samples.items():
+        if contender == PLAIN:
+            found[budget] = [sample.seconds for sample in taken]
+        elif contender == BY_HAND:
+            found[budget] = [sample.lanes.longest for sample in taken if sample.lanes is not None]
+    return found
+
+
+def filled(head: Row, samples: Sequence[Sample], plain: Sequence[Sample], limit: Sequence[float]) -> Row:
+    """``head`` with the numbers of samples, one per round as in ``plain`` and ``limit``, which may be empty."""
+    seconds = [sample.seconds for sample in samples]
+    known = [sample.lanes for sample in samples if sample.lanes is not None]
+    lanes = Lanes.middle(known) if known else None
+    last = samples[-1]
+    return replace(
+        head,
+        ms=1e3 * statistics.median(seconds),
+        limit_ms=1e3 * statistics.median(limit) if limit else None,
+        peak_bytes=last.peak,
+        speedup=timing.speedup([sample.seconds for sample in plain], seconds) if plain else None,
+        over_limit=timing.speedup(seconds, limit) if limit else None,
+        compute_ms=None if lanes is None else 1e3 * lanes.compute,
+        in_ms=None if lanes is None else 1e3 * lanes.into,
+        out_ms=None if lanes is None else 1e3 * lanes.out,
+        moved_bytes=None if last.moved is None else last.moved / head.members,
+        shards=last.shards,
+    )
+
+
+def json_rows(rows: Sequence[Row]) -> list[dict[str, object]]:
+    """The rows as plain values."""
+    return [asdict(row) for row in rows]
+
+
+HEADINGS = ("shards", "ms", f"vs {PLAIN}", "compute", "in", "out", "limit", "x limit", "peak MiB", "moved MiB/member")
+
+
+def table(rows: Sequence[Row]) -> tuple[Table, list[str]]:
+    """A row per case, budget and contender; and the footnotes."""
+    footnotes = Footnotes()
+    shown = Table(title="one training step of arrays that do not fit, ms", padding=(0, 0))
+    for heading in ("case", "budget", "contender"):
+        shown.add_column(heading, no_wrap=True)
+    for heading in HEADINGS:
+        shown.add_column(heading, justify="right")
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before is not None and before.case != row.case:
+            shown.add_section()
+        shown.add_row(row.case, row.budget, row.contender, *_cells(row, footnotes))
+    about = [f"{name}: {text}" for name, text in ABOUT.items()]
+    explained = "limit: max(compute, in, out), each by itself: of load-compute-evict; resident: of the plain loop"
+    return shown, [*about, explained, *footnotes.lines()]
+
+
+def _cells(row: Row, footnotes: Footnotes) -> list[str | Text]:
+    if row.ms is None:
+        word = "WRONG" if row.disagrees else "n/a"
+        mark = footnotes.mark(f"{row.contender}, {row.case}, {row.budget}: {row.reason}")
+        style = "bold red" if row.disagrees else "yellow"
+        return ["-", Text(word + mark, style=style), *["-"] * (len(HEADINGS) - 2)]
+    mebibytes = [None if size is None else size / 2**20 for size in (row.peak_bytes, row.moved_bytes)]
+    return [
+        "-" if row.shards is None else str(row.shards),
+        f"{row.ms:.1f}",
+        "-" if row.speedup is None else factor(row.speedup),
+        *(_number(value, 1) for value in (row.compute_ms, row.in_ms, row.out_ms, row.limit_ms)),
+        _number(row.over_limit, 2),
+        *(_number(value, 1) for value in mebibytes),
+    ]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
