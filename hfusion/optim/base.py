@@ -49,7 +49,7 @@ class FusedOptimizer(Optimizer):
     """The name of the kernel in ``kernels.c``."""
 
     def __init__(self, params: Any, defaults: Mapping[str, Any]) -> None:
-        self._known: dict[int, tuple[Settings, Cohorts]] = {}
+        self._known: dict[int, tuple[Settings, Cohorts | None]] = {}
         super().__init__(params, dict(defaults))
 
     @staticmethod
@@ -181,8 +181,9 @@ class FusedOptimizer(Optimizer):
         return unfuse(self)
 
     def forget(self) -> None:
-        """Drop what is kept from step to step: it holds the memory of tensors that were moved since."""
-        self._known.clear()
+        """Drop what holds the memory of tensors that were moved since the last step."""
+        for index, (settings, _) in list(self._known.items()):
+            self._known[index] = settings, None
 
     def __getstate__(self) -> dict[str, Any]:
         marks = [[membership(param) for param in group["params"]] for group in self.param_groups]

@@ -105,24 +105,35 @@ class Home:
     def load(self, sections: Sequence[Section], device: torch.device) -> Copy:
         """A copy of ``sections`` on ``device``: one transfer for each run of neighbouring sections."""
         buffer = torch.empty(sum(self.layout.sizes[s] for s in sections), dtype=torch.uint8, device=device)
-        start = 0
+        starts, start = {}, 0
         for first, last in _runs(sections):
-            begin, end = sum(self.layout.sizes[:first]), sum(self.layout.sizes[: last + 1])
+            begin, end = self._start(first), self._start(last) + self.layout.sizes[last]
             buffer[start : start + end - begin].copy_(self._buffer[begin:end], non_blocking=True)
+            for section in Section:
+                if first <= section <= last:
+                    starts[section] = start + self._start(section) - begin
             start += end - begin
-        return Copy(tuple(sections), self.layout.views(buffer, sections))
+        return Copy(buffer, starts, self.layout.views(buffer, sections))
 
-    def save(self, copy: Copy, section: Section, names: Sequence[str] | None = None) -> None:
-        """Write tensors of ``copy`` back; all of the section by default."""
-        for name in self.views[section] if names is None else names:
+    def save(self, copy: Copy, section: Section, names: Sequence[str]) -> None:
+        """Write tensors of ``copy`` back; in one transfer, if it is the whole section."""
+        if len(names) == len(self.views[section]):
+            begin, start, size = self._start(section), copy.starts[section], self.layout.sizes[section]
+            self._buffer[begin : begin + size].copy_(copy.buffer[start : start + size])
+            return
+        for name in names:
             self.views[section][name].copy_(copy.views[section][name])
+
+    def _start(self, section: Section) -> int:
+        return sum(self.layout.sizes[:section])
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Sections of a shard on a device."""
+    """Sections of a shard on a device, in one buffer from ``starts`` on."""
 
-    sections: tuple[Section, ...]
+    buffer: Tensor
+    starts: Mapping[Section, int]
     views: Mapping[Section, Mapping[str, Tensor]]
 
 
