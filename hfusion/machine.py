@@ -14,6 +14,7 @@ import platform
 import re
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -141,8 +142,8 @@ class Machine:
     def calibrate(self) -> dict[str, Rates]:
         """The rates of every device by name: medians of short runs, kept in the user's cache folder.
 
-        They are kept per processor, number of threads, torch version and disk folder. An unreadable file is
-        measured anew. Raises PlanError where a CUDA device is missing.
+                They are kept per processor, number of threads, torch version and disk folder. An unreadable file is
+        measured anew. Raises PlanError where a CUDA device is missing, or the disk cannot be written.
         """
         made: dict[torch.device, Rates] = {}
         for device in self.devices:
@@ -192,7 +193,14 @@ def _calibrated(device: torch.device, disk: Path) -> Rates:
     kept = _read(path, description)
     if kept is None:
         kept = measure(device, disk)
-        _write(path, {"machine": description, "rates": asdict(kept)})
+        try:
+            _write(path, {"machine": description, "rates": asdict(kept)})
+        except OSError as error:
+            warnings.warn(
+                f"cannot keep the rates of {device} in {path.parent}: {error.strerror}; they are measured anew in "
+                "every process, unless XDG_CACHE_HOME names a folder that can be written",
+                stacklevel=3,
+            )
     return kept
 
 
@@ -212,7 +220,7 @@ def _read(path: Path, description: Mapping[str, str]) -> Rates | None:
     try:
         kept = json.loads(path.read_text())
         return Rates(**kept["rates"]) if kept["machine"] == description else None
-    except (FileNotFoundError, ValueError, KeyError, TypeError, PlanError):
+    except (OSError, ValueError, KeyError, TypeError, PlanError):
         return None
 
 
@@ -271,9 +279,18 @@ def _wait(device: torch.device) -> None:
 def _disk(folder: Path, content: torch.Tensor) -> tuple[float, float]:
     """Bytes/s of writing to the disk of ``folder`` and of reading from it."""
     present = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
-    data = content.numpy().tobytes()
+    try:
+        return _disk_rates(present, content.numpy().tobytes())
+    except OSError as error:
+        raise PlanError(
+            f"cannot measure the disk by writing to {present}: {error.strerror}; name a folder that can be written as "
+            "the machine's disk"
+        ) from error
+
+
+def _disk_rates(folder: Path, data: bytes) -> tuple[float, float]:
     writes, reads = [], []
-    with tempfile.TemporaryDirectory(dir=present) as scratch:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         for number in range(_RUNS):
             path = Path(scratch, str(number))
             start = time.perf_counter()

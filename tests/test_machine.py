@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -113,3 +114,24 @@ def test_a_missing_device_is_told() -> None:
 def test_rates_are_positive() -> None:
     with pytest.raises(PlanError, match="rate memory is 0"):
         Rates(1.0, 0.0, 1.0, 1.0, 1.0, 1.0)
+
+
+def test_a_cache_that_cannot_be_written_is_told_and_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="cannot keep the rates of cpu in .*XDG_CACHE_HOME"):
+        rates = Machine([Device("cpu", memory=1)], disk=tmp_path).calibrate()
+    assert rates["cpu"].flops > 0
+
+
+def test_a_disk_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(PlanError, match=r"cannot measure the disk by writing to .* as the machine's disk"):
+            Machine([Device("cpu", memory=1)], disk=tmp_path / "other").calibrate()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
