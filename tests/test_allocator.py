@@ -15,9 +15,13 @@ def work():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(5):
         torch.zeros(1 << 24)
-    print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-thread = threading.Thread(target=work)
-work() if sys.argv[1] == "main" else (thread.start(), thread.join())
+    found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+found = []
+# A thread may get a heap that another one, of before, has left.
+for _ in range(8):
+    thread = threading.Thread(target=work)
+    work() if sys.argv[1] == "main" else (thread.start(), thread.join())
+print(kept, min(found))
 """
 
 
@@ -31,4 +35,4 @@ def test_large_blocks_are_mapped_once(setting: str, kept: bool, where: str) -> N
     found, faults = result.stdout.split()
     assert found == str(kept)
     # 64 MiB are 16384 pages; memory that is handed back is faulted in again all five times.
-    assert (int(faults) < 5 * 16384) == kept
+    assert (int(faults) < 3 * 16384) == kept
