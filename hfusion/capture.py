@@ -6,11 +6,9 @@ Source: https://docs.pytorch.org/docs/stable/export.html
 from __future__ import annotations
 
 import io
-import logging
 import operator
 import random
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
@@ -26,6 +24,7 @@ from hfusion.compare import attributes, changed_attribute
 from hfusion.errors import FusionError
 from hfusion.passes.functional import functional
 from hfusion.program import Capture, Kind, Slot
+from hfusion.quiet import quiet
 
 _KINDS = {
     InputKind.PARAMETER: Kind.PARAMETER,
@@ -81,14 +80,9 @@ def _export(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Export warns of attributes it restores itself, and prints the graph on errors, which are raised all the same."""
-    level, silence = logging.root.manager.disable, io.StringIO()
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(silence), redirect_stderr(silence):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)
+    silence = io.StringIO()
+    with quiet(), redirect_stdout(silence), redirect_stderr(silence):
+        yield
 
 
 def _first_line(error: Exception) -> str:

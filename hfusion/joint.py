@@ -6,10 +6,7 @@ to inductor as it is, past Dynamo: what Dynamo would guard, the caller checks.
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +23,7 @@ from hfusion.inputs import StackedInput, is_stacked
 from hfusion.passes.at_once import at_once
 from hfusion.passes.sink import sink
 from hfusion.program import describe_value
+from hfusion.quiet import quiet
 
 aten = torch.ops.aten
 
@@ -200,16 +198,3 @@ def build(joint: Joint, batch: Sequence[Tensor]) -> Callable[..., Sequence[Tenso
         with torch.random.fork_rng(devices):
             run(*own, *batch)
     return run
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warnings and logs of tracing: what matters of them is raised."""
-    level = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)

@@ -174,7 +174,7 @@ def host_memory() -> int:
 
 
 def cache_folder() -> Path:
-    """Where calibrations are kept: ``$XDG_CACHE_HOME/hfusion``, by default ``~/.cache/hfusion``."""
+    """For calibrations and compiled kernels: ``$XDG_CACHE_HOME/hfusion``, by default ``~/.cache/hfusion``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfusion"
 
 

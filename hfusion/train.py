@@ -140,7 +140,6 @@ class _Run:
         self.arrangements = arrangements
         self.plan = plan
         self._devices = {device.name: device.physical for device in machine.devices}
-        self._pinned = any(device.type == "cuda" for device in self._devices.values())
         folder = SpillFolder(machine.disk)
         stack.callback(folder.close)
         self._room = machine.host - sum(s.boundary for t in plan.tasks if not t.resident for s in t.shards)
@@ -176,9 +175,8 @@ class _Run:
         # Gradients of what the user did before are none of this run's.
         one.optimizer.zero_grad()
         files = [self._file(folder, index, shard.index, shard.load_bytes) for shard in plan.shards]
-        state = State(
-            own, held, one.optimizer, files, pinned=self._pinned, carried=plan.carried, together=plan.resident
-        )
+        pinned = any(device.type == "cuda" for device in devices)
+        state = State(own, held, one.optimizer, files, pinned=pinned, carried=plan.carried, together=plan.resident)
         stack.callback(state.close)
         seed = int(torch.randint(1 << 62, ())) if one.task.seed is None else one.task.seed
         return Training(plan, state, names, stream, evaluation, limits, seed)

@@ -69,6 +69,11 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return list(model.get_submodule("blocks").children())
 
 
+def _mlp(batch: int, about: str) -> Case:
+    make = partial(seeded, partial(mlp, *[256] * 21), 4)
+    return Case(f"mlp, batch {batch}", about, make, partial(classified, batch, 256), linears)
+
+
 def _lora(members: int) -> Case:
     return Case(
         f"lora x {members}",
@@ -81,20 +86,8 @@ def _lora(members: int) -> Case:
 
 
 CASES = (
-    Case(
-        "mlp, batch 128",
-        "4 MLPs of 20 layers of 256: more to compute than to move",
-        partial(seeded, partial(mlp, *[256] * 21), 4),
-        partial(classified, 128, 256),
-        linears,
-    ),
-    Case(
-        "mlp, batch 16",
-        "the same with less to compute",
-        partial(seeded, partial(mlp, *[256] * 21), 4),
-        partial(classified, 16, 256),
-        linears,
-    ),
+    _mlp(128, "4 MLPs of 20 layers of 256: more to compute than to move"),
+    _mlp(16, "the same with less to compute"),
     Case(
         "transformer",
         "4 transformer LMs d=128, 6 layers, sequence 32, batch 4",

@@ -23,6 +23,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from hfusion.machine import cache_folder
 from hfusion.optim.settings import Settings
 
 Kernel: TypeAlias = Callable[..., int]
@@ -107,7 +108,7 @@ def _loaded() -> ctypes.CDLL | str:
         compiler = _compiler()
         if compiler is None:
             return "no C compiler ($CC, cc, gcc, clang) was found"
-        made = build(compiler, _directory())
+        made = build(compiler, cache_folder())
         return ctypes.CDLL(str(made)) if isinstance(made, Path) else made
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         return f"{type(error).__name__}: {error}"
@@ -117,10 +118,6 @@ def _compiler() -> list[str] | None:
     if chosen := shlex.split(os.environ.get("CC", "")):
         return chosen
     return next(([name] for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-
-
-def _directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfusion"
 
 
 def build(compiler: Sequence[str], directory: Path) -> Path | str:

@@ -85,7 +85,6 @@ class Executor:
             _Worker(Lanes(Ledger(name, budget, self._changed), devices[name], threads))
             for name, budget in plan.devices.items()
         ]
-        self._pinned = any(device.type == "cuda" for device in devices.values())
         self._actions: list[Action] = []
         self._error: BaseException | None = None
         self._stopping = False
@@ -295,7 +294,7 @@ class Executor:
 
         def job() -> None:
             start = self._now()
-            run.training.put_away(shard, leave=leave, pinned=self._pinned)
+            run.training.put_away(shard, leave=leave)
             self._act(Kind.EVICT, unit, shard, worker, start, size)
             worker.lanes.ledger.give(size)
 

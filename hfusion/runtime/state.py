@@ -82,6 +82,7 @@ class State:
         carried: bool,
         together: bool,
     ) -> None:
+        self.pinned = pinned
         self._together = together
         self.shards = shards
         self.optimizer = optimizer
@@ -99,17 +100,17 @@ class State:
         self._homes: list[Home] = []
         try:
             for index, file in enumerate(files):
-                self._homes.append(self._home(shards[index], file, pinned, carried))
+                self._homes.append(self._home(shards[index], file, carried))
         except BaseException:
             self.close()
             raise
 
-    def _home(self, shard: Holding, file: Path | None, pinned: bool, carried: bool) -> Home:
+    def _home(self, shard: Holding, file: Path | None, carried: bool) -> Home:
         own = {name: self._tensors[name].data for name in shard.own}
         trained = {name: own[name] for name in shard.trained}
         state = {f"{name} {kind}": tensor for name in trained for kind, tensor in self._optimizer_state(name).items()}
         sections = {Section.WEIGHTS: own, Section.OPTIMIZER: state, Section.GRADIENTS: trained if carried else {}}
-        home = Home(sections, pinned=pinned, file=file)
+        home = Home(sections, pinned=self.pinned, file=file)
         for name in shard.own:
             self._bind(name, home.views)
         return home

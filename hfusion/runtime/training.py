@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +50,19 @@ class Recipe:
     constants: Mapping[str, Tensor]
     losses: Callable[[Sequence[Any], Any], Tensor]
     random: bool
+
+    @cached_property
+    def makers(self) -> dict[str, int]:
+        """The part that gives each value."""
+        return {name: index for index, part in enumerate(self.parts) for name in part.gives}
+
+    @cached_property
+    def later(self) -> tuple[frozenset[str], ...]:
+        """For each part the values that those after it take."""
+        return tuple(
+            frozenset(name for after in self.parts[index:] for name in after.takes)
+            for index in range(1, len(self.parts) + 1)
+        )
 
 
 class Source(Protocol):
@@ -103,7 +117,6 @@ class Training:
         self._batch: Batch
         self._recipe: Recipe
         self._values: dict[str, Any] = {}
-        self._makers: dict[str, int] = {}
         self._bundles: dict[int, Bundle] = {}
         self._entries: dict[int, dict[str, Any]] = {}
         self._fresh: dict[int, dict[str, Any]] = {}
@@ -128,7 +141,11 @@ class Training:
         """The shards that must be at home, or stay where they are, before the unit's own can be loaded."""
         makers = set()
         if unit.direction is Direction.BACKWARD and not self._turns(unit.shard):
-            makers = {self._makers[name] for name in self._recipe.parts[unit.shard].takes if name in self._makers}
+            makers = {
+                self._recipe.makers[name]
+                for name in self._recipe.parts[unit.shard].takes
+                if name in self._recipe.makers
+            }
         return {unit.shard, *self.state.shards[unit.shard].borrowed.values(), *makers}
 
     def load(self, unit: Unit, shard: int, device: torch.device) -> None:
@@ -169,24 +186,24 @@ class Training:
             if self._turns(shard):
                 self._norms, self._factors = {}, None
 
-    def put_away(self, shard: int, *, leave: bool, pinned: bool) -> None:
+    def put_away(self, shard: int, *, leave: bool) -> None:
         """Take a shard off its device; ``leave``: and all else that the task has there."""
         fresh = self._fresh.pop(shard, None)
         if fresh is not None:
-            self._bundles[shard] = spill(fresh, pinned=pinned)
+            self._bundles[shard] = spill(fresh, pinned=self.state.pinned)
         if leave:
-            self._leave(pinned=pinned)
+            self._leave()
         self.state.evict(shard)
 
-    def _leave(self, *, pinned: bool) -> None:
+    def _leave(self) -> None:
         """Take what lives between units off the device; what only its graph knows is computed again."""
         self._saved.clear()
-        for maker in {self._makers[name] for name in self._values} - self._bundles.keys():
-            own = {name: value for name, value in self._values.items() if self._makers[name] == maker}
-            self._bundles[maker] = spill(own, pinned=pinned)
+        for maker in {self._recipe.makers[name] for name in self._values} - self._bundles.keys():
+            own = {name: value for name, value in self._values.items() if self._recipe.makers[name] == maker}
+            self._bundles[maker] = spill(own, pinned=self.state.pinned)
         self._values = {}
         if self._grads:
-            self._parked, self._grads = spill(self._grads, pinned=pinned), {}
+            self._parked, self._grads = spill(self._grads, pinned=self.state.pinned), {}
 
     def _turns(self, shard: int) -> bool:
         return shard == len(self.plan.shards) - 1
@@ -199,7 +216,6 @@ class Training:
             with gate.alone():
                 recipe = source.make(self._batch)
         self._recipe = recipe
-        self._makers = {name: index for index, part in enumerate(recipe.parts) for name in part.gives}
 
     def _forward(self, shard: int, device: torch.device) -> None:
         part = self._recipe.parts[shard]
@@ -234,7 +250,7 @@ class Training:
         results = {name: _detached(value) for name, value in outputs.items()}
         if results and not self.plan.resident:
             self._fresh[shard] = results
-        later = {name for after in self._recipe.parts[shard + 1 :] for name in after.takes}
+        later = self._recipe.later[shard]
         values = {**self._values, **results}
         self._values = {name: value for name, value in values.items() if name in later or self.plan.resident}
 
@@ -326,7 +342,7 @@ class Training:
         """Forget what only this minibatch's backward of the shard needed."""
         for table in (self._bundles, self._drawn, self._before, self._entries):
             table.pop(shard, None)
-        self._values = {name: value for name, value in self._values.items() if self._makers.get(name) != shard}
+        self._values = {name: value for name, value in self._values.items() if self._recipe.makers.get(name) != shard}
 
     def _take(self, names: Sequence[str], device: torch.device) -> dict[str, Any]:
         """The values a part takes, as new leaves on the device."""
@@ -344,7 +360,7 @@ class Training:
             elif name in values:
                 found[name] = values[name]
             else:
-                missing.setdefault(self._makers[name], []).append(name)
+                missing.setdefault(self._recipe.makers[name], []).append(name)
         for maker, lost in missing.items():
             found |= restore(self._bundles[maker], lost, device)
         return {name: found[name] for name in names}
