@@ -6,7 +6,7 @@ import enum
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +22,7 @@ from hfusion.opaque import RULES as OPAQUE_RULES
 from hfusion.opaque import OpaqueCall, opaque
 from hfusion.ops import RULES as ATEN_RULES
 from hfusion.ops.rule import merge
-from hfusion.passes.align import align
+from hfusion.passes.align import align, select
 from hfusion.passes.batch import batch
 from hfusion.passes.regions import regions
 from hfusion.program import Capture, Kind, Program, Slot
@@ -35,7 +35,7 @@ _LEAVES = (Tensor, StackedInput, *_NUMBERS, *_NAMES)
 
 RULES = merge(ATEN_RULES, OPAQUE_RULES)
 
-# A tensor that may be replaced: where it is looked up.
+# A tensor that may be replaced: where it is looked up, a mapping and the key in it.
 Place: TypeAlias = tuple[Mapping[str, Any], str]
 
 
@@ -188,17 +188,32 @@ def compile_array(subject: Subject, arguments: Arguments, training: bool) -> Com
     return Compiled(program, graph, constants, calls, guards)
 
 
+def of_member(compiled: Compiled, member: int) -> Compiled:
+    """What one member computes, as the program of an array of one."""
+    program, graph = compiled.program, select(compiled.graph, member)
+    module = batch(graph, program.layouts, 1, RULES)
+    return replace(compiled, program=replace(program, members=1, module=module, code=module), graph=graph)
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A program and the module whose tensors it takes."""
+    """A program, and where the tensors are found that it takes before its inputs."""
 
     compiled: Compiled
-    owner: nn.Module
+    places: tuple[Place, ...]
 
-    def places(self) -> list[Place]:
-        """Where the tensors are found that the program takes before its inputs: a mapping and the key in it."""
-        slots = self.compiled.program.slots
-        return [_place(slot, self.owner, self.compiled) for slot in slots if slot.kind is not Kind.INPUT]
+    @staticmethod
+    def of(compiled: Compiled, owner: nn.Module) -> Source:
+        """The program with the tensors of ``owner``."""
+        slots = compiled.program.slots
+        return Source(compiled, tuple(_place(slot, owner, compiled) for slot in slots if slot.kind is not Kind.INPUT))
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Of the tensors at ``places``."""
+        program = self.compiled.program
+        pairs = zip(program.slots, program.layouts, strict=True)
+        return tuple(layout for slot, layout in pairs if slot.kind is not Kind.INPUT)
 
 
 def bind(compiled: Compiled, owner: nn.Module) -> Callable[[list[Any]], Any]:
@@ -206,7 +221,7 @@ def bind(compiled: Compiled, owner: nn.Module) -> Callable[[list[Any]], Any]:
 
     So a conversion of ``owner`` to another dtype or device, and loading, are seen.
     """
-    places = Source(compiled, owner).places()
+    places = Source.of(compiled, owner).places
     run, spec = compiled.program.run, compiled.program.out_spec
     single = spec.is_leaf()
 

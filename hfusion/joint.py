@@ -7,19 +7,20 @@ to inductor as it is, past Dynamo: what Dynamo would guard, the caller checks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from hfusion.compile import Arguments, Place, Source
+from hfusion.compile import Arguments, Place, Source, of_member
 from hfusion.inputs import StackedInput, is_stacked
+from hfusion.layout import Layout
 from hfusion.passes.at_once import at_once
 from hfusion.passes.sink import sink
 from hfusion.program import describe_value
@@ -44,6 +45,15 @@ class Call:
         """The tensors as a traced step takes them: contiguous."""
         return [(leaf.tensor if isinstance(leaf, StackedInput) else leaf).contiguous() for leaf in self.leaves]
 
+    def of_member(self, member: int) -> Call:
+        """The same call of an array of one."""
+
+        def one(leaf: Any) -> Any:
+            return StackedInput(leaf.tensor[member : member + 1]) if isinstance(leaf, StackedInput) else leaf
+
+        inputs, target = (Arguments(tuple(map(one, a.leaves)), a.spec) for a in (self.inputs, self.target))
+        return Call(inputs, target)
+
     @property
     def text(self) -> str:
         """Such as ``f32[32,64], i64[32]``."""
@@ -56,14 +66,13 @@ class Call:
 class Joint:
     """The traced step.
 
-    ``module`` takes the tensors at ``places``, then those of the inputs and of the target; all inputs contiguous. It
-    gives the losses ``[B]`` and the gradients of the tensors at ``trained``, contiguous and each in memory of its own.
-    It writes to buffers in place, never to parameters. ``examples`` are its inputs as fake tensors.
+    ``module`` takes the tensors of the array, then those of the inputs and of the target; all inputs contiguous. It
+    gives the losses ``[B]`` and the gradients of the tensors numbered ``trained``, contiguous and each in memory of its
+    own. It writes to buffers in place, never to parameters. ``examples`` are its inputs as fake tensors.
     """
 
     module: fx.GraphModule
-    places: tuple[Place, ...]
-    trained: tuple[Place, ...]
+    trained: tuple[int, ...]
     examples: tuple[Tensor, ...]
 
     @property
@@ -73,7 +82,7 @@ class Joint:
 
     def fits(self, batch: Sequence[Tensor]) -> bool:
         """Whether the graph, and what inductor made of it, holds for a ``batch`` of other sizes."""
-        fakes = self.examples[len(self.places) :]
+        fakes = self.examples[len(self.examples) - len(batch) :]
         if not all(_alike(fake, real) for fake, real in zip(fakes, batch, strict=True)):
             return False
         env = self.examples[0].fake_mode.shape_env  # type: ignore[attr-defined]
@@ -86,24 +95,65 @@ def _alike(fake: Tensor, real: Tensor) -> bool:
     return all(a == b if isinstance(a, int) else b > 1 for a, b in sizes)
 
 
+@dataclass(frozen=True, eq=False)
+class Tensors:
+    """The tensors that a step takes, each once. ``stacked``: which have a row for every member."""
+
+    places: tuple[Place, ...]
+    stacked: tuple[bool, ...]
+
+    @staticmethod
+    def of(*sources: Source) -> Tensors:
+        once: dict[int, tuple[Place, bool]] = {}
+        for source in sources:
+            for (holder, name), layout in zip(source.places, source.layouts, strict=True):
+                once.setdefault(id(holder[name]), ((holder, name), layout is Layout.STACKED))
+        return Tensors(tuple(place for place, _ in once.values()), tuple(stacked for _, stacked in once.values()))
+
+    def all(self) -> list[Tensor]:
+        """As they are now."""
+        return [holder[name] for holder, name in self.places]
+
+    def of_member(self, member: int) -> list[Tensor]:
+        """Of one member: rows ``[1, ...]`` of what is stacked. No autograd sees where they come from."""
+        pairs = zip(self.all(), self.stacked, strict=True)
+        return [row(tensor, member) if stacked else tensor for tensor, stacked in pairs]
+
+
+def row(tensor: Tensor, member: int) -> Tensor:
+    """Row ``member`` of a stack as a stack of one, a view that needs a gradient as the stack does."""
+    return tensor.detach()[member : member + 1].requires_grad_(tensor.requires_grad)
+
+
 def trace(forward: Source, loss: Source, call: Call) -> Joint:
-    """The step for calls like ``call``, with the number of samples left open.
+    """The step of the whole array for calls like ``call``, with the number of samples left open.
 
     An autocast that is active holds for forward and loss; the gradients follow the dtypes that it gave.
     Raises whatever keeps the programs from being traced, of many types.
     """
-    once: dict[int, Place] = {}
-    for holder, name in [*forward.places(), *loss.places()]:
-        once.setdefault(id(holder[name]), (holder, name))
+    tensors = Tensors.of(forward, loss)
+    return _trace(forward, loss, tensors, tensors.all(), call)
+
+
+def trace_member(forward: Source, loss: Source, call: Call, member: int) -> Joint:
+    """As `trace`, the step of one member, which takes the tensors and the inputs of that member as stacks of one."""
+    tensors = Tensors.of(forward, loss)
+    ours, its_loss = (replace(source, compiled=of_member(source.compiled, member)) for source in (forward, loss))
+    return _trace(ours, its_loss, tensors, tensors.of_member(member), call.of_member(member))
+
+
+def _trace(forward: Source, loss: Source, tensors: Tensors, given: Sequence[Tensor], call: Call) -> Joint:
+    """The step of programs that take ``given`` in place of the tensors at ``tensors``."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    own = [mode.from_tensor(holder[name], static_shapes=True) for holder, name in once.values()]
+    own = [mode.from_tensor(tensor, static_shapes=True) for tensor in given]
     count = len(own)
     batch = [_fake(mode, k, leaf) for k, leaf in enumerate(call.leaves)]
     trained = [k for k, fake in enumerate(own) if fake.requires_grad]
+    ids = [id(holder[name]) for holder, name in tensors.places]
     reached: list[int] = []
 
     def joint(*given: Tensor) -> list[Tensor]:
-        held = dict(zip(once, given[:count], strict=True))
+        held = dict(zip(ids, given[:count], strict=True))
         losses = _losses(forward, loss, held, _refilled(call, given[count:]))
         grads = _gradients(losses, [given[k] for k in trained])
         reached.extend(k for k, grad in zip(trained, grads, strict=True) if grad is not None)
@@ -112,8 +162,7 @@ def trace(forward: Source, loss: Source, call: Call) -> Joint:
     # Programs pick their ways by strides and sizes, which the fake tensors have.
     with quiet(), torch.enable_grad(), mode, enable_python_dispatcher():
         module = sink(make_fx(joint, decomposition_table={aten.baddbmm.default: _bias_apart})(*own, *batch))
-    own_places = tuple(once.values())
-    return Joint(module, own_places, tuple(own_places[k] for k in reached), (*own, *batch))
+    return Joint(module, tuple(reached), (*own, *batch))
 
 
 def _bias_apart(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
@@ -128,7 +177,8 @@ def _bias_apart(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: f
 
 def _fake(mode: FakeTensorMode, position: int, leaf: Any) -> Tensor:
     """A fake input whose number of samples is a symbol."""
-    tensor = (leaf.tensor if is_stacked(leaf) else leaf).detach().contiguous()
+    # A copy: where a row lies in its stack would be a guard.
+    tensor = (leaf.tensor if is_stacked(leaf) else leaf).detach().clone(memory_format=torch.contiguous_format)
     sizes = [DimDynamic.STATIC] * tensor.dim()
     samples = 1 if is_stacked(leaf) else 0
     if samples < tensor.dim():
@@ -160,7 +210,7 @@ def _losses(forward: Source, loss: Source, held: Mapping[int, Tensor], call: Cal
 
 def _run(source: Source, held: Mapping[int, Tensor], leaves: Sequence[Any]) -> Sequence[Any]:
     code = at_once(source.compiled.program.module)
-    results: Sequence[Any] = code(*[held[id(h[n])] for h, n in source.places()], *leaves)
+    results: Sequence[Any] = code(*[held[id(h[n])] for h, n in source.places], *leaves)
     return results
 
 
@@ -182,8 +232,8 @@ def _separate(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tenso
     return results
 
 
-def build(joint: Joint, batch: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """``joint.module`` compiled by inductor and tried once, on copies of the buffers.
+def build(joint: Joint, own: Sequence[Tensor], batch: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """``joint.module`` compiled by inductor and tried once on tensors ``own``, on copies of the buffers.
 
     Raises what inductor raises, and where there is no C++ compiler; also what its code raises.
     """
@@ -193,8 +243,7 @@ def build(joint: Joint, batch: Sequence[Tensor]) -> Callable[..., Sequence[Tenso
     devices = range(torch.cuda.device_count())
     with quiet(), torch.no_grad(), torch.autocast(joint.examples[0].device.type, enabled=False):
         run: Callable[..., Sequence[Tensor]] = inductor(joint.module, [e.detach() for e in joint.examples])
-        held = [holder[name] for holder, name in joint.places]
-        own = [tensor if isinstance(tensor, nn.Parameter) else tensor.clone() for tensor in held]
+        kept = [tensor if tensor.requires_grad else tensor.clone() for tensor in own]
         with torch.random.fork_rng(devices):
-            run(*own, *batch)
+            run(*kept, *batch)
     return run

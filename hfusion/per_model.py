@@ -83,7 +83,7 @@ class PerModel:
         compiled = self._compiled.get(key)
         if compiled is None:
             return self._loops.get(key, "it changes, at each call, what it reads by itself")
-        return Source(compiled, self._module)
+        return Source.of(compiled, self._module)
 
     def _compiler(self, state: Any, members: int) -> Compiler:
         """The compiler for the function as it is now. Raises FusionError where its state is not worth a program."""

@@ -15,20 +15,14 @@ from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 from torch.optim import Optimizer
 
 from hfusion.compile import Arguments, Place, Source
-from hfusion.joint import Call, Joint, build, trace
-from hfusion.layout import Layout
+from hfusion.joint import Call
 from hfusion.module import FusedModule
 from hfusion.per_model import per_model
 from hfusion.state import read_state
+from hfusion.step_program import StepProgram, Unprofitable, make
 
 # Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
 MOST_PROGRAMS = 16
-# Operators of one program that are worth it. Inductor takes some 0.1 s for each on two cores, and what loops over
-# members, convolutions in the main, is in the program once for each: measured, such a CNN then gains nothing.
-MOST_OPERATORS = 4000
-MOST_OPERATORS_WITH_LOOPS = 300
-# oneDNN's kernel gives an undefined tensor in training, on which inductor's code fails when it runs.
-_NOT_COMPILED = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
 
 _TRAITS = attrgetter("shape", "dtype", "device", "requires_grad")
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -57,30 +51,6 @@ class StepReport:
         return "\n".join(map(str, self.rows)) or "no step so far"
 
 
-@dataclass(frozen=True, eq=False)
-class Program:
-    """A compiled step; it holds for calls of the programs ``forward`` and ``loss`` whose sizes fit ``joint``.
-
-    ``params`` are all parameters, also those that it gives no gradient.
-    """
-
-    joint: Joint
-    run: Callable[..., Sequence[Tensor]]
-    params: tuple[Place, ...]
-
-    def step(self, call: Call) -> Tensor:
-        """Write gradients and buffers; the losses ``[B]``."""
-        # First, so that the new gradients may lie where the old ones did, in memory that is warm.
-        for holder, name in self.params:
-            holder[name].grad = None
-        own = [holder[name] for holder, name in self.joint.places]
-        with torch.no_grad():
-            losses, *grads = self.run(*own, *call.batch())
-        for (holder, name), grad in zip(self.joint.trained, grads, strict=True):
-            holder[name].grad = grad
-        return losses
-
-
 @dataclass(eq=False)
 class Way:
     """How the calls of one signature run, as long as the tensors at ``places`` are as ``traits`` has them.
@@ -93,7 +63,7 @@ class Way:
     places: list[Place]
     traits: Any
     sources: tuple[Source, Source] | None = None
-    program: Program | None = None
+    program: StepProgram | None = None
     why: str = ""
 
     def holds(self) -> bool:
@@ -109,7 +79,7 @@ class Way:
 
     def row(self) -> Row:
         if self.program is not None:
-            return Row(self.call, f"one program of {len(self.program.joint.operators)} operators")
+            return Row(self.call, self.program.how)
         return Row(self.call, "eager", self.why or "the first step of its kind")
 
 
@@ -191,8 +161,8 @@ class TrainStep:
         if forward is None or isinstance(loss, str):
             why = f"the loss runs in a loop over members: {loss}"
             return self._refused(Way(call.text, situation, places, _traits(places), why=why))
-        sources = Source(forward, self._fused), loss
-        places += [place for source in sources for place in source.places()]
+        sources = Source.of(forward, self._fused), loss
+        places += [place for source in sources for place in source.places]
         why = _obstacle(sources, places, call)
         way = Way(call.text, situation, places, _traits(places), sources, why=why)
         return self._refused(way) if why else way
@@ -211,7 +181,7 @@ class TrainStep:
     def _prepare(self, way: Way, call: Call) -> None:
         """Find or make the program of ``way``, or say why there is none."""
         assert way.sources is not None
-        way.program = self._fitting(way, call.batch())
+        way.program = self._fitting(way, call)
         if way.program is not None:
             return
         if len(self._programs()) >= MOST_PROGRAMS:
@@ -221,31 +191,27 @@ class TrainStep:
         if way.program is None:
             self._refused(way)
 
-    def _programs(self) -> list[Program]:
+    def _programs(self) -> list[StepProgram]:
         ways = (way for ways in self._ways.values() for way in ways)
         return list(dict.fromkeys(way.program for way in ways if way.program is not None))
 
-    def _fitting(self, way: Way, batch: Sequence[Tensor]) -> Program | None:
+    def _fitting(self, way: Way, call: Call) -> StepProgram | None:
         """The program of calls that differ in the number of samples only, if it holds for this number."""
         for other in (other for ways in self._ways.values() for other in ways):
-            if other.program is not None and other.like(way) and other.program.joint.fits(batch):
+            if other.program is not None and other.like(way) and other.program.fits(call):
                 return other.program
         return None
 
-    def _made(self, way: Way, call: Call) -> Program | None:
+    def _made(self, way: Way, call: Call) -> StepProgram | None:
         assert way.sources is not None
         try:
-            joint = trace(*way.sources, call)
-            way.why = _unprofitable(joint, any(map(_loops, way.sources)))
-            if way.why:
-                return None
-            run = build(joint, call.batch())
+            return make(*way.sources, call, way.places)
+        except Unprofitable as error:
+            way.why = str(error)
         except Exception as error:
             # Only what is traced and compiled here: the call itself has run eagerly, with the user's own errors.
             way.why = f"compilation failed: {_told(error)}"
-            return None
-        params = [(holder, name) for holder, name in way.places if isinstance(holder[name], nn.Parameter)]
-        return Program(joint, run, tuple(params))
+        return None
 
 
 def _arguments(inputs: Any, keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -259,25 +225,6 @@ def _hooked(module: nn.Module) -> bool:
     """Whether calls of ``module`` run more than its forward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or has_global_hooks()
-
-
-def _unprofitable(joint: Joint, loops: bool) -> str:
-    """Why ``joint`` is not worth its compilation, or would not survive it; empty if it is."""
-    operators = joint.operators
-    refused = sorted(str(operator) for operator in _NOT_COMPILED & set(operators))
-    if refused:
-        return f"inductor cannot call {', '.join(refused)}, by which recurrent layers run"
-    most = MOST_OPERATORS_WITH_LOOPS if loops else MOST_OPERATORS
-    if len(operators) <= most:
-        return ""
-    where = "; what loops over members, see fused.report(), is in it once for each" if loops else ""
-    return f"the step has {len(operators)} operators, and compilation pays up to {most}{where}"
-
-
-def _loops(source: Source) -> bool:
-    """Whether operators run in a loop over members."""
-    nodes = source.compiled.program.module.graph.nodes
-    return any(n.meta.get("layout") is Layout.LISTED and not n.meta.get("transition") for n in nodes)
 
 
 def _told(error: Exception) -> str:
@@ -296,7 +243,7 @@ def _obstacle(sources: Sequence[Source], places: Sequence[Place], call: Call) ->
         return f"{path or 'forward'} runs in a loop over members: {forward.compiled.opaque[0].why}"
     if any(tensor.requires_grad for tensor in call.batch()):
         return "an input requires grad, and a program gives gradients of parameters only; detach it"
-    if any(holder[name].requires_grad for holder, name in loss.places()):
+    if any(holder[name].requires_grad for holder, name in loss.places):
         return "the loss has parameters of its own that require grad; freeze them, or train them apart"
     if _any_hooks([holder[name] for holder, name in places]):
         return "a parameter has hooks, which a program does not call; use hooks of the optimizer's step"
@@ -335,7 +282,8 @@ def train_step(fused: FusedModule, loss_fn: Callable[..., Any], opt: Optimizer, 
         loss_fn: any functional loss as for `hfusion.per_model`: one number, called with output and target.
         opt: an optimizer over parameters of ``fused``.
         compile: forward, losses and backward become one program without autograd, made by inductor at the second call
-            of its kind (the first is eager, and checked) and kept for other numbers of samples. Mode, requires_grad,
+            of its kind (the first is eager, and checked) and kept for other numbers of samples; where the array loops
+            over members, as over convolutions on a CPU, one program of a member, called for each. Mode, requires_grad,
             dtype, device, hooks and what the loss reads by itself may change; a program is made for each situation.
             Random draws, as of dropout, differ from those of the eager step. What cannot be compiled runs eagerly, and
             a UserWarning says why, as does ``step.report()``.

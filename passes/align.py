@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 from torch._ops import OpOverload
+from torch.fx.node import map_aggregate
 
 from hfusion.errors import FusionError
 from hfusion.ops.rule import PerMember
@@ -79,3 +80,35 @@ def _merge(
         new.meta["arguments"] = tuple(merge([getattr(node, part) for node in nodes]) for part in ("args", "kwargs"))
     else:
         merge([node.args for node in nodes])
+
+
+def select(graph: fx.Graph, member: int) -> fx.Graph:
+    """The graph of one member: an aligned graph with the member's own scalars."""
+    result = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        new = env[node] = result.node_copy(node, env.__getitem__)
+        if "arguments" in node.meta:
+            new.args, new.kwargs = map_aggregate(node.meta["arguments"], lambda item: _own(item, member, env))
+            del new.meta["arguments"]
+    return result
+
+
+def scalars(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """The scalars of an aligned graph that differ between members: for each of them the members' values."""
+    found = []
+
+    def look(item: Any) -> Any:
+        if isinstance(item, PerMember):
+            found.append(item.values)
+        return item
+
+    for node in graph.nodes:
+        map_aggregate(node.meta.get("arguments"), look)
+    return found
+
+
+def _own(item: Any, member: int, env: dict[fx.Node, fx.Node]) -> Any:
+    if isinstance(item, PerMember):
+        return item.values[member]
+    return env[item] if isinstance(item, fx.Node) else item

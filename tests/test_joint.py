@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
-from hfusion.compile import Arguments, Source
-from hfusion.joint import Call, Joint, trace
-from hfusion.step import Program
+from hfusion.compile import Arguments, Place, Source
+from hfusion.joint import Call, Tensors, trace, trace_member
+from hfusion.step_program import Each, StepProgram, Whole, kinds_of
 from tests.zoo import MODELS, Model, normal
 
 EPS = 1e-4
@@ -96,32 +96,47 @@ def compare(ours: nn.Module, theirs: nn.Module, when: str) -> None:
             close(parameter.grad, grads[name], f"gradient of {name} {when}")
 
 
-def traced(fused: hf.FusedModule, loss: Any, call: Call, outputs: Any) -> Joint:
-    forward = Source(fused.find(call.inputs), fused)
-    return trace(forward, loss.found(outputs, *call.target.values), call)
+def sources(fused: hf.FusedModule, loss: Any, call: Call, outputs: Any) -> tuple[Source, Source]:
+    return Source.of(fused.find(call.inputs), fused), loss.found(outputs, *call.target.values)
 
 
+def places(fused: hf.FusedModule) -> tuple[Place, ...]:
+    return tuple((m._parameters, name) for m in fused.modules() for name, p in m._parameters.items() if p is not None)
+
+
+def whole(fused: hf.FusedModule, found: tuple[Source, Source], call: Call) -> Whole:
+    joint = trace(*found, call)
+    return Whole(joint, joint.module, Tensors.of(*found), places(fused))
+
+
+def each(fused: hf.FusedModule, found: tuple[Source, Source], call: Call) -> Each:
+    kinds = kinds_of(*found)
+    joints = tuple(trace_member(*found, call, kinds.index(kind)) for kind in sorted(set(kinds)))
+    return Each(joints, tuple(joint.module for joint in joints), kinds, Tensors.of(*found), places(fused))
+
+
+@pytest.mark.parametrize("way", [whole, each])
 @pytest.mark.parametrize("per_member", [False, True], ids=["shared", "stacked"])
 @pytest.mark.parametrize("model", TRACED, ids=str)
-def test_five_steps_of_the_graph(model: Model, per_member: bool) -> None:
+def test_five_steps_of_the_graph(model: Model, per_member: bool, way: Any) -> None:
     ours, theirs = arrays(model, 3)
     loss, opt, other = hf.per_model(loss_of), adam(ours), adam(theirs)
-    joint: Joint | None = None
+    program: StepProgram | None = None
     for step, size in enumerate([4, 4, 3, 5, 3]):
         rows = [model.draw(size) for _ in range(3)] if per_member else model.draw(size)
         x, target = hf.stacked(rows) if per_member else rows, torch.rand(size, dtype=torch.float64)
         expected = eager(theirs, loss, other, x, target)
         call = Call(Arguments.of((x,), {}), Arguments.of((target,), {}))
-        if joint is None:
+        if program is None:
             losses = eager(ours, loss, opt, x, target)
             with torch.no_grad():
                 outputs = theirs(x)
             loss(outputs, target)
             theirs.load_state_dict(ours.state_dict())
-            joint = traced(ours, loss, call, outputs)
+            program = way(ours, sources(ours, loss, call, outputs), call)
         else:
-            assert joint.fits(call.batch())
-            losses = Program(joint, joint.module, joint.trained).step(call)
+            assert program.fits(call)
+            losses = program.step(call)
             opt.step()
         close(losses, expected, f"losses at step {step}")
         compare(ours, theirs, f"after step {step}")
@@ -135,6 +150,7 @@ def test_sizes_that_fit() -> None:
     x, target = model.draw(4), torch.rand(4, dtype=torch.float64)
     outputs = fused(x)
     loss(outputs, target)
-    joint = traced(fused, loss, Call(Arguments.of((x,), {}), Arguments.of((target,), {})), outputs)
+    call = Call(Arguments.of((x,), {}), Arguments.of((target,), {}))
+    joint = trace(*sources(fused, loss, call, outputs), call)
     for sizes, fits in [((4, 4), True), ((9, 9), True), ((9, 4), False), ((1, 1), False), ((0, 0), False)]:
         assert joint.fits([model.draw(sizes[0]), torch.rand(sizes[1]).double()]) is fits
