@@ -22,6 +22,7 @@ from hfusion.compile import Arguments, Place, Source, of_member
 from hfusion.inputs import StackedInput, is_stacked
 from hfusion.layout import Layout
 from hfusion.passes.at_once import at_once
+from hfusion.passes.onehot import onehot
 from hfusion.passes.sink import sink
 from hfusion.program import describe_value
 from hfusion.quiet import quiet
@@ -161,7 +162,7 @@ def _trace(forward: Source, loss: Source, tensors: Tensors, given: Sequence[Tens
 
     # Programs pick their ways by strides and sizes, which the fake tensors have.
     with quiet(), torch.enable_grad(), mode, enable_python_dispatcher():
-        module = sink(make_fx(joint, decomposition_table={aten.baddbmm.default: _bias_apart})(*own, *batch))
+        module = onehot(sink(make_fx(joint, decomposition_table={aten.baddbmm.default: _bias_apart})(*own, *batch)))
     return Joint(module, tuple(reached), (*own, *batch))
 
 

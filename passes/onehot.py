@@ -1,0 +1,57 @@
+"""Scattering one element per row into zeros, as the gradient of `max` does, written as a comparison.
+
+A compiler of whole graphs fills the zeros, scatters, and reads them back in another order. A comparison of positions
+is computed where the result is used, and nothing is stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+aten = torch.ops.aten
+
+_ZEROS = frozenset({aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default})
+
+
+def onehot(module: fx.GraphModule) -> fx.GraphModule:
+    """``module``, a graph of ATen operators with fake tensors in ``meta["val"]``; the same values, bit for bit."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if _one_per_row(node):
+            _, dim, index, source = node.args
+            env[node] = graph.call_function(chosen, (env[index], env[source], node.meta["val"].shape[dim], dim))
+            env[node].meta.update(node.meta)
+        else:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    graph.lint()
+    return fx.GraphModule(module, graph)
+
+
+def chosen(index: Tensor, source: Tensor, size: int, dim: int) -> Tensor:
+    """Zeros with ``size`` places along ``dim`` but for ``source`` at the places ``index``, both with one there."""
+    places = torch.arange(size, device=index.device)
+    return torch.where(index == places.view(-1, *(1,) * (index.dim() - 1 - dim)), source, 0)
+
+
+def _one_per_row(node: fx.Node) -> bool:
+    """Whether ``node`` scatters into zeros, in every row of the dim one element."""
+    if node.target is not aten.scatter.src:
+        return False
+    base, dim, index, source = node.args
+    if not isinstance(base, fx.Node) or base.target not in _ZEROS or not isinstance(dim, int) or dim < 0:
+        return False
+    sizes = list(node.meta["val"].shape)
+    if not isinstance(sizes[dim], int):
+        return False
+    sizes[dim] = 1
+    return _same(index, sizes) and _same(source, sizes)
+
+
+def _same(node: Any, sizes: list[Any]) -> bool:
+    shape = node.meta["val"].shape
+    return len(shape) == len(sizes) and all(statically_known_true(a == b) for a, b in zip(shape, sizes, strict=True))
