@@ -22,12 +22,11 @@ from hfusion.compile import Arguments, Place, Source, of_member
 from hfusion.inputs import StackedInput, is_stacked
 from hfusion.layout import Layout
 from hfusion.passes.at_once import at_once
+from hfusion.passes.decompositions import DECOMPOSITIONS
 from hfusion.passes.onehot import onehot
 from hfusion.passes.sink import sink
 from hfusion.program import describe_value
 from hfusion.quiet import quiet
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,18 +161,8 @@ def _trace(forward: Source, loss: Source, tensors: Tensors, given: Sequence[Tens
 
     # Programs pick their ways by strides and sizes, which the fake tensors have.
     with quiet(), torch.enable_grad(), mode, enable_python_dispatcher():
-        module = onehot(sink(make_fx(joint, decomposition_table={aten.baddbmm.default: _bias_apart})(*own, *batch)))
+        module = onehot(sink(make_fx(joint, decomposition_table=DECOMPOSITIONS)(*own, *batch)))
     return Joint(module, tuple(reached), (*own, *batch))
-
-
-def _bias_apart(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    """`torch.baddbmm` as two operators, of which inductor computes the second together with what follows.
-
-    In one, the bias is copied to where the product is added to it. Low-precision floats would be rounded twice.
-    """
-    if beta != 1 or alpha != 1 or bias.dtype not in (torch.float32, torch.float64):
-        return NotImplemented
-    return bias + torch.bmm(a, b)
 
 
 def _fake(mode: FakeTensorMode, position: int, leaf: Any) -> Tensor:

@@ -1,0 +1,61 @@
+"""Operators written as several, of which a compiler of whole graphs makes better code than of the one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+# In lower precision what lies between the operators would be rounded.
+_EXACT = (torch.float32, torch.float64)
+
+
+def bias_apart(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    """`torch.baddbmm`: the sum is computed together with what follows.
+
+    In one, the bias is copied to where the product is added to it.
+    """
+    if beta != 1 or alpha != 1 or bias.dtype not in _EXACT:
+        return NotImplemented
+    return bias + torch.bmm(a, b)
+
+
+def batch_norm_in_two_passes(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """Batch norm in training: first the mean, then the variance about it, as plain sums.
+
+    Inductor writes Welford's recurrence instead, which is no more accurate and several times the arithmetic.
+    """
+    if not training or x.dtype not in _EXACT:
+        return NotImplemented
+    dims, shape = [0, *range(2, x.dim())], [1, -1, *(1,) * (x.dim() - 2)]
+    count = x.numel() // x.shape[1]
+    mean = x.sum(dims, keepdim=True) / count
+    centred = x - mean
+    variance = (centred * centred).sum(dims, keepdim=True) / count
+    inverse = torch.rsqrt(variance + eps)
+    y = centred * inverse
+    y = y if weight is None else y * weight.view(shape)
+    y = y if bias is None else y + bias.view(shape)
+    running_mean.copy_(running_mean * (1 - momentum) + mean.view(-1) * momentum)
+    running_var.copy_(running_var * (1 - momentum) + variance.view(-1) * (count / (count - 1) * momentum))
+    return y, mean.view(-1), inverse.view(-1)
+
+
+DECOMPOSITIONS: Mapping[OpOverload, Callable[..., Any]] = {
+    aten.baddbmm.default: bias_apart,
+    aten._native_batch_norm_legit.default: batch_norm_in_two_passes,
+}
