@@ -14,7 +14,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hfusion.bench import fuse, optim, plot, results, schedule, shard, shard_cases, shard_results, table
+from hfusion.bench import (
+    fuse,
+    memory,
+    optim,
+    plot,
+    results,
+    schedule,
+    shard,
+    shard_cases,
+    shard_results,
+    startup,
+    table,
+)
 from hfusion.bench.arguments import (
     SUB_BENCHMARKS,
     fuse_settings,
@@ -23,14 +35,14 @@ from hfusion.bench.arguments import (
     schedule_settings,
     shard_settings,
 )
+from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
 from hfusion.bench.machine import describe
-from hfusion.bench.models import CASES
 from hfusion.bench.progress import meter
 from hfusion.policy import POLICIES
 
 # A table of all contenders; a terminal is as wide as it is, a file or a pipe has no width.
-WIDTH_WITHOUT_TERMINAL = 150
+WIDTH_WITHOUT_TERMINAL = 200
 
 T = TypeVar("T")
 
@@ -58,9 +70,11 @@ def print_names(out: Console) -> None:
             out.print(f"  {name:<16} {about}", markup=False)
 
 
-def write_json(path: Path, machine: dict[str, str | int], rows: Sequence[dict[str, object]]) -> None:
-    """Write ``{"machine": ..., "rows": ...}``."""
-    path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+def write_json(
+    path: Path, machine: dict[str, str | int], rows: Sequence[dict[str, object]], kind: str = "rows"
+) -> None:
+    """Write ``{"machine": ..., kind: rows}``."""
+    path.write_text(json.dumps({"machine": machine, kind: rows}, indent=1) + "\n")
 
 
 def collect(results: Iterable[T]) -> tuple[list[T], bool]:
@@ -76,18 +90,26 @@ def collect(results: Iterable[T]) -> tuple[list[T], bool]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a sub-benchmark prints and writes. ``wrong``: contenders that compute other losses than serial."""
+    """What a sub-benchmark prints and writes.
+
+    ``wrong``: contenders that compute other losses than serial. ``kind``: what the rows are called in the JSON file.
+    """
 
     shown: Table
     footnotes: list[str]
     rows: list[dict[str, object]]
     interrupted: bool
     wrong: list[str]
+    kind: str = "rows"
 
 
 def run_fuse(parsed: argparse.Namespace) -> Outcome:
-    """Run the sub-benchmark ``fuse`` and draw its plot if one was asked for."""
+    """Run the sub-benchmark ``fuse`` and draw the plots that were asked for; or what is asked for instead of times."""
     chosen = fuse_settings(parsed)
+    if parsed.startup:
+        return run_startup(chosen)
+    if parsed.memory:
+        return run_memory(chosen)
     with meter(fuse.pieces(chosen)) as bar:
         found, interrupted = collect(fuse.run(chosen, bar))
     names = [contender.name for contender in chosen.contenders]
@@ -96,6 +118,24 @@ def run_fuse(parsed: argparse.Namespace) -> Outcome:
         plot.draw(found, names, parsed.plot)
     wrong = [cell.reason for comparison in found for cell in comparison.cells if cell.disagrees]
     return Outcome(shown, footnotes, results.json_rows(found), interrupted, wrong)
+
+
+def run_startup(chosen: fuse.Settings) -> Outcome:
+    """What arrays cost before they train."""
+    with meter(startup.pieces(chosen)) as bar:
+        rows, interrupted = collect(startup.run(chosen, bar))
+    shown, footnotes = startup.table(rows)
+    return Outcome(shown, footnotes, startup.json_rows(rows), interrupted, wrong=[], kind="startup")
+
+
+def run_memory(chosen: fuse.Settings) -> Outcome:
+    """What contenders take of memory for each member."""
+    with meter(memory.pieces(chosen)) as bar:
+        found, interrupted = collect(memory.run(chosen, bar))
+    rows = [row for group in found for row in group]
+    shown, footnotes = memory.table(rows, [contender.name for contender in chosen.contenders])
+    wrong = [row.reason for row in rows if row.disagrees]
+    return Outcome(shown, footnotes, memory.json_rows(rows), interrupted, wrong, kind="memory")
 
 
 def run_optim(parsed: argparse.Namespace) -> Outcome:
@@ -150,12 +190,12 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     torch.set_num_threads(parsed.threads)
     outcome = RUN[parsed.benchmark](parsed)
-    machine = describe(parsed.device)
+    machine = describe(parsed.device) | ({"amp": parsed.amp} if parsed.amp else {})
     out.print(outcome.shown)
     for line in (*outcome.footnotes, ", ".join(f"{name} {value}" for name, value in machine.items())):
         out.print(line, markup=False, soft_wrap=True)
     if parsed.json:
-        write_json(parsed.json, machine, outcome.rows)
+        write_json(parsed.json, machine, outcome.rows, outcome.kind)
     for reason in outcome.wrong:
         out.print(f"WRONG LOSSES: {reason}", style="bold red", markup=False, soft_wrap=True)
     if outcome.interrupted:

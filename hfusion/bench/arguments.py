@@ -11,8 +11,8 @@ from typing import NoReturn, Protocol, TypeVar
 import torch
 
 from hfusion.bench import fuse, optim, schedule, shard, shard_cases
+from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
-from hfusion.bench.models import CASES
 from hfusion.policy import POLICIES
 
 SUB_BENCHMARKS = {
@@ -23,6 +23,9 @@ SUB_BENCHMARKS = {
 }
 MEMBERS = (4, 16, 64)
 NOT_FOR = {"schedule": ("members", "repeats"), "shard": ("members",)}
+AMP = {"bf16": torch.bfloat16}
+PICTURES = (".png", ".svg", ".pdf")
+WITHOUT = {"startup": ("contenders", "repeats", "plot"), "memory": ("repeats", "plot")}
 QUICK_MODELS = ("mlp-small", "cnn")
 QUICK_MEMBERS = (4,)
 QUICK_CONTENDERS = ("serial", "vmap", "hfusion")
@@ -62,8 +65,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="few models, members, contenders and rounds")
     made.add_argument("--json", metavar="FILE", type=Path, help="write machine and rows to FILE")
     made.add_argument(
-        "--plot", metavar="FILE", type=Path, help="fuse: draw speed-up against members (needs matplotlib)"
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        help="fuse: draw speed-up against members, as PNG or SVG by the suffix; may be given again (needs matplotlib)",
     )
+    made.add_argument("--amp", choices=sorted(AMP), help="fuse: forward and loss under autocast, for all contenders")
+    instead = made.add_mutually_exclusive_group()
+    instead.add_argument("--startup", action="store_true", help="fuse: what an array costs before it trains, instead")
+    instead.add_argument("--memory", action="store_true", help="fuse: bytes per member of each contender, instead")
     return made
 
 
@@ -72,17 +83,24 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     made = parser()
     parsed = made.parse_args(arguments)
     _or_error(made, lambda: check_name("sub-benchmark", parsed.benchmark, SUB_BENCHMARKS))
-    for name in ("models", "contenders", "plot"):
-        if parsed.benchmark != "fuse" and getattr(parsed, name) is not None:
+    for name in ("models", "contenders", "plot", "amp", "startup", "memory"):
+        if parsed.benchmark != "fuse" and getattr(parsed, name):
             made.error(f"--{name} belongs to fuse, not to {parsed.benchmark}: leave it out")
+    for name, options in WITHOUT.items():
+        for option in options:
+            if getattr(parsed, name) and getattr(parsed, option) is not None:
+                made.error(f"--{option} does not belong to --{name}: leave it out")
     for benchmark, names in NOT_FOR.items():
         for name in names:
             if parsed.benchmark == benchmark and getattr(parsed, name) is not None:
                 made.error(f"--{name} does not belong to {benchmark}: leave it out")
-    for name in ("json", "plot"):
-        path = getattr(parsed, name)
-        if path is not None and not path.absolute().parent.is_dir():
-            made.error(f"--{name} {path}: there is no directory {path.absolute().parent}")
+    for name, paths in {"json": [parsed.json] if parsed.json else [], "plot": parsed.plot or []}.items():
+        for path in paths:
+            if not path.absolute().parent.is_dir():
+                made.error(f"--{name} {path}: there is no directory {path.absolute().parent}")
+    for path in parsed.plot or []:
+        if path.suffix.lower() not in PICTURES:
+            made.error(f"--plot {path}: end it with one of {', '.join(PICTURES)}")
     if parsed.plot is not None and importlib.util.find_spec("matplotlib") is None:
         made.error("--plot needs matplotlib: pip install 'hfusion[examples]', or leave --plot out")
     parsed.cases = _or_error(made, lambda: choose("model", parsed.models, CASES))
@@ -104,6 +122,7 @@ def fuse_settings(parsed: argparse.Namespace) -> fuse.Settings:
         slot=_slot(parsed),
         threads=parsed.threads,
         device=parsed.device,
+        amp=AMP.get(parsed.amp),
     )
 
 

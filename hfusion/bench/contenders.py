@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import warnings
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import hfusion as hf
-from hfusion.bench import processes, serial, vmapped
+from hfusion.bench import cuda_graph, processes, serial, vmapped
 from hfusion.bench.workload import Contender, Running, Workload
 
 
@@ -24,12 +25,13 @@ def start_hfusion(workload: Workload) -> Running:
     """The public way: fuse, a fused optimizer, one backward for all members."""
     fused = hf.fuse(workload.models())
     loss_of = hf.per_model(workload.case.loss)
-    optimizer = hf.optim.Adam(fused.parameters(), lr=list(workload.rates))
+    optimizer = hf.optim.Adam(serial.trained(fused), lr=list(workload.rates))
     inputs, target = workload.batch()
 
     def step() -> Tensor:
         optimizer.zero_grad()
-        losses: Tensor = loss_of(fused(inputs), target)
+        with workload.autocast():
+            losses: Tensor = loss_of(fused(inputs), target)
         losses.sum().backward()
         optimizer.step()
         return losses.detach()
@@ -40,12 +42,13 @@ def start_hfusion(workload: Workload) -> Running:
 def start_hfusion_compiled(workload: Workload) -> Running:
     """The public way in one call: forward, losses and backward as one program, then the fused optimizer."""
     fused = hf.fuse(workload.models())
-    optimizer = hf.optim.Adam(fused.parameters(), lr=list(workload.rates))
+    optimizer = hf.optim.Adam(serial.trained(fused), lr=list(workload.rates))
     train = hf.train_step(fused, workload.case.loss, optimizer)
     inputs, target = workload.batch()
 
     def step() -> Tensor:
-        return train(inputs, target)
+        with workload.autocast():
+            return train(inputs, target)
 
     # What is compiled is known after two steps, which are taken back.
     states = copy.deepcopy(fused.state_dict()), optimizer.state_dict()
@@ -57,12 +60,44 @@ def start_hfusion_compiled(workload: Workload) -> Running:
     return Running(step, note="; ".join(f"eager: {row.why}" for row in train.report().rows if row.why))
 
 
+def start_jax(workload: Workload) -> Running:
+    """JAX, which is imported only when it is asked for."""
+    from hfusion.bench.optional import jaxed
+
+    return jaxed.start(workload)
+
+
+def start_model_batch(workload: Workload) -> Running:
+    """The package modelbatch, which is imported only when it is asked for."""
+    from hfusion.bench.optional import model_batch
+
+    return model_batch.start(workload)
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+# Listed where they can run.
+OPTIONAL = (
+    (
+        torch.cuda.is_available(),
+        Contender("serial-cuda-graph", "the loop, each member's step as a CUDA graph", cuda_graph.start),
+    ),
+    (_installed("jax"), Contender("jax", "JAX: jit of the whole step, vmap of the gradient", start_jax)),
+    (
+        _installed("modelbatch"),
+        Contender("modelbatch", "the package: vmap of the forward, torch's Adam on views", start_model_batch),
+    ),
+)
+
 CONTENDERS = (
     Contender("serial", "one member after the other, eager, torch.optim.Adam", serial.start),
     Contender("serial-compiled", "the same, forward and loss under torch.compile", start_serial_compiled),
     Contender("vmap", "torch.func: vmap of the gradient, Adam over the stacks", vmapped.start),
     Contender("vmap-compiled", "the same, the whole step under torch.compile", vmapped.start_compiled),
     Contender("two-processes", "two processes, each half of the members one by one", processes.start),
+    *(contender for present, contender in OPTIONAL if present),
     Contender("hfusion", "hf.fuse, hf.per_model, hf.optim.Adam", start_hfusion),
     Contender("hfusion-compiled", "the same by hf.train_step: one program and the optimizer", start_hfusion_compiled),
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hfusion.bench import serial, timing
-from hfusion.bench.models import Case
+from hfusion.bench.cases import Case
 from hfusion.bench.progress import Meter
 from hfusion.bench.results import Cell, Comparison
 from hfusion.bench.workload import (
@@ -37,6 +37,7 @@ class Settings:
     slot: float
     threads: int
     device: torch.device
+    amp: torch.dtype | None = None
 
 
 def pieces(settings: Settings) -> int:
@@ -49,7 +50,7 @@ def run(settings: Settings, meter: Meter) -> Iterator[Comparison]:
     """Compare the contenders on every model and number of members, one after the other."""
     for case in settings.cases:
         for members in settings.members:
-            workload = Workload(case, members, settings.device)
+            workload = Workload(case, members, settings.device, settings.amp)
             yield Comparison(case.name, members, settings.threads, _compare(settings, workload, meter))
 
 
@@ -63,7 +64,7 @@ def _compare(settings: Settings, workload: Workload, meter: Meter) -> tuple[Cell
     with ExitStack() as stack:
         for contender in settings.contenders:
             meter.say(f"{where}: preparing {contender.name}")
-            prepared = _prepare(contender, workload, expected)
+            prepared = prepare(contender, workload, expected)
             if isinstance(prepared, Cell):
                 cells[contender.name] = prepared
                 meter.advance(settings.rounds)
@@ -83,14 +84,14 @@ def _compare(settings: Settings, workload: Workload, meter: Meter) -> tuple[Cell
     return tuple(replace(cell, seconds=times.get(cell.contender, ())) for cell in cells.values())
 
 
-def _prepare(contender: Contender, workload: Workload, expected: Tensor) -> Running | Cell:
+def prepare(contender: Contender, workload: Workload, expected: Tensor) -> Running | Cell:
     """Start a contender and check its first losses; a Cell with the reason if one of the two fails."""
     try:
         running = contender.start(workload)
     except Exception as error:
         return Cell(contender.name, reason=_reason(error))
     try:
-        check_agreement(contender.name, expected, losses(running, len(expected)), workload.case.tolerance)
+        check_agreement(contender.name, expected, losses(running, len(expected)), workload.tolerance)
     except Disagreement as error:
         running.close()
         return Cell(contender.name, reason=str(error), disagrees=True)

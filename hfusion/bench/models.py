@@ -1,31 +1,13 @@
-"""The models that the benchmark trains, written as their users write them, with batches of random data."""
+"""The models that the benchmark trains, written as their users write them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-
-@dataclass(frozen=True)
-class Case:
-    """One model with one batch. Every field can be pickled: worker processes build the case again.
-
-    ``make_batch`` returns (inputs, target); ``loss(output, target)`` is a scalar; ``tolerance`` is the
-    relative difference of a loss, after a few float32 Adam steps, that still counts as agreement.
-    """
-
-    name: str
-    about: str
-    make_model: Callable[[], nn.Module]
-    make_batch: Callable[[], tuple[Tensor, Tensor]]
-    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
-    tolerance: float = 1e-3
 
 
 def mlp(*sizes: int) -> nn.Module:
@@ -90,6 +72,89 @@ class ResNet8(nn.Module):
         return self.fc(F.adaptive_avg_pool2d(h, 1).flatten(1))  # type: ignore[no-any-return]
 
 
+ACTIVATIONS: dict[int, type[nn.Module]] = {2: nn.ReLU6, 3: nn.Hardswish}
+
+
+class Squeeze(nn.Module):
+    """Weights for the channels from their means (Hu et al., "Squeeze-and-excitation networks", 2017)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.reduce, self.expand = nn.Conv2d(channels, channels // 4, 1), nn.Conv2d(channels // 4, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.reduce(F.adaptive_avg_pool2d(x, 1)))
+        return x * F.hardsigmoid(self.expand(h))
+
+
+class InvertedResidual(nn.Module):
+    """Wide inside, one filter per channel, narrow outside, where the shortcut is.
+
+    Sandler et al., "MobileNetV2" (2018); version 3 as in Howard et al., "Searching for MobileNetV3" (2019).
+    """
+
+    def __init__(self, channels_in: int, channels: int, stride: int, expand: int, version: int) -> None:
+        super().__init__()
+        wide = channels_in * expand
+        act = ACTIVATIONS[version]
+        self.shortcut = stride == 1 and channels_in == channels
+        self.body = nn.Sequential(
+            nn.Conv2d(channels_in, wide, 1, bias=False),
+            nn.BatchNorm2d(wide),
+            act(),
+            nn.Conv2d(wide, wide, 3, stride=stride, padding=1, groups=wide, bias=False),
+            nn.BatchNorm2d(wide),
+            act(),
+            Squeeze(wide) if version == 3 else nn.Identity(),
+            nn.Conv2d(wide, channels, 1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        return x + h if self.shortcut else h  # type: ignore[no-any-return]
+
+
+class MobileNet(nn.Module):
+    """A stem, five inverted residuals and a head in the manner of MobileNet ``version`` 2 or 3.
+
+    Images [N, 3, 32, 32] -> logits [N, 10].
+    """
+
+    def __init__(self, version: int) -> None:
+        super().__init__()
+        act = ACTIVATIONS[version]
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), act())
+        shapes = [(16, 16, 1), (16, 24, 2), (24, 24, 1), (24, 32, 2), (32, 32, 1)]
+        self.blocks = nn.Sequential(*(InvertedResidual(*shape, expand=4, version=version) for shape in shapes))
+        self.head = nn.Sequential(nn.Conv2d(32, 128, 1, bias=False), nn.BatchNorm2d(128), act())
+        self.fc = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.head(self.blocks(self.stem(x)))
+        return self.fc(F.adaptive_avg_pool2d(h, 1).flatten(1))  # type: ignore[no-any-return]
+
+
+def dcgan() -> nn.Module:
+    """A generator of images [N, 3, 32, 32] from noise [N, 64, 1, 1].
+
+    Radford et al., "Unsupervised representation learning with deep convolutional GANs" (2015).
+    """
+    return nn.Sequential(
+        nn.ConvTranspose2d(64, 64, 4, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.ConvTranspose2d(64, 32, 4, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.ConvTranspose2d(32, 16, 4, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.ConvTranspose2d(16, 3, 4, stride=2, padding=1, bias=False),
+        nn.Tanh(),
+    )
+
+
 class PointNet(nn.Module):
     """A shared MLP over points [N, 3, P] and a maximum over them; logits [N, 10].
 
@@ -110,6 +175,18 @@ class PointNet(nn.Module):
         return self.fc2(F.relu(self.fc1(h)))  # type: ignore[no-any-return]
 
 
+def attend(qkv: Tensor, heads: int, mask: Tensor | None = None) -> Tensor:
+    """Self-attention of queries, keys and values [N, T, 3 * width] -> [N, T, width].
+
+    ``mask``, broadcast to [N, heads, T, T], says who is seen; without one it is causal.
+    """
+    batch, length, width = qkv.shape
+    parts = qkv.view(batch, length, 3, heads, width // 3 // heads).unbind(2)
+    q, k, v = (part.transpose(1, 2) for part in parts)
+    h = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    return h.transpose(1, 2).reshape(batch, length, width // 3)
+
+
 class Block(nn.Module):
     """A pre-norm transformer block with causal self-attention."""
 
@@ -120,15 +197,8 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def attend(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
-        h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(h.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
-
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attend(self.norm1(x))
+        x = x + self.out(attend(self.qkv(self.norm1(x)), self.heads))
         return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
 
@@ -150,6 +220,43 @@ class TransformerLM(nn.Module):
         return self.head(self.norm(h)).flatten(0, 1)  # type: ignore[no-any-return]
 
 
+class EncoderBlock(nn.Module):
+    """A post-norm transformer block, as in BERT."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.norm1(x + self.out(attend(self.qkv(x), self.heads, mask)))
+        return self.norm2(x + self.mlp(x))  # type: ignore[no-any-return]
+
+
+class Bert(nn.Module):
+    """Tokens [N, T], padded by zeros -> logits [N, 10] from the first token.
+
+    After Devlin et al., "BERT: pre-training of deep bidirectional transformers" (2018).
+    """
+
+    def __init__(self, vocabulary: int, width: int, layers: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(length, width)
+        self.norm = nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(EncoderBlock(width, heads) for _ in range(layers))
+        self.pooler, self.fc = nn.Linear(width, width), nn.Linear(width, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        seen = (tokens != 0)[:, None, None, :]
+        h = self.norm(self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device)))
+        for block in self.blocks:
+            h = block(h, seen)
+        return self.fc(torch.tanh(self.pooler(h[:, 0])))  # type: ignore[no-any-return]
+
+
 class LstmClassifier(nn.Module):
     """Sequences [N, T, features] -> logits [N, 10] from the last state of an LSTM."""
 
@@ -163,80 +270,42 @@ class LstmClassifier(nn.Module):
         return self.fc(states[:, -1])  # type: ignore[no-any-return]
 
 
-def classified(*shape: int) -> tuple[Tensor, Tensor]:
-    """Normal inputs of ``shape`` and targets [shape[0]] out of ten classes, always the same, see `contradict`."""
-    generator = torch.Generator().manual_seed(0)
-    inputs, target = torch.randn(shape, generator=generator), torch.randint(10, shape[:1], generator=generator)
-    return contradict(inputs, target, 10)
+class GruClassifier(nn.Module):
+    """Sequences [N, T, features] -> logits [N, 10] from the last state of a GRU."""
+
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__()
+        self.gru = nn.GRU(features, hidden, batch_first=True)
+        self.fc = nn.Linear(hidden, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.gru(x)
+        return self.fc(states[:, -1])  # type: ignore[no-any-return]
 
 
-def tokens(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Random tokens [batch, length] and the tokens that follow them [batch * length], always the same."""
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randint(vocabulary, (batch, length + 1), generator=generator)
-    inputs, target = contradict(text[:, :-1].contiguous(), text[:, 1:].contiguous(), vocabulary)
-    return inputs, target.flatten()
+class Adapted(nn.Module):
+    """A frozen Linear with a trained correction of low rank (Hu et al., "LoRA", 2021)."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.base(x) + self.up(self.down(x)))
 
 
-def contradict(inputs: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """The second half of the samples is the first half again, with other targets, so that no model learns them all.
-
-    Else a model that is timed for long enough knows its batch by heart, and its gradients become denormal numbers, with
-    which a processor computes many times slower: the time would tell how often a contender had run.
-    """
-    half = len(inputs) // 2
-    inputs[half : 2 * half] = inputs[:half]
-    target[half : 2 * half] = (target[:half] + 1) % classes
-    return inputs, target
+def frozen(width: int, layers: int) -> list[nn.Linear]:
+    """A base for `lora`."""
+    return [nn.Linear(width, width).requires_grad_(False) for _ in range(layers)]
 
 
-# BatchNorm divides by the spread of a batch, and Adam by the size of a gradient that may be rounding noise.
-_WITH_BATCH_NORM = 2e-2
+def lora(base: Iterable[nn.Linear], rank: int) -> nn.Sequential:
+    """An adapter of each layer of ``base``, which is the same object in all that are made of it."""
+    return nn.Sequential(*(Adapted(layer, rank) for layer in base))
 
-CASES = (
-    Case(
-        "mlp-small",
-        "MLP 64-128-128-10, batch 32",
-        partial(mlp, 64, 128, 128, 10),
-        partial(classified, 32, 64),
-    ),
-    Case(
-        "mlp-large",
-        "MLP 784-512-512-10, batch 128",
-        partial(mlp, 784, 512, 512, 10),
-        partial(classified, 128, 784),
-    ),
-    Case(
-        "cnn",
-        "three convolutions with BatchNorm, 28x28, batch 32",
-        cnn,
-        partial(classified, 32, 1, 28, 28),
-        tolerance=_WITH_BATCH_NORM,
-    ),
-    Case(
-        "resnet8",
-        "ResNet-8, 32x32, batch 32",
-        ResNet8,
-        partial(classified, 32, 3, 32, 32),
-        tolerance=_WITH_BATCH_NORM,
-    ),
-    Case(
-        "pointnet",
-        "PointNet-like, 256 points, batch 8",
-        PointNet,
-        partial(classified, 8, 3, 256),
-        tolerance=_WITH_BATCH_NORM,
-    ),
-    Case(
-        "transformer",
-        "transformer LM d=64, 2 layers, 4 heads, sequence 32, batch 16",
-        partial(TransformerLM, vocabulary=64, width=64, layers=2, heads=4, length=32),
-        partial(tokens, 16, 32, 64),
-    ),
-    Case(
-        "lstm",
-        "LSTM hidden 64, sequence 32, batch 32",
-        partial(LstmClassifier, 32, 64),
-        partial(classified, 32, 32, 32),
-    ),
-)
+
+def lora_classifier(base: Iterable[nn.Linear], width: int, rank: int) -> nn.Module:
+    """Adapters and a trained head: features [N, width] -> logits [N, 10]."""
+    return lora(base, rank).append(nn.Linear(width, 10))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 from hfusion.bench.results import BASELINE, OURS, Comparison
 
 COLUMNS = 4
+COLOURS = {"hfusion": "tab:red", "hfusion-compiled": "darkred"}
+OTHERS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:cyan", "tab:olive", "tab:gray", "tab:pink")
 LEVELS = (0.25, 0.5, 1, 2, 4, 8, 16)
 
 
-def draw(comparisons: Sequence[Comparison], contenders: Sequence[str], path: Path) -> None:
-    """Write one panel per model with a line per contender, both axes logarithmic, to ``path``.
+def draw(comparisons: Sequence[Comparison], contenders: Sequence[str], paths: Sequence[Path]) -> None:
+    """Write one panel per model with a line per contender, both axes logarithmic, to ``paths``, as their suffixes say.
 
     Raises ModuleNotFoundError without matplotlib.
     """
@@ -33,14 +36,19 @@ def draw(comparisons: Sequence[Comparison], contenders: Sequence[str], path: Pat
         panel.axis("off")
     panels[len(models)].legend(handles, labels, loc="center", frameon=False)
     figure.supylabel(f"speed-up over {BASELINE}")
-    figure.savefig(path, dpi=110)
+    for path in paths:
+        figure.savefig(path, dpi=110)
 
 
 def _draw_model(panel: Any, model: str, chosen: Sequence[Comparison], contenders: Sequence[str]) -> None:
     panel.axhline(1.0, color="black", linewidth=1.0, label=BASELINE)
+    rivals = [contender for contender in contenders if contender not in (BASELINE, *OURS)]
+    colours = COLOURS | dict(zip(rivals, itertools.cycle(OTHERS), strict=False))
     for contender in contenders:
         if contender != BASELINE:
-            panel.plot(*_line(chosen, contender), marker="o", linewidth=_width(contender), label=contender)
+            ours = contender in OURS
+            style = {"linewidth": 2.5 if ours else 1.2, "zorder": 3 if ours else 2, "color": colours[contender]}
+            panel.plot(*_line(chosen, contender), marker="o", markersize=5, label=contender, **style)
     panel.set(title=model, xlabel="members", xscale="log", yscale="log")
     ticks = sorted({comparison.members for comparison in chosen})
     panel.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -48,10 +56,6 @@ def _draw_model(panel: Any, model: str, chosen: Sequence[Comparison], contenders
     panel.set_yticks(LEVELS, [f"{level:g}x" for level in LEVELS])
     panel.set_yticks([], minor=True)
     panel.grid(axis="y", alpha=0.3)
-
-
-def _width(contender: str) -> float:
-    return 2.5 if contender in OURS else 1.2
 
 
 def _line(comparisons: Sequence[Comparison], contender: str) -> tuple[list[int], list[float]]:

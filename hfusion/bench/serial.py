@@ -27,9 +27,9 @@ class SerialLoop:
     def of(cls, workload: Workload, members: Iterable[int]) -> SerialLoop:
         """The given members, in eager mode."""
         chosen = tuple(members)
-        models = tuple(workload.model(member) for member in chosen)
+        models = tuple(workload.models(chosen))
         optimizers = tuple(
-            torch.optim.Adam(model.parameters(), lr=workload.rates[member])
+            torch.optim.Adam(trained(model), lr=workload.rates[member])
             for model, member in zip(models, chosen, strict=True)
         )
         return cls(models, optimizers, *workload.batch(), loss_of=_loss_of(workload))
@@ -46,13 +46,22 @@ class SerialLoop:
         return losses
 
 
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are not frozen."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def _loss_of(workload: Workload) -> LossOf:
     loss = workload.case.loss
 
     def loss_of(model: nn.Module, inputs: Tensor, target: Tensor) -> Tensor:
         return loss(model(inputs), target)
 
-    return loss_of
+    def under_autocast(model: nn.Module, inputs: Tensor, target: Tensor) -> Tensor:
+        with workload.autocast():
+            return loss(model(inputs), target)
+
+    return loss_of if workload.amp is None else under_autocast
 
 
 def start(workload: Workload) -> Running:

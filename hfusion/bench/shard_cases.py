@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hfusion.bench.models import TransformerLM, classified, mlp, tokens
+from hfusion.bench.cases import classified, tokens
+from hfusion.bench.models import TransformerLM, frozen, lora, mlp
 
 
 @dataclass(frozen=True)
@@ -29,19 +30,6 @@ class Case:
     parts: tuple[int, ...] = (1, 2, 4, 8)
 
 
-class Adapted(nn.Module):
-    """A frozen Linear with a trained correction of low rank (Hu et al., "LoRA", 2021)."""
-
-    def __init__(self, base: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.base(x) + self.up(self.down(x)))
-
-
 def seeded(make_model: Callable[[], nn.Module], members: int) -> list[nn.Module]:
     """Members with weights of their own."""
     with torch.random.fork_rng(devices=[]):
@@ -53,8 +41,8 @@ def adapters(members: int, width: int, layers: int, rank: int) -> list[nn.Module
     """Members that are adapters of one base, which is the same object in all."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        base = [nn.Linear(width, width).requires_grad_(False) for _ in range(layers)]
-        return [nn.Sequential(*(Adapted(layer, rank) for layer in base)) for _ in range(members)]
+        base = frozen(width, layers)
+        return [lora(base, rank) for _ in range(members)]
 
 
 def linears(model: nn.Module) -> list[nn.Module]:

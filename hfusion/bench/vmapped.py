@@ -44,14 +44,18 @@ def _prepare(workload: Workload) -> tuple[Stacks, Gradients, str]:
         models = [torch.func.replace_all_batch_norm_modules_(model) for model in models]
         note = "without BatchNorm's running statistics, which vmap cannot update in place"
     base = copy.deepcopy(models[0]).to("meta")
-    parameters, buffers = stack_module_state(models)
+    # What is frozen is one object in all members, and no stack.
+    frozen: Tensors = {name: value for name, value in models[0].named_parameters() if not value.requires_grad}
+    stacked, buffers = stack_module_state(models)
+    parameters = {name: value.detach() for name, value in stacked.items() if name not in frozen}
 
     def loss_of(parameters: Tensors, buffers: Tensors, inputs: Tensor, target: Tensor) -> Tensor:
-        output = functional_call(base, (parameters, buffers), (inputs,))
-        return workload.case.loss(output, target)
+        with workload.autocast():
+            output = functional_call(base, (parameters, frozen, buffers), (inputs,))
+            return workload.case.loss(output, target)
 
     stacks = Stacks(
-        {name: value.detach() for name, value in parameters.items()},
+        parameters,
         buffers,
         {name: torch.zeros_like(value) for name, value in parameters.items()},
         {name: torch.zeros_like(value) for name, value in parameters.items()},

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from hfusion.bench.models import Case
+from hfusion.bench.cases import Case
+
+# bfloat16 keeps 8 bits, and contenders round at different places.
+WITH_AMP = 5e-2
+# Of what members share; theirs count from 0.
+BASE_SEED = 1 << 20
 
 
 class Unavailable(Exception):
@@ -25,11 +31,15 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Workload:
-    """``members`` models of ``case``, each with its own seed and its own learning rate."""
+    """``members`` models of ``case``, each with its own seed and its own learning rate.
+
+    ``amp``: forward and loss run under autocast to this dtype.
+    """
 
     case: Case
     members: int
     device: torch.device
+    amp: torch.dtype | None = None
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -37,14 +47,28 @@ class Workload:
         steps = max(self.members - 1, 1)
         return tuple(3e-4 * 10 ** (member / steps) for member in range(self.members))
 
-    def model(self, member: int) -> nn.Module:
-        """A new model of ``member``, in training mode; always the same weights."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(member)
-            return self.case.make_model().to(self.device)
+    @property
+    def tolerance(self) -> float:
+        """The relative difference of a loss that still counts as agreement."""
+        return self.case.tolerance if self.amp is None else max(self.case.tolerance, WITH_AMP)
 
-    def models(self) -> list[nn.Module]:
-        return [self.model(member) for member in range(self.members)]
+    def models(self, chosen: Iterable[int] | None = None) -> list[nn.Module]:
+        """New models of the ``chosen`` members, or of all, in training mode; always the same weights.
+
+        What they share, if the case has such a base, is one object in all models of a call.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(BASE_SEED)
+            base = () if self.case.make_base is None else (self.case.make_base(),)
+            return [self._model(member, *base) for member in (range(self.members) if chosen is None else chosen)]
+
+    def _model(self, member: int, *base: object) -> nn.Module:
+        torch.manual_seed(member)
+        return self.case.make_model(*base).to(self.device)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Where forward and loss run: nothing without ``amp``."""
+        return nullcontext() if self.amp is None else torch.autocast(self.device.type, dtype=self.amp)
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """The inputs and the target that all members share."""

@@ -10,8 +10,8 @@ import pytest
 
 from hfusion.bench import arguments, optim
 from hfusion.bench.__main__ import collect, main
+from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
-from hfusion.bench.models import CASES
 
 
 def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,13 +33,20 @@ def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
         (["--models", "cnn,mlp"], "unknown model 'mlp': choose from mlp-small, mlp-large, cnn, resnet8,"),
         (["--models", ""], "unknown model '': choose from"),
         (["--contenders", "vmap,vmap"], "a contender is named twice in 'vmap,vmap'"),
-        (["--contenders", "jax"], "unknown contender 'jax': choose from serial, serial-compiled, vmap,"),
+        (["--contenders", "numpy"], "unknown contender 'numpy': choose from serial, serial-compiled, vmap,"),
         (["--members", "4,-1"], "'-1' is not a whole number of at least 1"),
         (["--repeats", "0"], "'0' is not a whole number of at least 1"),
         (["--device", "tpu"], "unknown device 'tpu': choose from cpu, cuda"),
         (["optim", "--models", "cnn"], "--models belongs to fuse, not to optim: leave it out"),
         (["optim", "--plot", "x.png"], "--plot belongs to fuse, not to optim: leave it out"),
+        (["optim", "--memory"], "--memory belongs to fuse, not to optim: leave it out"),
         (["--json", "no-such-directory/x.json"], "there is no directory"),
+        (["--plot", "x.png", "--plot", "no-such-directory/x.svg"], "--plot no-such-directory/x.svg: there is no"),
+        (["--plot", "x.txt"], "--plot x.txt: end it with one of .png, .svg, .pdf"),
+        (["--amp", "fp8"], "argument --amp: invalid choice: 'fp8'"),
+        (["--startup", "--memory"], "argument --memory: not allowed with argument --startup"),
+        (["--startup", "--contenders", "serial"], "--contenders does not belong to --startup: leave it out"),
+        (["--memory", "--repeats", "2"], "--repeats does not belong to --memory: leave it out"),
     ],
 )
 def test_a_bad_argument_is_one_line(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,6 +74,19 @@ def test_the_whole_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "mlp-small" in done.stdout
     assert len(json.loads(target.read_text())["rows"]) == 2
+
+
+def test_memory_instead_of_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "bench.json"
+    given = ["--memory", "--models", "mlp-small", "--members", "2", "--contenders", "serial,hfusion", "--amp", "bf16"]
+    assert main([*given, "--json", str(target)]) == 0
+    assert "MiB per member" in capsys.readouterr().out
+    read = json.loads(target.read_text())
+    assert read["machine"]["amp"] == "bf16"
+    assert [(row["contender"], row["bytes_per_member"] > 0) for row in read["memory"]] == [
+        ("serial", True),
+        ("hfusion", True),
+    ]
 
 
 def test_optim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,23 +1,25 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from hfusion.bench import models, processes, serial, vmapped
+from hfusion.bench import cases, models, processes, serial, vmapped
 from hfusion.bench.contenders import start_hfusion, start_hfusion_compiled
-from hfusion.bench.workload import Disagreement, Unavailable, check_agreement, losses
+from hfusion.bench.workload import Disagreement, Running, Unavailable, Workload, check_agreement, losses
 from tests.bench.tiny import TINY, TINY_BATCH_NORM, workload
 
+(ADAPTERS,) = (case for case in cases.CASES if case.make_base is not None)
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 STEPS = 5
 
 
-@pytest.mark.parametrize("case", models.CASES, ids=lambda case: case.name)
-def test_every_model_learns_its_batch(case: models.Case) -> None:
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_every_model_learns_its_batch(case: cases.Case) -> None:
     found = losses(serial.start(workload(case, members=1)), 4)
     assert found.shape == (4, 1)
     assert found[-1] < found[0]
@@ -25,7 +27,7 @@ def test_every_model_learns_its_batch(case: models.Case) -> None:
 
 def test_members_differ_in_seed_and_rate_and_are_reproducible() -> None:
     chosen = workload()
-    first, again, other = chosen.model(0), chosen.model(0), chosen.model(1)
+    first, again, other = (*chosen.models([0, 0, 1]),)
     for a, b in zip(first.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
     assert not torch.equal(next(first.parameters()), next(other.parameters()))
@@ -36,6 +38,30 @@ def test_vmap_trains_as_the_serial_loop() -> None:
     chosen = workload()
     expected = losses(serial.start(chosen), STEPS)
     check_agreement("vmap", expected, losses(vmapped.start(chosen), STEPS), 1e-5)
+
+
+def test_members_share_a_base() -> None:
+    chosen = workload(ADAPTERS)
+    first, second, third = chosen.models()
+    (again,) = chosen.models([1])
+    for a, b, c in zip(*(dict(model.named_parameters()).items() for model in (first, second, again)), strict=True):
+        assert (a[1] is b[1]) == (not a[1].requires_grad)
+        assert torch.equal(b[1], c[1])
+    assert not torch.equal(first[0].down.weight, third[0].down.weight)
+
+
+@pytest.mark.parametrize("start", [vmapped.start, start_hfusion], ids=["vmap", "hfusion"])
+def test_adapters_train_and_their_base_does_not(start: Callable[[Workload], Running]) -> None:
+    chosen = workload(ADAPTERS)
+    check_agreement("it", losses(serial.start(chosen), STEPS), losses(start(chosen), STEPS), 1e-4)
+
+
+@pytest.mark.parametrize("start", [vmapped.start, start_hfusion], ids=["vmap", "hfusion"])
+def test_forward_and_loss_under_autocast(start: Callable[[Workload], Running]) -> None:
+    plain, chosen = workload(), replace(workload(), amp=torch.bfloat16)
+    expected = losses(serial.start(chosen), STEPS)
+    assert not torch.equal(expected, losses(serial.start(plain), STEPS))
+    check_agreement("it", expected, losses(start(chosen), STEPS), chosen.tolerance)
 
 
 def test_vmap_says_what_it_leaves_out_of_batch_norm() -> None:
@@ -76,7 +102,7 @@ def test_compiled_hfusion_trains_as_the_serial_loop() -> None:
 
 def test_compiled_hfusion_says_what_runs_eagerly() -> None:
     recurrent = replace(
-        TINY, make_model=partial(models.LstmClassifier, 3, 4), make_batch=partial(models.classified, 5, 2, 3)
+        TINY, make_model=partial(models.LstmClassifier, 3, 4), make_batch=partial(cases.classified, 5, 2, 3)
     )
     chosen = workload(recurrent)
     running = start_hfusion_compiled(chosen)

@@ -134,9 +134,10 @@ def test_versus_best_counts_two_processes_per_core() -> None:
 
 def test_the_plot_leaves_out_what_was_not_timed(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    target = tmp_path / "bench.png"
-    plot.draw([comparison(serial=(8.0,), vmap=(), hfusion=(4.0,))], ["serial", "vmap", "hfusion"], target)
-    assert target.read_bytes().startswith(b"\x89PNG")
+    png, svg = tmp_path / "bench.png", tmp_path / "bench.svg"
+    plot.draw([comparison(serial=(8.0,), vmap=(), hfusion=(4.0,))], ["serial", "vmap", "hfusion"], [png, svg])
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in svg.read_text()
 
 
 def test_versus_best_without_hfusion_or_others() -> None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from hfusion.bench import shard, shard_cases
 from hfusion.bench.__main__ import console, main
-from hfusion.bench.models import TransformerLM, classified, mlp, tokens
+from hfusion.bench.cases import classified, tokens
+from hfusion.bench.models import TransformerLM, mlp
 from hfusion.bench.offload import Alone, fsdp_offload
 from hfusion.bench.progress import Meter
 from hfusion.bench.shard import Entry, Settings, Workload, compare, read

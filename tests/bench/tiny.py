@@ -7,19 +7,19 @@ from functools import partial
 import torch
 from torch import nn
 
-from hfusion.bench import models
+from hfusion.bench import cases, models
 from hfusion.bench.workload import Workload
 
 CPU = torch.device("cpu")
-TINY = models.Case("tiny", "MLP 3-4-10", partial(models.mlp, 3, 4, 10), partial(models.classified, 5, 3))
+TINY = cases.Case("tiny", "MLP 3-4-10", partial(models.mlp, 3, 4, 10), partial(cases.classified, 5, 3))
 
 
 def tiny_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 10))
 
 
-TINY_BATCH_NORM = models.Case("tiny-bn", "with BatchNorm", tiny_batch_norm, partial(models.classified, 5, 3))
+TINY_BATCH_NORM = cases.Case("tiny-bn", "with BatchNorm", tiny_batch_norm, partial(cases.classified, 5, 3))
 
 
-def workload(case: models.Case = TINY, members: int = 3) -> Workload:
+def workload(case: cases.Case = TINY, members: int = 3) -> Workload:
     return Workload(case, members, CPU)

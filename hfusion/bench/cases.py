@@ -1,0 +1,168 @@
+"""What the sub-benchmark ``fuse`` trains: models with batches of random data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hfusion.bench import models
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model with one batch. Every field can be pickled: worker processes build the case again.
+
+    ``make_batch`` returns (inputs, target); ``loss(output, target)`` is a scalar; ``tolerance`` is the
+    relative difference of a loss, after a few float32 Adam steps, that still counts as agreement. ``make_base``
+    makes what all members share, frozen; it is handed to ``make_model``, which takes nothing otherwise.
+    """
+
+    name: str
+    about: str
+    make_model: Callable[..., nn.Module]
+    make_batch: Callable[[], tuple[Tensor, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+    tolerance: float = 1e-3
+    make_base: Callable[[], list[nn.Linear]] | None = None
+
+
+def classified(*shape: int) -> tuple[Tensor, Tensor]:
+    """Normal inputs of ``shape`` and targets [shape[0]] out of ten classes, always the same, see `contradict`."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, target = torch.randn(shape, generator=generator), torch.randint(10, shape[:1], generator=generator)
+    return contradict(inputs, target, 10)
+
+
+def tokens(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Random tokens [batch, length] and the tokens that follow them [batch * length], always the same."""
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(vocabulary, (batch, length + 1), generator=generator)
+    inputs, target = contradict(text[:, :-1].contiguous(), text[:, 1:].contiguous(), vocabulary)
+    return inputs, target.flatten()
+
+
+def sentences(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Random tokens [batch, length], zeros after lengths of their own, and targets [batch] out of ten classes."""
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(1, vocabulary, (batch, length), generator=generator)
+    lengths = torch.randint(length // 4, length + 1, (batch, 1), generator=generator)
+    text[torch.arange(length) >= lengths] = 0
+    return contradict(text, torch.randint(10, (batch,), generator=generator), 10)
+
+
+def drawn(batch: int, noise: int, size: int) -> tuple[Tensor, Tensor]:
+    """Noise [batch, noise, 1, 1], the second half as the first, and other images [batch, 3, size, size] for each."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(batch - batch // 2, noise, 1, 1, generator=generator)
+    images = torch.rand(batch, 3, size, size, generator=generator).mul_(2).sub_(1)
+    return torch.cat([inputs, inputs])[:batch], images
+
+
+def contradict(inputs: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """The second half of the samples is the first half again, with other targets, so that no model learns them all.
+
+    Else a model that is timed for long enough knows its batch by heart, and its gradients become denormal numbers, with
+    which a processor computes many times slower: the time would tell how often a contender had run.
+    """
+    half = len(inputs) // 2
+    inputs[half : 2 * half] = inputs[:half]
+    target[half : 2 * half] = (target[:half] + 1) % classes
+    return inputs, target
+
+
+# BatchNorm divides by the spread of a batch, and Adam by the size of a gradient that may be rounding noise.
+_WITH_BATCH_NORM = 2e-2
+
+CASES = (
+    Case(
+        "mlp-small",
+        "MLP 64-128-128-10, batch 32",
+        partial(models.mlp, 64, 128, 128, 10),
+        partial(classified, 32, 64),
+    ),
+    Case(
+        "mlp-large",
+        "MLP 784-512-512-10, batch 128",
+        partial(models.mlp, 784, 512, 512, 10),
+        partial(classified, 128, 784),
+    ),
+    Case(
+        "cnn",
+        "three convolutions with BatchNorm, 28x28, batch 32",
+        models.cnn,
+        partial(classified, 32, 1, 28, 28),
+        tolerance=_WITH_BATCH_NORM,
+    ),
+    Case(
+        "resnet8",
+        "ResNet-8, 32x32, batch 32",
+        models.ResNet8,
+        partial(classified, 32, 3, 32, 32),
+        tolerance=_WITH_BATCH_NORM,
+    ),
+    Case(
+        "pointnet",
+        "PointNet-like, 256 points, batch 8",
+        models.PointNet,
+        partial(classified, 8, 3, 256),
+        tolerance=_WITH_BATCH_NORM,
+    ),
+    Case(
+        "mobilenet-v2",
+        "MobileNetV2-like, 32x32, batch 16",
+        partial(models.MobileNet, 2),
+        partial(classified, 16, 3, 32, 32),
+        tolerance=_WITH_BATCH_NORM,
+    ),
+    Case(
+        "mobilenet-v3",
+        "MobileNetV3-like, 32x32, batch 16",
+        partial(models.MobileNet, 3),
+        partial(classified, 16, 3, 32, 32),
+        tolerance=_WITH_BATCH_NORM,
+    ),
+    Case(
+        "dcgan",
+        "DCGAN's generator, 32x32, batch 16",
+        models.dcgan,
+        partial(drawn, 16, 64, 32),
+        loss=F.mse_loss,
+        tolerance=_WITH_BATCH_NORM,
+    ),
+    Case(
+        "transformer",
+        "transformer LM d=64, 2 layers, 4 heads, sequence 32, batch 16",
+        partial(models.TransformerLM, vocabulary=64, width=64, layers=2, heads=4, length=32),
+        partial(tokens, 16, 32, 64),
+    ),
+    Case(
+        "bert",
+        "BERT-like encoder d=64, 2 layers, 4 heads, sequence 32 with padding, batch 16",
+        partial(models.Bert, vocabulary=64, width=64, layers=2, heads=4, length=32),
+        partial(sentences, 16, 32, 64),
+    ),
+    Case(
+        "lstm",
+        "LSTM hidden 64, sequence 32, batch 32",
+        partial(models.LstmClassifier, 32, 64),
+        partial(classified, 32, 32, 32),
+    ),
+    Case(
+        "gru",
+        "GRU hidden 64, sequence 32, batch 32",
+        partial(models.GruClassifier, 32, 64),
+        partial(classified, 32, 32, 32),
+    ),
+    Case(
+        "lora",
+        "adapters of rank 8 on one frozen base, 6 layers of 256, batch 32",
+        partial(models.lora_classifier, width=256, rank=8),
+        partial(classified, 32, 256),
+        make_base=partial(models.frozen, 256, 6),
+    ),
+)

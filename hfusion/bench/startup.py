@@ -1,0 +1,134 @@
+"""What an array costs before it trains: ``fuse``, the first step, the first compiled one, for every number of members.
+
+Imports and what is kept on disk for all arrays, native kernels and the compiler's header, are paid by a warm-up that is
+not counted; torch's cache of compiled programs is empty before it. Each stage happens once, so that each is timed once.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from torch._inductor.utils import fresh_cache
+
+import hfusion as hf
+from hfusion.bench import cases, models, serial
+from hfusion.bench.fuse import Settings
+from hfusion.bench.progress import Meter
+from hfusion.bench.timing import synchronize
+from hfusion.bench.workload import Workload
+
+T = TypeVar("T")
+
+WARM_UP = cases.Case("warm-up", "", partial(models.mlp, 4, 4, 10), partial(cases.classified, 4, 4))
+STAGES = {
+    "fuse_ms": "fuse()",
+    "first_ms": "first step",
+    "second_ms": "second step",
+    "compiled_ms": "first compiled step",
+    "next_ms": "second compiled step",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Milliseconds of each stage; the compiled ones are None where ``note`` says what is not compiled.
+
+    ``fuse_ms``: hf.fuse. ``first_ms``: a step that captures, batches and verifies. ``second_ms``: the next one.
+    ``compiled_ms``: the second call of hf.train_step, which compiles. ``next_ms``: the call after it.
+    """
+
+    model: str
+    members: int
+    fuse_ms: float
+    first_ms: float
+    second_ms: float
+    compiled_ms: float | None
+    next_ms: float | None
+    note: str = ""
+
+
+def pieces(settings: Settings) -> int:
+    """How many pieces of work ``run`` reports."""
+    return len(settings.cases) * len(settings.members)
+
+
+def run(settings: Settings, meter: Meter) -> Iterator[Row]:
+    """One row for each model and number of members, after a warm-up."""
+    with fresh_cache():
+        meter.say("warming up")
+        once(Workload(WARM_UP, 2, settings.device, settings.amp))
+        for case in settings.cases:
+            for members in settings.members:
+                meter.say(f"{case.name} x {members}")
+                yield once(Workload(case, members, settings.device, settings.amp))
+                meter.advance(1)
+
+
+def once(workload: Workload) -> Row:
+    """The stages of one array, each counted once."""
+    torch.compiler.reset()
+    gc.collect()
+    batch = workload.batch()
+    fused, fuse_ms = _clocked(workload, partial(hf.fuse, workload.models()))
+    loss_of = hf.per_model(workload.case.loss)
+    optimizer = hf.optim.Adam(serial.trained(fused), lr=list(workload.rates))
+
+    def eager() -> None:
+        optimizer.zero_grad()
+        with workload.autocast():
+            losses = loss_of(fused(batch[0]), batch[1])
+        losses.sum().backward()
+        optimizer.step()
+
+    (_, first_ms), (_, second_ms) = (_clocked(workload, eager) for _ in range(2))
+
+    train = hf.train_step(fused, workload.case.loss, optimizer)
+
+    def compiled() -> Tensor:
+        with workload.autocast():
+            return train(*batch)
+
+    with warnings.catch_warnings():
+        # That it runs eagerly stands in the note.
+        warnings.simplefilter("ignore")
+        compiled()
+        (_, compiled_ms), (_, next_ms) = (_clocked(workload, compiled) for _ in range(2))
+    note = "; ".join(f"eager: {row.why}" for row in train.report().rows if row.why)
+    row = Row(workload.case.name, workload.members, fuse_ms, first_ms, second_ms, compiled_ms, next_ms, note)
+    return replace(row, compiled_ms=None, next_ms=None) if note else row
+
+
+def _clocked(workload: Workload, call: Callable[[], T]) -> tuple[T, float]:
+    """What ``call`` gives, and its milliseconds."""
+    synchronize(workload.device)
+    start = time.perf_counter()
+    result = call()
+    synchronize(workload.device)
+    return result, 1e3 * (time.perf_counter() - start)
+
+
+def table(rows: Sequence[Row]) -> tuple[Table, list[str]]:
+    """A row for each array, and footnotes."""
+    shown = Table(title="milliseconds before an array trains")
+    shown.add_column("model", no_wrap=True)
+    for title in ("members", *STAGES.values()):
+        shown.add_column(title, justify="right")
+    remarks = list(dict.fromkeys(row.note for row in rows if row.note))
+    for row in rows:
+        mark = f"n/a [{remarks.index(row.note) + 1}]" if row.note else ""
+        times = (getattr(row, name) for name in STAGES)
+        shown.add_row(row.model, str(row.members), *(mark if ms is None else f"{ms:,.1f}" for ms in times))
+    return shown, [f"[{number}] {remark}" for number, remark in enumerate(remarks, start=1)]
+
+
+def json_rows(rows: Sequence[Row]) -> list[dict[str, object]]:
+    return [asdict(row) for row in rows]

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import shutil
+from functools import partial
+
+import pytest
+from rich.console import Console
+
+from hfusion.bench import cases, models, startup
+from tests.bench.tiny import TINY, workload
+
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+RECURRENT = cases.Case("recurrent", "", partial(models.LstmClassifier, 3, 4), partial(cases.classified, 4, 2, 3))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_stages() -> None:
+    row = startup.once(workload(TINY))
+    assert (row.model, row.members, row.note) == ("tiny", 3, "")
+    for name in startup.STAGES:
+        assert getattr(row, name) > 0
+
+
+def test_what_is_not_compiled_is_told() -> None:
+    row = startup.once(workload(RECURRENT))
+    assert row.compiled_ms is None
+    assert row.next_ms is None
+    assert row.note.startswith("eager: inductor cannot call")
+    shown, footnotes = startup.table([row])
+    console = Console(width=150)
+    with console.capture() as captured:
+        console.print(shown)
+    assert captured.get().count("n/a [1]") == 2
+    assert footnotes == [f"[1] {row.note}"]
