@@ -13,6 +13,7 @@ from hfusion.ops import (
     random,
     reduce,
     resample,
+    rnn,
     shape,
     write,
 )
@@ -31,6 +32,7 @@ RULES: RuleTable = merge(
     random.RULES,
     reduce.RULES,
     resample.RULES,
+    rnn.RULES,
     shape.RULES,
     write.RULES,
 )

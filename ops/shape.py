@@ -18,6 +18,7 @@ from hfusion.layout import Layout
 from hfusion.ops.pointwise import first_member, like, same
 from hfusion.ops.rule import (
     Call,
+    Memberwise,
     Rule,
     RuleTable,
     Site,
@@ -265,11 +266,14 @@ def triangle(site: Site, *, self: Value, diagonal: Any) -> Call | None:
 def slices(site: Site, *, self: Value, dim: int, start: Any, end: Any, step: Any) -> Call | None:
     """Python's ``x[:, k]`` is full of slices that take a dim whole; those are no work."""
     whole = start in (None, 0) and end in (None, _TO_THE_END) and step == 1
-    if whole and self.layout is not Layout.LISTED:
+    if whole and self.layout is Layout.LISTED:
+        return Call(same_rows, (site.members, (self,), {}), self.layout, self.layout.value)
+    if whole:
         return Call(same, (self,), self.layout, self.layout.value)
     return _SLICE(site, self=self, dim=dim, start=start, end=end, step=step)
 
 
+same_rows = Memberwise(same)
 _SLICE = along("dim", packed=NEEDS_1)
 _TO_THE_END = 2**63 - 1
 

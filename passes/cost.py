@@ -199,8 +199,9 @@ class _Tracing:
             return self._attention(node, how)
         if name in RECURRENT:
             kept = hidden(node.meta["origin"], self.batch) * self.copies(node) * _width(node)
-            # oneDNN's LSTM keeps 16 values per unit and row, of which its matrices give 8.
-            return (2 * kept, 2 * kept) if name in ("lstm", "opaque") else (kept, kept)
+            # oneDNN's LSTM keeps 16 values per unit and row, of which its matrices give 8; ours less than these.
+            once = how == "members as batch" or name not in ("lstm", "opaque")
+            return (kept, kept) if once else (2 * kept, 2 * kept)
         if name == "matmul":
             copied = self._broadcast(node)
             return copied, copied

@@ -23,6 +23,7 @@ from hfusion.array import mark, membership
 from hfusion.errors import FusionError
 from hfusion.optim.cohort import Cohort, Cohorts, State, membership_of
 from hfusion.optim.hyper import Hyper, Values, own, plain, read, unchanged
+from hfusion.optim.ready import Ready
 from hfusion.optim.rows import Row
 from hfusion.optim.settings import Flags, Settings
 
@@ -50,6 +51,7 @@ class FusedOptimizer(Optimizer):
 
     def __init__(self, params: Any, defaults: Mapping[str, Any]) -> None:
         self._known: dict[int, tuple[Settings, Cohorts | None]] = {}
+        self._ready: Ready | None = None
         super().__init__(params, dict(defaults))
 
     @staticmethod
@@ -123,7 +125,10 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [part for index, group in enumerate(self.param_groups) for part in self._prepare(index, group)]
+        work = self._ready.work(self.param_groups, self.state) if self._ready is not None else None
+        if work is None:
+            work = [part for index, group in enumerate(self.param_groups) for part in self._prepare(index, group)]
+            self._ready = self._remembered()
         for settings, cohort, grads in work:
             if cohort.native:
                 cohort.step(grads, settings)
@@ -182,6 +187,7 @@ class FusedOptimizer(Optimizer):
 
     def forget(self) -> None:
         """Drop what holds the memory of tensors that were moved since the last step."""
+        self._ready = None
         for index, (settings, _) in list(self._known.items()):
             self._known[index] = settings, None
 
@@ -193,6 +199,7 @@ class FusedOptimizer(Optimizer):
         marks = state.pop("memberships", [])
         super().__setstate__(state)
         self._known = {}
+        self._ready = None
         # A copy of a Parameter has lost its mark.
         for group, memberships in zip(self.param_groups, marks, strict=False):
             for param, found in zip(group["params"], memberships, strict=True):
@@ -266,6 +273,22 @@ class FusedOptimizer(Optimizer):
             )
         self._known[index] = (settings, cohorts)
         return [(settings, cohort, part) for cohort, part in cohorts.load(grads)]
+
+    def _remembered(self) -> Ready | None:
+        """What the preparation of this step found, if the next one may start from there."""
+        groups = self.param_groups
+        known = [
+            (settings, cohorts) for settings, cohorts in map(self._known.__getitem__, range(len(groups))) if cohorts
+        ]
+        keys = list(dict.fromkeys([*(hyper.key for hyper in self.hypers), *self.flags]))
+        steady = (
+            all(param.grad is not None for group in groups for param in group["params"])
+            and all(cohort.native for _, cohorts in known for cohort in cohorts.all)
+            and all(vector.is_contiguous() for settings, _ in known for vector in settings.vectors)
+            # A list may change and stay the same object.
+            and not any(isinstance(group[key], list) for group in groups for key in keys)
+        )
+        return Ready(groups, self.state, keys, known) if steady else None
 
     def _state(self, param: Tensor, names: Sequence[str]) -> State:
         state: State = self.state[param]

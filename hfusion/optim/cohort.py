@@ -43,12 +43,17 @@ class Cohort:
         contiguous = all(tensor.is_contiguous() for stack in self._stacks for tensor in stack)
         self.fused = contiguous and self._device.type in _FUSED_DEVICES and first.dtype in _FUSED_DTYPES
         found = native.kernel(kernel, first.dtype) if self.fused and self._device.type == "cpu" else None
-        self._plan = native.Plan(found, self._stacks) if found else None
+        self._plan = native.Plan(found, self._stacks, self._counts) if found else None
         self._rows: tuple[object, RowPlan] | None = None
 
     @property
     def native(self) -> bool:
         return self._plan is not None
+
+    @property
+    def twice(self) -> Sequence[Tensor]:
+        """The step counts, and again: who else writes them writes the first only. Nothing if there are none."""
+        return self._twice
 
     def holds(self) -> bool:
         """Whether nobody but this cohort has written the step counts."""
@@ -67,13 +72,15 @@ class Cohort:
     def step(self, grads: list[Tensor], settings: Settings) -> None:
         """Count a step and make it with the native kernel. ``grads``: what ``gradients`` gave."""
         assert self._plan is not None
-        self._begin(settings.advance)
-        self._plan.step(grads, settings, self._count)
+        self._written()
+        self._plan.step(grads, settings)
 
     def rows(self, grads: list[Tensor], settings: Settings) -> Iterator[tuple[Row, Values]]:
         """Count a step and give the rows that a kernel shall update, each with its hyper-parameters."""
         members = settings.members if self.stacked else settings.members[:1]
-        self._begin(settings.advance)
+        self._written()
+        if self._counts is not None:
+            self._counts.add_(settings.advance if self.stacked else settings.advance[0])
         counts = self._count.reshape(-1).tolist() if self._count is not None else [0.0] * len(members)
         steps = {
             count: torch.full((), count, dtype=torch.float32, device=self._device) for count in dict.fromkeys(counts)
@@ -87,11 +94,9 @@ class Cohort:
             count = counts[start]
             yield Row(params, part, buffers, count, steps[count]), members[start]
 
-    def _begin(self, advance: Tensor) -> None:
+    def _written(self) -> None:
         # Autograd sees by the version that a tensor it saved is overwritten; kernels over lists do not count.
         torch.autograd.graph.increment_version(self._stacks[0])
-        if self._counts is not None:
-            self._counts.add_(advance if self.stacked else advance[0])
 
     def _stack(self, tensor: Tensor) -> Tensor:
         return tensor if self.stacked else tensor.unsqueeze(0)
@@ -121,15 +126,30 @@ class Cohorts:
 
     def holds(self, params: Sequence[Tensor], state: Sequence[State | None], names: list[str]) -> bool:
         """Whether these are still the cohorts of ``params`` with ``state``."""
-        if names != self._names or not _same(state, self._state):
+        if names != self._names or not same_objects(state, self._state):
             return False
         tensors = _tensors(params, self._state)
         return (
-            _same(tensors, self._tensors)
+            same_objects(tensors, self._tensors)
             and list(map(Tensor.data_ptr, tensors)) == self._addresses
             and _layouts(params) == self._layouts
             and all(cohort.holds() for cohort in self._cohorts)
         )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters, then what their state holds."""
+        return self._tensors
+
+    @property
+    def all(self) -> list[Cohort]:
+        """The cohorts."""
+        return self._cohorts
+
+    @property
+    def count(self) -> int:
+        """How many parameters there are."""
+        return len(self._layouts[0])
 
     def load(self, grads: list[Tensor]) -> list[tuple[Cohort, list[Tensor]]]:
         """Each cohort with its gradients. RuntimeError for a gradient of another size than its parameter."""
@@ -167,7 +187,8 @@ def _join_counts(state: Sequence[State]) -> Tensor:
     return counts
 
 
-def _same(these: Sequence[object], those: Sequence[object]) -> bool:
+def same_objects(these: Sequence[object], those: Sequence[object]) -> bool:
+    """Whether the entries are the same, one by one."""
     return len(these) == len(those) and all(map(is_, these, those))
 
 

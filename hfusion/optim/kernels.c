@@ -149,6 +149,19 @@ static Work work_of(int64_t tensors, int64_t members, const int64_t *sizes, void
     return work;
 }
 
+/* Whether `spans` pieces of memory hold what others hold, each so many bytes. */
+int same(int64_t spans, const void *const *these, const void *const *those, const int64_t *bytes) {
+    for (int64_t span = 0; span < spans; span++)
+        if (memcmp(these[span], those[span], bytes[span])) return 0;
+    return 1;
+}
+
+/* Adds `by`, one number for each member, to `rows` lists of counts. */
+void advance(int64_t rows, int64_t members, float *counts, const float *by) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t member = 0; member < members; member++) counts[row * members + member] += by[member];
+}
+
 /* What follows, once for each type. */
 #define PASTE(name, type) name##_##type
 #define NAMED(name, type) PASTE(name, type)

@@ -1,50 +1,34 @@
-"""The kernels of ``kernels.c``: compiled once by the machine's own compiler, kept in the user's cache, loaded.
+"""The kernels of ``kernels.c``.
 
-Where that does not work, the optimizers run torch's kernels row by row (``rows.py``) and are only slower.
-The environment variable ``HFUSION_NATIVE=0`` chooses that way; ``CC`` names the compiler.
+Where they cannot be had, the optimizers run torch's kernels row by row (``rows.py``) and are only slower.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hfusion.machine import cache_folder
+from hfusion import native
 from hfusion.optim.settings import Settings
 
 Kernel: TypeAlias = Callable[..., int]
 
 SOURCE = Path(__file__).with_name("kernels.c")
 
-# Without contraction a vector and what is left over at its end round alike. The two -fno- only spare what
-# nobody here looks at, errno and traps; the arithmetic stays that of IEEE 754.
-_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
-# Not every compiler has both.
-_EXTRAS = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())
-_SECONDS = 60
 _TYPES = {torch.float32: "float", torch.float64: "double"}
 _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 def library() -> ctypes.CDLL | str:
     """The loaded kernels, or in words why there are none. Compiles at most once in a process."""
-    if os.environ.get("HFUSION_NATIVE") == "0":
-        return "HFUSION_NATIVE=0"
-    return _loaded()
+    return native.library(SOURCE)
 
 
 def kernel(name: str, dtype: torch.dtype) -> Kernel | None:
@@ -62,35 +46,65 @@ class Plan:
     """The arguments of ``kernel`` that stay from step to step.
 
     ``stacks``: the parameters, then each state buffer; each a list of contiguous tensors ``[members, ...]``
-    of one dtype on the CPU, which the caller keeps alive.
+    of one dtype on the CPU, which the caller keeps alive. ``counts``: those of the steps, contiguous float32
+    ``[..., members]``, of which the first ones are read, or None.
     """
 
-    def __init__(self, kernel: Kernel, stacks: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, kernel: Kernel, stacks: Sequence[Sequence[Tensor]], counts: Tensor | None) -> None:
         params, *state = stacks
         self._kernel = kernel
         self._members = len(params[0])
         self._sizes = array("q", [param.numel() // self._members for param in params])
         self._addresses = [_addresses(params), _addresses([tensor for stack in state for tensor in stack])]
+        self._counts = counts
+        self._settings: Settings | None = None
+        self._advance = _function("advance")
 
-    def step(self, grads: Sequence[Tensor], settings: Settings, counts: Tensor | None) -> None:
-        """One step. ``grads``: as ``params``; ``counts``: the contiguous float32 ``[members]`` of this step."""
+    def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        """Count a step and make it. ``grads``: as ``params``."""
+        if settings is not self._settings:
+            self._settings, self._arguments = settings, self._prepared(settings)
+        before, after, counting = self._arguments
         fresh = _addresses(grads)
-        sizes, params, state = (_start(values) for values in (self._sizes, *self._addresses))
-        failed = self._kernel(
-            len(self._sizes),
-            self._members,
-            len(settings.members),
-            sizes,
-            params,
-            _start(fresh),
-            state,
-            settings.table.data_ptr(),
-            None if counts is None else counts.data_ptr(),
-            settings.bits,
-            torch.get_num_threads(),
-        )
+        if counting is not None:
+            self._advance(*counting)
+        failed = self._kernel(*before, fresh.buffer_info()[0], *after, torch.get_num_threads())
         if failed:
             raise MemoryError(f"no memory for the scalars of {self._members} members")
+
+    def _prepared(self, settings: Settings) -> tuple[tuple[int, ...], tuple[int | None, ...], tuple[int, ...] | None]:
+        """What the kernel takes before the gradients and after them, and what counts a step."""
+        sizes, params, state = (_start(values) for values in (self._sizes, *self._addresses))
+        counts = None if self._counts is None else self._counts.data_ptr()
+        before = (len(self._sizes), self._members, len(settings.members), sizes, params)
+        after = (state, settings.table.data_ptr(), counts, settings.bits)
+        if self._counts is None:
+            return before, after, None
+        rows = self._counts.numel() // self._members
+        return before, after, (rows, self._members, self._counts.data_ptr(), settings.advance.data_ptr())
+
+
+class Memory:
+    """Pieces of memory that shall hold the same, two by two, as long as nobody writes into one of them."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        these, those = ([pair[side] for pair in pairs] for side in (0, 1))
+        self._arrays = (_addresses(these), _addresses(those), array("q", [t.numel() * t.element_size() for t in those]))
+        self._arguments = (len(pairs), *map(_start, self._arrays))
+        self._same = _function("same")
+
+    def same(self) -> bool:
+        """Whether they do. The tensors must lie where they lay."""
+        return bool(self._same(*self._arguments))
+
+
+@cache
+def _function(name: str) -> Callable[..., int]:
+    found = library()
+    assert not isinstance(found, str), found
+    made: Any = found[name]
+    made.argtypes = {"same": [_INTEGER, *[_POINTER] * 3], "advance": [_INTEGER] * 2 + [_POINTER] * 2}[name]
+    return made  # type: ignore[no-any-return]
 
 
 def _addresses(tensors: Sequence[Tensor]) -> array[int]:
@@ -100,63 +114,3 @@ def _addresses(tensors: Sequence[Tensor]) -> array[int]:
 
 def _start(values: array[int]) -> int:
     return values.buffer_info()[0]
-
-
-@cache
-def _loaded() -> ctypes.CDLL | str:
-    try:
-        compiler = _compiler()
-        if compiler is None:
-            return "no C compiler ($CC, cc, gcc, clang) was found"
-        made = build(compiler, cache_folder())
-        return ctypes.CDLL(str(made)) if isinstance(made, Path) else made
-    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def _compiler() -> list[str] | None:
-    if chosen := shlex.split(os.environ.get("CC", "")):
-        return chosen
-    return next(([name] for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-
-
-def build(compiler: Sequence[str], directory: Path) -> Path | str:
-    """The shared library of ``SOURCE`` below ``directory``, compiled unless it is there; or why it is not.
-
-    Raises OSError if ``directory`` cannot be written or the compiler not be run.
-    """
-    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_SECONDS).stdout
-    identity = [SOURCE.read_bytes(), version, repr((compiler, _FLAGS, _EXTRAS, _processor())).encode()]
-    wanted = directory / f"kernels-{hashlib.sha256(b'|'.join(identity)).hexdigest()[:24]}.so"
-    if wanted.exists() and _loads(wanted):
-        return wanted
-    directory.mkdir(parents=True, exist_ok=True)
-    # Another process may do the same: the file appears whole or not at all.
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
-        made = Path(folder) / wanted.name
-        for extras in _EXTRAS:
-            command = [*compiler, *_FLAGS, *extras, "-o", str(made), str(SOURCE), "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
-            if done.returncode == 0 and _loads(made):
-                os.replace(made, wanted)
-                return wanted
-    return f"{shlex.join(command)} failed: {done.stderr.strip()[-300:] or 'the library does not load'}"
-
-
-def _loads(made: Path) -> bool:
-    """Whether the libraries that the compiler linked are there at run time."""
-    try:
-        ctypes.CDLL(str(made))
-    except OSError:
-        return False
-    return True
-
-
-def _processor() -> str:
-    """What -march=native depends on: a home may be shared by machines, and a container move."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    told = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(told)))

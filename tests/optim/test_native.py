@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from hfusion import native as machine
 from hfusion import optim
 from hfusion.array import Membership, mark
 from hfusion.bench import optim as bench
@@ -26,7 +26,7 @@ MEMBERS = 5
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.delenv("HFUSION_NATIVE", raising=False)
-    found = native._compiler()
+    found = machine.compiler()
     if found is None:
         pytest.skip("no C compiler")
     return found
@@ -37,9 +37,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A process that has not looked for the kernels yet, with an empty cache."""
     monkeypatch.delenv("HFUSION_NATIVE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native._loaded.cache_clear()
+    machine._loaded.cache_clear()
     yield
-    native._loaded.cache_clear()
+    machine._loaded.cache_clear()
 
 
 def trained(name: str, options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, cut: Any) -> Any:
@@ -107,24 +107,6 @@ def test_threads_change_no_bit(name: str, options: dict[str, Any]) -> None:
         assert torch.equal(one, other)
 
 
-def test_a_library_is_compiled_once(compiler: list[str], tmp_path: Path) -> None:
-    made = native.build(compiler, tmp_path / "cache")
-    assert isinstance(made, Path)
-    stamp = made.stat().st_mtime_ns
-    assert native.build(compiler, tmp_path / "cache") == made
-    assert made.stat().st_mtime_ns == stamp
-    assert os.listdir(made.parent) == [made.name]
-
-
-def test_a_library_that_does_not_load_is_compiled_again(compiler: list[str], tmp_path: Path) -> None:
-    made = native.build(compiler, tmp_path)
-    assert isinstance(made, Path)
-    made.unlink()
-    made.write_bytes(b"no library")
-    assert native.build(compiler, tmp_path) == made
-    assert native._loads(made)
-
-
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     ("variable", "value", "reason"),
@@ -140,7 +122,7 @@ def test_a_library_that_does_not_load_is_compiled_again(compiler: list[str], tmp
 def test_without_a_library_rows_go_through_torchs_kernels(
     variable: str, value: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if native._compiler() is None and variable == "XDG_CACHE_HOME":
+    if machine.compiler() is None and variable == "XDG_CACHE_HOME":
         pytest.skip("no C compiler")
     monkeypatch.setenv(variable, value)
     if variable == "PATH":

@@ -1,0 +1,96 @@
+"""The common step: nothing has changed since the last one but the gradients, and that is seen cheaply.
+
+A step of small models takes less time than it takes to look at everything in Python, the more as a training step has
+driven all of it out of the caches. So what a full preparation found is compared as a whole: the same objects, the same
+addresses, the same numbers in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, is_, itemgetter
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hfusion.optim.cohort import Cohort, Cohorts, State, same_objects
+from hfusion.optim.native import Memory
+from hfusion.optim.settings import Settings
+
+_GRAD = attrgetter("grad")
+_LAYOUT = attrgetter("layout")
+
+Group: TypeAlias = Mapping[str, Any]
+
+
+class Ready:
+    """What all param groups were at a step in which every parameter had a gradient and every cohort was native.
+
+    ``keys``: of the hyper-parameters and flags in a group. ``known``: the settings and cohorts of each group.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        state: Mapping[Tensor, State],
+        keys: Sequence[str],
+        known: Sequence[tuple[Settings, Cohorts]],
+    ) -> None:
+        # Always a tuple.
+        self._values = itemgetter(keys[0], *keys)
+        self._known = list(known)
+        self._objects = self._found(groups, state)
+        params = [param for group in groups for param in group["params"]]
+        vectors = [vector for settings, _ in known for vector in settings.vectors]
+        self._sized = [*params, *vectors]
+        self._params = params
+        self._tensors = [*vectors, *(tensor for _, cohorts in known for tensor in cohorts.tensors)]
+        with torch._C.DisableTorchFunctionSubclass():
+            self._traits = self._now()
+            rows = [pair for settings, _ in known for pair in zip(settings.vectors, settings.table, strict=True)]
+            counts = [cohort.twice for _, cohorts in known for cohort in cohorts.all if cohort.twice]
+            self._memory = Memory([*rows, *((first, second) for first, second in counts)])
+
+    def work(
+        self, groups: Sequence[Group], state: Mapping[Tensor, State]
+    ) -> list[tuple[Settings, Cohort, list[Tensor]]] | None:
+        """The cohorts of this step with their gradients; None if anything is not as it was."""
+        if not same_objects(self._found(groups, state), self._objects):
+            return None
+        grads = list(map(_GRAD, self._params))
+        if not all(map(is_, map(type, grads), repeat(Tensor))) or not all(
+            map(is_, map(_LAYOUT, grads), repeat(torch.strided))
+        ):
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._now() != self._traits or not self._memory.same():
+                return None
+        if len(self._known) == 1:
+            settings, cohorts = self._known[0]
+            return [(settings, cohort, part) for cohort, part in cohorts.load(grads)]
+        fresh = iter(grads)
+        return [
+            (settings, cohort, part)
+            for settings, cohorts in self._known
+            for cohort, part in cohorts.load([next(fresh) for _ in range(cohorts.count)])
+        ]
+
+    def _found(self, groups: Sequence[Group], state: Mapping[Tensor, State]) -> list[object]:
+        """Every object that a step depends on; a pair of hyper-parameters cannot change but by another pair."""
+        found: list[object] = [*state, *state.values(), *groups]
+        for entry in state.values():
+            found += entry.values()
+        for group in groups:
+            found += group["params"]
+            found += self._values(group)
+        return found
+
+    def _now(self) -> tuple[list[int], list[int], list[bool]]:
+        """Addresses and layouts."""
+        return (
+            list(map(Tensor.data_ptr, self._tensors)),
+            list(map(Tensor.numel, self._sized)),
+            list(map(Tensor.is_contiguous, self._params)),
+        )

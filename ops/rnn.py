@@ -1,0 +1,285 @@
+"""LSTMs of all members at once, on a CPU.
+
+Every time step is one product for all members, of inputs and hidden states that lie side by side, and one pass of a
+kernel over the sums (``rnn.c``). Autograd would keep and walk a dozen operators for each step; here the backward is
+written out, and the weights get their gradients from one product over all steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hfusion import native
+from hfusion.layout import Layout, Listed
+from hfusion.ops.random import dropout_stacked
+from hfusion.ops.rule import Call, RuleTable, Site, Value, each, has_per_member, hint
+
+aten = torch.ops.aten
+
+SOURCE = Path(__file__).with_name("rnn.c")
+
+# output, hidden state, cell state.
+Results: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+# Numbers in one member's matrices of a layer up to which they stay in a cache from step to step, all members' in turn;
+# above it torch's own loop over the members is faster, measured.
+MOST_WEIGHTS = 1 << 19
+# Products of one member's step up to which torch's forward spends more time around them than with them. Without a
+# backward there is nothing else to win.
+FEW_PRODUCTS = 1 << 17
+
+_TYPES = {torch.float32: "float", torch.float64: "double"}
+# Numbers (i) and addresses (p), as the functions of rnn.c take them.
+_ARGUMENTS = {"lstm_forward": "iiippppipiii", "lstm_backward": "iiippppiipppii"}
+
+
+@cache
+def _kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
+    found = native.library(SOURCE)
+    assert not isinstance(found, str), found
+    made: Any = found[f"{name}_{_TYPES[dtype]}"]
+    made.restype = None
+    made.argtypes = [ctypes.c_int64 if kind == "i" else ctypes.c_void_p for kind in _ARGUMENTS[name]]
+    return made  # type: ignore[no-any-return]
+
+
+def lstm(site: Site, input: Value, hx: Sequence[Value], params: Sequence[Value], **options: Any) -> Call | None:
+    """`torch.nn.LSTM`; projections, and what the kernels are not for, stay with torch's own."""
+    per_layer = (4 if options["has_biases"] else 2) * (2 if options["bidirectional"] else 1)
+    x = input.example
+    known = x.device.type == "cpu" and x.dtype in _TYPES and len(params) == per_layer * options["num_layers"]
+    sizes = [p.example.numel() for p in params if p.rank == 2]
+    large = any(sum(pair) > MOST_WEIGHTS for pair in zip(sizes[::2], sizes[1::2], strict=False))
+    alone = site.members == 1
+    if has_per_member(options) or not known or alone or large or isinstance(native.library(SOURCE), str):
+        return None
+    samples = hint(x.shape[0 if options["batch_first"] else 1]) or 1
+    if not options["train"] and samples * (sizes[0] + sizes[1]) > FEW_PRODUCTS:
+        return None
+    operands = [v if v.shared else v.to(Layout.STACKED) for v in (input, *hx)]
+    weights = [p.to(Layout.STACKED) for p in params]
+    return Call(lstm_stacked, (site.members, *operands, weights), Layout.STACKED, "members as batch", options)
+
+
+def lstm_stacked(members: int, x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], **options: Any) -> Results:
+    """Output ``[B, T, N, D*H]`` or ``[B, N, T, D*H]``, last states ``[B, L*D, N, H]``; D directions, L layers.
+
+    Input and first states are of one member, for all, or stacked; weights are stacked.
+    """
+    tensors = (x, h, c, *weights)
+    trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    few = h.shape[-2] * (weights[0][0].numel() + weights[1][0].numel()) <= FEW_PRODUCTS
+    if not (trained or few) or not _runs(tensors):
+        return _per_member(members, x, h, c, weights, options)
+    directions, count = (2 if options["bidirectional"] else 1), (4 if options["has_biases"] else 2)
+    values = x.transpose(-3, -2) if options["batch_first"] else x
+    hidden: list[Tensor] = []
+    cells: list[Tensor] = []
+    for layer in range(options["num_layers"]):
+        outputs: list[Tensor] = []
+        for place in range(layer * directions, (layer + 1) * directions):
+            own = [*weights[count * place : count * (place + 1)], None, None][:4]
+            states = h.select(-3, place), c.select(-3, place)
+            found = LstmLayer.apply(place % directions == 1, values, *states, *own)  # type: ignore[no-untyped-call]
+            for results, result in zip((outputs, hidden, cells), found, strict=True):
+                results.append(result)
+        values = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        if options["dropout"] and options["train"] and layer + 1 < options["num_layers"]:
+            values = dropout_stacked(values, float(options["dropout"]), members, False, False)
+    y = values.transpose(-3, -2) if options["batch_first"] else values
+    return y, torch.stack(hidden, 1), torch.stack(cells, 1)
+
+
+def _runs(tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernels can work on the memory of these."""
+    first = tensors[0]
+    return (
+        not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+        and first.numel() > 0
+        and first.dtype in _TYPES
+        and all(_plain(tensor) and tensor.is_cpu and tensor.dtype is first.dtype for tensor in tensors)
+    )
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether it has an address: no fake tensor, and none of a transform."""
+    functorch: Any = torch._C._functorch
+    return type(tensor) in (Tensor, torch.nn.Parameter) and not functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _per_member(
+    members: int, x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], options: Mapping[str, Any]
+) -> Results:
+    """By torch's own operator."""
+    params = [Listed(weight.unbind()) for weight in weights]
+    inputs, *states = (tensor if tensor.dim() == 3 else Listed(tensor.unbind()) for tensor in (x, h, c))
+    rows = each(aten.lstm.input, members, (inputs, states, params, *options.values()), {})
+    y, hidden, cells = (torch.stack(parts) for parts in zip(*rows, strict=True))
+    return y, hidden, cells
+
+
+class LstmLayer(torch.autograd.Function):
+    """One layer in one direction: ``x [T, N, I]`` or ``[B, T, N, I]``, states ``[N, H]`` or ``[B, N, H]``.
+
+    Weights ``[B, 4*H, I]`` and ``[B, 4*H, H]``, biases ``[B, 4*H]`` or None. Gives the hidden states of all steps
+    ``[B, T, N, H]`` and the last states ``[B, N, H]``. Hochreiter and Schmidhuber (1997), gates as in `torch.nn.LSTM`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        reverse: bool,
+        x: Tensor,
+        h: Tensor,
+        c: Tensor,
+        w_input: Tensor,
+        w_hidden: Tensor,
+        b_input: Tensor | None,
+        b_hidden: Tensor | None,
+    ) -> Results:
+        (steps, samples, features), (members, sums, size) = x.shape[-3:], w_hidden.shape
+        order = range(steps - 1, -1, -1) if reverse else range(steps)
+        rows, weights = _rows(x, h, order[0], w_input, w_hidden, b_input, b_hidden)
+        gates = x.new_empty(steps, members, samples, sums)
+        cells = x.new_empty(steps + 1, members, samples, size)
+        y = x.new_empty(members, steps, samples, size)
+        cells[0] = c
+        at, outputs, products = rows.unbind(1), y.unbind(1), gates.unbind()
+        beside = [row.data_ptr() for row in rows.narrow(-1, features, size).unbind(1)]
+        states = [cell.data_ptr() for cell in cells.unbind()]
+        run, threads = _kernel("lstm_forward", x.dtype), torch.get_num_threads()
+        strides = rows.stride(0), rows.stride(2)
+        for step, time in enumerate(order):
+            torch.bmm(at[time], weights, out=products[step])
+            following = beside[order[step + 1]] if step + 1 < steps else None
+            run(
+                members * samples, samples, size,
+                products[step].data_ptr(), states[step], states[step + 1],
+                outputs[time].data_ptr(), y.stride(0), following, *strides, threads,
+            )  # fmt: skip
+        ctx.reverse = reverse
+        ctx.save_for_backward(x, h, c, w_input, w_hidden, b_input, b_hidden, rows, gates, cells)
+        ctx.set_materialize_grads(False)
+        return y, outputs[order[-1]].clone(), cells[-1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        *inputs, rows, gates, cells = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled():
+            return None, *_differentiable(ctx.reverse, inputs, wanted, grads)
+        x, h, c, w_input, w_hidden, *_ = inputs
+        sums, before, carry = _sums(ctx.reverse, grads, w_hidden, gates, cells, wanted[1])
+        flat = sums.flatten(1, 2)
+        d_x = torch.bmm(flat, w_input).view(*sums.shape[:3], -1) if wanted[0] else None
+        first = [_reduced(grad, like) for grad, like in ((d_x, x), (before, h), (carry, c))]
+        if not any(wanted[3:]):
+            return None, *first, None, None, None, None
+        products = torch.bmm(rows.flatten(1, 2).mT, flat)
+        features, size = x.shape[-1], w_hidden.shape[-1]
+        bias = products[:, -1] if any(wanted[5:]) else None
+        return (
+            None,
+            *(grad if asked else None for grad, asked in zip(first, wanted, strict=False)),
+            products[:, :features].mT.contiguous() if wanted[3] else None,
+            products[:, features : features + size].mT.contiguous() if wanted[4] else None,
+            bias.clone() if bias is not None and wanted[5] else None,
+            bias.clone() if bias is not None and wanted[6] else None,
+        )
+
+
+def _rows(
+    x: Tensor,
+    h: Tensor,
+    first: int,
+    w_input: Tensor,
+    w_hidden: Tensor,
+    b_input: Tensor | None,
+    b_hidden: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What is multiplied: ``[B, T, N, K]`` and ``[B, K, 4*H]``, K inputs, then hidden states, then a 1 for the biases.
+
+    Of the hidden states only those before step ``first`` are there yet.
+    """
+    parts = [w_input.mT, w_hidden.mT]
+    if b_input is not None and b_hidden is not None:
+        parts.append((b_input + b_hidden).unsqueeze(1))
+    weights = torch.cat(parts, 1)
+    rows = x.new_empty(len(weights), *x.shape[-3:-1], weights.shape[1])
+    features, size = x.shape[-1], w_hidden.shape[-1]
+    rows[..., :features] = x
+    rows[:, first, :, features : features + size] = h
+    rows[..., features + size :] = 1
+    return rows, weights
+
+
+def _sums(
+    reverse: bool, grads: Sequence[Tensor | None], w_hidden: Tensor, gates: Tensor, cells: Tensor, to_the_first: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the sums ``[B, T, N, 4*H]`` that the gates are functions of, and of the first states ``[B, N, H]``.
+
+    That of the hidden state is right only if it shall go ``to_the_first``.
+    """
+    steps, members, samples, _ = gates.shape
+    size = w_hidden.shape[-1]
+    order = range(steps - 1, -1, -1) if reverse else range(steps)
+    d_y, *lasts = grads
+    if d_y is not None and d_y.stride(-1) != 1:
+        d_y = d_y.contiguous()
+    hidden, carry = (
+        torch.zeros_like(cells[0]) if grad is None else grad.clone(memory_format=torch.contiguous_format)
+        for grad in lasts
+    )
+    sums = gates.new_empty(members, steps, samples, 4 * size)
+    to, products, states = sums.unbind(1), gates.unbind(), [cell.data_ptr() for cell in cells.unbind()]
+    given = [None] * steps if d_y is None else [grad.data_ptr() for grad in d_y.unbind(1)]
+    strides = (0, 0) if d_y is None else (d_y.stride(0), d_y.stride(2))
+    run, threads = _kernel("lstm_backward", gates.dtype), torch.get_num_threads()
+    for step in range(steps - 1, -1, -1):
+        time = order[step]
+        run(
+            members * samples, samples, size,
+            products[step].data_ptr(), states[step], states[step + 1], given[time], *strides,
+            hidden.data_ptr(), carry.data_ptr(), to[time].data_ptr(), sums.stride(0), threads,
+        )  # fmt: skip
+        if step or to_the_first:
+            torch.bmm(to[time], w_hidden, out=hidden)
+    return sums, hidden, carry
+
+
+def _reduced(grad: Tensor | None, like: Tensor) -> Tensor | None:
+    """The sum over the members where they had one value in common."""
+    return grad if grad is None or grad.dim() == like.dim() else grad.sum(0)
+
+
+def _differentiable(
+    reverse: bool, inputs: Sequence[Tensor | None], wanted: Sequence[bool], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients by torch's own operator, of which higher derivatives can be taken where it has them."""
+    x, h, c, *weights = inputs
+    assert x is not None
+    assert h is not None
+    assert c is not None
+    stacks = [weight for weight in weights if weight is not None]
+    options = (len(stacks) == 4, 1, 0.0, True, False, False)
+    turned = x.flip(-3) if reverse else x
+    named = ("has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
+    states = h.unsqueeze(-3), c.unsqueeze(-3)
+    y, *lasts = _per_member(len(stacks[0]), turned, *states, stacks, dict(zip(named, options, strict=True)))
+    results = [y.flip(1) if reverse else y, *(last.squeeze(1) for last in lasts)]
+    given = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
+    asked = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want and tensor is not None]
+    outputs, seeds = zip(*given, strict=True)
+    found = iter(torch.autograd.grad(outputs, asked, seeds, create_graph=True, allow_unused=True))
+    return [next(found) if want else None for want in wanted]
+
+
+RULES: RuleTable = {aten.lstm.input: lstm}

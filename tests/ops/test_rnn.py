@@ -1,0 +1,238 @@
+"""LSTMs: values, gradients and second derivatives against the loop over members."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion import native
+from hfusion.layout import Layout
+from hfusion.ops import rnn
+from hfusion.passes.batch import batch
+from tests.oracle import Case, Draw, check, member_graph, t
+
+aten = torch.ops.aten
+
+MEMBERS = 3
+
+
+def case(
+    *, features: int = 3, size: int = 4, layers: int = 1, bidirectional: bool = False, biases: bool = True, first: bool
+) -> Case:
+    """An LSTM over 5 steps of 2 samples."""
+    directions = 2 if bidirectional else 1
+    params: list[Draw] = []
+    for layer in range(layers):
+        inputs = directions * size if layer else features
+        for _ in range(directions):
+            params += [t(4 * size, inputs), t(4 * size, size), *[t(4 * size), t(4 * size)][: 2 * biases]]
+    states = [t(layers * directions, 2, size), t(layers * directions, 2, size)]
+    x = t(2, 5, features) if first else t(5, 2, features)
+    return Case(aten.lstm.input, (x, states, params, biases, layers, 0.0, True, bidirectional, first), members=(3,))
+
+
+CASES = [
+    case(first=True),
+    case(first=False),
+    case(first=True, biases=False),
+    case(first=False, bidirectional=True),
+    case(first=True, layers=2),
+    case(first=False, layers=2, bidirectional=True, biases=False),
+    case(first=True, features=1, size=1),
+    case(first=True, features=3, size=19),
+]
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setenv("HFUSION_NATIVE", "0")
+    elif isinstance(found := native.library(rnn.SOURCE), str):
+        pytest.skip(found)
+    return str(request.param)
+
+
+@pytest.fixture
+def kernels() -> None:
+    if isinstance(found := native.library(rnn.SOURCE), str):
+        pytest.skip(found)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_lstm(case: Case) -> None:
+    check(case)
+
+
+def how(features: int, size: int, *, train: bool = True, members: int = MEMBERS) -> str:
+    operands = [torch.zeros(2, 5, features), torch.zeros(1, 2, size), torch.zeros(1, 2, size)]
+    weights = [t(4 * size, features), t(4 * size, size)]
+    operands += [torch.zeros(draw.shape) for draw in weights]
+    states = [t(1, 2, size), t(1, 2, size)]
+    case = Case(aten.lstm.input, (t(2, 5, features), states, weights, False, 1, 0.0, train, False, True))
+    graph = batch(member_graph(case, operands), [Layout.STACKED] * len(operands), members).graph
+    return str(
+        next(n for n in graph.nodes if "origin" in n.meta and n.meta["origin"].target is case.target).meta["how"]
+    )
+
+
+def test_where_there_are_no_kernels_torchs_own_runs_per_member(form: str) -> None:
+    assert how(3, 4) == {"kernels": "members as batch", "torch": "loop over members"}[form]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_where_torchs_own_is_faster_it_runs_per_member() -> None:
+    assert how(3, 4, train=False) == "members as batch"
+    assert how(64, 128) == "members as batch"
+    assert how(64, 128, train=False) == "loop over members"
+    assert how(256, 512) == "loop over members"
+    assert how(3, 4, members=1) == "loop over members"
+
+
+MODULES: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
+    "lstm": (nn.LSTM, {}),
+    "lstm of two layers": (nn.LSTM, {"num_layers": 2, "bidirectional": True, "batch_first": True}),
+    "lstm with projections": (nn.LSTM, {"proj_size": 2}),
+    "lstm without biases": (nn.LSTM, {"bias": False, "bidirectional": True}),
+    "gru": (nn.GRU, {}),
+    "gru of two layers": (nn.GRU, {"num_layers": 2, "bidirectional": True, "batch_first": True}),
+    "rnn": (nn.RNN, {"nonlinearity": "relu", "num_layers": 2}),
+}
+
+
+def gradients(outputs: Any, parameters: Any, weights: list[Tensor]) -> list[Tensor]:
+    y, state = outputs
+    parts = [y, *(state if isinstance(state, tuple) else [state])]
+    total = sum((part * weight).sum() for part, weight in zip(parts, weights, strict=False))
+    return list(torch.autograd.grad(total, list(parameters)))
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("dtype", "stacked"), [(torch.float64, True), (torch.float32, False)])
+def test_modules_equal_their_members(name: str, dtype: torch.dtype, stacked: bool) -> None:
+    kind, options = MODULES[name]
+    models = [kind(3, 4, **options).to(dtype) for _ in range(MEMBERS)]
+    fused = hf.fuse(models)
+    xs = torch.randn(MEMBERS if stacked else 1, 4, 5, 3, dtype=dtype)
+    for train in (True, False):
+        y, state = got = fused.train(train)(hf.stacked(xs) if stacked else xs[0])
+        parts = [y, *(state if isinstance(state, tuple) else [state])]
+        weights = [torch.randn_like(part) for part in parts]
+        ours = gradients(got, fused.parameters(), weights)
+        for b, model in enumerate(models):
+            want = model.train(train)(xs[b % len(xs)])
+            torch.testing.assert_close(y[b], want[0])
+            theirs = gradients(want, model.parameters(), [weight[b] for weight in weights])
+            for one, other in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(one[b], other)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_members_drop_between_layers_by_their_own_draws() -> None:
+    fused = hf.fuse([nn.LSTM(3, 4, 2, dropout=0.5) for _ in range(MEMBERS)], verify=False)
+    with torch.no_grad():
+        for parameter in fused.parameters():
+            parameter.copy_(parameter[:1].expand_as(parameter).clone())
+    x = torch.randn(5, 2, 3)
+    one, _ = fused(x)
+    assert not torch.equal(one[0], one[1])
+    fused.eval()
+    one, _ = fused(x)
+    assert torch.allclose(one[0], one[1])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_second_derivatives() -> None:
+    models = [nn.LSTM(3, 4, bidirectional=True).double() for _ in range(2)]
+    fused = hf.fuse(models)
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+
+    def penalty(model: nn.Module) -> list[Tensor]:
+        own = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(model(own)[0].square().sum(), own, create_graph=True)
+        return list(torch.autograd.grad(first.sum(), list(model.parameters()), allow_unused=True))
+
+    found = penalty(fused)
+    expected = [penalty(model) for model in models]
+    for place, ours in enumerate(found):
+        torch.testing.assert_close(ours, torch.stack([theirs[place] for theirs in expected]))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_frozen_weights_get_no_gradients_and_inputs_theirs() -> None:
+    fused = hf.fuse([nn.LSTM(3, 4).double() for _ in range(2)])
+    for name, parameter in fused.named_parameters():
+        parameter.requires_grad_(name == "bias_hh_l0")
+    x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
+    fused(x)[1][1].sum().backward()
+    assert [name for name, p in fused.named_parameters() if p.grad is not None] == ["bias_hh_l0"]
+    expected = torch.zeros_like(x)
+    for model in fused.unfuse():
+        expected += torch.autograd.grad(model(x)[1][1].sum(), x)[0]
+    torch.testing.assert_close(x.grad, expected)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_member_that_explodes_changes_no_other() -> None:
+    fused = hf.fuse([nn.LSTM(3, 4) for _ in range(3)])
+    x = torch.randn(5, 2, 3)
+
+    def run() -> list[Tensor]:
+        y, _ = fused(x)
+        return [y, *torch.autograd.grad(y.sum(), list(fused.parameters()))]
+
+    before = run()
+    with torch.no_grad():
+        fused.weight_ih_l0[1, 0] = math.nan
+        fused.weight_hh_l0[1, 1] = math.inf
+    after = run()
+    assert after[0][1].isnan().any()
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one[[0, 2]], other[[0, 2]])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gates_far_from_zero_and_close_to_it(dtype: torch.dtype) -> None:
+    """One unit, one step: sums that a kernel must not overflow at, and that it must not round to 0."""
+    far = torch.tensor([1e-6, 0.5, 1, 9, 20, 88, 104, 1e30, math.inf])
+    sums = torch.cat([far, -far, torch.tensor([0, math.nan])])
+    x = sums.to(dtype).view(1, -1, 1)
+    models = [nn.LSTM(1, 1, bias=False).to(dtype) for _ in range(2)]
+    with torch.no_grad():
+        for model in models:
+            model.weight_ih_l0.fill_(1.0)
+    y, (h, c) = hf.fuse(models, verify=False)(x)
+    want, (_, cell) = models[0](x)
+    torch.testing.assert_close(y[0], want, equal_nan=True)
+    torch.testing.assert_close(c[1], cell, equal_nan=True, rtol=1e-5 if dtype is torch.float32 else 1e-9, atol=1e-9)
+    torch.testing.assert_close(h[0], y[0], equal_nan=True)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_threads_share_the_rows() -> None:
+    fused = hf.fuse([nn.LSTM(8, 64) for _ in range(4)])
+    x = torch.randn(3, 64, 8)
+    one = fused(x)[0]
+    try:
+        torch.set_num_threads(3)
+        other = fused(x)[0]
+    finally:
+        torch.set_num_threads(1)
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_autocast_leaves_it_to_torch() -> None:
+    models = [nn.LSTM(3, 4) for _ in range(2)]
+    fused = hf.fuse(models)
+    x = torch.randn(5, 2, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = fused(x)[0]
+        for b, model in enumerate(models):
+            torch.testing.assert_close(y[b], model(x)[0])

@@ -1,0 +1,185 @@
+"""The common step sees whatever changed since the last one: it gives the bits of a step that prepares anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hfusion import optim
+from hfusion.array import Membership, mark
+from hfusion.optim.base import FusedOptimizer
+from hfusion.optim.hyper import member_vector
+
+MEMBERS = 3
+SHAPES = [(4, 4), (5,), (2, 3)]
+
+Change = Callable[[Any], None]
+
+
+def parameter(place: int, tensor: Tensor) -> Tensor:
+    return mark(Parameter(tensor), Membership(str(place), MEMBERS, True))
+
+
+def made(name: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    params = [parameter(place, torch.randn(MEMBERS, *shape)) for place, shape in enumerate(SHAPES)]
+    return getattr(optim, name)(params, lr=[1e-1, 1e-2, 1e-3], **options)
+
+
+def first(opt: Any) -> Tensor:
+    found: Tensor = opt.param_groups[0]["params"][0]
+    return found
+
+
+def state(opt: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = opt.state[first(opt)]
+    return found
+
+
+def assign(key: str, value: Any) -> Change:
+    return lambda opt: opt.param_groups[0].update({key: value})
+
+
+def replace_state(opt: Any) -> None:
+    state(opt)["exp_avg"] = torch.ones_like(state(opt)["exp_avg"])
+
+
+def move(tensor: Tensor) -> None:
+    tensor.data = tensor.data + 1
+
+
+def turn(tensor: Tensor) -> None:
+    """The same address, another order in memory."""
+    tensor.data = tensor.data.mT
+
+
+def load(opt: Any) -> None:
+    saved = opt.state_dict()
+    saved["state"][0]["exp_avg_sq"] = saved["state"][0]["exp_avg_sq"] + 1
+    opt.load_state_dict(saved)
+
+
+def add_group(opt: Any) -> None:
+    opt.add_param_group({"params": [parameter(9, torch.ones(MEMBERS, 2))], "lr": 0.5})
+
+
+def lose_gradient(opt: Any) -> None:
+    first(opt).requires_grad_(False)
+
+
+ADAM: dict[str, Change] = {
+    "nothing": lambda opt: None,
+    "lr assigned": assign("lr", 0.3),
+    "lr filled": lambda opt: opt.param_groups[0]["lr"].fill_(0.3),
+    "lr of a member": lambda opt: opt.param_groups[0]["lr"].__setitem__(1, 0.3),
+    "lr written past torch": lambda opt: opt.param_groups[0]["lr"].numpy().fill(0.3),
+    "lr with other data": lambda opt: move(opt.param_groups[0]["lr"]),
+    "lr in steps": lambda opt: opt.param_groups[0].update(lr=member_vector("lr", 0.2, 2 * MEMBERS)[::2]),
+    "another pair": assign("betas", (0.5, 0.6)),
+    "one of the pair": lambda opt: opt.param_groups[0]["betas"][0].fill_(0.5),
+    "weight decay": lambda opt: opt.param_groups[0]["weight_decay"].fill_(0.5),
+    "a flag": assign("maximize", True),
+    "a state with more": assign("amsgrad", True),
+    "a parameter with other data": lambda opt: move(first(opt)),
+    "a parameter turned": lambda opt: turn(first(opt)),
+    "a state replaced": replace_state,
+    "a state with other data": lambda opt: move(state(opt)["exp_avg"]),
+    "a state written": lambda opt: state(opt)["exp_avg_sq"].add_(1),
+    "a count written": lambda opt: state(opt)["step"].add_(5),
+    "a count replaced": lambda opt: state(opt).update(step=torch.full((MEMBERS,), 7.0)),
+    "a state loaded": load,
+    "a state lost": lambda opt: opt.state.pop(first(opt)),
+    "a group added": add_group,
+    "a parameter without gradient": lose_gradient,
+    "an order": lambda opt: opt.param_groups[0]["params"].reverse(),
+}
+
+
+def run(opt: Any, change: Change, anew: bool) -> list[Tensor]:
+    """Three steps, the change, two more; every parameter and state."""
+    generator = torch.Generator().manual_seed(5)
+    for step in range(5):
+        if step == 3:
+            change(opt)
+        for group in opt.param_groups:
+            for param in group["params"]:
+                grad = torch.randn(param.shape, generator=generator)
+                param.grad = grad if param.requires_grad else None
+        if anew:
+            opt.forget()
+        opt.step()
+    params = [param for group in opt.param_groups for param in group["params"]]
+    return [*params, *(tensor for param in params for tensor in opt.state[param].values())]
+
+
+@pytest.mark.parametrize("change", ADAM.values(), ids=ADAM)
+def test_a_change_is_seen(change: Change) -> None:
+    for one, other in zip(run(made("Adam"), change, False), run(made("Adam"), change, True), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("name", "options"), [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adadelta", {})])
+def test_of_every_optimizer(name: str, options: dict[str, Any]) -> None:
+    for change in (ADAM["nothing"], ADAM["lr filled"]):
+        for one, other in zip(
+            run(made(name, **options), change, False), run(made(name, **options), change, True), strict=True
+        ):
+            assert torch.equal(one, other)
+
+
+def test_a_pair_in_a_list_may_change_in_place() -> None:
+    def runs(anew: bool) -> list[Tensor]:
+        opt = made("Adam")
+        opt.param_groups[0]["betas"] = list(opt.param_groups[0]["betas"])
+        other = member_vector("betas[0]", 0.3, MEMBERS)
+        return run(opt, lambda opt: opt.param_groups[0]["betas"].__setitem__(0, other), anew)
+
+    assert all(map(torch.equal, runs(False), runs(True)))
+
+
+def test_a_group_taken_away_stays_as_it_is() -> None:
+    opt = made("Adam")
+    add_group(opt)
+    gone: list[Any] = []
+
+    def take(opt: Any) -> None:
+        gone.append(opt.param_groups.pop()["params"][0])
+        gone.append(gone[0].detach().clone())
+
+    run(opt, take, False)
+    assert torch.equal(gone[0], gone[1])
+
+
+def test_what_the_changes_change() -> None:
+    """All but the first make a difference, so that the tests above could fail."""
+    before = run(made("Adam"), ADAM["nothing"], True)
+    for name, change in list(ADAM.items())[1:]:
+        after = run(made("Adam"), change, True)
+        same = len(after) == len(before) and all(map(torch.equal, before, after))
+        assert not same, name
+
+
+def test_errors_come_as_ever() -> None:
+    opt: FusedOptimizer = made("Adam")
+    run(opt, ADAM["nothing"], False)
+    param, other, _ = opt.param_groups[0]["params"]
+    before = [param.detach().clone(), state(opt)["step"].clone()]
+    other.grad = torch.ones(MEMBERS, 5).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        opt.step()
+    other.data = torch.ones(MEMBERS, 6)
+    other.grad = torch.ones(MEMBERS, 6)
+    other.data = torch.ones(MEMBERS, 5)
+    with pytest.raises(RuntimeError, match="gradient"):
+        opt.step()
+    other.grad = torch.ones(MEMBERS, 5)
+    opt.param_groups[0]["lr"].fill_(-1)
+    with pytest.raises(ValueError, match="lr of member 0 is -1"):
+        opt.step()
+    assert torch.equal(param, before[0])
+    assert torch.equal(state(opt)["step"], before[1])
