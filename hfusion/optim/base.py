@@ -21,7 +21,7 @@ from torch.optim import optimizer as optimizer_module
 
 from hfusion.array import mark, membership
 from hfusion.errors import FusionError
-from hfusion.optim.cohort import Cohort, Cohorts, State, membership_of
+from hfusion.optim.cohort import Cohort, Cohorts, State, membership_of, same_objects
 from hfusion.optim.hyper import Hyper, Values, own, plain, read, unchanged
 from hfusion.optim.ready import Ready
 from hfusion.optim.rows import Row
@@ -127,8 +127,11 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         work = self._ready.work(self.param_groups, self.state) if self._ready is not None else None
         if work is None:
+            before = [cohorts for _, cohorts in self._known.values()]
             work = [part for index, group in enumerate(self.param_groups) for part in self._prepare(index, group)]
-            self._ready = self._remembered()
+            # Not at the first step of its kind: shards come and go.
+            again = same_objects(before, [cohorts for _, cohorts in self._known.values()])
+            self._ready = self._remembered() if again else None
         for settings, cohort, grads in work:
             if cohort.native:
                 cohort.step(grads, settings)
