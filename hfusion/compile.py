@@ -24,7 +24,11 @@ from hfusion.ops import RULES as ATEN_RULES
 from hfusion.ops.rule import merge
 from hfusion.passes.align import align, select
 from hfusion.passes.batch import batch
+from hfusion.passes.layouts import Choice, choose
+from hfusion.passes.measure import Measured
+from hfusion.passes.price import Model
 from hfusion.passes.regions import regions
+from hfusion.passes.times import times_on
 from hfusion.program import Capture, Kind, Program, Slot
 
 # What a call may hold: tensors, and values that cannot change while a program built on them is kept.
@@ -103,6 +107,7 @@ class Subject:
     """What is compiled: ``member(b)`` gives member b as a live module.
 
     ``loops``: what cannot be captured runs in a loop over members, at the smallest submodule; otherwise it is an error.
+    ``tune``: ways to run operators are measured, not estimated.
     """
 
     name: str
@@ -111,6 +116,7 @@ class Subject:
     shared: frozenset[str]
     member: Callable[[int], nn.Module]
     loops: bool = True
+    tune: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,8 @@ def compile_array(subject: Subject, arguments: Arguments, training: bool) -> Com
     graph = align([c.graph for c in captures], subject.variants) if len(captures) > 1 else first.graph
     constants, differing = _constants(captures, subject.variants)
     layouts = tuple(_layout(slot, subject, arguments, differing) for slot in first.slots)
-    module = batch(graph, layouts, subject.members, RULES)
+    choices = _choices(graph, layouts, subject.members, subject.tune)
+    module = batch(graph, layouts, subject.members, RULES, choices)
     code = regions(module, subject.members)
     program = Program(subject.name, subject.members, training, module, code, first.slots, layouts, first.out_spec)
     calls = tuple(call for _, calls in found for call in calls)
@@ -191,8 +198,16 @@ def compile_array(subject: Subject, arguments: Arguments, training: bool) -> Com
 def of_member(compiled: Compiled, member: int) -> Compiled:
     """What one member computes, as the program of an array of one."""
     program, graph = compiled.program, select(compiled.graph, member)
-    module = batch(graph, program.layouts, 1, RULES)
+    module = batch(graph, program.layouts, 1, RULES, _choices(graph, program.layouts, 1, tune=False))
     return replace(compiled, program=replace(program, members=1, module=module, code=module), graph=graph)
+
+
+def _choices(graph: fx.Graph, layouts: Sequence[Layout], members: int, tune: bool) -> dict[fx.Node, Choice]:
+    model = Model.of(graph, members)
+    if not tune:
+        return choose(graph, layouts, members, RULES, model)
+    with times_on(model.device) as times:
+        return choose(graph, layouts, members, RULES, Measured(model, times))
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from hfusion.member import skeleton
 from hfusion.module import Array, FusedModule, empty_stack
 
 
-def fuse(models: Sequence[nn.Module], *, verify: bool = True) -> FusedModule:
+def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False) -> FusedModule:
     """One module that computes and trains all ``models``, each exactly as if alone.
 
     Args:
@@ -22,6 +22,8 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True) -> FusedModule:
             object in all of them is used where it lies, without a copy.
         verify: compare the outputs and gradients of the members with their original code, on a few samples of the
             first training batch of every signature.
+        tune: measure the ways in which operators can run, at the first call of every signature, instead of estimating
+            them. The times are kept in the user's cache folder and used by later processes.
 
     Returns:
         A module with stacked parameters; capture happens at the first call.
@@ -35,7 +37,7 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True) -> FusedModule:
         skeleton(comparison.variants.index(v), models[comparison.variants.index(v)])
         for v in range(max(comparison.variants) + 1)
     )
-    array = Array(len(models), skeletons, comparison, verify)
+    array = Array(len(models), skeletons, comparison, verify, tune)
     for index, model in enumerate(models):
         for name, parameter in model.named_parameters():
             if parameter not in array.origins:
@@ -69,7 +71,9 @@ def _keep(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-def build(make_model: Callable[[], nn.Module], seeds: Sequence[int], *, verify: bool = True) -> FusedModule:
+def build(
+    make_model: Callable[[], nn.Module], seeds: Sequence[int], *, verify: bool = True, tune: bool = False
+) -> FusedModule:
     """Make the members one at a time, straight into the stack: never more than two of them beside the array.
 
     Args:
@@ -77,6 +81,7 @@ def build(make_model: Callable[[], nn.Module], seeds: Sequence[int], *, verify: 
             is left as it was.
         seeds: one per member.
         verify: as in `fuse`.
+        tune: as in `fuse`.
 
     Raises:
         FusionError: no seeds, or models that cannot be fused with the first.
@@ -108,7 +113,7 @@ def build(make_model: Callable[[], nn.Module], seeds: Sequence[int], *, verify: 
             bones.append(skeleton(index, model))
     shared = shared or frozenset()
     stacks = stacks or _room(first, 1, shared)
-    return FusedModule(Array(len(seeds), tuple(bones), Comparison(tuple(variants), shared), verify), stacks)
+    return FusedModule(Array(len(seeds), tuple(bones), Comparison(tuple(variants), shared), verify, tune), stacks)
 
 
 def _check_made(index: int, model: object, first: nn.Module | None) -> None:

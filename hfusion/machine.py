@@ -188,13 +188,13 @@ def _gib(size: int) -> str:
 def _calibrated(device: torch.device, disk: Path) -> Rates:
     if device.type == "cuda" and device.index >= torch.cuda.device_count():
         raise PlanError(f"there is no device {device}: torch sees {torch.cuda.device_count()} CUDA devices")
-    description = _description(device, disk)
+    description = {**describe(device), "disk": str(disk.absolute())}
     path = cache_folder() / f"rates-{hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16]}.json"
     kept = _read(path, description)
     if kept is None:
         kept = measure(device, disk)
         try:
-            _write(path, {"machine": description, "rates": asdict(kept)})
+            write_json(path, {"machine": description, "rates": asdict(kept)})
         except OSError as error:
             warnings.warn(
                 f"cannot keep the rates of {device} in {path.parent}: {error.strerror}; they are measured anew in "
@@ -204,14 +204,14 @@ def _calibrated(device: torch.device, disk: Path) -> Rates:
     return kept
 
 
-def _description(device: torch.device, disk: Path) -> dict[str, str]:
+def describe(device: torch.device) -> dict[str, str]:
+    """What times measured on ``device`` depend on: it, the processor, the number of threads, torch."""
     cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return {
         "device": f"{device.type} {cuda}".strip(),
         "processor": f"{platform.node()} {platform.machine()} {platform.processor()} x{os.cpu_count()}",
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
-        "disk": str(disk.absolute()),
     }
 
 
@@ -224,7 +224,7 @@ def _read(path: Path, description: Mapping[str, str]) -> Rates | None:
         return None
 
 
-def _write(path: Path, content: Mapping[str, object]) -> None:
+def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write JSON so that another process sees all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)

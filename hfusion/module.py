@@ -100,6 +100,7 @@ class Array:
     skeletons: tuple[nn.Module, ...]
     comparison: Comparison
     verify: bool
+    tune: bool = False
     origins: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,7 +130,8 @@ class FusedModule(Tree):
         self._branches = [module for _, module in self.named_modules()]
         name = self._original
         comparison = array.comparison
-        self._compiler = Compiler(Subject(name, array.members, comparison.variants, comparison.shared, self._member))
+        subject = Subject(name, array.members, comparison.variants, comparison.shared, self._member, tune=array.tune)
+        self._compiler = Compiler(subject)
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
         self._checks: dict[int, str] = {}
         self._found = finder(self, self._ready)

@@ -79,7 +79,14 @@ class Program:
             lines.append("  " + "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
         (outputs,) = next(node for node in self.module.graph.nodes if node.op == "output").args
         lines.append(f"  return {_argument(outputs, names)}")
+        lines.append(f"  {self.copies} copies between layouts")
         return "\n".join(lines)
+
+    @property
+    def copies(self) -> int:
+        """How many transitions between layouts copy."""
+        nodes = self.module.graph.nodes
+        return sum(bool(node.meta.get("transition")) and node.meta["how"] == "copy" for node in nodes)
 
     def _names(self) -> dict[fx.Node, str]:
         """Parameters and buffers under their keys, all else under the names of the member's nodes."""

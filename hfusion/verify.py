@@ -27,7 +27,7 @@ from hfusion.errors import FusionError
 from hfusion.inputs import StackedInput
 from hfusion.locate import first_difference
 from hfusion.ops.rule import is_random
-from hfusion.passes.batch import by_name
+from hfusion.passes.candidates import by_name
 from hfusion.program import Kind
 from hfusion.random import recording
 

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from hfusion.layout import Layout
 from hfusion.ops.random import Probability, dropout_stacked
-from hfusion.ops.rule import Call, PerMember, RuleTable, Site, Value, has_per_member, loop
+from hfusion.ops.rule import Answer, Call, PerMember, RuleTable, Site, Value, has_per_member, hint, loop
 
 aten = torch.ops.aten
 
 STACKED = Layout.STACKED
+
+# Tokens up to which attention may be written out, so that its weights are kept: beyond, it is no faster.
+WRITTEN_OUT_UP_TO = 64
 
 
 def attention(
@@ -28,7 +31,7 @@ def attention(
     is_causal: Any,
     scale: Any,
     enable_gqa: Any,
-) -> Call:
+) -> Answer:
     if has_per_member((is_causal, scale, enable_gqa)):
         operands = {
             "query": query,
@@ -45,7 +48,16 @@ def attention(
     if isinstance(dropout_p, PerMember) or dropout_p > 0:
         p: Probability = tuple(map(float, dropout_p.values)) if isinstance(dropout_p, PerMember) else float(dropout_p)
         return Call(attend_with_dropout, (p, site.members, *arguments), STACKED, "written out, own draws")
-    return Call(attend, arguments, STACKED, "members as batch")
+    folded = Call(attend, arguments, STACKED, "members as batch")
+    if not _short(query) or not _short(key):
+        return folded
+    return folded, Call(attend_written_out, arguments, STACKED, "written out")
+
+
+def _short(x: Value) -> bool:
+    """Whether ``x [*, T, E]`` is short enough for weights ``[*, T, S]`` that are kept for backward."""
+    length = hint(x.shape[-2])
+    return length is not None and length <= WRITTEN_OUT_UP_TO
 
 
 def attend(
@@ -55,7 +67,6 @@ def attend(
 
     ``mask`` is shared, with at most the dims of a member's ``q``, or ``[B, ...]`` with as many dims as ``q``.
     """
-    # Written out as two batched products and a softmax it is no faster, but for sequences of less than 32.
     if q.dim() != 5 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
     if mask is not None and mask.dim() >= 4:
@@ -63,6 +74,20 @@ def attend(
     q_flat, k_flat, v_flat = (x.flatten(0, 1) for x in (q, k, v))
     y = F.scaled_dot_product_attention(q_flat, k_flat, v_flat, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
     return y.view(*q.shape[:-1], v.shape[-1])
+
+
+def attend_written_out(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool
+) -> Tensor:
+    """As `attend`, by two products and a softmax: the faster for few tokens, where heads lie apart in memory."""
+    k, v = _each_head(q, k, v) if gqa else (k, v)
+    return torch.matmul(_weights(q, k, mask, causal, scale), v)
+
+
+def _each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values that groups of heads share, once for each head."""
+    k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    return k, v
 
 
 def attend_with_dropout(
@@ -77,8 +102,7 @@ def attend_with_dropout(
     gqa: bool,
 ) -> Tensor:
     """As `attend`, each member's weights dropped by its own draws, as torch's written-out attention does."""
-    if gqa:
-        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    k, v = _each_head(q, k, v) if gqa else (k, v)
     weights = dropout_stacked(_weights(q, k, mask, causal, scale), p, members, False, False)
     return torch.matmul(weights, v)
 

@@ -1,13 +1,13 @@
 """Convolution: one for all members, grouped or dense, a matrix product, or one per member in channels_last.
 
 With a shared input and per-member weights, B convolutions are one with ``B*O`` outputs. With an input per
-member they are one with B times the groups. With shared weights the members are samples. `choose` weighs this
-against the loop over members.
+member they are one with B times the groups. With shared weights the members are samples. Against the loop over
+members, one call saves B-1 calls, and is the slower the larger the images: grouped kernels read and write memory
+channels-first, at a third of the speed. A kernel of one position is a product of matrices.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from hfusion.layout import Layout, lift
 from hfusion.ops.fold import folded
-from hfusion.ops.rule import Call, Memberwise, RuleTable, Site, Value, each, has_per_member, hint, loop
+from hfusion.ops.rule import Answer, Call, Memberwise, RuleTable, Site, Value, each, has_per_member, loop
 
 aten = torch.ops.aten
 
@@ -26,45 +26,6 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 Maybe = Tensor | None
 Options = Mapping[str, Any]
-
-
-class Way(enum.Enum):
-    """How B convolutions with weights of their own are computed."""
-
-    PACKED = "packed"
-    LISTED = "listed"
-    PRODUCT = "product"
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What `choose` weighs.
-
-    ``size``: elements of one member's input or result, the larger, as far as known. ``pointwise``: a kernel
-    of one position, stride 1, no padding, one group.
-    """
-
-    device: str
-    dims: int
-    size: int | None
-    pointwise: bool
-    input: Layout
-
-
-# Elements of one member up to which, on a CPU, one convolution for all is the faster; above, calls cost
-# little and a member's values stay in the cache. The second limit is for leaving a loop once begun.
-PACKED_UP_TO = 1 << 16
-PACKED_AGAIN_UP_TO = 1 << 13
-
-
-def choose(facts: Facts) -> Way:
-    """The fastest way, as measured over forward and backward of whole networks."""
-    if facts.pointwise and facts.dims == 1 and facts.input is not Layout.LISTED:
-        return Way.PRODUCT
-    if facts.device != "cpu":
-        return Way.PACKED
-    limit = PACKED_AGAIN_UP_TO if facts.input is Layout.LISTED else PACKED_UP_TO
-    return Way.PACKED if facts.size is not None and facts.size <= limit else Way.LISTED
 
 
 @dataclass(frozen=True)
@@ -77,7 +38,7 @@ class Convolution:
     dims: int
     transposed: bool = False
 
-    def __call__(self, site: Site, **arguments: Any) -> Call:
+    def __call__(self, site: Site, **arguments: Any) -> Answer:
         if has_per_member(arguments):
             return loop(site, arguments)
         x, weight, bias = (arguments[name] for name in ("input", "weight", "bias"))
@@ -88,29 +49,20 @@ class Convolution:
             return self.one_weight(site, x, weight, bias, options)
         if x.rank == self.dims + 1:
             return self.merged(site, x, weight, bias, options)
-        way = choose(self.facts(site, x, weight, options))
-        if way is Way.LISTED:
-            return self.listed(site, x, weight, bias, options)
-        if way is Way.PRODUCT:
-            return self.product(x, weight, bias)
-        return self.merged(site, x, weight, bias, options)
+        ways = [self.merged(site, x, weight, bias, options), self.listed(site, x, weight, bias, options)]
+        if self.pointwise(weight, options) and (self.dims == 1 or x.layout is not Layout.PACKED):
+            ways.insert(0 if self.dims == 1 else 2, self.product(x, weight, bias))
+        return tuple(ways)
 
-    def facts(self, site: Site, x: Value, weight: Value, options: Options) -> Facts:
+    def pointwise(self, weight: Value, options: Options) -> bool:
+        """Whether the kernel has one position, stride 1, no padding, one group."""
         same = (1,) * self.dims
-        pointwise = (
+        return (
             not self.transposed
             and tuple(weight.shape[2:]) == same
             and options["groups"] == 1
             and tuple(options["stride"]) in (same, (1,))
             and (isinstance(options["padding"], str) or set(options["padding"]) == {0})
-        )
-        sizes = [hint(x.example.numel()), hint(site.example.numel())]
-        return Facts(
-            x.example.device.type,
-            self.dims,
-            None if None in sizes else max(s for s in sizes if s is not None),
-            pointwise,
-            x.layout,
         )
 
     def one_weight(self, site: Site, x: Value, weight: Value, bias: Value | None, options: Options) -> Call:
@@ -139,7 +91,7 @@ class Convolution:
 
     def listed(self, site: Site, x: Value, weight: Value, bias: Value | None, options: Options) -> Call:
         """One convolution per member, in channels_last where torch has it."""
-        operands = [v if v is None or v.shared else v.to(Layout.LISTED) for v in (x, weight, bias)]
+        operands = tuple(v if v is None or v.shared else v.to(Layout.LISTED) for v in (x, weight, bias))
         last = x.rank == self.dims + 2 and x.rank in CHANNELS_LAST and x.example.device.type == "cpu"
         if last:
             args = (site.members, (site.target, *operands), options)

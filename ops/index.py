@@ -16,6 +16,7 @@ from torch import Tensor
 from hfusion.errors import FusionError
 from hfusion.layout import Layout
 from hfusion.ops.rule import (
+    Answer,
     Call,
     RuleTable,
     Site,
@@ -193,7 +194,7 @@ def by_rows(site: Site, *, self: Value, dim: int, index: Value, **rest: Any) -> 
     return Call(site.target, args, Layout.STACKED, "stacked", kwargs)
 
 
-def take_along_dim(site: Site, *, self: Value, indices: Value, dim: int | None) -> Call | None:
+def take_along_dim(site: Site, *, self: Value, indices: Value, dim: int | None) -> Answer:
     if dim is None:
         return Call(take_flat, (self.to(Layout.STACKED), indices.to(Layout.STACKED)), Layout.STACKED, "stacked")
     if self.rank != indices.rank:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfusion.layout import Layout, lift
-from hfusion.ops.rule import Call, Operand, RuleTable, Site, Value, has_per_member, loop, table
+from hfusion.ops.rule import Answer, Call, Operand, RuleTable, Site, Value, has_per_member, loop, table
 
 aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ STACKED = Layout.STACKED
 OWN_BACKWARD_NUMEL = 1 << 15
 
 
-def linear(site: Site, input: Value, weight: Value, bias: Value | None) -> Call | None:
+def linear(site: Site, input: Value, weight: Value, bias: Value | None) -> Answer:
     if weight.rank != 2:
         return None
     if weight.shared and (bias is None or bias.shared):
@@ -34,7 +34,9 @@ def linear(site: Site, input: Value, weight: Value, bias: Value | None) -> Call 
     b = None if bias is None else bias.to(STACKED)
     if input.shared:
         return Call(linear_shared_input, (x, weight.to(STACKED), b), STACKED, "one GEMM, shared input")
-    return Call(linear_stacked, (x, weight.to(STACKED), b), STACKED, "baddbmm")
+    batched = Call(linear_stacked, (x, weight.to(STACKED), b), STACKED, "baddbmm")
+    # The loop is no faster, but takes what is listed as it is.
+    return batched, loop(site, {"input": input, "weight": weight, "bias": bias})
 
 
 def linear_own_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

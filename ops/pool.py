@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hfusion.ops.fold import folding
-from hfusion.ops.rule import Call, RuleTable, Site, loop, merge, table
+from hfusion.ops.rule import Answer, RuleTable, Site, loop, merge, table
 
 aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ POOLS_3D = (
 )
 
 
-def fractional(site: Site, **arguments: Any) -> Call | None:
+def fractional(site: Site, **arguments: Any) -> Answer:
     """Fractional max pooling: its random samples ``[N, C, d]`` have an N even where the input has none."""
     if arguments["self"].rank != arguments["random_samples"].shape[-1] + 2:
         return loop(site, arguments)

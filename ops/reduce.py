@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 
 from hfusion.layout import Layout
 from hfusion.ops.rule import (
+    Answer,
     Call,
     Rule,
     RuleTable,
@@ -30,7 +31,7 @@ from hfusion.ops.shape import NEEDS_0_1, NEEDS_1, along
 aten = torch.ops.aten
 
 
-def over(site: Site, *, self: Value, dim: Any, **rest: Any) -> Call | None:
+def over(site: Site, *, self: Value, dim: Any, **rest: Any) -> Answer:
     """Reductions with a ``dim`` argument, one or several; none or an empty list means all of a member's."""
     arguments = {"self": self, "dim": dim, **rest}
     if self.layout is Layout.LISTED or has_per_member(arguments):
@@ -56,7 +57,7 @@ def all_dims(site: Site, arguments: dict[str, Any]) -> Call:
     return Call(site.target, args, Layout.STACKED, "stacked", kwargs)
 
 
-def over_dims(site: Site, *, self: Value, dim: Any, keepdim: bool) -> Call | None:
+def over_dims(site: Site, *, self: Value, dim: Any, keepdim: bool) -> Answer:
     """``all`` and ``any`` of several dims; of none they reduce nothing, if the list is there and empty."""
     if dim is not None and not dim:
         return pointwise(site, self=self, dim=dim, keepdim=keepdim)
@@ -77,7 +78,7 @@ def full(by: OpOverload) -> Rule:
 def flat(by: OpOverload) -> Rule:
     """Full reductions whose sibling ``by`` takes a single dim: over the flattened member."""
 
-    def rule(site: Site, *, self: Value, dim: int | None = None, keepdim: bool = False, **rest: Any) -> Call | None:
+    def rule(site: Site, *, self: Value, dim: int | None = None, keepdim: bool = False, **rest: Any) -> Answer:
         arguments = {"self": self, "dim": dim, "keepdim": keepdim, **rest}
         if dim is not None:
             return over(site, **arguments)

@@ -11,6 +11,7 @@ from torch import Tensor
 from hfusion.layout import Layout
 from hfusion.ops.fold import Fold, folding
 from hfusion.ops.rule import (
+    Answer,
     Call,
     RuleTable,
     Site,
@@ -37,14 +38,14 @@ def constant_pad(site: Site, **arguments: Any) -> Call | None:
     return Call(site.target, args, layout, layout.value)
 
 
-def pad(site: Site, **arguments: Any) -> Call | None:
+def pad(site: Site, **arguments: Any) -> Answer:
     """Padding in any mode; all but "constant" tell from the number of dims whether the operand has an N."""
     if arguments["mode"] == "constant":
         return constant_pad(site, **arguments)
     return folding(len(arguments["pad"]) // 2 + 2)(site, **arguments)
 
 
-def grid_sample(site: Site, **arguments: Any) -> Call | None:
+def grid_sample(site: Site, **arguments: Any) -> Answer:
     """``input [N, C, *S]`` at ``grid [N, *T, d]``: one grid for all members serves packed inputs as it is."""
     x, grid = arguments["input"], arguments["grid"]
     if x.layout is Layout.PACKED and grid.shared and not has_per_member(arguments):

@@ -1,13 +1,14 @@
 """The vocabulary of batching rules.
 
 A rule answers one question: given one node of a member's graph and the layouts of its operands, which call computes
-the node for the whole array? It is a pure function ``rule(site, **arguments) -> Call | None``; the arguments are those
-of the ATen schema by name, defaults filled in. Tensors arrive as `Value`, sizes computed in the graph as `Scalar`,
-scalars that differ between members as `PerMember`, everything else as it stands. ``None`` says: not this combination,
-take the generic way (vmap of the one operator, else a loop over members).
+the node for the whole array? It is a pure function ``rule(site, **arguments) -> Call | tuple[Call, ...] | None``; the
+arguments are those of the ATen schema by name, defaults filled in. Tensors arrive as `Value`, sizes computed in the
+graph as `Scalar`, scalars that differ between members as `PerMember`, everything else as it stands. ``None`` says: not
+this combination, take the generic way (vmap of the one operator, else a loop over members).
 
 A `Call` names a plain function of tensors and its arguments, each operand in the layout that the function wants
-(``value.to(Layout.STACKED)``); the batch pass inserts the transitions.
+(``value.to(Layout.STACKED)``); the batch pass inserts the transitions. Several calls are candidates: they compute the
+same up to rounding, and differ in speed or in layout; ``how`` tells them apart.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-Rule: TypeAlias = Callable[..., "Call | None"]
+Answer: TypeAlias = Call | tuple[Call, ...] | None
+Rule: TypeAlias = Callable[..., Answer]
 RuleTable: TypeAlias = Mapping[OpOverload, Rule]
 
 

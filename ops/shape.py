@@ -17,6 +17,7 @@ from hfusion.errors import FusionError
 from hfusion.layout import Layout
 from hfusion.ops.pointwise import first_member, like, same
 from hfusion.ops.rule import (
+    Answer,
     Call,
     Memberwise,
     Rule,
@@ -165,7 +166,7 @@ def reverse(site: Site, *, self: Value) -> Call | None:
     return permute(_as(site, aten.permute.default), self=self, dims=list(reversed(range(self.rank))))
 
 
-def transpose_last(site: Site, *, self: Value) -> Call | None:
+def transpose_last(site: Site, *, self: Value) -> Answer:
     dims = {"dim0": self.rank - 2, "dim1": self.rank - 1}
     return RULES[aten.transpose.int](_as(site, aten.transpose.int), self=self, **dims)
 
@@ -174,7 +175,7 @@ def _as(site: Site, target: Any) -> Site:
     return Site(target, site.members, site.example)
 
 
-def squeeze(site: Site, *, self: Value) -> Call | None:
+def squeeze(site: Site, *, self: Value) -> Answer:
     """Only the member's own dims of size 1 go, never the member dim."""
     ones = [k for k, size in enumerate(self.shape) if equal(size, 1)]
     if not ones:
@@ -246,7 +247,7 @@ def repeat_flat(x: Tensor, repeats: int) -> Tensor:
     return x.flatten(1).repeat_interleave(repeats, 1)
 
 
-def roll(site: Site, *, self: Value, shifts: Any, dims: Any) -> Call | None:
+def roll(site: Site, *, self: Value, shifts: Any, dims: Any) -> Answer:
     if not dims:
         return loop(site, {"self": self, "shifts": shifts, "dims": dims})
     return _roll(site, self=self, shifts=shifts, dims=dims)
@@ -263,7 +264,7 @@ def triangle(site: Site, *, self: Value, diagonal: Any) -> Call | None:
     return same_call(site, {"self": self, "diagonal": diagonal}, layout)
 
 
-def slices(site: Site, *, self: Value, dim: int, start: Any, end: Any, step: Any) -> Call | None:
+def slices(site: Site, *, self: Value, dim: int, start: Any, end: Any, step: Any) -> Answer:
     """Python's ``x[:, k]`` is full of slices that take a dim whole; those are no work."""
     whole = start in (None, 0) and end in (None, _TO_THE_END) and step == 1
     if whole and self.layout is Layout.LISTED:

@@ -11,7 +11,7 @@ from torch.fx.node import map_aggregate
 
 from hfusion.errors import FusionError
 from hfusion.ops.rule import PerMember
-from hfusion.passes.batch import by_name
+from hfusion.passes.candidates import by_name
 
 
 def align(graphs: Sequence[fx.Graph], variants: Sequence[int]) -> fx.Graph:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from hfusion.passes.batch import by_name
+from hfusion.passes.candidates import by_name
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Any]
@@ -138,7 +138,7 @@ def hidden(node: fx.Node, batch: int) -> int:
 
 def _matrices(shapes: Shapes) -> tuple[int, list[Shape]]:
     """The rows of the first tensor, and the shapes of the others that are matrices."""
-    tensors = _tensor_shapes(list(shapes.values()))
+    tensors = _tensor_shapes(list(shapes.values())) or [()]
     return math.prod(tensors[0][:-1]), [shape for shape in tensors[1:] if len(shape) == 2]
 
 

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from hfusion.layout import Layout, Listed
 from hfusion.ops.rule import Memberwise, each
-from hfusion.passes.batch import pick
+from hfusion.passes.candidates import pick
 from hfusion.passes.functional import has_effect
 
 

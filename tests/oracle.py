@@ -15,7 +15,10 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfusion.layout import CONVERSIONS, Layout
+from hfusion.ops import RULES
 from hfusion.passes.batch import batch
+from hfusion.passes.candidates import candidates, result
+from hfusion.passes.layouts import Choice, Price
 
 RELATIVE = 1e-9
 MOST_MIXES = 24
@@ -100,7 +103,7 @@ def mixes(case: Case) -> list[tuple[Layout, ...]]:
 
 
 def check(case: Case) -> None:
-    """Assert that the batched operator equals the stack of single calls for every mix of layouts."""
+    """Assert that every lowering of the operator equals the stack of single calls for every mix of layouts."""
     for members, mix in itertools.product(case.members, mixes(case)):
         try:
             _check(case, members, mix)
@@ -121,12 +124,21 @@ def _check(case: Case, members: int, mix: Sequence[Layout]) -> None:
     ]
     single = [_flat(_call(case, [row[b % len(row)] for row in leaves])) for b in range(members)]
     expected = [torch.stack([outputs[k] for outputs in single]) for k in range(len(single[0]))]
-    module = batch(member_graph(case, [row[0].detach() for row in rows]), mix, members)
-    got = module(*(_arrange(row, layout, members) for row, layout in zip(leaves, mix, strict=True)))
-    assert len(got) == len(expected)
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=RELATIVE, atol=1e-11, equal_nan=True)
-    _check_gradients([x for row in leaves for x in row if x.requires_grad], got, expected)
+    for module in lowerings(member_graph(case, [row[0].detach() for row in rows]), mix, members):
+        got = module(*(_arrange(row, layout, members) for row, layout in zip(leaves, mix, strict=True)))
+        assert len(got) == len(expected)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=RELATIVE, atol=1e-11, equal_nan=True)
+        _check_gradients([x for row in leaves for x in row if x.requires_grad], got, expected)
+
+
+def lowerings(graph: fx.Graph, layouts: Sequence[Layout], members: int) -> Iterator[fx.GraphModule]:
+    """The array's graph with every candidate of the one operator in ``graph``, one after the other."""
+    waiting = iter(layouts)
+    env = {n: result(n, next(waiting), n.meta["val"]) for n in graph.nodes if n.op == "placeholder"}
+    call = next(node for node in graph.nodes if node.op == "call_function")
+    for place, _ in enumerate(candidates(call, env, members, RULES)):
+        yield batch(graph, layouts, members, RULES, {call: Choice(place, Price(0.0))})
 
 
 def _check_gradients(leaves: list[Tensor], got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -137,6 +149,7 @@ def _check_gradients(leaves: list[Tensor], got: Sequence[Tensor], expected: Sequ
         torch.autograd.grad(
             sum((o * w).sum() for o, w in zip(outputs, weights, strict=True) if w is not None),  # type: ignore[arg-type]
             leaves,
+            retain_graph=True,
             allow_unused=True,
         )
         for outputs in (got, expected)

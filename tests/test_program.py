@@ -30,13 +30,14 @@ program Small  B=2  eval
   cos_default          f32[N,4]    shared   cos.default(x)                                   shared  # LINE
   linear_shared_input  f32[2,N,3]  stacked  linear.default(cos_default, fc.weight, fc.bias)  one GEMM, shared input  # LINE
   relu_default         f32[2,N,3]  stacked  relu.default(linear_shared_input)                stacked  # LINE
-  return (relu_default)"""  # noqa: E501
+  return (relu_default)
+  0 copies between layouts"""  # noqa: E501
 
 REPORT = """\
 Small  B=2  eval
      1 x cos.default     shared   shared
-     1 x linear.default  stacked  one GEMM, shared input
-     1 x relu.default    stacked  stacked
+     1 x linear.default  stacked  one GEMM, shared input  ~50us
+     1 x relu.default    stacked  stacked                 ~15us
   0 copies between layouts; self-check not run"""
 
 

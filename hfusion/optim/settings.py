@@ -48,7 +48,7 @@ class Settings:
     @cached_property
     def advance(self) -> Tensor:
         """What a step adds to the counts: float32 ``[B]``, 1 where a member keeps state."""
-        return torch.tensor([float(bool(names)) for names in self.buffers])
+        return torch.tensor([float(bool(names)) for names in self.buffers], dtype=torch.float32)
 
     @cached_property
     def table(self) -> Tensor:

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
-from hfusion.ops import conv
-from tests.oracle import Case, check, t
+from hfusion.layout import Layout
+from tests.oracle import Case, check, draws, lowerings, member_graph, t
 
 aten = torch.ops.aten
 
@@ -54,16 +52,23 @@ WITHOUT_BATCH = [
 ]
 
 
-@pytest.mark.parametrize("way", list(conv.Way))
-@pytest.mark.parametrize("case", CONVOLUTIONS + TRANSPOSED, ids=str)
-def test_convolution_in_every_way(case: Case, way: conv.Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fixed(facts: conv.Facts) -> conv.Way:
-        return conv.Way.PACKED if way is conv.Way.PRODUCT and not facts.pointwise else way
-
-    monkeypatch.setattr(conv, "choose", fixed)
-    check(dataclasses.replace(case, members=(1, 3)))
-
-
 @pytest.mark.parametrize("case", CONVOLUTIONS + TRANSPOSED + WITHOUT_BATCH, ids=str)
 def test_convolution(case: Case) -> None:
     check(case)
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        (CONVOLUTIONS[0], ["grouped", "loop over members"]),
+        (CONVOLUTIONS[2], ["matrix product", "grouped", "loop over members"]),
+        (CONVOLUTIONS[6], ["grouped", "loop, channels-last"]),
+        (CONVOLUTIONS[10], ["grouped", "loop, channels-last", "matrix product"]),
+        (CONVOLUTIONS[11], ["grouped", "loop, channels-last"]),
+        (TRANSPOSED[4], ["grouped", "loop, channels-last"]),
+    ],
+    ids=str,
+)
+def test_lowerings_of_a_convolution(case: Case, names: list[str]) -> None:
+    found = lowerings(member_graph(case, [torch.zeros(d.shape) for d in draws(case.args)]), [Layout.STACKED] * 3, 2)
+    assert [next(n.meta["how"] for n in g.graph.nodes if "choice" in n.meta) for g in found] == names

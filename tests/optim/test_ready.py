@@ -167,6 +167,18 @@ def test_what_the_changes_change() -> None:
         assert not same, name
 
 
+def test_counts_do_not_depend_on_the_default_dtype() -> None:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        opt = made("Adam")
+        run(opt, ADAM["nothing"], False)
+    finally:
+        torch.set_default_dtype(default)
+    assert state(opt)["step"].tolist() == [5.0] * MEMBERS
+    assert first(opt).isfinite().all()
+
+
 def test_errors_come_as_ever() -> None:
     opt: FusedOptimizer = made("Adam")
     run(opt, ADAM["nothing"], False)

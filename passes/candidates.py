@@ -1,0 +1,157 @@
+"""Which calls compute a node of a member's graph for the whole array, given the layouts of its operands.
+
+A pure question, asked of layouts that are only thought of (`hfusion.passes.layouts`) and of those that came about
+(`hfusion.passes.batch`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from hfusion.errors import FusionError
+from hfusion.layout import CONVERSIONS, Conversion, Layout, Listed, lift, lift_packed
+from hfusion.ops.generic import generic
+from hfusion.ops.rule import (
+    Call,
+    Operand,
+    RuleTable,
+    Scalar,
+    Site,
+    Value,
+    has_per_member,
+    is_random,
+    values,
+)
+from hfusion.passes.functional import RUNNING_STATISTICS
+
+Result: TypeAlias = Value | Scalar | None
+
+
+def candidates(node: fx.Node, env: Mapping[fx.Node, Result], members: int, rules: RuleTable) -> tuple[Call, ...]:
+    """The calls that compute ``node`` of operands as they stand in ``env``; at least one.
+
+    Raises FusionError where no array can compute the node.
+    """
+    args, kwargs = node.meta.get("arguments", (node.args, node.kwargs))
+    args, kwargs = bind(args, env), bind(kwargs, env)
+    target = node.target
+    if target is operator.getitem:
+        return (_getitem(args),)
+    batched = any(not v.shared for v in values((args, kwargs))) or has_per_member((args, kwargs))
+    if not isinstance(target, OpOverload):
+        if batched or isinstance(target, str):
+            raise FusionError(f"{target} at {node.format_node()} works on tensors but is no ATen operator")
+        return (Call(target, args, Layout.SHARED, "shared", kwargs),)
+    arguments = by_name(target, args, kwargs)
+    if not batched and not is_random(target, arguments) and not _writes_shared(target, arguments):
+        return (Call(target, args, Layout.SHARED, "shared", kwargs),)
+    site = Site(target, members, node.meta.get("val"))
+    rule = rules.get(target)
+    answer = rule(site, **arguments) if rule is not None else None
+    if answer is None:
+        return (generic(site, arguments),)
+    return answer if isinstance(answer, tuple) else (answer,)
+
+
+def result(new: fx.Node, layout: Layout, example: Any) -> Result:
+    """What stands for a node's value, ``new`` computing it in ``layout``."""
+    number = layout is Layout.SHARED and not _holds_tensor(example)
+    return Scalar(new, example) if number else Value(new, layout, example)
+
+
+def operands(arguments: Any) -> Iterator[Operand]:
+    """The operands of a call that are wanted in a layout, in order; a bare value is taken as it is."""
+    if isinstance(arguments, Operand):
+        yield arguments
+    elif isinstance(arguments, Mapping):
+        for item in arguments.values():
+            yield from operands(item)
+    elif isinstance(arguments, list | tuple):
+        for item in arguments:
+            yield from operands(item)
+
+
+def reached(operand: Operand) -> Layout:
+    """The layout that the operand is converted to; what is packed with lower rank is a view of stacked channels."""
+    lifted = operand.layout is Layout.PACKED and operand.rank is not None and operand.value.rank < operand.rank
+    return Layout.STACKED if lifted else operand.layout
+
+
+def route(operand: Operand, members: int) -> Iterator[tuple[Callable[..., Any], int | None, Layout]]:
+    """How a value becomes the operand: functions, what each takes after the value, and the layout it then has."""
+    value, wanted, rank = operand.value, operand.layout, operand.rank
+    convert = conversion(value, reached(operand))
+    if convert is not None:
+        yield convert, members, reached(operand)
+    if reached(operand) is not wanted:
+        yield lift_packed, rank, wanted
+    elif wanted is Layout.STACKED and rank is not None and value.rank < rank:
+        yield lift, rank, wanted
+
+
+def conversion(value: Value, wanted: Layout) -> Conversion | None:
+    """What brings ``value`` to the layout ``wanted``; None where it is in it. Raises FusionError if nothing does."""
+    if value.layout is wanted:
+        return None
+    found = CONVERSIONS.get((value.layout, wanted))
+    if found is None:
+        raise FusionError(f"{value.node} is {value.layout.value} and cannot become {wanted.value}")
+    return found
+
+
+def _writes_shared(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call on shared tensors only writes into one, once instead of once per member; its rule refuses it."""
+    if target in RUNNING_STATISTICS:
+        training = arguments.get("training", arguments.get("use_input_stats"))
+        return bool(training) and arguments["running_mean"] is not None
+    return target._schema.is_mutable
+
+
+def _getitem(args: tuple[Any, ...]) -> Call:
+    source, index = args
+    if isinstance(source, Value) and source.layout is Layout.LISTED:
+        return Call(pick, (source, index), Layout.LISTED, "listed")
+    layout = source.layout if isinstance(source, Value) else Layout.SHARED
+    return Call(operator.getitem, args, layout, layout.value)
+
+
+def pick(value: Listed, index: int) -> Listed:
+    """Each member's ``index``-th result of an operator that gives several."""
+    return Listed(row[index] for row in value)
+
+
+def by_name(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an ATen call by name, with the schema's defaults."""
+    named: dict[str, Any] = {}
+    for position, parameter in enumerate(target._schema.arguments):
+        if parameter.name in kwargs:
+            named[parameter.name] = kwargs[parameter.name]
+        elif position < len(args):
+            named[parameter.name] = args[position]
+        else:
+            named[parameter.name] = parameter.default_value
+    return named
+
+
+def bind(arguments: Any, env: Mapping[fx.Node, Result]) -> Any:
+    """The same nest of arguments with every node replaced by what stands for it."""
+    if isinstance(arguments, fx.Node):
+        return env[arguments]
+    if isinstance(arguments, Mapping):
+        return {name: bind(item, env) for name, item in arguments.items()}
+    if isinstance(arguments, list | tuple):
+        bound = [bind(item, env) for item in arguments]
+        return bound if isinstance(arguments, list) else tuple(bound)
+    return arguments
+
+
+def _holds_tensor(example: Any) -> bool:
+    if isinstance(example, list | tuple):
+        return any(_holds_tensor(item) for item in example)
+    return isinstance(example, torch.Tensor)

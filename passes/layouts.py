@@ -1,0 +1,237 @@
+"""Choose how every operator of a member's graph runs for the array, so that the whole costs least.
+
+A program over the linearised graph. Its state is what matters to what follows: of every value that is still used,
+the layout, and the layouts that it was converted to already, since a conversion is made once. Every candidate of a
+node leads from a state to another; of two ways to one state the cheaper is kept. So the result is the best there is
+as long as no more than ``width`` states are alive at a time, else the best that a beam of this width finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from torch import fx
+
+from hfusion.errors import FusionError
+from hfusion.layout import Conversion, Layout
+from hfusion.ops.rule import Call, RuleTable, Value
+from hfusion.passes.candidates import candidates, conversion, operands, reached, result
+
+# States kept from one operator to the next. Exact for what residual and branching networks have alive.
+WIDTH = 32
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds for a call, forward and backward: estimated from shapes, and measured if it was."""
+
+    estimate: float
+    measured: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.estimate if self.measured is None else self.measured
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The candidate that a node takes: its ``place`` among them, its price; ``lost``: (how, price) of the others."""
+
+    place: int
+    price: Price
+    lost: tuple[tuple[str, Price], ...] = ()
+
+
+class Pricing(Protocol):
+    """What calls and conversions cost, backward included."""
+
+    def calls(self, node: fx.Node, calls: Sequence[Call]) -> Sequence[Price]:
+        """``calls``, the candidates of the member's ``node``; their operands are the member's nodes in layouts."""
+
+    def move(self, value: Value, convert: Conversion) -> float:
+        """Seconds for bringing ``value`` to another layout by ``convert``."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A value that is still used: its layout, and those of which there is a converted one."""
+
+    layout: Layout
+    made: frozenset[Layout] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """The cheapest way to a state: its cost, its last decision, and the way before that."""
+
+    cost: float
+    decision: tuple[fx.Node, Choice] | None = None
+    before: Path | None = None
+
+
+@dataclass(frozen=True)
+class Option:
+    """One candidate of a node: its result's layout, its choice, and the conversions that it needs."""
+
+    layout: Layout
+    choice: Choice
+    needs: tuple[tuple[fx.Node, Layout, float], ...]
+
+
+# Of the values that are alive, in one order that all states share.
+State: TypeAlias = tuple[Held, ...]
+
+
+def choose(
+    graph: fx.Graph,
+    layouts: Sequence[Layout],
+    members: int,
+    rules: RuleTable,
+    price: Pricing,
+    width: int = WIDTH,
+) -> dict[fx.Node, Choice]:
+    """A choice for every call of a member's ``graph`` whose placeholders have ``layouts``, of least cost in sum.
+
+    Raises FusionError where no array can compute a node, whatever is chosen before it.
+    """
+    last = _last_uses(graph)
+    waiting = iter(layouts)
+    alive: list[fx.Node] = []
+    states: dict[State, Path] = {(): Path(0.0)}
+    for index, node in enumerate(graph.nodes):
+        if node.op == "placeholder":
+            layout = next(waiting)
+            states = {(*state, Held(layout)): path for state, path in states.items()}
+        elif node.op == "call_function":
+            states = _advance(node, alive, states, _Asked(node, members, rules, price))
+        elif node.op == "output":
+            return _decisions(min(_finished(node, alive, states, price), key=lambda path: path.cost))
+        else:
+            raise FusionError(f"{node.op} {node.target} stands in a captured graph; only calls are expected")
+        alive.append(node)
+        keep = [k for k, value in enumerate(alive) if last.get(value, -1) > index]
+        states = _cheapest(_narrowed(states, keep), width)
+        alive = [alive[k] for k in keep]
+    raise FusionError("a captured graph has no output")
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
+    return {source: index for index, node in enumerate(graph.nodes) for source in node.all_input_nodes}
+
+
+def _narrowed(states: Mapping[State, Path], keep: Sequence[int]) -> dict[State, Path]:
+    """The states without the values that are used no more; the cheapest of those that are alike without them."""
+    found: dict[State, Path] = {}
+    for state, path in states.items():
+        less = tuple([state[k] for k in keep])
+        if less not in found or path.cost < found[less].cost:
+            found[less] = path
+    return found
+
+
+def _cheapest(states: dict[State, Path], width: int) -> dict[State, Path]:
+    if len(states) <= width:
+        return states
+    return dict(sorted(states.items(), key=lambda item: item[1].cost)[:width])
+
+
+class _Asked:
+    """The options of one node for layouts of its operands, each combination asked for once."""
+
+    def __init__(self, node: fx.Node, members: int, rules: RuleTable, price: Pricing) -> None:
+        self.node = node
+        self.inputs = node.all_input_nodes
+        self.members, self.rules, self.price = members, rules, price
+        self.known: dict[tuple[Layout, ...], Sequence[Option] | FusionError] = {}
+
+    def options(self, layouts: tuple[Layout, ...]) -> Sequence[Option] | FusionError:
+        if layouts not in self.known:
+            try:
+                self.known[layouts] = self._options(layouts)
+            except FusionError as error:
+                self.known[layouts] = error
+        return self.known[layouts]
+
+    def _options(self, layouts: tuple[Layout, ...]) -> Sequence[Option]:
+        stand = zip(self.inputs, layouts, strict=True)
+        env = {node: result(node, layout, node.meta.get("val")) for node, layout in stand}
+        calls = candidates(self.node, env, self.members, self.rules)
+        prices = self.price.calls(self.node, calls)
+        return [
+            Option(
+                call.layout,
+                Choice(k, prices[k], tuple((other.how, prices[j]) for j, other in enumerate(calls) if j != k)),
+                self._needs(call),
+            )
+            for k, call in enumerate(calls)
+        ]
+
+    def _needs(self, call: Call) -> tuple[tuple[fx.Node, Layout, float], ...]:
+        found = {}
+        for operand in operands((call.args, call.kwargs)):
+            convert = conversion(operand.value, reached(operand))
+            if convert is not None:
+                key = (operand.value.node, reached(operand))
+                found[key] = self.price.move(operand.value, convert)
+        return tuple((node, layout, cost) for (node, layout), cost in found.items())
+
+
+def _advance(node: fx.Node, alive: Sequence[fx.Node], states: Mapping[State, Path], asked: _Asked) -> dict[State, Path]:
+    """The states after ``node``, whose own value comes last."""
+    place = {value: k for k, value in enumerate(alive)}
+    inputs = [place[source] for source in asked.inputs]
+    found: dict[State, Path] = {}
+    refusal: FusionError | None = None
+    for state, path in states.items():
+        options = asked.options(tuple([state[k].layout for k in inputs]))
+        if isinstance(options, FusionError):
+            refusal = refusal or options
+            continue
+        for option in options:
+            after, cost = _converted(state, place, option.needs)
+            cost += path.cost + option.choice.price.seconds
+            key = (*after, Held(option.layout))
+            if key not in found or cost < found[key].cost:
+                found[key] = Path(cost, (node, option.choice), path)
+    if not found and refusal is not None:
+        raise refusal
+    return found
+
+
+def _converted(
+    state: State, place: Mapping[fx.Node, int], needs: Sequence[tuple[fx.Node, Layout, float]]
+) -> tuple[State, float]:
+    """The state after the conversions that it lacks, and what these cost."""
+    cost, after = 0.0, list(state)
+    for node, layout, seconds in needs:
+        held = after[place[node]]
+        if layout not in held.made:
+            after[place[node]] = Held(held.layout, held.made | {layout})
+            cost += seconds
+    return tuple(after), cost
+
+
+def _finished(node: fx.Node, alive: Sequence[fx.Node], states: Mapping[State, Path], price: Pricing) -> list[Path]:
+    """The whole ways: outputs are stacked."""
+    place = {value: k for k, value in enumerate(alive)}
+    found = []
+    for state, path in states.items():
+        needs = []
+        for source in node.all_input_nodes:
+            value = result(source, state[place[source]].layout, source.meta.get("val"))
+            if isinstance(value, Value) and (convert := conversion(value, Layout.STACKED)) is not None:
+                needs.append((source, Layout.STACKED, price.move(value, convert)))
+        found.append(Path(path.cost + _converted(state, place, needs)[1], None, path))
+    return found
+
+
+def _decisions(path: Path | None) -> dict[fx.Node, Choice]:
+    found: dict[fx.Node, Choice] = {}
+    while path is not None:
+        if path.decision is not None:
+            node, choice = path.decision
+            found[node] = choice
+        path = path.before
+    return found

@@ -1,0 +1,219 @@
+"""The chosen layouts cost least: against all choices of small graphs, and in networks as people write them."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx, nn
+
+import hfusion as hf
+from hfusion.bench.models import cnn
+from hfusion.errors import FusionError
+from hfusion.layout import Conversion, Layout
+from hfusion.ops import RULES
+from hfusion.ops.rule import Call, RuleTable, Site, Value, values
+from hfusion.passes.candidates import Result, candidates, conversion, operands, reached, result
+from hfusion.passes.layouts import Choice, Price, choose
+from hfusion.passes.price import Model
+from hfusion.program import Program
+from tests.oracle import Case, member_graph, t
+
+aten = torch.ops.aten
+
+MEMBERS = 3
+
+
+def anywhere(site: Site, **arguments: Any) -> tuple[Call, ...]:
+    """A rule that computes in every layout, and once more in that of its first operand."""
+    found = [
+        Call(operator.add, tuple(v.to(layout) for v in values(arguments)), layout, layout.value)
+        for layout in (Layout.STACKED, Layout.PACKED, Layout.LISTED)
+    ]
+    first, *rest = values(arguments)
+    own = Layout.STACKED if first.shared else first.layout
+    return (*found, Call(operator.add, (first, *(v.to(own) for v in rest)), own, "as it is"))
+
+
+ANYWHERE: RuleTable = {aten.add.Tensor: anywhere}
+
+
+@dataclass(frozen=True)
+class Random:
+    """Prices without reason."""
+
+    seed: int
+
+    def call(self, node: fx.Node, call: Call) -> Price:
+        wanted = [(o.value.node.name, o.value.layout.value, o.layout.value) for o in operands(call.args)]
+        return Price(random.Random(f"{self.seed} {node.name} {call.how} {wanted}").random())
+
+    def calls(self, node: fx.Node, calls: Sequence[Call]) -> Sequence[Price]:
+        return [self.call(node, call) for call in calls]
+
+    def move(self, value: Value, convert: Conversion) -> float:
+        return random.Random(f"{self.seed} {value.node.name} {convert.__name__}").random()
+
+
+def graph_of(pairs: Sequence[tuple[int, int]], ends: int) -> fx.Graph:
+    """Two inputs and a sum for every pair, of any values before it; the last ``ends`` values are the result."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder("x"), graph.placeholder("y")]
+    for a, b in pairs:
+        nodes.append(graph.call_function(aten.add.Tensor, (nodes[a % len(nodes)], nodes[b % len(nodes)])))
+    for node in nodes:
+        node.meta["val"] = torch.zeros(2, 2)
+    graph.output(tuple(nodes[-ends:]))
+    return graph
+
+
+def cost(graph: fx.Graph, layouts: Sequence[Layout], price: Random, places: Mapping[fx.Node, int]) -> float:
+    """What a choice costs in sum, every conversion paid once."""
+    env: dict[fx.Node, Result] = {}
+    waiting, total = iter(layouts), 0.0
+    made: set[tuple[fx.Node, Layout]] = set()
+
+    def converted(value: Value, layout: Layout) -> float:
+        convert = conversion(value, layout)
+        if convert is None or (value.node, layout) in made:
+            return 0.0
+        made.add((value.node, layout))
+        return price.move(value, convert)
+
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = result(node, next(waiting), node.meta["val"])
+        elif node.op == "call_function":
+            call = candidates(node, env, MEMBERS, ANYWHERE)[places[node]]
+            total += price.call(node, call).seconds
+            total += sum(converted(o.value, reached(o)) for o in operands(call.args))
+            env[node] = result(node, call.layout, node.meta["val"])
+        else:
+            total += sum(converted(v, Layout.STACKED) for n in node.all_input_nodes if isinstance(v := env[n], Value))
+    return total
+
+
+def every_choice(graph: fx.Graph) -> Iterator[dict[fx.Node, int]]:
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    for places in itertools.product(range(4), repeat=len(calls)):
+        yield dict(zip(calls, places, strict=True))
+
+
+def places(choices: Mapping[fx.Node, Choice]) -> dict[fx.Node, int]:
+    return {node: choice.place for node, choice in choices.items()}
+
+
+PAIRS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4)
+GIVEN = st.sampled_from([Layout.SHARED, Layout.STACKED, Layout.PACKED, Layout.LISTED])
+
+
+@given(PAIRS, st.integers(1, 2), st.tuples(GIVEN, st.just(Layout.STACKED)), st.integers(0, 99), st.integers(1, 4))
+def test_least_cost_of_all_choices(
+    pairs: list[tuple[int, int]], ends: int, layouts: tuple[Layout, Layout], seed: int, width: int
+) -> None:
+    graph, price = graph_of(pairs, ends), Random(seed)
+    every = every_choice(graph) if layouts[0] is not Layout.SHARED else _of_shared(graph, layouts)
+    least = min(cost(graph, layouts, price, choice) for choice in every)
+    exact = choose(graph, layouts, MEMBERS, ANYWHERE, price, width=10_000)
+    beam = choose(graph, layouts, MEMBERS, ANYWHERE, price, width=width)
+    assert cost(graph, layouts, price, places(exact)) == pytest.approx(least)
+    assert cost(graph, layouts, price, places(beam)) >= least - 1e-9
+
+
+def _of_shared(graph: fx.Graph, layouts: Sequence[Layout]) -> Iterator[dict[fx.Node, int]]:
+    """As `every_choice`, where what shared values alone give has one way."""
+    shared: set[fx.Node] = {node for node, layout in zip(graph.nodes, layouts, strict=False) if layout is Layout.SHARED}
+    for node in graph.nodes:
+        if node.op == "call_function" and shared.issuperset(node.all_input_nodes):
+            shared.add(node)
+    for choice in every_choice(graph):
+        if all(place == 0 for node, place in choice.items() if node in shared):
+            yield choice
+
+
+def test_what_cannot_be_computed_is_told() -> None:
+    case = Case(aten.batch_norm.default, (t(4, 3), t(3), t(3), t(3), t(3), True, 0.1, 1e-5, False))
+    graph = member_graph(case, [torch.ones(4, 3), *[torch.ones(3)] * 4])
+    layouts = [Layout.STACKED] * 3 + [Layout.SHARED] * 2
+    with pytest.raises(FusionError, match="one tensor for all 3 models"):
+        choose(graph, layouts, MEMBERS, RULES, Model.of(graph, MEMBERS))
+
+
+def test_the_choice_tells_what_lost() -> None:
+    case = Case(aten.conv2d.default, (t(2, 4, 6, 6), t(4, 4, 3, 3), t(4)))
+    graph = member_graph(case, [torch.zeros(2, 4, 6, 6), torch.zeros(4, 4, 3, 3), torch.zeros(4)])
+    (choice,) = choose(graph, [Layout.STACKED] * 3, MEMBERS, RULES, Model.of(graph, MEMBERS)).values()
+    assert choice.place == 0
+    assert [how for how, _ in choice.lost] == ["loop, channels-last"]
+
+
+def network(channels: int, size: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for before in (3, channels, channels):
+        layers += [nn.Conv2d(before, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU()]
+    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(channels * (size // 2) ** 2, 10))
+
+
+def program_of(models: list[nn.Module], x: Any) -> Program:
+    fused = hf.fuse(models, verify=False)
+    fused(x)
+    return fused.report().parts[0].program
+
+
+def hows(program: Program, name: str) -> list[str]:
+    nodes = [node for node in program.module.graph.nodes if "choice" in node.meta]
+    return [node.meta["how"] for node in nodes if str(node.meta["origin"].target).startswith(f"aten.{name}")]
+
+
+def copies_before_flatten(program: Program) -> int:
+    nodes = list(program.module.graph.nodes)
+    flatten = next(
+        k for k, node in enumerate(nodes) if "flatten" in str(getattr(node.meta.get("origin"), "target", ""))
+    )
+    return sum(node.meta.get("how") == "copy" for node in nodes[:flatten])
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["one input", "an input each"])
+@pytest.mark.parametrize(("size", "how"), [(8, "grouped"), (32, "loop, channels-last")])
+def test_a_cnn_has_no_copies_up_to_its_flatten(size: int, how: str, own: bool) -> None:
+    x = torch.randn(16, 3, size, size)
+    inputs = hf.stacked(torch.stack([x] * 4)) if own else x
+    program = program_of([network(16, size) for _ in range(4)], inputs)
+    assert hows(program, "conv2d")[1:] == [how] * 2
+    assert copies_before_flatten(program) == (own and how == "grouped")
+    assert str(program).endswith(f"{program.copies} copies between layouts")
+
+
+@pytest.mark.parametrize("members", [4, 16])
+def test_the_cnn_of_the_benchmark_has_no_copies_up_to_its_flatten(members: int) -> None:
+    program = program_of([cnn() for _ in range(members)], torch.randn(32, 1, 28, 28))
+    assert copies_before_flatten(program) == 0
+    assert program.copies == 1
+
+
+def shrinking() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(8), nn.Conv2d(8, 16, 3, padding=1), nn.Flatten())
+
+
+def test_small_images_leave_the_loop_of_large_ones() -> None:
+    program = program_of([shrinking() for _ in range(3)], torch.randn(16, 3, 32, 32))
+    assert hows(program, "conv2d") == ["loop, channels-last", "grouped"]
+
+
+def points() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(3, 8, 1), nn.BatchNorm1d(8), nn.Conv1d(8, 8, 1))
+
+
+def test_a_product_follows_a_product() -> None:
+    program = program_of([points() for _ in range(3)], torch.randn(4, 3, 64))
+    assert hows(program, "conv1d") == ["matrix product"] * 2
+    assert hows(program, "batch_norm") == ["stacked"]
+    assert program.copies == 0
