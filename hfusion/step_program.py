@@ -124,10 +124,13 @@ def make(forward: Source, loss: Source, call: Call, places: Sequence[Place]) -> 
         Exception: what keeps the programs from being traced or compiled, of many types.
     """
     params = tuple((holder, name) for holder, name in places if isinstance(holder[name], nn.Parameter))
-    tensors = Tensors.of(forward, loss)
-    if looped_calls(forward) > MOST_LOOPED_CALLS:
+    tensors, looped = Tensors.of(forward, loss), looped_calls(forward)
+    if looped > MOST_LOOPED_CALLS:
         return each(forward, loss, call, tensors, params)
     joint = trace(forward, loss, call)
+    # Some calls are many operators, such as a recurrent layer's.
+    if looped and len(joint.operators) > MOST_OPERATORS:
+        return each(forward, loss, call, tensors, params)
     _check(joint)
     return Whole(joint, build(joint, tensors.all(), call.batch()), tensors, params)
 

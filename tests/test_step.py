@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion import step_program
 from tests.test_joint import TRACED, adam, arrays, close, compare, eager, loss_of
 from tests.zoo import MODELS, Model, normal
 
@@ -287,6 +288,18 @@ def test_member_by_member() -> None:
     assert "2 programs of" in rows[0].how
     assert "called once per member" in rows[0].how
     assert len(both.step._programs()) == 1
+
+
+@needs_compiler
+def test_member_by_member_where_the_whole_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few calls, as of a recurrent layer, may be many operators."""
+    monkeypatch.setattr(step_program, "MOST_OPERATORS", 130)
+    model = Model("sloped", Sloped, normal(4))
+    ours, _ = arrays(model, 6)
+    step = hf.train_step(ours, loss_of, hf.optim.SGD(ours.parameters(), lr=0.1))
+    for _ in range(2):
+        step(*batch(model, 4))
+    assert "called once per member" in step.report().rows[0].how
 
 
 @needs_compiler
