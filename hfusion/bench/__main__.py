@@ -115,7 +115,7 @@ def run_fuse(parsed: argparse.Namespace) -> Outcome:
     names = [contender.name for contender in chosen.contenders]
     shown, footnotes = table.table(found, names)
     if parsed.plot and found:
-        plot.draw(found, names, parsed.plot)
+        plot.draw([row for comparison in found for row in comparison.rows()], parsed.plot)
     wrong = [cell.reason for comparison in found for cell in comparison.cells if cell.disagrees]
     return Outcome(shown, footnotes, results.json_rows(found), interrupted, wrong)
 
@@ -187,6 +187,9 @@ def main(arguments: Sequence[str]) -> int:
     out = console()
     if parsed.list:
         print_names(out)
+        return 0
+    if parsed.kept:
+        plot.draw(parsed.kept, parsed.plot)
         return 0
     torch.set_num_threads(parsed.threads)
     outcome = RUN[parsed.benchmark](parsed)

@@ -13,6 +13,7 @@ import torch
 from hfusion.bench import fuse, optim, schedule, shard, shard_cases
 from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
+from hfusion.bench.results import kept_rows
 from hfusion.policy import POLICIES
 
 SUB_BENCHMARKS = {
@@ -75,6 +76,14 @@ def parser() -> argparse.ArgumentParser:
     instead = made.add_mutually_exclusive_group()
     instead.add_argument("--startup", action="store_true", help="fuse: what an array costs before it trains, instead")
     instead.add_argument("--memory", action="store_true", help="fuse: bytes per member of each contender, instead")
+    instead.add_argument(
+        "--from",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        dest="earlier",
+        help="fuse: draw what --json wrote in an earlier run, instead; may be given again",
+    )
     return made
 
 
@@ -86,6 +95,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name in ("models", "contenders", "plot", "amp", "startup", "memory"):
         if parsed.benchmark != "fuse" and getattr(parsed, name):
             made.error(f"--{name} belongs to fuse, not to {parsed.benchmark}: leave it out")
+    if parsed.earlier and parsed.benchmark != "fuse":
+        made.error(f"--from belongs to fuse, not to {parsed.benchmark}: leave it out")
     for name, options in WITHOUT.items():
         for option in options:
             if getattr(parsed, name) and getattr(parsed, option) is not None:
@@ -101,6 +112,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for path in parsed.plot or []:
         if path.suffix.lower() not in PICTURES:
             made.error(f"--plot {path}: end it with one of {', '.join(PICTURES)}")
+    if parsed.earlier and not parsed.plot:
+        made.error("--from draws: say where to with --plot")
+    parsed.kept = _or_error(made, lambda: [row for path in parsed.earlier or [] for row in kept_rows(path)])
     if parsed.plot is not None and importlib.util.find_spec("matplotlib") is None:
         made.error("--plot needs matplotlib: pip install 'hfusion[examples]', or leave --plot out")
     parsed.cases = _or_error(made, lambda: choose("model", parsed.models, CASES))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hfusion.bench.results import BASELINE, OURS, Comparison
+from hfusion.bench.results import BASELINE, OURS, Row
 
 COLUMNS = 4
 COLOURS = {"hfusion": "tab:red", "hfusion-compiled": "darkred"}
@@ -16,21 +16,22 @@ OTHERS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:cyan", "tab:
 LEVELS = (0.25, 0.5, 1, 2, 4, 8, 16)
 
 
-def draw(comparisons: Sequence[Comparison], contenders: Sequence[str], paths: Sequence[Path]) -> None:
+def draw(rows: Sequence[Row], paths: Sequence[Path]) -> None:
     """Write one panel per model with a line per contender, both axes logarithmic, to ``paths``, as their suffixes say.
 
     Raises ModuleNotFoundError without matplotlib.
     """
     from matplotlib.figure import Figure
 
-    models = list(dict.fromkeys(comparison.model for comparison in comparisons))
+    models = list(dict.fromkeys(row.model for row in rows))
+    contenders = list(dict.fromkeys(row.contender for row in rows))
     # One place more than there are models: the legend's.
-    columns = min(COLUMNS, len(models) + 1)
-    rows = math.ceil((len(models) + 1) / columns)
-    figure = Figure(figsize=(3.2 * columns, 3.0 * rows), layout="constrained")
-    panels = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
+    width = min(COLUMNS, len(models) + 1)
+    height = math.ceil((len(models) + 1) / width)
+    figure = Figure(figsize=(3.2 * width, 3.0 * height), layout="constrained")
+    panels = list(figure.subplots(height, width, squeeze=False, sharey=True).flat)
     for panel, model in zip(panels, models, strict=False):
-        _draw_model(panel, model, [c for c in comparisons if c.model == model], contenders)
+        _draw_model(panel, model, [row for row in rows if row.model == model], contenders)
     handles, labels = panels[0].get_legend_handles_labels()
     for panel in panels[len(models) :]:
         panel.axis("off")
@@ -40,7 +41,7 @@ def draw(comparisons: Sequence[Comparison], contenders: Sequence[str], paths: Se
         figure.savefig(path, dpi=110)
 
 
-def _draw_model(panel: Any, model: str, chosen: Sequence[Comparison], contenders: Sequence[str]) -> None:
+def _draw_model(panel: Any, model: str, chosen: Sequence[Row], contenders: Sequence[str]) -> None:
     panel.axhline(1.0, color="black", linewidth=1.0, label=BASELINE)
     rivals = [contender for contender in contenders if contender not in (BASELINE, *OURS)]
     colours = COLOURS | dict(zip(rivals, itertools.cycle(OTHERS), strict=False))
@@ -50,7 +51,7 @@ def _draw_model(panel: Any, model: str, chosen: Sequence[Comparison], contenders
             style = {"linewidth": 2.5 if ours else 1.2, "zorder": 3 if ours else 2, "color": colours[contender]}
             panel.plot(*_line(chosen, contender), marker="o", markersize=5, label=contender, **style)
     panel.set(title=model, xlabel="members", xscale="log", yscale="log")
-    ticks = sorted({comparison.members for comparison in chosen})
+    ticks = sorted({row.members for row in chosen})
     panel.set_xticks(ticks, [str(tick) for tick in ticks])
     panel.set_xticks([], minor=True)
     panel.set_yticks(LEVELS, [f"{level:g}x" for level in LEVELS])
@@ -58,12 +59,7 @@ def _draw_model(panel: Any, model: str, chosen: Sequence[Comparison], contenders
     panel.grid(axis="y", alpha=0.3)
 
 
-def _line(comparisons: Sequence[Comparison], contender: str) -> tuple[list[int], list[float]]:
-    """Members and speed-ups of the comparisons in which ``contender`` was timed against the serial loop."""
-    points = []
-    for comparison in comparisons:
-        cell = comparison.cell(contender)
-        speedup = comparison.speedup(cell) if cell else None
-        if speedup is not None:
-            points.append((comparison.members, speedup))
+def _line(rows: Sequence[Row], contender: str) -> tuple[list[int], list[float]]:
+    """Members and speed-ups of the rows in which ``contender`` was timed against the serial loop."""
+    points = [(row.members, row.speedup) for row in rows if row.contender == contender and row.speedup is not None]
     return [members for members, _ in points], [speedup for _, speedup in points]

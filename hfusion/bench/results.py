@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from hfusion.bench import timing
 
@@ -98,6 +100,19 @@ class Comparison:
             note=cell.note,
             reason=cell.reason,
         )
+
+
+def kept_rows(path: Path) -> list[Row]:
+    """The rows of a JSON file of an earlier run.
+
+    Raises ValueError that says what is wrong with the file.
+    """
+    try:
+        return [Row(**row) for row in json.loads(path.read_text())["rows"]]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no rows of fuse: give a file that its --json wrote") from error
 
 
 def json_rows(comparisons: Sequence[Comparison]) -> list[dict[str, object]]:

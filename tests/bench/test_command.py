@@ -43,6 +43,9 @@ def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
         (["--json", "no-such-directory/x.json"], "there is no directory"),
         (["--plot", "x.png", "--plot", "no-such-directory/x.svg"], "--plot no-such-directory/x.svg: there is no"),
         (["--plot", "x.txt"], "--plot x.txt: end it with one of .png, .svg, .pdf"),
+        (["--from", "no-such.json"], "--from draws: say where to with --plot"),
+        (["--from", "no-such.json", "--plot", "x.png"], "no-such.json cannot be read: No such file or directory"),
+        (["--from", "pyproject.toml", "--plot", "x.png"], "pyproject.toml holds no rows of fuse"),
         (["--amp", "fp8"], "argument --amp: invalid choice: 'fp8'"),
         (["--startup", "--memory"], "argument --memory: not allowed with argument --startup"),
         (["--startup", "--contenders", "serial"], "--contenders does not belong to --startup: leave it out"),
@@ -74,6 +77,15 @@ def test_the_whole_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "mlp-small" in done.stdout
     assert len(json.loads(target.read_text())["rows"]) == 2
+
+
+def test_earlier_runs_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    target, picture = tmp_path / "bench.json", tmp_path / "bench.svg"
+    given = ["--quick", "--models", "mlp-small", "--members", "2", "--contenders", "serial,vmap"]
+    assert main([*given, "--repeats", "1", "--json", str(target)]) == 0
+    assert main(["--from", str(target), "--from", str(target), "--plot", str(picture)]) == 0
+    assert "mlp-small" in picture.read_text()
 
 
 def test_memory_instead_of_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

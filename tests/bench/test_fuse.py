@@ -135,9 +135,16 @@ def test_versus_best_counts_two_processes_per_core() -> None:
 def test_the_plot_leaves_out_what_was_not_timed(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     png, svg = tmp_path / "bench.png", tmp_path / "bench.svg"
-    plot.draw([comparison(serial=(8.0,), vmap=(), hfusion=(4.0,))], ["serial", "vmap", "hfusion"], [png, svg])
+    plot.draw(comparison(serial=(8.0,), vmap=(), hfusion=(4.0,)).rows(), [png, svg])
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "<svg" in svg.read_text()
+
+
+def test_rows_are_read_back(tmp_path: Path) -> None:
+    found = comparison(serial=(8.0,), vmap=(), hfusion=(4.0,))
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"machine": {}, "rows": results.json_rows([found])}))
+    assert results.kept_rows(path) == found.rows()
 
 
 def test_versus_best_without_hfusion_or_others() -> None:
