@@ -45,14 +45,23 @@ class Call:
         """The tensors as a traced step takes them: contiguous."""
         return [(leaf.tensor if isinstance(leaf, StackedInput) else leaf).contiguous() for leaf in self.leaves]
 
+    def mapped(self, fn: Callable[[Any], Any]) -> Call:
+        """The same call of ``fn`` of its leaves."""
+        inputs, target = (Arguments(tuple(map(fn, a.leaves)), a.spec) for a in (self.inputs, self.target))
+        return Call(inputs, target)
+
     def of_member(self, member: int) -> Call:
         """The same call of an array of one."""
 
         def one(leaf: Any) -> Any:
             return StackedInput(leaf.tensor[member : member + 1]) if isinstance(leaf, StackedInput) else leaf
 
-        inputs, target = (Arguments(tuple(map(one, a.leaves)), a.spec) for a in (self.inputs, self.target))
-        return Call(inputs, target)
+        return self.mapped(one)
+
+    @property
+    def stacked(self) -> list[bool]:
+        """Which tensors have a row for every member."""
+        return list(map(is_stacked, self.leaves))
 
     @property
     def text(self) -> str:
@@ -186,8 +195,7 @@ def _refilled(call: Call, tensors: Sequence[Tensor]) -> Call:
             return StackedInput(next(fresh))
         return next(fresh) if isinstance(leaf, Tensor) else leaf
 
-    inputs, target = (Arguments(tuple(map(other, a.leaves)), a.spec) for a in (call.inputs, call.target))
-    return Call(inputs, target)
+    return call.mapped(other)
 
 
 def _losses(forward: Source, loss: Source, held: Mapping[int, Tensor], call: Call) -> Tensor:

@@ -142,7 +142,7 @@ class Machine:
     def calibrate(self) -> dict[str, Rates]:
         """The rates of every device by name: medians of short runs, kept in the user's cache folder.
 
-                They are kept per processor, number of threads, torch version and disk folder. An unreadable file is
+        They are kept per processor, number of threads, torch version and disk folder. An unreadable file is
         measured anew. Raises PlanError where a CUDA device is missing, or the disk cannot be written.
         """
         made: dict[torch.device, Rates] = {}
@@ -178,6 +178,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfusion"
 
 
+def cache_file(kind: str, description: Mapping[str, str]) -> Path:
+    """The JSON file for what was measured on a machine of this description."""
+    return cache_folder() / f"{kind}-{hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16]}.json"
+
+
 def _gib(size: int) -> str:
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if size >= 1024**power:
@@ -189,7 +194,7 @@ def _calibrated(device: torch.device, disk: Path) -> Rates:
     if device.type == "cuda" and device.index >= torch.cuda.device_count():
         raise PlanError(f"there is no device {device}: torch sees {torch.cuda.device_count()} CUDA devices")
     description = {**describe(device), "disk": str(disk.absolute())}
-    path = cache_folder() / f"rates-{hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16]}.json"
+    path = cache_file("rates", description)
     kept = _read(path, description)
     if kept is None:
         kept = measure(device, disk)
@@ -263,15 +268,16 @@ def _seconds(device: torch.device, run: Callable[[], object]) -> float:
     """Median seconds of ``run``, after a first run that warms up."""
     times = []
     for _ in range(_RUNS + 1):
-        _wait(device)
+        synchronize(device)
         start = time.perf_counter()
         run()
-        _wait(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return max(median(times[1:]), 1e-9)
 
 
-def _wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done everything that was queued; a CPU queues nothing."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

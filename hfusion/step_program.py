@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hfusion.compile import Place, Source
+from hfusion.compile import Place, Source, representatives
 from hfusion.joint import Call, Joint, Tensors, build, trace, trace_member
 from hfusion.layout import Layout
 from hfusion.passes.align import scalars
@@ -95,14 +95,11 @@ class Each:
 
     def step(self, call: Call) -> Tensor:
         _clear(self.params)
-        members, own = len(self.kinds), self.tensors.all()
-        pairs = list(zip(own, self.tensors.stacked, strict=True))
-        columns = [t.detach().split(1) if stacked else (t,) * members for t, stacked in pairs]
+        own = self.tensors.all()
+        pairs = [*zip(own, self.tensors.stacked, strict=True), *zip(call.batch(), call.stacked, strict=True)]
+        columns = [t.detach().split(1) if stacked else (t,) * len(self.kinds) for t, stacked in pairs]
         with torch.no_grad():
-            rows = [
-                self.runs[kind](*[column[member] for column in columns], *call.of_member(member).batch())
-                for member, kind in enumerate(self.kinds)
-            ]
+            rows = [self.runs[kind](*given) for kind, *given in zip(self.kinds, *columns, strict=True)]
             losses, *grads = zip(*rows, strict=True)
             for place, found in zip(self.joints[0].trained, grads, strict=True):
                 tensor, stacked = pairs[place]
@@ -145,7 +142,7 @@ def looped_calls(source: Source) -> int:
 def each(forward: Source, loss: Source, call: Call, tensors: Tensors, params: tuple[Place, ...]) -> Each:
     """The step as a program per kind of member; raises as `make`."""
     kinds = kinds_of(forward, loss)
-    firsts = [kinds.index(kind) for kind in range(max(kinds) + 1)]
+    firsts = representatives(kinds)
     if len(firsts) > MOST_KINDS:
         raise Unprofitable(
             f"members run one by one, each kind by a program of its own, and scalars differ in {len(firsts)} ways; "

@@ -24,6 +24,7 @@ from torch._ops import OpOverload
 
 from hfusion.errors import FusionError
 from hfusion.layout import Layout, Listed
+from hfusion.nest import change, holds, leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,22 +119,12 @@ def merge(*tables: RuleTable) -> RuleTable:
 
 def values(arguments: Any) -> list[Value]:
     """All tensors in a nest of arguments, in order."""
-    if isinstance(arguments, Value):
-        return [arguments]
-    if isinstance(arguments, Mapping):
-        return [v for item in arguments.values() for v in values(item)]
-    if isinstance(arguments, list | tuple):
-        return [v for item in arguments for v in values(item)]
-    return []
+    return list(leaves(arguments, Value))
 
 
 def has_per_member(arguments: Any) -> bool:
     """Whether a scalar that differs between members stands in a nest of arguments."""
-    if isinstance(arguments, PerMember):
-        return True
-    if isinstance(arguments, Mapping):
-        return any(has_per_member(item) for item in arguments.values())
-    return isinstance(arguments, list | tuple) and any(has_per_member(item) for item in arguments)
+    return holds(arguments, PerMember)
 
 
 def is_random(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
@@ -144,15 +135,9 @@ def is_random(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
     return not off and not any(arguments.get(name) == 0 for name in ("p", "dropout", "dropout_p"))
 
 
-def map_values(arguments: Any, change: Callable[[Value], Any]) -> Any:
-    """The same nest of arguments with ``change`` applied to every tensor."""
-    if isinstance(arguments, Value):
-        return change(arguments)
-    if isinstance(arguments, Mapping):
-        return {name: map_values(item, change) for name, item in arguments.items()}
-    if isinstance(arguments, list | tuple):
-        return type(arguments)(map_values(item, change) for item in arguments)
-    return arguments
+def map_values(arguments: Any, fn: Callable[[Value], Any]) -> Any:
+    """The same nest of arguments with ``fn`` applied to every tensor."""
+    return change(arguments, Value, fn)
 
 
 def hint(size: Any) -> int | None:

@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 from torch.fx.node import map_aggregate
 
 from hfusion.errors import FusionError
+from hfusion.nest import leaves
 from hfusion.ops.rule import PerMember
 from hfusion.passes.candidates import by_name
 
@@ -96,16 +97,7 @@ def select(graph: fx.Graph, member: int) -> fx.Graph:
 
 def scalars(graph: fx.Graph) -> list[tuple[Any, ...]]:
     """The scalars of an aligned graph that differ between members: for each of them the members' values."""
-    found = []
-
-    def look(item: Any) -> Any:
-        if isinstance(item, PerMember):
-            found.append(item.values)
-        return item
-
-    for node in graph.nodes:
-        map_aggregate(node.meta.get("arguments"), look)
-    return found
+    return [found.values for node in graph.nodes for found in leaves(node.meta.get("arguments"), PerMember)]
 
 
 def _own(item: Any, member: int, env: dict[fx.Node, fx.Node]) -> Any:

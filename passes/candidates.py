@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 
 from hfusion.errors import FusionError
 from hfusion.layout import CONVERSIONS, Conversion, Layout, Listed, lift, lift_packed
+from hfusion.nest import holds, leaves
 from hfusion.ops.generic import generic
 from hfusion.ops.rule import (
     Call,
@@ -61,20 +62,13 @@ def candidates(node: fx.Node, env: Mapping[fx.Node, Result], members: int, rules
 
 def result(new: fx.Node, layout: Layout, example: Any) -> Result:
     """What stands for a node's value, ``new`` computing it in ``layout``."""
-    number = layout is Layout.SHARED and not _holds_tensor(example)
+    number = layout is Layout.SHARED and not holds(example, torch.Tensor)
     return Scalar(new, example) if number else Value(new, layout, example)
 
 
 def operands(arguments: Any) -> Iterator[Operand]:
     """The operands of a call that are wanted in a layout, in order; a bare value is taken as it is."""
-    if isinstance(arguments, Operand):
-        yield arguments
-    elif isinstance(arguments, Mapping):
-        for item in arguments.values():
-            yield from operands(item)
-    elif isinstance(arguments, list | tuple):
-        for item in arguments:
-            yield from operands(item)
+    return leaves(arguments, Operand)
 
 
 def reached(operand: Operand) -> Layout:
@@ -149,9 +143,3 @@ def bind(arguments: Any, env: Mapping[fx.Node, Result]) -> Any:
         bound = [bind(item, env) for item in arguments]
         return bound if isinstance(arguments, list) else tuple(bound)
     return arguments
-
-
-def _holds_tensor(example: Any) -> bool:
-    if isinstance(example, list | tuple):
-        return any(_holds_tensor(item) for item in example)
-    return isinstance(example, torch.Tensor)

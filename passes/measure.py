@@ -19,6 +19,8 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from hfusion.layout import Conversion, Layout, Listed
+from hfusion.machine import synchronize
+from hfusion.nest import change, leaves
 from hfusion.ops.rule import Call, Operand, PerMember, Scalar, Value, hint
 from hfusion.passes.candidates import route
 from hfusion.passes.layouts import Price
@@ -116,8 +118,8 @@ class _Operands:
         for fn, number, _ in route(operand, members):
             made = fn(made, number)
         tracked = value.node in self.prices.model.tracked
-        found = _mapped(made, lambda x: self._leaf(x, tracked))
-        first = next(_tensors(found), None)
+        found = change(made, Tensor, lambda x: self._leaf(x, tracked))
+        first = next(leaves(found, Tensor), None)
         if first is not None:
             kind = str(first.dtype).removeprefix("torch.")
             mark = " grad" if first.requires_grad else ""
@@ -172,23 +174,18 @@ def measure(trials: Sequence[Trial], device: torch.device) -> list[float]:
     best = [math.inf] * len(trials)
     for _ in range(RUNS):
         for k, trial in enumerate(trials):
-            _finish(device)
+            synchronize(device)
             start = time.perf_counter()
             outputs = _differentiable(trial.run())
             if outputs:
                 torch.autograd.grad(outputs, trial.leaves, grads[k], allow_unused=True)
-            _finish(device)
+            synchronize(device)
             best[k] = min(best[k], time.perf_counter() - start)
     return best
 
 
 def _differentiable(result: Any) -> list[Tensor]:
-    return [x for x in _tensors(result) if x.requires_grad]
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return [x for x in leaves(result, Tensor) if x.requires_grad]
 
 
 def _apart(device: torch.device) -> ExitStack:
@@ -237,20 +234,6 @@ def _strides(result: Any) -> Strides:
     if isinstance(result, Tensor):
         return tuple(result.stride())
     return tuple(_strides(part) for part in result) if isinstance(result, list | tuple) else ()
-
-
-def _mapped(made: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(made, Tensor):
-        return change(made)
-    return type(made)(_mapped(part, change) for part in made) if isinstance(made, list | tuple) else made
-
-
-def _tensors(nest: Any) -> Iterator[Tensor]:
-    if isinstance(nest, Tensor):
-        yield nest
-    elif isinstance(nest, list | tuple):
-        for part in nest:
-            yield from _tensors(part)
 
 
 def _plain(arguments: Any) -> Iterator[Any]:

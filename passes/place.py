@@ -9,10 +9,13 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from hfusion.nest import leaves
+
 
 def place(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     """``module`` with every device in the arguments of a call replaced by ``device``; itself if none differs."""
-    if all(found == device for sub in _graphs(module) for node in sub.graph.nodes for found in _devices(node)):
+    nodes = [node for sub in _graphs(module) for node in sub.graph.nodes]
+    if all(found == device for node in nodes for found in leaves((node.args, node.kwargs), torch.device)):
         return module
     moved = copy.deepcopy(module)
     for sub in _graphs(moved):
@@ -25,18 +28,6 @@ def place(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
 def _graphs(module: fx.GraphModule) -> list[fx.GraphModule]:
     """The module itself and the bodies of its loops."""
     return [sub for sub in module.modules() if isinstance(sub, fx.GraphModule)]
-
-
-def _devices(node: fx.Node) -> list[torch.device]:
-    found: list[torch.device] = []
-
-    def look(value: Any) -> Any:
-        if isinstance(value, torch.device):
-            found.append(value)
-        return value
-
-    map_aggregate((node.args, node.kwargs), look)
-    return found
 
 
 def _swap(device: torch.device) -> Any:

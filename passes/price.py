@@ -15,7 +15,7 @@ their calls, so that one call for all members is taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from hfusion.layout import (
     stacked_to_listed,
     stacked_to_packed,
 )
+from hfusion.nest import leaves
 from hfusion.ops.rule import Call, Operand, Value, hint
 from hfusion.passes.flops import bytes_of, family, flops, scores
 from hfusion.passes.layouts import Price
@@ -196,7 +197,8 @@ class Model:
     def _traffic(self, node: fx.Node, call: Call) -> int:
         """Bytes of operands and result, of all members; a loop reads what is shared once for each."""
         total = self._size(node)
-        for value in _taken((call.args, call.kwargs)):
+        for item in leaves((call.args, call.kwargs), (Value, Operand)):
+            value = item.value if isinstance(item, Operand) else item
             alone = value.shared and call.layout is not Layout.LISTED
             total += self.bytes.get(value.node, 0) * (1 if alone else self.members)
         return total
@@ -257,16 +259,3 @@ def _is_image(node: fx.Node) -> bool:
 def _rank(node: fx.Node) -> int:
     example = node.meta.get("val")
     return example.dim() if isinstance(example, Tensor) else 0
-
-
-def _taken(arguments: Any) -> Iterator[Value]:
-    if isinstance(arguments, Value):
-        yield arguments
-    elif isinstance(arguments, Operand):
-        yield arguments.value
-    elif isinstance(arguments, Mapping):
-        for item in arguments.values():
-            yield from _taken(item)
-    elif isinstance(arguments, list | tuple):
-        for item in arguments:
-            yield from _taken(item)

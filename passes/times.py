@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import warnings
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hfusion.machine import cache_folder, describe, write_json
+from hfusion.machine import cache_file, describe, write_json
 
 
 @dataclass
@@ -34,8 +33,7 @@ def times_on(device: torch.device) -> Iterator[Times]:
     A file that cannot be read or written is told by one UserWarning, and the times hold for this process alone.
     """
     machine = describe(device)
-    name = hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16]
-    path = cache_folder() / f"lowerings-{name}.json"
+    path = cache_file("lowerings", machine)
     known, trouble = _read(path, machine)
     times = Times(known)
     yield times

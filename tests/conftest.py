@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from hfusion import native
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # Small shapes gain nothing from threads, and the suite already runs one process per core.
@@ -29,3 +31,13 @@ def _isolated() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(dtype)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command of a C compiler, which is not switched off."""
+    monkeypatch.delenv("HFUSION_NATIVE", raising=False)
+    found = native.compiler()
+    if found is None:
+        pytest.skip("no C compiler")
+    return found

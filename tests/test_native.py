@@ -17,15 +17,6 @@ def source(request: pytest.FixtureRequest) -> Path:
     return Path(request.param)
 
 
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.delenv("HFUSION_NATIVE", raising=False)
-    found = native.compiler()
-    if found is None:
-        pytest.skip("no C compiler")
-    return found
-
-
 def test_a_library_is_compiled_once(source: Path, compiler: list[str], tmp_path: Path) -> None:
     made = native.build(source, compiler, tmp_path / "cache")
     assert isinstance(made, Path)

@@ -6,9 +6,9 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -70,11 +70,9 @@ def print_names(out: Console) -> None:
             out.print(f"  {name:<16} {about}", markup=False)
 
 
-def write_json(
-    path: Path, machine: dict[str, str | int], rows: Sequence[dict[str, object]], kind: str = "rows"
-) -> None:
-    """Write ``{"machine": ..., kind: rows}``."""
-    path.write_text(json.dumps({"machine": machine, kind: rows}, indent=1) + "\n")
+def write_json(path: Path, machine: dict[str, str | int], rows: Sequence[Any], kind: str = "rows") -> None:
+    """Write ``{"machine": ..., kind: rows}``; the rows are dataclasses."""
+    path.write_text(json.dumps({"machine": machine, kind: [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
 def collect(results: Iterable[T]) -> tuple[list[T], bool]:
@@ -92,12 +90,13 @@ def collect(results: Iterable[T]) -> tuple[list[T], bool]:
 class Outcome:
     """What a sub-benchmark prints and writes.
 
-    ``wrong``: contenders that compute other losses than serial. ``kind``: what the rows are called in the JSON file.
+    ``rows``: dataclasses. ``wrong``: contenders that compute other losses than serial. ``kind``: what the rows are
+    called in the JSON file.
     """
 
     shown: Table
     footnotes: list[str]
-    rows: list[dict[str, object]]
+    rows: Sequence[Any]
     interrupted: bool
     wrong: list[str]
     kind: str = "rows"
@@ -115,9 +114,9 @@ def run_fuse(parsed: argparse.Namespace) -> Outcome:
     names = [contender.name for contender in chosen.contenders]
     shown, footnotes = table.table(found, names)
     if parsed.plot and found:
-        plot.draw([row for comparison in found for row in comparison.rows()], parsed.plot)
+        plot.draw(results.rows_of(found), parsed.plot)
     wrong = [cell.reason for comparison in found for cell in comparison.cells if cell.disagrees]
-    return Outcome(shown, footnotes, results.json_rows(found), interrupted, wrong)
+    return Outcome(shown, footnotes, results.rows_of(found), interrupted, wrong)
 
 
 def run_startup(chosen: fuse.Settings) -> Outcome:
@@ -125,7 +124,7 @@ def run_startup(chosen: fuse.Settings) -> Outcome:
     with meter(startup.pieces(chosen)) as bar:
         rows, interrupted = collect(startup.run(chosen, bar))
     shown, footnotes = startup.table(rows)
-    return Outcome(shown, footnotes, startup.json_rows(rows), interrupted, wrong=[], kind="startup")
+    return Outcome(shown, footnotes, rows, interrupted, wrong=[], kind="startup")
 
 
 def run_memory(chosen: fuse.Settings) -> Outcome:
@@ -135,7 +134,7 @@ def run_memory(chosen: fuse.Settings) -> Outcome:
     rows = [row for group in found for row in group]
     shown, footnotes = memory.table(rows, [contender.name for contender in chosen.contenders])
     wrong = [row.reason for row in rows if row.disagrees]
-    return Outcome(shown, footnotes, memory.json_rows(rows), interrupted, wrong, kind="memory")
+    return Outcome(shown, footnotes, rows, interrupted, wrong, kind="memory")
 
 
 def run_optim(parsed: argparse.Namespace) -> Outcome:
@@ -146,7 +145,7 @@ def run_optim(parsed: argparse.Namespace) -> Outcome:
     rows = [row for group in found for row in group]
     footnotes = [f"{name}: {about}" for name, about in optim.ABOUT.items()]
     footnotes.append(f"kernels of {optim.OURS}: {optim.form(chosen.device)}")
-    return Outcome(optim.table(rows), footnotes, optim.json_rows(rows), interrupted, wrong=[])
+    return Outcome(optim.table(rows), footnotes, rows, interrupted, wrong=[])
 
 
 def run_shard(parsed: argparse.Namespace) -> Outcome:
@@ -157,7 +156,7 @@ def run_shard(parsed: argparse.Namespace) -> Outcome:
     rows = [row for group in found for row in group]
     shown, footnotes = shard_results.table(rows)
     wrong = [row.reason for row in rows if row.disagrees]
-    return Outcome(shown, footnotes, shard_results.json_rows(rows), interrupted, wrong)
+    return Outcome(shown, footnotes, rows, interrupted, wrong)
 
 
 def run_schedule(parsed: argparse.Namespace) -> Outcome:
@@ -166,7 +165,7 @@ def run_schedule(parsed: argparse.Namespace) -> Outcome:
     with meter(schedule.pieces(chosen)) as bar:
         rows, interrupted = collect(schedule.run(chosen, bar))
     footnotes = [f"{policy.name}: {policy.about}" for policy in chosen.policies]
-    return Outcome(schedule.table(rows), footnotes, schedule.json_rows(rows), interrupted, wrong=[])
+    return Outcome(schedule.table(rows), footnotes, rows, interrupted, wrong=[])
 
 
 RUN: dict[str, Callable[[argparse.Namespace], Outcome]] = {

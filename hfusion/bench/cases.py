@@ -149,13 +149,13 @@ CASES = (
     Case(
         "lstm",
         "LSTM hidden 64, sequence 32, batch 32",
-        partial(models.LstmClassifier, 32, 64),
+        partial(models.RecurrentClassifier, nn.LSTM, 32, 64),
         partial(classified, 32, 32, 32),
     ),
     Case(
         "gru",
         "GRU hidden 64, sequence 32, batch 32",
-        partial(models.GruClassifier, 32, 64),
+        partial(models.RecurrentClassifier, nn.GRU, 32, 64),
         partial(classified, 32, 32, 32),
     ),
     Case(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -24,8 +25,12 @@ def start_serial_compiled(workload: Workload) -> Running:
 def start_hfusion(workload: Workload) -> Running:
     """The public way: fuse, a fused optimizer, one backward for all members."""
     fused = hf.fuse(workload.models())
+    return Running(eager_step(workload, fused, hf.optim.Adam(serial.trained(fused), lr=list(workload.rates))))
+
+
+def eager_step(workload: Workload, fused: hf.FusedModule, optimizer: hf.optim.Adam) -> Callable[[], Tensor]:
+    """The loop's body that the README shows; it gives the losses ``[B]``."""
     loss_of = hf.per_model(workload.case.loss)
-    optimizer = hf.optim.Adam(serial.trained(fused), lr=list(workload.rates))
     inputs, target = workload.batch()
 
     def step() -> Tensor:
@@ -36,7 +41,7 @@ def start_hfusion(workload: Workload) -> Running:
         optimizer.step()
         return losses.detach()
 
-    return Running(step)
+    return step
 
 
 def start_hfusion_compiled(workload: Workload) -> Running:

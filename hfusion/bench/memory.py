@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,3 @@ def _shown(row: Row, serially: Row | None, footnotes: Footnotes) -> str:
     if serially is None or not serially.bytes_per_member:
         return text
     return f"{text}\n{row.bytes_per_member / serially.bytes_per_member:.2f}x"
-
-
-def json_rows(rows: Sequence[Row]) -> list[dict[str, object]]:
-    return [asdict(row) for row in rows]

@@ -257,29 +257,16 @@ class Bert(nn.Module):
         return self.fc(torch.tanh(self.pooler(h[:, 0])))  # type: ignore[no-any-return]
 
 
-class LstmClassifier(nn.Module):
-    """Sequences [N, T, features] -> logits [N, 10] from the last state of an LSTM."""
+class RecurrentClassifier(nn.Module):
+    """Sequences [N, T, features] -> logits [N, 10] from the last state of a recurrent ``layer``."""
 
-    def __init__(self, features: int, hidden: int) -> None:
+    def __init__(self, layer: type[nn.LSTM] | type[nn.GRU], features: int, hidden: int) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(features, hidden, batch_first=True)
+        self.rnn = layer(features, hidden, batch_first=True)
         self.fc = nn.Linear(hidden, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        states, _ = self.lstm(x)
-        return self.fc(states[:, -1])  # type: ignore[no-any-return]
-
-
-class GruClassifier(nn.Module):
-    """Sequences [N, T, features] -> logits [N, 10] from the last state of a GRU."""
-
-    def __init__(self, features: int, hidden: int) -> None:
-        super().__init__()
-        self.gru = nn.GRU(features, hidden, batch_first=True)
-        self.fc = nn.Linear(hidden, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        states, _ = self.gru(x)
+        states, _ = self.rnn(x)
         return self.fc(states[:, -1])  # type: ignore[no-any-return]
 
 

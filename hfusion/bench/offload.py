@@ -18,8 +18,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from hfusion.arrange import Arrangement
 from hfusion.bench.shard_results import WARM, Lanes, Sample, steady
-from hfusion.bench.timing import synchronize
 from hfusion.bench.workload import Unavailable
+from hfusion.machine import synchronize
 from hfusion.per_model import per_model
 from hfusion.plan import TaskPlan
 from hfusion.program import Kind, Part, Slot

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -250,11 +250,6 @@ def _compare(case: str, workload: Workload, settings: Settings, meter: Meter) ->
         )
         for name, seconds in times.items()
     ]
-
-
-def json_rows(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """The rows as plain values."""
-    return [asdict(row) for row in rows]
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from hfusion.bench import timing
@@ -115,6 +115,6 @@ def kept_rows(path: Path) -> list[Row]:
         raise ValueError(f"{path} holds no rows of fuse: give a file that its --json wrote") from error
 
 
-def json_rows(comparisons: Sequence[Comparison]) -> list[dict[str, object]]:
-    """The rows of all comparisons, in their order, as plain values."""
-    return [asdict(row) for comparison in comparisons for row in comparison.rows()]
+def rows_of(comparisons: Sequence[Comparison]) -> list[Row]:
+    """The rows of all comparisons, in their order."""
+    return [row for comparison in comparisons for row in comparison.rows()]

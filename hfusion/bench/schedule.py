@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from rich.table import Table
 
@@ -159,11 +159,6 @@ def _row(case: Case, mix: str, plan: Plan, policy: Policy) -> Row:
         timeline.makespan / timeline.lower_bound,
         us_per_decision(plan, policy),
     )
-
-
-def json_rows(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """The rows as plain values."""
-    return [asdict(row) for row in rows]
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -35,11 +35,11 @@ from hfusion.bench.shard_results import (
     limits,
     steady,
 )
-from hfusion.bench.timing import collector_off, synchronize
+from hfusion.bench.timing import collector_off
 from hfusion.bench.workload import Disagreement, Unavailable, check_agreement
 from hfusion.errors import PlanError
 from hfusion.fuse import fuse
-from hfusion.machine import Device, Machine
+from hfusion.machine import Device, Machine, synchronize
 from hfusion.module import FusedModule
 from hfusion.per_model import per_model
 from hfusion.plan import Direction, Plan, TaskPlan

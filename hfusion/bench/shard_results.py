@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rich.table import Table
@@ -133,11 +133,6 @@ def filled(head: Row, samples: Sequence[Sample], plain: Sequence[Sample], limit:
         moved_bytes=None if last.moved is None else last.moved / head.members,
         shards=last.shards,
     )
-
-
-def json_rows(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """The rows as plain values."""
-    return [asdict(row) for row in rows]
 
 
 HEADINGS = ("shards", "ms", f"vs {PLAIN}", "compute", "in", "out", "limit", "x limit", "peak MiB", "moved MiB/member")

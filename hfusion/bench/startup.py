@@ -10,7 +10,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -21,10 +21,12 @@ from torch._inductor.utils import fresh_cache
 
 import hfusion as hf
 from hfusion.bench import cases, models, serial
+from hfusion.bench.contenders import eager_step
 from hfusion.bench.fuse import Settings
 from hfusion.bench.progress import Meter
-from hfusion.bench.timing import synchronize
+from hfusion.bench.table import Footnotes
 from hfusion.bench.workload import Workload
+from hfusion.machine import synchronize
 
 T = TypeVar("T")
 
@@ -79,16 +81,8 @@ def once(workload: Workload) -> Row:
     gc.collect()
     batch = workload.batch()
     fused, fuse_ms = _clocked(workload, partial(hf.fuse, workload.models()))
-    loss_of = hf.per_model(workload.case.loss)
     optimizer = hf.optim.Adam(serial.trained(fused), lr=list(workload.rates))
-
-    def eager() -> None:
-        optimizer.zero_grad()
-        with workload.autocast():
-            losses = loss_of(fused(batch[0]), batch[1])
-        losses.sum().backward()
-        optimizer.step()
-
+    eager = eager_step(workload, fused, optimizer)
     (_, first_ms), (_, second_ms) = (_clocked(workload, eager) for _ in range(2))
 
     train = hf.train_step(fused, workload.case.loss, optimizer)
@@ -122,13 +116,9 @@ def table(rows: Sequence[Row]) -> tuple[Table, list[str]]:
     shown.add_column("model", no_wrap=True)
     for title in ("members", *STAGES.values()):
         shown.add_column(title, justify="right")
-    remarks = list(dict.fromkeys(row.note for row in rows if row.note))
+    footnotes = Footnotes()
     for row in rows:
-        mark = f"n/a [{remarks.index(row.note) + 1}]" if row.note else ""
         times = (getattr(row, name) for name in STAGES)
-        shown.add_row(row.model, str(row.members), *(mark if ms is None else f"{ms:,.1f}" for ms in times))
-    return shown, [f"[{number}] {remark}" for number, remark in enumerate(remarks, start=1)]
-
-
-def json_rows(rows: Sequence[Row]) -> list[dict[str, object]]:
-    return [asdict(row) for row in rows]
+        cells = ("n/a" + footnotes.mark(row.note) if ms is None else f"{ms:,.1f}" for ms in times)
+        shown.add_row(row.model, str(row.members), *cells)
+    return shown, footnotes.lines()

@@ -18,12 +18,6 @@ import torch
 Times = Mapping[str, tuple[float, ...]]
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done everything that was queued; a CPU queues nothing."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 @contextmanager
 def collector_off() -> Iterator[None]:
     """No pauses of the garbage collector in the block."""

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from hfusion.nest import change, leaves
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
 from hfusion.plan import Direction, TaskPlan, Unit
 from hfusion.program import Kind, Part
 from hfusion.runtime.home import Section
 from hfusion.runtime.process import Gate, Generators
 from hfusion.runtime.state import State
-from hfusion.runtime.values import Bundle, change, leaves, restore, spill
+from hfusion.runtime.values import Bundle, restore, spill
 
 
 @dataclass(frozen=True)
@@ -394,7 +395,7 @@ def _place(name: str, index: int) -> str:
 def _tracked(values: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
     """The tensors that need a gradient, with the name of their value and their place in it."""
     for name, value in values.items():
-        for index, leaf in enumerate(leaves(value)):
+        for index, leaf in enumerate(leaves(value, Tensor)):
             if leaf.requires_grad:
                 yield name, index, leaf
 

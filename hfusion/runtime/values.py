@@ -5,12 +5,14 @@ Bit for bit the same training needs the same strides: a product reads a transpos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hfusion.nest import change
 
 
 @dataclass(frozen=True)
@@ -35,24 +37,6 @@ class Bundle:
     @property
     def bytes(self) -> int:
         return sum(storage.numel() for storage in self.storages)
-
-
-def leaves(value: Any) -> Iterator[Tensor]:
-    """The tensors in a nest, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from leaves(item)
-
-
-def change(value: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
-    """The nest with ``fn`` applied to every item of ``kind``; lists and tuples keep their class."""
-    if isinstance(value, kind):
-        return fn(value)
-    if isinstance(value, list | tuple):
-        return type(value)(change(item, kind, fn) for item in value)
-    return value
 
 
 def spill(values: Mapping[str, Any], *, pinned: bool) -> Bundle:

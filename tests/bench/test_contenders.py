@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from hfusion.bench import cases, models, processes, serial, vmapped
 from hfusion.bench.contenders import start_hfusion, start_hfusion_compiled
@@ -102,7 +103,9 @@ def test_compiled_hfusion_trains_as_the_serial_loop() -> None:
 
 def test_compiled_hfusion_says_what_runs_eagerly() -> None:
     recurrent = replace(
-        TINY, make_model=partial(models.LstmClassifier, 3, 4), make_batch=partial(cases.classified, 5, 2, 3)
+        TINY,
+        make_model=partial(models.RecurrentClassifier, nn.LSTM, 3, 4),
+        make_batch=partial(cases.classified, 5, 2, 3),
     )
     chosen = workload(recurrent)
     running = start_hfusion_compiled(chosen)

@@ -5,12 +5,15 @@ from functools import partial
 
 import pytest
 from rich.console import Console
+from torch import nn
 
 from hfusion.bench import cases, models, startup
 from tests.bench.tiny import TINY, workload
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-RECURRENT = cases.Case("recurrent", "", partial(models.LstmClassifier, 3, 4), partial(cases.classified, 4, 2, 3))
+RECURRENT = cases.Case(
+    "recurrent", "", partial(models.RecurrentClassifier, nn.LSTM, 3, 4), partial(cases.classified, 4, 2, 3)
+)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")

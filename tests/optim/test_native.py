@@ -24,15 +24,6 @@ MEMBERS = 5
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.delenv("HFUSION_NATIVE", raising=False)
-    found = machine.compiler()
-    if found is None:
-        pytest.skip("no C compiler")
-    return found
-
-
-@pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A process that has not looked for the kernels yet, with an empty cache."""
     monkeypatch.delenv("HFUSION_NATIVE", raising=False)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hfusion.runtime.values import change, leaves, restore, spill
+from hfusion.nest import leaves
+from hfusion.runtime.values import restore, spill
 
 CPU = torch.device("cpu")
 BASE = torch.arange(24.0).view(4, 6)
@@ -43,7 +44,7 @@ def test_tensors_of_one_storage_share_it_again_and_move_once() -> None:
     found["x"].zero_()
     assert not any(row.any() for row in found["rows"])
     assert BASE.any()
-    assert len({tensor.untyped_storage().data_ptr() for tensor in leaves([found["x"], found["rows"]])}) == 1
+    assert len({tensor.untyped_storage().data_ptr() for tensor in leaves([found["x"], found["rows"]], Tensor)}) == 1
 
 
 def test_empty_storages_are_no_shared_storage() -> None:
@@ -75,14 +76,6 @@ def test_the_bundle_is_a_copy() -> None:
     first = restore(bundle, ["x"], CPU)["x"]
     first.fill_(7)
     assert restore(bundle, ["x"], CPU)["x"].tolist() == [1, 1, 1]
-
-
-def test_leaves_and_change_go_through_nests_in_order() -> None:
-    a, b, c = (torch.tensor(k) for k in range(3))
-    nest = [a, (b, 5), [[c]]]
-    assert [int(leaf) for leaf in leaves(nest)] == [0, 1, 2]
-    assert change(nest, Tensor, int) == [0, (1, 5), [[2]]]
-    assert change(nest, int, str) == [a, (b, "5"), [[c]]]
 
 
 def test_torchs_named_tuples_keep_their_class() -> None:

@@ -106,16 +106,16 @@ def _attend(qkv: Array) -> Array:
 
 
 def lstm(p: Parameters, x: Array) -> Array:
-    bias = p["lstm.bias_ih_l0"] + p["lstm.bias_hh_l0"]
-    gates_of_inputs = jnp.moveaxis(x, 1, 0) @ p["lstm.weight_ih_l0"].T + bias
+    bias = p["rnn.bias_ih_l0"] + p["rnn.bias_hh_l0"]
+    gates_of_inputs = jnp.moveaxis(x, 1, 0) @ p["rnn.weight_ih_l0"].T + bias
 
     def cell(state: tuple[Array, Array], given: Array) -> tuple[tuple[Array, Array], None]:
         hidden, memory = state
-        into, forget, new, out = jnp.split(given + hidden @ p["lstm.weight_hh_l0"].T, 4, axis=-1)
+        into, forget, new, out = jnp.split(given + hidden @ p["rnn.weight_hh_l0"].T, 4, axis=-1)
         memory = jax.nn.sigmoid(forget) * memory + jax.nn.sigmoid(into) * jnp.tanh(new)
         return (jax.nn.sigmoid(out) * jnp.tanh(memory), memory), None
 
-    zero = jnp.zeros((len(x), p["lstm.weight_hh_l0"].shape[1]))
+    zero = jnp.zeros((len(x), p["rnn.weight_hh_l0"].shape[1]))
     (hidden, _), _ = jax.lax.scan(cell, (zero, zero), gates_of_inputs)
     return linear(p, "fc", hidden)
 
