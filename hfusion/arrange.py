@@ -25,6 +25,8 @@ from hfusion.source import Evaluated, Minibatch, Stream, Trained
 from hfusion.task import Task, length, optimizer_of, shapes
 
 _UNLIMITED = 1 << 62
+# Sizes of shards are tried in steps of this part of the budget.
+_PARTS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +195,10 @@ def _plan(
     name: str,
     width: int,
 ) -> TaskPlan:
-    """Resident if that fits the budget; else cut so that two shards fit it at once, or at least one."""
+    """Resident if that fits the budget; else in the fewest shards of which the next can be loaded while one runs.
+
+    Where no cut allows that, in the fewest shards that fit.
+    """
     state = optimizer.state_stacks
 
     def planned(cut: Sequence[Shard], *, resident: bool) -> TaskPlan:
@@ -205,10 +210,15 @@ def _plan(
     resident = planned(shards(program, samples, _UNLIMITED, rates, state), resident=True)
     if resident.device_bytes <= budget:
         return resident
-    try:
-        return planned(shards(program, samples, budget // 2, rates, state), resident=False)
-    except PlanError:
-        return planned(shards(program, samples, budget, rates, state), resident=False)
+    largest = planned(shards(program, samples, budget, rates, state), resident=False)
+    for part in range(_PARTS, _PARTS // 2 - 1, -1):
+        try:
+            spilled = planned(shards(program, samples, budget * part // _PARTS, rates, state), resident=False)
+        except PlanError:
+            break
+        if spilled.overlapped_bytes <= budget:
+            return spilled
+    return largest
 
 
 def _first(task: Task) -> First:

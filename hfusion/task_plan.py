@@ -255,7 +255,7 @@ class TaskPlan:
             return part.load_bytes
         if not self.whole(direction, shard):
             return part.weights + self._entry(shard)
-        state = part.weights + part.gradients + self._stepped(part)
+        state = part.weights + self._carried(part) + self._stepped(part)
         return state + self._entry(shard) + part.boundary + self._saved(part)
 
     def extra_bytes(self, direction: Direction, shard: int) -> int:
@@ -263,11 +263,25 @@ class TaskPlan:
         part = self.shards[shard]
         if direction is Direction.UPDATE:
             return 0
-        if self.resident or (self.turns(shard) and direction is not Direction.EVALUATE):
+        if self.resident:
             return part.workspace
         if direction is Direction.BACKWARD:
-            return part.workspace + part.activations
+            made = part.gradients - self._carried(part)
+            return part.workspace + made + part.activations - self._saved(part)
+        if direction is Direction.FORWARD and self.turns(shard):
+            return part.workspace
         return part.workspace + part.boundary
+
+    @cached_property
+    def overlapped_bytes(self) -> int:
+        """The smallest budget in which, while a unit of a spilled task runs, the next one's shard can be loaded."""
+        order = [(way, shard.index) for way in self.directions for shard in self.shards]
+        count = len(self.shards)
+        order[count : 2 * count] = reversed(order[count : 2 * count])
+        return max(
+            self.held_bytes(*unit) + self.extra_bytes(*unit) + (self.held_bytes(*after) if after[1] != unit[1] else 0)
+            for unit, after in zip(order, [*order[1:], order[0]], strict=True)
+        )
 
     def in_bytes(self, direction: Direction, shard: int) -> int:
         """Bytes that a LOAD for this unit moves to the device."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hfusion as hf
 from hfusion.arrange import arrange, batched_evenly
 from hfusion.errors import PlanError
-from hfusion.plan import Plan
+from hfusion.plan import Plan, TaskPlan
 from tests.trained import EPOCHS, SEED, Way, machine, plain
 
 PAIR = (torch.ones(2, 3), torch.tensor([0, 1]))
@@ -181,3 +181,33 @@ def test_a_loader_that_shuffles_gives_what_it_gives_a_loop(own: bool, size: int)
     assert torch.equal(hf.train([one], machine())["mine"].losses, losses)
     for name, tensor in array.state_dict().items():
         assert torch.equal(tensor, after[name])
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_shards_are_as_large_as_lets_the_next_one_be_loaded(clip: float | None) -> None:
+    layers = [layer for _ in range(12) for layer in (nn.Linear(16, 16), nn.ReLU())]
+    models = [nn.Sequential(*layers) for _ in range(2)]
+    batch = (torch.ones(4, 16), torch.zeros(4, dtype=torch.int64))
+
+    def planned(budget: int) -> TaskPlan:
+        one = task(models=models, loader=[batch], clip=clip)
+        return hf.plan([one], machine(memory=f"{budget}B")).tasks[0]
+
+    need = planned(1 << 40).device_bytes
+    counts = []
+    for part in (2, 3, 4, 6):
+        made = planned(need // part)
+        assert made.overlapped_bytes <= need // part
+        counts.append(len(made.shards))
+    assert counts == sorted(counts)
+    smallest = next(budget for budget in range(need // 14, need, 256) if fits(planned, budget))
+    alone = planned(smallest)
+    assert alone.device_bytes <= smallest < alone.overlapped_bytes
+
+
+def fits(planned: Callable[[int], object], budget: int) -> bool:
+    try:
+        planned(budget)
+    except PlanError:
+        return False
+    return True

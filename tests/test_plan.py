@@ -92,9 +92,9 @@ CUTS = {"workspace": 7, "boundary": 10}
     ("accumulate", "clipped", "direction", "index", "held", "extra", "moved_in", "moved_out"),
     [
         (1, False, FORWARD, 1, 1010, 17, 1010, 10),
-        (1, False, BACKWARD, 1, 1620, 57, 1420, 1110),
-        (1, False, FORWARD, 2, 1660, 7, 1410, 0),
-        (1, False, BACKWARD, 2, 1660, 7, 0, 1110),
+        (1, False, BACKWARD, 1, 1420, 257, 1420, 1110),
+        (1, False, FORWARD, 2, 1460, 7, 1410, 0),
+        (1, False, BACKWARD, 2, 1460, 207, 0, 1110),
         (2, False, FORWARD, 1, 1010, 17, 1010, 10),
         (2, False, BACKWARD, 1, 1620, 57, 1620, 1310),
         (2, False, FORWARD, 2, 1660, 7, 1610, 0),
@@ -172,10 +172,25 @@ def test_a_spilled_task_needs_its_largest_unit_and_recomputes_all_but_the_last()
     assert made.step_seconds == 9.0 + 2.0
 
 
-def test_a_spilled_forward_needs_no_gradients_except_where_it_turns() -> None:
-    made = task("a", count=2, resident=False, weights=10, gradients=1000)
+def test_a_spilled_forward_needs_no_optimizer_state_except_where_it_turns() -> None:
+    made = task("a", count=2, resident=False, weights=10, optimizer=1000)
     assert made.held_bytes(FORWARD, 0) == 10
-    assert made.held_bytes(FORWARD, 1) == made.held_bytes(BACKWARD, 1) == 10 + 1000 + 1 + 1 + 1
+    assert made.held_bytes(FORWARD, 1) == made.held_bytes(BACKWARD, 1) == 10 + 1000 + 1 + 1
+
+
+@given(tasks("a"))
+def test_overlapped_is_what_a_unit_needs_with_the_shard_after_it(made: TaskPlan) -> None:
+    if made.resident:
+        return
+    units = [made.unit(number) for number in range(made.units)]
+    found = [
+        made.held_bytes(a.direction, a.shard)
+        + made.extra_bytes(a.direction, a.shard)
+        + (made.held_bytes(b.direction, b.shard) if a.shard != b.shard else 0)
+        for a, b in pairwise(units)
+    ]
+    assert made.overlapped_bytes >= max(found, default=0)
+    assert made.overlapped_bytes <= 2 * made.device_bytes
 
 
 def test_a_task_that_fits_no_device_names_the_smallest_budget() -> None:
