@@ -10,9 +10,10 @@ import pytest
 from hfusion import native
 from hfusion.ops import rnn
 from hfusion.optim import native as kernels
+from hfusion.runtime import copying
 
 
-@pytest.fixture(params=[kernels.SOURCE, rnn.SOURCE], ids=lambda source: source.stem)
+@pytest.fixture(params=[kernels.SOURCE, rnn.SOURCE, copying.SOURCE], ids=lambda source: source.stem)
 def source(request: pytest.FixtureRequest) -> Path:
     return Path(request.param)
 

@@ -157,12 +157,15 @@ class LoadComputeEvict:
                 if slot.kind is Kind.PARAMETER:
                     param, home = self._params[slot.name], self._home[slot.name]
                     if changed and param.requires_grad:
-                        home.copy_(param.data)
-                        self._moved += home.nbytes
+                        self._keep(home, param.data)
                     param.data = home
             if changed:
                 self._move_state(part, torch.device("cpu"))
                 self._optimizer.forget()
+
+    def _keep(self, home: Tensor, data: Tensor) -> None:
+        home.copy_(data)
+        self._moved += home.nbytes
 
     def _move_state(self, part: Part, device: torch.device) -> None:
         for param in self._of(part):
@@ -178,6 +181,24 @@ class LoadComputeEvict:
         self._moved += value.nbytes
         pinned = self._pinned and torch.device(device).type == "cpu"
         return torch.empty_like(value, device=device, pin_memory=pinned).copy_(value)
+
+
+class ComputeOnly(LoadComputeEvict):
+    """The same computing while everything stays on the device: what a step would take if copies took no time.
+
+    In the loop above a copy leaves its tensor in the cache of the processor that computes with it next; who loads ahead
+    cannot have that.
+    """
+
+    def __init__(self, one: Arrangement, plan: TaskPlan, device: torch.device) -> None:
+        super().__init__(one, plan, device)
+        self._home = {name: param.data.to(device) for name, param in self._params.items()}
+
+    def _keep(self, home: Tensor, data: Tensor) -> None:
+        """It is there already."""
+
+    def _copied(self, value: Any, device: torch.device | str) -> Any:
+        return value.to(self._device) if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)

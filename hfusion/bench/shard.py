@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hfusion import optim
 from hfusion.arrange import arrange
-from hfusion.bench.offload import Alone, LoadComputeEvict, fsdp_offload
+from hfusion.bench.offload import Alone, ComputeOnly, LoadComputeEvict, fsdp_offload
 from hfusion.bench.progress import Meter
 from hfusion.bench.shard_cases import Case
 from hfusion.bench.shard_results import (
@@ -27,6 +27,7 @@ from hfusion.bench.shard_results import (
     FSDP,
     OURS,
     PLAIN,
+    STILL,
     WARM,
     Lanes,
     Row,
@@ -158,6 +159,11 @@ class Workload:
         (one,), made = arrange([self.task()], self.machine(budget))
         return LoadComputeEvict(one, made.tasks[0], self.device).run()
 
+    def still(self, budget: int) -> Sample:
+        """The computing of these shards with nothing copied; it needs as much memory as the plain loop."""
+        (one,), made = arrange([self.task()], self.machine(budget))
+        return replace(ComputeOnly(one, made.tasks[0], self.device).run(), peak=None, moved=None)
+
     def fsdp(self) -> Sample:
         alone = Alone(self.models, self.case.units, self.rates, self.case.loss, self.batch)
         return fsdp_offload(alone, self.steps, self.device)
@@ -171,6 +177,7 @@ class Workload:
             if part > 1:
                 found.append(Entry(name, ALONE, partial(self.ours, budget, prefetch=False), equal=True))
                 found.append(Entry(name, BY_HAND, partial(self.by_hand, budget)))
+                found.append(Entry(name, STILL, partial(self.still, budget)))
         return [*found, Entry("-", FSDP, self.fsdp)]
 
 
@@ -212,7 +219,7 @@ def _moved(timeline: Timeline, task: TaskPlan) -> list[int]:
 
 def pieces(settings: Settings) -> int:
     """How many pieces of work ``run`` reports: one per contender, budget and round."""
-    return settings.rounds * sum(3 * len(case.parts) - 2 * (1 in case.parts) + 2 for case in settings.cases)
+    return settings.rounds * sum(4 * len(case.parts) - 3 * (1 in case.parts) + 2 for case in settings.cases)
 
 
 def run(settings: Settings, meter: Meter) -> Iterator[list[Row]]:

@@ -1,8 +1,8 @@
 """What the sub-benchmark ``shard`` finds: samples of runs, rows of the JSON file, and the table.
 
-The least a step can take is max(compute, transfer): what its computing takes, or its busier link. Both are taken from
-the loop that does one after the other with the same shards, so that neither disturbs the other; for what is resident
-it is the plain loop's step.
+The least a step can take is max(compute, transfer): what its computing takes, or its busier link, each by itself. The
+computing is that of the same shards with nothing copied, the transfers are those of the loop that does one after the
+other; for what is resident it is the plain loop's step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ PLAIN = "plain loop"
 OURS = "hf.train"
 ALONE = "hf.train, no prefetch"
 BY_HAND = "load-compute-evict"
+STILL = "compute only"
 FSDP = "fsdp2 offload"
 ABOUT = {
     PLAIN: "the fused array in memory, with hf.optim in a loop: what everybody writes",
     OURS: "resident where the budget holds the array; else in shards, the next one loaded ahead",
     ALONE: "the same shards on a device that holds only the largest with its unit",
     BY_HAND: "the same shards by hand: copy, compute, copy back, one after the other",
+    STILL: "the computing of that loop alone, with all in memory and nothing copied",
     FSDP: "torch's fully_shard with CPUOffloadPolicy, one member after the other; it knows no budget",
 }
 
@@ -54,10 +56,6 @@ class Lanes:
         """The medians over steps."""
         of = statistics.median
         return Lanes(of(s.compute for s in steps), of(s.into for s in steps), of(s.out for s in steps))
-
-    @property
-    def longest(self) -> float:
-        return max(self.compute, self.into, self.out)
 
 
 @dataclass(frozen=True)
@@ -110,8 +108,15 @@ def limits(samples: Mapping[tuple[str, str], Sequence[Sample]]) -> dict[str, lis
         if contender == PLAIN:
             found[budget] = [sample.seconds for sample in taken]
         elif contender == BY_HAND:
-            found[budget] = [sample.lanes.longest for sample in taken if sample.lanes is not None]
+            lanes = zip(taken, samples.get((budget, STILL), ()), strict=False)
+            found[budget] = [_least(copied.lanes, still.lanes) for copied, still in lanes]
     return found
+
+
+def _least(copied: Lanes | None, still: Lanes | None) -> float:
+    assert copied is not None
+    assert still is not None
+    return max(still.compute, copied.into, copied.out)
 
 
 def filled(head: Row, samples: Sequence[Sample], plain: Sequence[Sample], limit: Sequence[float]) -> Row:
@@ -151,7 +156,7 @@ def table(rows: Sequence[Row]) -> tuple[Table, list[str]]:
             shown.add_section()
         shown.add_row(row.case, row.budget, row.contender, *_cells(row, footnotes))
     about = [f"{name}: {text}" for name, text in ABOUT.items()]
-    explained = "limit: max(compute, in, out), each by itself: of load-compute-evict; resident: of the plain loop"
+    explained = f"limit: max(compute of {STILL}, in and out of {BY_HAND}); resident: the plain loop"
     return shown, [*about, explained, *footnotes.lines()]
 
 

@@ -51,6 +51,7 @@ class FusedOptimizer(Optimizer):
 
     def __init__(self, params: Any, defaults: Mapping[str, Any]) -> None:
         self._known: dict[int, tuple[Settings, Cohorts | None]] = {}
+        self._released: dict[tuple[int, ...], Cohorts] = {}
         self._ready: Ready | None = None
         super().__init__(params, dict(defaults))
 
@@ -189,10 +190,13 @@ class FusedOptimizer(Optimizer):
         return unfuse(self)
 
     def forget(self) -> None:
-        """Drop what holds the memory of tensors that were moved since the last step."""
+        """Let go of the memory of tensors that are moved; the next step looks where they lie."""
         self._ready = None
-        for index, (settings, _) in list(self._known.items()):
+        for index, (settings, cohorts) in list(self._known.items()):
             self._known[index] = settings, None
+            if cohorts is not None:
+                cohorts.release()
+                self._released[cohorts.key] = cohorts
 
     def __getstate__(self) -> dict[str, Any]:
         marks = [[membership(param) for param in group["params"]] for group in self.param_groups]
@@ -202,6 +206,7 @@ class FusedOptimizer(Optimizer):
         marks = state.pop("memberships", [])
         super().__setstate__(state)
         self._known = {}
+        self._released = {}
         self._ready = None
         # A copy of a Parameter has lost its mark.
         for group, memberships in zip(self.param_groups, marks, strict=False):
@@ -271,11 +276,16 @@ class FusedOptimizer(Optimizer):
         if len(settings.lengths) > 1 and not (held and settings is before):
             self._check_shared(active, settings)
         if cohorts is None or not held:
-            cohorts = Cohorts(
-                active, [self._state(param, names) for param in active] if names else [], names, self.kernel
-            )
+            cohorts = self._cohorts(active, state, names)
         self._known[index] = (settings, cohorts)
         return [(settings, cohort, part) for cohort, part in cohorts.load(grads)]
+
+    def _cohorts(self, active: Sequence[Tensor], state: Sequence[State | None], names: list[str]) -> Cohorts:
+        """Those of parameters that were there before and have moved, or new ones."""
+        found = self._released.pop(tuple(map(id, active)), None)
+        if found is not None and found.move(active, state, names):
+            return found
+        return Cohorts(active, [self._state(param, names) for param in active] if names else [], names, self.kernel)
 
     def _remembered(self) -> Ready | None:
         """What the preparation of this step found, if the next one may start from there."""

@@ -38,13 +38,26 @@ class Cohort:
         self._counts = _join_counts(state) if state else None
         self._twice = self._counts.unbind() if self._counts is not None else ()
         self._count = self._counts[0, 0] if self._counts is not None else None
-        stacks = [[param.detach() for param in params], *[[entry[name] for entry in state] for name in names]]
-        self._stacks = [[self._stack(tensor) for tensor in stack] for stack in stacks]
+        self._stacks = self._read(params, state, names)
         contiguous = all(tensor.is_contiguous() for stack in self._stacks for tensor in stack)
         self.fused = contiguous and self._device.type in _FUSED_DEVICES and first.dtype in _FUSED_DTYPES
         found = native.kernel(kernel, first.dtype) if self.fused and self._device.type == "cpu" else None
         self._plan = native.Plan(found, self._stacks, self._counts) if found else None
         self._rows: tuple[object, RowPlan] | None = None
+
+    def _read(self, params: list[Tensor], state: list[State], names: Sequence[str]) -> list[list[Tensor]]:
+        stacks = [[param.detach() for param in params], *[[entry[name] for entry in state] for name in names]]
+        return [[self._stack(tensor) for tensor in stack] for stack in stacks]
+
+    def release(self) -> None:
+        """Let go of the memory of parameters and state."""
+        self._stacks, self._rows = [], None
+
+    def move(self, params: list[Tensor], state: list[State], names: Sequence[str]) -> None:
+        """They lie elsewhere now, but are as they were."""
+        self._stacks = self._read(params, state, names)
+        if self._plan is not None:
+            self._plan.move(self._stacks)
 
     @property
     def native(self) -> bool:
@@ -117,12 +130,41 @@ class Cohorts:
             Cohort([params[i] for i in places], [state[i] for i in places] if names else [], names, kernel)
             for places in self._places
         ]
+        self._params = list(params)
         self._state = state
-        self._tensors = _tensors(params, state)
+        self._steps = [entry.get("step") for entry in state]
+        self._look()
+        self._layouts = _layouts(params)
+        self._kinds = _kinds(self._tensors)
+
+    def _look(self) -> None:
+        """Where everything lies."""
+        self._tensors = _tensors(self._params, self._state)
         # The views in the cohorts keep their storages alive, so an address cannot come back with other
         # contents.
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        self._layouts = _layouts(params)
+
+    def release(self) -> None:
+        """Let go of the memory of parameters and state, until ``move``."""
+        self._tensors, self._addresses = [], []
+        for cohort in self._cohorts:
+            cohort.release()
+
+    def move(self, params: Sequence[Tensor], state: Sequence[State | None], names: list[str]) -> bool:
+        """After ``release``: look where everything lies now. False if something else has changed about it."""
+        if names != self._names or not same_objects(params, self._params) or not same_objects(state, self._state):
+            return False
+        self._look()
+        if (
+            not same_objects([entry.get("step") for entry in self._state], self._steps)
+            or _kinds(self._tensors) != self._kinds
+            or _layouts(params) != self._layouts
+            or not all(cohort.holds() for cohort in self._cohorts)
+        ):
+            return False
+        for cohort, places in zip(self._cohorts, self._places, strict=True):
+            cohort.move([self._params[i] for i in places], [self._state[i] for i in places] if names else [], names)
+        return True
 
     def holds(self, params: Sequence[Tensor], state: Sequence[State | None], names: list[str]) -> bool:
         """Whether these are still the cohorts of ``params`` with ``state``."""
@@ -140,6 +182,11 @@ class Cohorts:
     def tensors(self) -> list[Tensor]:
         """The parameters, then what their state holds."""
         return self._tensors
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Which parameters these are."""
+        return tuple(map(id, self._params))
 
     @property
     def all(self) -> list[Cohort]:
@@ -194,6 +241,11 @@ def same_objects(these: Sequence[object], those: Sequence[object]) -> bool:
 
 def _tensors(params: Sequence[Tensor], state: Sequence[State]) -> list[Tensor]:
     return [*params, *chain.from_iterable(entry.values() for entry in state)]
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device, bool]]:
+    """What kernels are chosen by."""
+    return [(tensor.dtype, tensor.device, tensor.is_contiguous()) for tensor in tensors]
 
 
 def _layouts(tensors: Sequence[Tensor]) -> tuple[list[int], list[bool]]:

@@ -60,6 +60,13 @@ class Plan:
         self._settings: Settings | None = None
         self._advance = _function("advance")
 
+    def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
+        """The same stacks lie elsewhere now."""
+        params, *state = stacks
+        fresh = [_addresses(params), _addresses([tensor for stack in state for tensor in stack])]
+        for mine, found in zip(self._addresses, fresh, strict=True):
+            mine[:] = found
+
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
         """Count a step and make it. ``grads``: as ``params``."""
         if settings is not self._settings:

@@ -11,13 +11,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfusion.errors import SpillError
+from hfusion.runtime.copying import Move
 
 # As torch aligns its own allocations: kernels must not see another alignment than in plain training.
 _ALIGNMENT = 64
@@ -41,19 +43,18 @@ class Field:
     shape: torch.Size
     dtype: torch.dtype
 
-    @property
+    @cached_property
+    def count(self) -> int:
+        return self.shape.numel()
+
+    @cached_property
     def bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
+        return self.count * self.dtype.itemsize
 
-    def of(self, buffer: Tensor, start: int) -> Tensor:
-        """The tensor in a buffer of bytes whose section begins at ``start``.
-
-        It is no view for autograd, which would take a write to one tensor of the buffer for a write to all.
-        """
-        offset = (buffer.storage_offset() + start + self.offset) // self.dtype.itemsize
-        found: Any = torch.empty(0, dtype=self.dtype, device=buffer.device)
-        result: Tensor = found.set_(buffer.untyped_storage(), offset, self.shape)
-        return result
+    @cached_property
+    def room(self) -> int:
+        """Its bytes, and those up to where the next one may begin."""
+        return -(-self.bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -70,19 +71,34 @@ class Layout:
             for name, tensor in tensors[section].items():
                 field = Field(name, section, sizes[section], tensor.shape, tensor.dtype)
                 fields.append(field)
-                sizes[section] += -(-field.bytes // _ALIGNMENT) * _ALIGNMENT
+                sizes[section] += field.room
         return Layout(tuple(fields), (sizes[0], sizes[1], sizes[2]))
 
+    @cached_property
+    def _runs(self) -> list[tuple[Section, list[Field]]]:
+        """Neighbours of one section and dtype."""
+        grouped = groupby(self.fields, key=lambda field: (field.section, field.dtype))
+        return [(section, list(fields)) for (section, _), fields in grouped]
+
     def views(self, buffer: Tensor, sections: Sequence[Section]) -> dict[Section, dict[str, Tensor]]:
-        """The tensors by name in a buffer that holds ``sections`` one after the other."""
+        """The tensors by name in a buffer that holds ``sections`` one after the other.
+
+        They are no views of one another for autograd, which would take a write to one for a write to all.
+        """
         starts, start = {}, 0
         for section in sections:
             starts[section] = start
             start += self.sizes[section]
         found: dict[Section, dict[str, Tensor]] = {section: {} for section in sections}
-        for field in self.fields:
-            if field.section in starts:
-                found[field.section][field.name] = field.of(buffer, starts[field.section])
+        for section, fields in self._runs:
+            if section in starts:
+                begin = starts[section] + fields[0].offset
+                size = fields[0].dtype.itemsize
+                rooms = [field.room for field in fields]
+                run = buffer[begin : begin + sum(rooms)].view(fields[0].dtype)
+                for field, piece in zip(fields, run.unsafe_split_with_sizes([r // size for r in rooms]), strict=True):
+                    whole = field.room == field.bytes
+                    found[section][field.name] = (piece if whole else piece[: field.count]).view(field.shape)
         return found
 
 
@@ -102,27 +118,27 @@ class Home:
     def bytes(self) -> int:
         return self._buffer.numel()
 
-    def load(self, sections: Sequence[Section], device: torch.device) -> Copy:
-        """A copy of ``sections`` on ``device``: one transfer for each run of neighbouring sections."""
-        buffer = torch.empty(sum(self.layout.sizes[s] for s in sections), dtype=torch.uint8, device=device)
+    def load(self, sections: Sequence[Section], device: torch.device) -> tuple[Copy, list[Move]]:
+        """A copy of ``sections`` on ``device``, and what must be copied: a piece for each run of neighbours."""
+        sizes = self.layout.sizes
+        buffer = torch.empty(sum(sizes[section] for section in sections), dtype=torch.uint8, device=device)
         starts, start = {}, 0
+        moves: list[Move] = []
         for first, last in _runs(sections):
-            begin, end = self._start(first), self._start(last) + self.layout.sizes[last]
-            buffer[start : start + end - begin].copy_(self._buffer[begin:end], non_blocking=True)
+            begin, end = self._start(first), self._start(last) + sizes[last]
+            moves.append((buffer[start : start + end - begin], self._buffer[begin:end]))
             for section in Section:
                 if first <= section <= last:
                     starts[section] = start + self._start(section) - begin
             start += end - begin
-        return Copy(buffer, starts, self.layout.views(buffer, sections))
+        return Copy(buffer, starts, self.layout.views(buffer, sections)), moves
 
-    def save(self, copy: Copy, section: Section, names: Sequence[str]) -> None:
-        """Write tensors of ``copy`` back; in one transfer, if it is the whole section."""
+    def save(self, copy: Copy, section: Section, names: Sequence[str]) -> list[Move]:
+        """What must be copied to write tensors of ``copy`` back: one piece, if it is the whole section."""
         if len(names) == len(self.views[section]):
             begin, start, size = self._start(section), copy.starts[section], self.layout.sizes[section]
-            self._buffer[begin : begin + size].copy_(copy.buffer[start : start + size])
-            return
-        for name in names:
-            self.views[section][name].copy_(copy.views[section][name])
+            return [(self._buffer[begin : begin + size], copy.buffer[start : start + size])]
+        return [(self.views[section][name], copy.views[section][name]) for name in names]
 
     def _start(self, section: Section) -> int:
         return sum(self.layout.sizes[:section])

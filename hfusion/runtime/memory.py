@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-from threading import Condition
+from dataclasses import dataclass
 
 
 class Stopped(Exception):
     """The run ends; whoever waits gives up. Never shown to the user."""
 
 
+@dataclass
 class Ledger:
-    """The bytes taken on one device. ``changed`` is the run's one condition; its lock guards every ledger."""
+    """The bytes taken on one device, and the most that ever were. The run's lock guards it."""
 
-    def __init__(self, name: str, budget: int, changed: Condition) -> None:
-        self.name = name
-        self.budget = budget
-        self.taken = 0
-        self.peak = 0
-        self.closed = False
-        self._changed = changed
+    name: str
+    budget: int
+    taken: int = 0
+    peak: int = 0
 
-    def take(self, size: int) -> None:
-        """Wait until ``size`` more bytes fit, and take them. Raises Stopped when the run ends before."""
-        with self._changed:
-            while self.taken + size > self.budget:
-                if self.closed:
-                    raise Stopped
-                self._changed.wait()
-            if self.closed:
-                raise Stopped
-            self.taken += size
-            self.peak = max(self.peak, self.taken)
+    def take(self, size: int) -> bool:
+        """Take ``size`` more bytes if they fit; whether they did."""
+        if self.taken + size > self.budget:
+            return False
+        self.taken += size
+        self.peak = max(self.peak, self.taken)
+        return True
 
     def give(self, size: int) -> None:
         """Give ``size`` bytes back."""
-        with self._changed:
-            self.taken -= size
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Let everybody who waits give up."""
-        with self._changed:
-            self.closed = True
-            self._changed.notify_all()
+        self.taken -= size

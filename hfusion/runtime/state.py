@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from hfusion.optim.base import FusedOptimizer
 from hfusion.program import Kind, Slot
+from hfusion.runtime.copying import Move, Ticket, copy_now
 from hfusion.runtime.home import Copy, Home, Section
 
 
@@ -61,7 +63,7 @@ class _Shard:
 
 
 class State:
-    """The parameters, buffers and optimizer state of a task. Its methods may be called from several threads.
+    """The parameters, buffers and optimizer state of a task. One thread may load a shard while another computes.
 
     Args:
         tensors: by key, each once; the optimizer's parameters are among them.
@@ -90,6 +92,7 @@ class State:
         self._trained = frozenset(name for shard in shards for name in shard.trained)
         self._lock = Lock()
         self._here: dict[int, _Shard] = {}
+        self._leaving: dict[int, Ticket] = {}
         # What training does not change keeps the memory it had, for afterwards.
         self._frozen = {
             name: tensors[name].data
@@ -112,6 +115,8 @@ class State:
         sections = {Section.WEIGHTS: own, Section.OPTIMIZER: state, Section.GRADIENTS: trained if carried else {}}
         home = Home(sections, pinned=self.pinned, file=file)
         for name in shard.own:
+            self._tensors[name].data = home.views[Section.WEIGHTS][name]
+        for name in shard.trained:
             self._bind(name, home.views)
         return home
 
@@ -120,14 +125,17 @@ class State:
         entry = self.optimizer.state.get(self._tensors[name], {})
         return {kind: value for kind, value in entry.items() if kind != "step" and isinstance(value, Tensor)}
 
+    @cached_property
+    def _stacks(self) -> dict[str, tuple[tuple[str, str], ...]]:
+        """What the optimizer keeps for a trained parameter, and its name in a home."""
+        return {name: tuple((kind, f"{name} {kind}") for kind in self._optimizer_state(name)) for name in self._trained}
+
     def _bind(self, name: str, views: Mapping[Section, Mapping[str, Tensor]]) -> None:
-        """Let the parameter or buffer, and its optimizer state, lie in ``views``."""
+        """Let a trained parameter, and its optimizer state, lie in ``views``."""
         tensor = self._tensors[name]
         tensor.data = views[Section.WEIGHTS][name]
-        stacks = views.get(Section.OPTIMIZER, {})
-        for kind in self._optimizer_state(name):
-            if f"{name} {kind}" in stacks:
-                self.optimizer.state[tensor][kind] = stacks[f"{name} {kind}"]
+        for kind, key in self._stacks[name]:
+            self.optimizer.state[tensor][kind] = views[Section.OPTIMIZER][key]
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -143,24 +151,36 @@ class State:
         """Bytes of all shards at rest."""
         return sum(home.bytes for home in self._homes)
 
-    def load(self, shard: int, sections: Sequence[Section], device: torch.device) -> None:
-        """Copy a shard to a device; the shards it borrows from must be there or at home."""
-        copy = self._homes[shard].load(sections, device)
-        lenders = {} if self._together else self.shards[shard].borrowed
-        borrowed = {name: self._borrow(name, owner, device) for name, owner in lenders.items()}
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+    def load(self, shard: int, sections: Sequence[Section], device: torch.device) -> list[Move]:
+        """Make room for a shard on a device; the shards it borrows from must be there or at home.
+
+        Returns what must be copied before it is used.
+        """
+        copy, moves = self._homes[shard].load(sections, device)
+        borrowed: dict[str, Tensor] = {}
+        if not self._together:
+            for name, owner in self.shards[shard].borrowed.items():
+                source = self._source(name, owner)
+                borrowed[name] = torch.empty_like(source, device=device)
+                moves.append((borrowed[name], source))
         with self._lock:
             self._here[shard] = _Shard(copy, borrowed)
-
-    def _borrow(self, name: str, owner: int, device: torch.device) -> Tensor:
-        with self._lock:
-            source = self._source(name, owner)
-        return torch.empty_like(source, device=device).copy_(source, non_blocking=True)
+        return moves
 
     def _source(self, name: str, owner: int) -> Tensor:
-        here = self._here.get(owner)
-        return (self._homes[owner].views if here is None else here.copy.views)[Section.WEIGHTS][name]
+        """A tensor of another shard, where it lies now."""
+        with self._lock:
+            here = self._here.get(owner)
+            if here is not None:
+                return here.copy.views[Section.WEIGHTS][name]
+        self._wait_for(owner)
+        return self._homes[owner].views[Section.WEIGHTS][name]
+
+    def _wait_for(self, shard: int) -> None:
+        """Until a shard that left is at home."""
+        ticket = self._leaving.pop(shard, None)
+        if ticket is not None:
+            ticket.wait()
 
     def tensor(self, shard: int, name: str) -> Tensor:
         """A parameter or buffer, as the loaded shard sees it."""
@@ -173,23 +193,22 @@ class State:
     def refresh(self, shard: int, buffers: Sequence[str]) -> None:
         """Fetch borrowed buffers that other shards wrote to since this one was loaded."""
         here = self._here[shard]
-        with self._lock:
-            for name in buffers:
-                if name in here.borrowed:
-                    here.borrowed[name].copy_(self._source(name, self.shards[shard].borrowed[name]))
+        for name in buffers:
+            if name in here.borrowed:
+                here.borrowed[name].copy_(self._source(name, self.shards[shard].borrowed[name]))
 
     def wrote(self, shard: int, buffers: Sequence[str]) -> None:
         """The loaded shard changed ``buffers``; borrowed ones go to their owner at once."""
         here = self._here[shard]
-        with self._lock:
-            for name in buffers:
-                owner = self.shards[shard].borrowed.get(name, shard)
-                if name not in here.borrowed:
-                    self._here[owner].changed.add((Section.WEIGHTS, name))
-                    continue
-                self._homes[owner].views[Section.WEIGHTS][name].copy_(here.borrowed[name])
-                if owner in self._here:
-                    self._here[owner].copy.views[Section.WEIGHTS][name].copy_(here.borrowed[name])
+        for name in buffers:
+            owner = self.shards[shard].borrowed.get(name, shard)
+            if name not in here.borrowed:
+                self._here[owner].changed.add((Section.WEIGHTS, name))
+                continue
+            self._wait_for(owner)
+            self._homes[owner].views[Section.WEIGHTS][name].copy_(here.borrowed[name])
+            if owner in self._here:
+                self._here[owner].copy.views[Section.WEIGHTS][name].copy_(here.borrowed[name])
 
     def gradient(self, shard: int, name: str) -> Tensor:
         """Where the loaded shard keeps the gradient of a parameter from unit to unit."""
@@ -203,7 +222,7 @@ class State:
         """One step of the optimizer for the parameters of a loaded shard."""
         here = self._here[shard]
         if not here.bound:
-            for name in self.shards[shard].own:
+            for name in self.shards[shard].trained:
                 self._bind(name, here.copy.views)
             here.bound = True
         params = [self._tensors[name] for name in gradients]
@@ -212,29 +231,33 @@ class State:
         self.optimizer.step()
         for param in params:
             param.grad = None
-        stacks = here.copy.views.get(Section.OPTIMIZER, {})
         for name in gradients:
             here.changed.add((Section.WEIGHTS, name))
-            here.changed |= {(Section.OPTIMIZER, key) for key in stacks if key.rpartition(" ")[0] == name}
+            here.changed.update((Section.OPTIMIZER, key) for _, key in self._stacks[name])
 
-    def evict(self, shard: int) -> None:
-        """Write what changed back, and drop the copy."""
-        here, home = self._here[shard], self._homes[shard]
+    def evict(self, shard: int) -> list[Move]:
+        """Drop the copy of a shard; returns what must be copied to write back what changed, see ``leaves``."""
+        with self._lock:
+            here, home = self._here.pop(shard), self._homes[shard]
         if here.bound:
-            for name in self.shards[shard].own:
+            for name in self.shards[shard].trained:
                 self._bind(name, home.views)
             self.optimizer.forget()
-        with self._lock:
-            for section in Section:
-                names = [name for changed, name in here.changed if changed is section]
-                if names:
-                    home.save(here.copy, section, names)
-            del self._here[shard]
+        moves: list[Move] = []
+        for section in Section:
+            names = [name for changed, name in here.changed if changed is section]
+            if names:
+                moves += home.save(here.copy, section, names)
+        return moves
+
+    def leaves(self, shard: int, ticket: Ticket) -> None:
+        """The shard that was evicted is at home when ``ticket`` is done."""
+        self._leaving[shard] = ticket
 
     def close(self) -> None:
         """Give every tensor memory of its own again, and drop the homes; a run that broke off keeps what it reached."""
         for shard in [*self._here]:
-            self.evict(shard)
+            copy_now(self.evict(shard))
         for index, home in enumerate(self._homes):
             for name in self.shards[index].own:
                 frozen = self._frozen.get(name)

@@ -23,6 +23,7 @@ from hfusion.nest import change, leaves
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
 from hfusion.plan import Direction, TaskPlan, Unit
 from hfusion.program import Kind, Part
+from hfusion.runtime.copying import Copier, Move, Ticket, copy_now
 from hfusion.runtime.home import Section
 from hfusion.runtime.process import Gate, Generators
 from hfusion.runtime.state import State
@@ -149,13 +150,14 @@ class Training:
             }
         return {unit.shard, *self.state.shards[unit.shard].borrowed.values(), *makers}
 
-    def load(self, unit: Unit, shard: int, device: torch.device) -> None:
+    def load(self, unit: Unit, shard: int, device: torch.device, copier: Copier) -> Ticket:
         """Bring a shard to a device for ``unit``, and for a backward what its forward started from."""
-        self.state.load(shard, self.sections(unit.direction, shard), device)
-        if unit.direction is Direction.BACKWARD and unit.shard == shard and not self.plan.resident:
-            if shard not in self._saved:
-                self._entries[shard] = self._restored(self._recipe.parts[shard].takes, device)
-            _wait(device)
+        moves = self.state.load(shard, self.sections(unit.direction, shard), device)
+        again = unit.direction is Direction.BACKWARD and unit.shard == shard and not self.plan.resident
+        if again and shard not in self._saved:
+            self._entries[shard], more = self._restored(self._recipe.parts[shard].takes, device)
+            moves += more
+        return copier.submit(moves)
 
     def run(self, unit: Unit, device: torch.device, gate: Gate) -> None:
         """Compute a unit whose shard is loaded."""
@@ -187,24 +189,32 @@ class Training:
             if self._turns(shard):
                 self._norms, self._factors = {}, None
 
-    def put_away(self, shard: int, *, leave: bool) -> None:
+    def put_away(self, shard: int, copier: Copier, *, leave: bool) -> Ticket:
         """Take a shard off its device; ``leave``: and all else that the task has there."""
+        moves: list[Move] = []
         fresh = self._fresh.pop(shard, None)
         if fresh is not None:
-            self._bundles[shard] = spill(fresh, pinned=self.state.pinned)
+            self._bundles[shard], moves = spill(fresh, pinned=self.state.pinned)
         if leave:
-            self._leave()
-        self.state.evict(shard)
+            moves += self._leave()
+        ticket = copier.submit([*moves, *self.state.evict(shard)])
+        self.state.leaves(shard, ticket)
+        return ticket
 
-    def _leave(self) -> None:
+    def _leave(self) -> list[Move]:
         """Take what lives between units off the device; what only its graph knows is computed again."""
         self._saved.clear()
+        moves: list[Move] = []
         for maker in {self._recipe.makers[name] for name in self._values} - self._bundles.keys():
             own = {name: value for name, value in self._values.items() if self._recipe.makers[name] == maker}
-            self._bundles[maker] = spill(own, pinned=self.state.pinned)
+            self._bundles[maker], more = spill(own, pinned=self.state.pinned)
+            moves += more
         self._values = {}
         if self._grads:
-            self._parked, self._grads = spill(self._grads, pinned=self.state.pinned), {}
+            self._parked, more = spill(self._grads, pinned=self.state.pinned)
+            moves += more
+            self._grads = {}
+        return moves
 
     def _turns(self, shard: int) -> bool:
         return shard == len(self.plan.shards) - 1
@@ -278,7 +288,9 @@ class Training:
     def _backward(self, unit: Unit, device: torch.device) -> None:
         shard = unit.shard
         if self._parked is not None:
-            self._grads |= restore(self._parked, list(self._parked.values), device)
+            parked, moves = restore(self._parked, list(self._parked.values), device)
+            copy_now(moves)
+            self._grads |= parked
             self._parked = None
         saved = self._saved.pop(shard, None) or self._again(shard, device)
         wanted = {
@@ -347,9 +359,12 @@ class Training:
 
     def _take(self, names: Sequence[str], device: torch.device) -> dict[str, Any]:
         """The values a part takes, as new leaves on the device."""
-        return _leaf_nests(self._restored(names, device))
+        values, moves = self._restored(names, device)
+        copy_now(moves)
+        return _leaf_nests(values)
 
-    def _restored(self, names: Sequence[str], device: torch.device) -> dict[str, Any]:
+    def _restored(self, names: Sequence[str], device: torch.device) -> tuple[dict[str, Any], list[Move]]:
+        """The values named, on the device when the moves are done."""
         given = dict(zip(self._recipe.inputs, self._batch.inputs, strict=True))
         # Read once: a unit may replace it while the next one is loaded.
         values = self._values
@@ -362,9 +377,12 @@ class Training:
                 found[name] = values[name]
             else:
                 missing.setdefault(self._recipe.makers[name], []).append(name)
+        moves: list[Move] = []
         for maker, lost in missing.items():
-            found |= restore(self._bundles[maker], lost, device)
-        return {name: found[name] for name in names}
+            more, pieces = restore(self._bundles[maker], lost, device)
+            found |= more
+            moves += pieces
+        return {name: found[name] for name in names}, moves
 
     def _drawing(self, generators: Generators, device: torch.device) -> AbstractContextManager[None]:
         return generators.active(device) if self._recipe.random else nullcontext()
@@ -398,8 +416,3 @@ def _tracked(values: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
         for index, leaf in enumerate(leaves(value, Tensor)):
             if leaf.requires_grad:
                 yield name, index, leaf
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

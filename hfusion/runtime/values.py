@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hfusion.nest import change
+from hfusion.runtime.copying import Move
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,14 @@ class Bundle:
         return sum(storage.numel() for storage in self.storages)
 
 
-def spill(values: Mapping[str, Any], *, pinned: bool) -> Bundle:
-    """Copy ``values`` to the host; tensors that share a storage share it again when restored."""
+def spill(values: Mapping[str, Any], *, pinned: bool) -> tuple[Bundle, list[Move]]:
+    """Room for ``values`` on the host, and what must be copied there.
+
+    Tensors that share a storage share it again when restored.
+    """
     numbers: dict[int, int] = {}
     storages: list[Tensor] = []
+    moves: list[Move] = []
 
     def view(tensor: Tensor) -> View:
         storage = tensor.untyped_storage()
@@ -50,7 +55,8 @@ def spill(values: Mapping[str, Any], *, pinned: bool) -> Bundle:
             numbers[storage.data_ptr()] = len(storages)
             raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             host = torch.empty(raw.shape, dtype=torch.uint8, pin_memory=pinned)
-            storages.append(host.copy_(raw))
+            storages.append(host)
+            moves.append((host, raw))
         return View(
             numbers[storage.data_ptr()],
             tensor.dtype,
@@ -61,21 +67,21 @@ def spill(values: Mapping[str, Any], *, pinned: bool) -> Bundle:
         )
 
     kept = {name: change(value, Tensor, view) for name, value in values.items()}
-    return Bundle(tuple(storages), kept)
+    return Bundle(tuple(storages), kept), moves
 
 
-def restore(bundle: Bundle, names: list[str], device: torch.device) -> dict[str, Any]:
-    """The values named, on ``device``, detached; only their storages move."""
+def restore(bundle: Bundle, names: list[str], device: torch.device) -> tuple[dict[str, Any], list[Move]]:
+    """The values named, on ``device``, detached, and what must be copied there; only their storages move."""
     moved: dict[int, Tensor] = {}
+    moves: list[Move] = []
 
     def tensor(view: View) -> Tensor:
         if view.storage not in moved:
             host = bundle.storages[view.storage]
-            moved[view.storage] = torch.empty(host.shape, dtype=torch.uint8, device=device).copy_(
-                host, non_blocking=True
-            )
+            moved[view.storage] = torch.empty(host.shape, dtype=torch.uint8, device=device)
+            moves.append((moved[view.storage], host))
         storage = moved[view.storage].untyped_storage()
         found = torch.empty(0, dtype=view.dtype, device=device).set_(storage, view.offset, view.size, view.stride)
         return found.requires_grad_(view.requires_grad)
 
-    return {name: change(bundle.values[name], View, tensor) for name in names}
+    return {name: change(bundle.values[name], View, tensor) for name in names}, moves

@@ -21,7 +21,20 @@ from hfusion.bench.offload import Alone, fsdp_offload
 from hfusion.bench.progress import Meter
 from hfusion.bench.shard import Entry, Settings, Workload, compare, read
 from hfusion.bench.shard_cases import Case, adapters, blocks, children, linears, seeded
-from hfusion.bench.shard_results import ALONE, BY_HAND, FSDP, OURS, PLAIN, Lanes, Row, Sample, filled, limits, table
+from hfusion.bench.shard_results import (
+    ALONE,
+    BY_HAND,
+    FSDP,
+    OURS,
+    PLAIN,
+    STILL,
+    Lanes,
+    Row,
+    Sample,
+    filled,
+    limits,
+    table,
+)
 from hfusion.bench.workload import Unavailable
 from hfusion.errors import PlanError
 from hfusion.plan import Plan, Shard, TaskPlan
@@ -103,7 +116,7 @@ def test_every_contender_runs_within_its_budget_and_learns_the_same(case: Case) 
 def test_the_rows() -> None:
     found = rows_of(TINY)
     names = [(row.budget, row.contender) for row in found]
-    spilled = [("1/2", OURS), ("1/2", ALONE), ("1/2", BY_HAND)]
+    spilled = [("1/2", OURS), ("1/2", ALONE), ("1/2", BY_HAND), ("1/2", STILL)]
     assert names == [("1/1", PLAIN), ("1/1", OURS), *spilled, ("-", FSDP)]
     by_name = dict(zip(names, found, strict=True))
     assert {row.reason for row in found} == {""}
@@ -140,6 +153,13 @@ def test_the_loop_by_hand_says_what_it_cannot_do() -> None:
     chosen = workload(replace(TINY, make_models=partial(seeded, Counting, 2)))
     with pytest.raises(Unavailable, match="the model has buffers"):
         chosen.by_hand(chosen.need // 2)
+
+
+def test_computing_alone_copies_nothing_and_computes_the_same() -> None:
+    chosen = workload(exact(LM))
+    expected, found = chosen.plain(), chosen.still(chosen.need // 2)
+    torch.testing.assert_close(found.losses, expected.losses)
+    assert (found.moved, found.peak) == (None, None)
 
 
 def test_the_loop_by_hand_leaves_what_it_trained_at_home() -> None:
@@ -210,9 +230,10 @@ def test_a_plain_loop_that_differs_from_itself_is_seen() -> None:
 def test_the_limit_is_the_longest_lane_by_itself() -> None:
     losses = torch.ones(4, 2)
     plain = [Sample(3.0, losses), Sample(5.0, losses)]
-    hand = [Sample(9.0, losses, Lanes(4.0, 2.0, 1.0)), Sample(9.0, losses, Lanes(2.0, 1.0, 6.0))]
+    hand = [Sample(9.0, losses, Lanes(3.0, 2.0, 1.0)), Sample(9.0, losses, Lanes(2.0, 1.0, 6.0))]
+    still = [Sample(9.0, losses, Lanes(4.0, 0.0, 0.0)), Sample(9.0, losses, Lanes(5.0, 0.0, 0.0))]
     ours = [Sample(6.0, losses, Lanes(6.0, 2.0, 1.0)), Sample(6.0, losses, Lanes(4.0, 1.0, 6.0))]
-    found = limits({("1/1", PLAIN): plain, ("1/2", OURS): ours, ("1/2", BY_HAND): hand})
+    found = limits({("1/1", PLAIN): plain, ("1/2", OURS): ours, ("1/2", BY_HAND): hand, ("1/2", STILL): still})
     assert found == {"1/1": [3.0, 5.0], "1/2": [4.0, 6.0]}
     row = filled(Row("c", 2, "1/2", OURS), ours, plain, found["1/2"])
     assert row.limit_ms == 5e3

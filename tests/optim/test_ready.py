@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -101,48 +103,74 @@ ADAM: dict[str, Change] = {
 }
 
 
-def run(opt: Any, change: Change, anew: bool) -> list[Tensor]:
-    """Three steps, the change, two more; every parameter and state."""
+def move_all(opt: Any) -> None:
+    """Let everything lie elsewhere, as shards do that come and go."""
+    opt.forget()
+    for group in opt.param_groups:
+        for param in group["params"]:
+            param.data = param.data.clone()
+            entry = opt.state.get(param, {})
+            entry |= {key: value.clone() for key, value in entry.items() if key != "step"}
+
+
+def clear(opt: Any) -> None:
+    """Let it know nothing of the steps before."""
+    opt._ready = None
+    opt._known.clear()
+    opt._released.clear()
+
+
+def run(opt: Any, change: Change, before: Change | None) -> list[Tensor]:
+    """Three steps, the change, two more, and ``before`` each; every parameter and state."""
     generator = torch.Generator().manual_seed(5)
     for step in range(5):
         if step == 3:
             steady = not any(isinstance(value, list) for group in opt.param_groups for value in group.values())
-            assert anew or isinstance(library(), str) or opt._ready is not None or not steady
+            assert before or isinstance(library(), str) or opt._ready is not None or not steady
             change(opt)
         for group in opt.param_groups:
             for param in group["params"]:
                 grad = torch.randn(param.shape, generator=generator)
                 param.grad = grad if param.requires_grad else None
-        if anew:
-            opt.forget()
+        if before is not None:
+            before(opt)
         opt.step()
     params = [param for group in opt.param_groups for param in group["params"]]
     return [*params, *(tensor for param in params for tensor in opt.state[param].values())]
 
 
+@pytest.mark.parametrize("before", [None, move_all], ids=["ready", "moved"])
 @pytest.mark.parametrize("change", ADAM.values(), ids=ADAM)
-def test_a_change_is_seen(change: Change) -> None:
-    for one, other in zip(run(made("Adam"), change, False), run(made("Adam"), change, True), strict=True):
+def test_a_change_is_seen(change: Change, before: Change | None) -> None:
+    for one, other in zip(run(made("Adam"), change, before), run(made("Adam"), change, clear), strict=True):
         assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("name", "options"), [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adadelta", {})])
-def test_of_every_optimizer(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("before", [None, move_all], ids=["ready", "moved"])
+def test_of_every_optimizer(name: str, options: dict[str, Any], before: Change | None) -> None:
     for change in (ADAM["nothing"], ADAM["lr filled"]):
-        for one, other in zip(
-            run(made(name, **options), change, False), run(made(name, **options), change, True), strict=True
-        ):
-            assert torch.equal(one, other)
+        found, expected = (run(made(name, **options), change, each) for each in (before, clear))
+        assert all(map(torch.equal, found, expected))
+
+
+def test_what_has_moved_is_no_longer_held() -> None:
+    opt = made("Adam")
+    run(opt, ADAM["nothing"], None)
+    old = weakref.ref(first(opt).data.untyped_storage())
+    move_all(opt)
+    gc.collect()
+    assert old() is None
 
 
 def test_a_pair_in_a_list_may_change_in_place() -> None:
-    def runs(anew: bool) -> list[Tensor]:
+    def runs(before: Change | None) -> list[Tensor]:
         opt = made("Adam")
         opt.param_groups[0]["betas"] = list(opt.param_groups[0]["betas"])
         other = member_vector("betas[0]", 0.3, MEMBERS)
-        return run(opt, lambda opt: opt.param_groups[0]["betas"].__setitem__(0, other), anew)
+        return run(opt, lambda opt: opt.param_groups[0]["betas"].__setitem__(0, other), before)
 
-    assert all(map(torch.equal, runs(False), runs(True)))
+    assert all(map(torch.equal, runs(None), runs(clear)))
 
 
 def test_a_group_taken_away_stays_as_it_is() -> None:
@@ -154,15 +182,15 @@ def test_a_group_taken_away_stays_as_it_is() -> None:
         gone.append(opt.param_groups.pop()["params"][0])
         gone.append(gone[0].detach().clone())
 
-    run(opt, take, False)
+    run(opt, take, None)
     assert torch.equal(gone[0], gone[1])
 
 
 def test_what_the_changes_change() -> None:
     """All but the first make a difference, so that the tests above could fail."""
-    before = run(made("Adam"), ADAM["nothing"], True)
+    before = run(made("Adam"), ADAM["nothing"], clear)
     for name, change in list(ADAM.items())[1:]:
-        after = run(made("Adam"), change, True)
+        after = run(made("Adam"), change, clear)
         same = len(after) == len(before) and all(map(torch.equal, before, after))
         assert not same, name
 
@@ -172,7 +200,7 @@ def test_counts_do_not_depend_on_the_default_dtype() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         opt = made("Adam")
-        run(opt, ADAM["nothing"], False)
+        run(opt, ADAM["nothing"], None)
     finally:
         torch.set_default_dtype(default)
     assert state(opt)["step"].tolist() == [5.0] * MEMBERS
@@ -181,7 +209,7 @@ def test_counts_do_not_depend_on_the_default_dtype() -> None:
 
 def test_errors_come_as_ever() -> None:
     opt: FusedOptimizer = made("Adam")
-    run(opt, ADAM["nothing"], False)
+    run(opt, ADAM["nothing"], None)
     param, other, _ = opt.param_groups[0]["params"]
     before = [param.detach().clone(), state(opt)["step"].clone()]
     other.grad = torch.ones(MEMBERS, 5).to_sparse()

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hfusion.errors import SpillError
-from hfusion.runtime.home import Home, Layout, Section
+from hfusion.runtime.copying import copy_now
+from hfusion.runtime.home import Copy, Home, Layout, Section
 
 CPU = torch.device("cpu")
 WEIGHTS, OPTIMIZER, GRADIENTS = Section
@@ -33,6 +34,12 @@ def tensors() -> dict[Section, dict[str, Tensor]]:
 ORDERS = [(WEIGHTS,), (WEIGHTS, OPTIMIZER), (WEIGHTS, GRADIENTS), (WEIGHTS, OPTIMIZER, GRADIENTS), (GRADIENTS,)]
 
 
+def loaded(home: Home, sections: tuple[Section, ...]) -> Copy:
+    copy, moves = home.load(sections, CPU)
+    copy_now(moves)
+    return copy
+
+
 @pytest.fixture(params=["host", "disk"])
 def home(request: pytest.FixtureRequest, tmp_path: Path) -> Home:
     return Home(tensors(), pinned=False, file=tmp_path / "0.safetensors" if request.param == "disk" else None)
@@ -47,7 +54,7 @@ def test_the_layout_aligns_every_tensor() -> None:
 
 @pytest.mark.parametrize("sections", ORDERS, ids=str)
 def test_load_gives_what_is_at_home(home: Home, sections: tuple[Section, ...]) -> None:
-    copy = home.load(sections, CPU)
+    copy = loaded(home, sections)
     assert tuple(copy.starts) == tuple(copy.views) == sections
     for section in sections:
         expected = tensors()[section]
@@ -63,14 +70,14 @@ def test_load_gives_what_is_at_home(home: Home, sections: tuple[Section, ...]) -
 
 
 def test_save_writes_back_what_is_named(home: Home) -> None:
-    copy = home.load((WEIGHTS, GRADIENTS), CPU)
+    copy = loaded(home, (WEIGHTS, GRADIENTS))
     for section in copy.views:
         for tensor in copy.views[section].values():
             tensor.zero_()
-    home.save(copy, WEIGHTS, ["flags"])
+    copy_now(home.save(copy, WEIGHTS, ["flags"]))
     assert not home.views[WEIGHTS]["flags"].any()
     assert torch.equal(home.views[WEIGHTS]["w"], tensors()[WEIGHTS]["w"])
-    home.save(copy, WEIGHTS, [*home.views[WEIGHTS]])
+    copy_now(home.save(copy, WEIGHTS, [*home.views[WEIGHTS]]))
     assert not any(tensor.any() for tensor in home.views[WEIGHTS].values())
     for section in (OPTIMIZER, GRADIENTS):
         for name, tensor in tensors()[section].items():
@@ -82,12 +89,12 @@ def test_a_home_of_nothing(tmp_path: Path) -> None:
     for file in (None, tmp_path / "0.safetensors"):
         home = Home(nothing, pinned=False, file=file)
         assert home.bytes == 0
-        assert home.load(tuple(Section), CPU).views == {section: {} for section in Section}
+        assert loaded(home, tuple(Section)).views == {section: {} for section in Section}
 
 
 def test_writing_to_one_tensor_is_no_writing_to_the_others_for_autograd() -> None:
     home = Home(tensors(), pinned=False, file=None)
-    views = home.load((WEIGHTS,), CPU).views[WEIGHTS]
+    views = loaded(home, (WEIGHTS,)).views[WEIGHTS]
     weight = views["w"].requires_grad_()
     result = (weight * weight).sum()
     views["t"].add_(1)

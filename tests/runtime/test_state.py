@@ -9,6 +9,7 @@ from torch import nn
 import hfusion as hf
 from hfusion.errors import SpillError
 from hfusion.program import Kind, Slot
+from hfusion.runtime.copying import Moves, copy_now
 from hfusion.runtime.home import Section
 from hfusion.runtime.state import Holding, State, holdings
 
@@ -115,42 +116,42 @@ def test_at_home_the_array_lies_in_the_shards(subject: Subject) -> None:
 
 def test_an_update_is_written_back_when_the_shard_leaves(subject: Subject) -> None:
     before = subject.array.state_dict()["tied"].clone()
-    subject.state.load(0, ALL, CPU)
+    copy_now(subject.state.load(0, ALL, CPU))
     subject.step(0, ["tied"])
-    subject.state.evict(0)
+    copy_now(subject.state.evict(0))
     assert not torch.equal(subject.array.state_dict()["tied"], before)
     subject.check()
-    subject.state.load(1, ALL, CPU)
+    copy_now(subject.state.load(1, ALL, CPU))
     assert torch.equal(subject.state.tensor(1, "tied"), subject.alone.get_parameter("tied"))
     subject.step(1, ["last"])
-    subject.state.evict(1)
+    copy_now(subject.state.evict(1))
     subject.check()
     assert all(param.grad is None for param in subject.array.parameters())
 
 
 def test_what_did_not_change_is_not_written_back(subject: Subject) -> None:
-    subject.state.load(0, ALL, CPU)
+    copy_now(subject.state.load(0, ALL, CPU))
     subject.state.tensor(0, "tied").zero_()
-    subject.state.evict(0)
+    copy_now(subject.state.evict(0))
     subject.check()
 
 
 def test_gradients_that_are_kept_outlive_the_visit(subject: Subject) -> None:
     state = subject.state
-    state.load(0, (WEIGHTS, GRADIENTS), CPU)
+    copy_now(state.load(0, (WEIGHTS, GRADIENTS), CPU))
     state.gradient(0, "tied").fill_(3)
     state.keep_gradient(0, "tied")
-    state.evict(0)
-    state.load(0, ALL, CPU)
+    copy_now(state.evict(0))
+    copy_now(state.load(0, ALL, CPU))
     assert state.gradient(0, "tied").unique().tolist() == [3]
-    state.evict(0)
+    copy_now(state.evict(0))
     subject.check()
 
 
 def test_a_borrowed_buffer_goes_home_at_once_and_is_fetched_again(subject: Subject) -> None:
     state = subject.state
-    state.load(0, (WEIGHTS,), CPU)
-    state.load(1, (WEIGHTS,), CPU)
+    copy_now(state.load(0, (WEIGHTS,), CPU))
+    copy_now(state.load(1, (WEIGHTS,), CPU))
     state.tensor(1, "count").fill_(5)
     state.wrote(1, ["count"])
     assert state.tensor(0, "count").unique().tolist() == [5]
@@ -160,14 +161,46 @@ def test_a_borrowed_buffer_goes_home_at_once_and_is_fetched_again(subject: Subje
     state.refresh(1, ["count"])
     assert state.tensor(1, "count").unique().tolist() == [6]
     for shard in (1, 0):
-        state.evict(shard)
+        copy_now(state.evict(shard))
     assert subject.array.state_dict()["count"].unique().tolist() == [6]
+
+
+def test_who_needs_a_shard_that_leaves_waits_until_it_is_at_home(subject: Subject) -> None:
+    state = subject.state
+    for shard in range(2):
+        copy_now(state.load(shard, (WEIGHTS,), CPU))
+    state.tensor(0, "count").fill_(5)
+    state.wrote(0, ["count"])
+    leaving = Leaving(state.evict(0))
+    state.leaves(0, leaving)
+    state.refresh(1, ["count"])
+    assert state.tensor(1, "count").unique().tolist() == [5]
+    state.tensor(1, "count").fill_(6)
+    state.wrote(1, ["count"])
+    assert leaving.waited == 1
+    copy_now(state.load(0, (WEIGHTS,), CPU))
+    assert state.tensor(0, "count").unique().tolist() == [6]
+
+
+class Leaving:
+    """Copies that take place as late as they can."""
+
+    done = False
+
+    def __init__(self, moves: Moves) -> None:
+        self._moves = moves
+        self.waited = 0
+
+    def wait(self) -> tuple[float, float]:
+        self.waited += 1
+        copy_now(self._moves)
+        return 0.0, 0.0
 
 
 def test_together_a_shard_uses_anothers_tensors_where_they_are() -> None:
     subject = Subject(None, together=True)
     for shard in range(2):
-        subject.state.load(shard, ALL, CPU)
+        copy_now(subject.state.load(shard, ALL, CPU))
     tied = subject.state.tensor(1, "tied")
     assert tied.data_ptr() == subject.state.tensor(0, "tied").data_ptr()
     subject.step(0, ["tied"])
@@ -176,11 +209,11 @@ def test_together_a_shard_uses_anothers_tensors_where_they_are() -> None:
 
 @pytest.mark.parametrize("loaded", [False, True])
 def test_in_the_end_every_tensor_has_memory_of_its_own(subject: Subject, loaded: bool) -> None:
-    subject.state.load(0, ALL, CPU)
+    copy_now(subject.state.load(0, ALL, CPU))
     subject.step(0, ["tied"])
-    subject.state.evict(0)
+    copy_now(subject.state.evict(0))
     if loaded:
-        subject.state.load(1, ALL, CPU)
+        copy_now(subject.state.load(1, ALL, CPU))
     subject.state.close()
     subject.check()
     entries = subject.optimizer.state.values()

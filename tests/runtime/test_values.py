@@ -1,13 +1,30 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from hfusion.nest import leaves
-from hfusion.runtime.values import restore, spill
+from hfusion.runtime.copying import copy_now
+from hfusion.runtime.values import Bundle, restore, spill
 
 CPU = torch.device("cpu")
+
+
+def spilled(values: dict[str, Any]) -> Bundle:
+    bundle, moves = spill(values, pinned=False)
+    copy_now(moves)
+    return bundle
+
+
+def restored(bundle: Bundle, names: list[str]) -> dict[str, Any]:
+    values, moves = restore(bundle, names, CPU)
+    copy_now(moves)
+    return values
+
+
 BASE = torch.arange(24.0).view(4, 6)
 
 
@@ -28,7 +45,7 @@ TENSORS = {
 @pytest.mark.parametrize("kind", TENSORS)
 def test_a_tensor_comes_back_with_its_strides(kind: str) -> None:
     tensor = TENSORS[kind]
-    found = restore(spill({"x": tensor}, pinned=False), ["x"], CPU)["x"]
+    found = restored(spilled({"x": tensor}), ["x"])["x"]
     assert torch.equal(found, tensor)
     assert (found.dtype, found.shape, found.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
     assert found.storage_offset() == tensor.storage_offset()
@@ -37,9 +54,9 @@ def test_a_tensor_comes_back_with_its_strides(kind: str) -> None:
 
 def test_tensors_of_one_storage_share_it_again_and_move_once() -> None:
     values = {"x": BASE, "rows": (BASE[1], BASE[2:]), "other": torch.ones(3)}
-    bundle = spill(values, pinned=False)
+    bundle = spilled(values)
     assert bundle.bytes == BASE.nbytes + 12
-    found = restore(bundle, ["rows", "x"], CPU)
+    found = restored(bundle, ["rows", "x"])
     assert list(found) == ["rows", "x"]
     found["x"].zero_()
     assert not any(row.any() for row in found["rows"])
@@ -49,7 +66,7 @@ def test_tensors_of_one_storage_share_it_again_and_move_once() -> None:
 
 def test_empty_storages_are_no_shared_storage() -> None:
     values = {"a": torch.empty(0), "b": torch.empty(0, 2), "c": torch.ones(2)}
-    found = restore(spill(values, pinned=False), ["a", "b", "c"], CPU)
+    found = restored(spilled(values), ["a", "b", "c"])
     assert [tensor.shape for tensor in found.values()] == [(0,), (0, 2), (2,)]
     assert torch.equal(found["c"], torch.ones(2))
 
@@ -57,13 +74,13 @@ def test_empty_storages_are_no_shared_storage() -> None:
 def test_nests_numbers_and_need_of_gradients() -> None:
     leaf = torch.ones(2, requires_grad=True)
     values = {"nest": [1, (leaf, None), "a", BASE], "number": 2.5}
-    bundle = spill(values, pinned=False)
-    found = restore(bundle, ["nest", "number"], CPU)
+    bundle = spilled(values)
+    found = restored(bundle, ["nest", "number"])
     assert found["number"] == 2.5
-    one, (restored, nothing), word, plain = found["nest"]
+    one, (inner, nothing), word, plain = found["nest"]
     assert (one, nothing, word) == (1, None, "a")
-    assert restored.requires_grad
-    assert restored.is_leaf
+    assert inner.requires_grad
+    assert inner.is_leaf
     assert not plain.requires_grad
     assert isinstance(found["nest"], list)
     assert isinstance(found["nest"][1], tuple)
@@ -71,15 +88,15 @@ def test_nests_numbers_and_need_of_gradients() -> None:
 
 def test_the_bundle_is_a_copy() -> None:
     tensor = torch.ones(3)
-    bundle = spill({"x": tensor}, pinned=False)
+    bundle = spilled({"x": tensor})
     tensor.zero_()
-    first = restore(bundle, ["x"], CPU)["x"]
+    first = restored(bundle, ["x"])["x"]
     first.fill_(7)
-    assert restore(bundle, ["x"], CPU)["x"].tolist() == [1, 1, 1]
+    assert restored(bundle, ["x"])["x"].tolist() == [1, 1, 1]
 
 
 def test_torchs_named_tuples_keep_their_class() -> None:
     value = torch.ones(3, 2).max(0)
-    found = restore(spill({"x": value}, pinned=False), ["x"], CPU)["x"]
+    found = restored(spilled({"x": value}), ["x"])["x"]
     assert type(found) is torch.return_types.max
     assert torch.equal(found[0], value[0])

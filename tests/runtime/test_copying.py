@@ -1,0 +1,132 @@
+"""Everybody who copies copies the same, in order; the thread of C as the one of Python."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hfusion import native
+from hfusion.runtime import copying
+from hfusion.runtime.copying import Copier, NativeCopier, ThreadCopier, copiers, copy_now
+
+CPU = torch.device("cpu")
+WAYS = ["into", "out", "python"]
+
+
+def made(way: str) -> Copier:
+    if way == "python":
+        return ThreadCopier("c", CPU, torch.get_num_threads())
+    into, out = copiers("c", CPU, torch.get_num_threads())
+    return into if way == "into" else out
+
+
+@pytest.fixture(params=WAYS)
+def copier(request: pytest.FixtureRequest) -> Iterator[Copier]:
+    found = made(request.param)
+    yield found
+    found.close()
+
+
+def test_where_there_is_a_compiler_c_copies(compiler: list[str]) -> None:
+    assert all(isinstance(each, NativeCopier) for each in copiers("c", CPU, 1))
+
+
+def test_without_one_python_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HFUSION_NATIVE", "0")
+    found = copiers("c", CPU, 1)
+    assert all(isinstance(each, ThreadCopier) for each in found)
+    source, target = torch.randn(9), torch.zeros(9)
+    found[0].submit([(target, source)]).wait()
+    assert torch.equal(target, source)
+    for each in found:
+        each.close()
+
+
+@given(sizes=st.lists(st.integers(0, 1 << 20), max_size=5), start=st.integers(0, 70), way=st.sampled_from(WAYS))
+def test_all_bytes_are_copied_and_no_others(sizes: list[int], start: int, way: str) -> None:
+    drawn = torch.randint(256, (sum(sizes),), dtype=torch.uint8)
+    room = torch.zeros(start + sum(sizes) + 70, dtype=torch.uint8)
+    targets = room[start : start + sum(sizes)].split(sizes)
+    used = made(way)
+    used.submit(list(zip(targets, drawn.split(sizes), strict=True))).wait()
+    used.close()
+    assert torch.equal(room[start : start + len(drawn)], drawn)
+    assert not room[:start].any()
+    assert not room[start + len(drawn) :].any()
+
+
+@pytest.mark.parametrize("size", [3, 1 << 20])
+def test_jobs_run_in_order(copier: Copier, size: int) -> None:
+    places = [torch.full((size,), float(index)) for index in range(20)]
+    tickets = [copier.submit([(b, a)]) for a, b in pairwise(places)]
+    before = perf_counter()
+    times = [ticket.wait() for ticket in tickets]
+    assert all(not place.any() for place in places)
+    assert all(ticket.done for ticket in tickets)
+    assert times == [ticket.wait() for ticket in tickets]
+    assert all(began <= ended for began, ended in times)
+    assert [time for pair in times for time in pair] == sorted(time for pair in times for time in pair)
+    assert times[0][0] < perf_counter()
+    assert before - 60 < times[-1][1]
+
+
+def test_what_is_copied_is_let_go(copier: Copier) -> None:
+    source = torch.ones(1 << 20)
+    ticket = copier.submit([(torch.zeros(1 << 20), source)])
+    ticket.wait()
+    seen = weakref.ref(source)
+    del source
+    assert seen() is None
+    assert ticket.done
+
+
+def test_many_threads_may_ask(copier: Copier) -> None:
+    def work(number: int) -> Tensor:
+        place = torch.zeros(1 << 17)
+        for value in range(10):
+            copier.submit([(place, torch.full((1 << 17,), float(number + value)))]).wait()
+        return place
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(work, range(4)))
+    assert [place.unique().tolist() for place in found] == [[number + 9.0] for number in range(4)]
+
+
+def test_an_error_is_raised_to_who_waits() -> None:
+    used = made("python")
+    ticket = used.submit([(torch.zeros(2), torch.zeros(3))])
+    with pytest.raises(RuntimeError):
+        ticket.wait()
+    used.close()
+
+
+def test_closing_twice_and_closing_what_never_ran(copier: Copier) -> None:
+    copier.close()
+    copier.close()
+
+
+def test_copying_at_once() -> None:
+    source, target = torch.randn(3), torch.zeros(3)
+    copy_now([(target, source)])
+    assert torch.equal(source, target)
+
+
+def test_the_job_of_c_is_as_python_writes_it(compiler: list[str], tmp_path: Path) -> None:
+    source = tmp_path / "size.c"
+    source.write_text(f'#include "{copying.SOURCE}"\nint64_t job_size(void) {{ return sizeof(job); }}\n')
+    built = native.build(source, compiler, tmp_path)
+    assert isinstance(built, Path)
+    size = ctypes.CDLL(str(built)).job_size
+    size.restype = ctypes.c_int64
+    assert size() == ctypes.sizeof(copying._Job)
