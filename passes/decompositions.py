@@ -43,16 +43,20 @@ def batch_norm_in_two_passes(
         return NotImplemented
     dims, shape = [0, *range(2, x.dim())], [1, -1, *(1,) * (x.dim() - 2)]
     count = x.numel() // x.shape[1]
-    mean = x.sum(dims, keepdim=True) / count
-    centred = x - mean
-    variance = (centred * centred).sum(dims, keepdim=True) / count
-    inverse = torch.rsqrt(variance + eps)
-    y = centred * inverse
-    y = y if weight is None else y * weight.view(shape)
+    mean = _kept(x.sum(dims) / count)
+    centred = x - mean.view(shape)
+    variance = _kept((centred * centred).sum(dims) / count)
+    inverse = _kept(torch.rsqrt(variance + eps))
+    y = centred * _kept(inverse if weight is None else inverse * weight).view(shape)
     y = y if bias is None else y + bias.view(shape)
-    running_mean.copy_(running_mean * (1 - momentum) + mean.view(-1) * momentum)
-    running_var.copy_(running_var * (1 - momentum) + variance.view(-1) * (count / (count - 1) * momentum))
-    return y, mean.view(-1), inverse.view(-1)
+    running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)
+    running_var.copy_(running_var * (1 - momentum) + variance * (count / (count - 1) * momentum))
+    return y, mean, inverse
+
+
+def _kept(vector: Tensor) -> Tensor:
+    """``vector [C]`` in memory: inductor would compute it anew for every value that it meets."""
+    return vector.as_strided(vector.shape, (1,))
 
 
 DECOMPOSITIONS: Mapping[OpOverload, Callable[..., Any]] = {
