@@ -25,6 +25,7 @@ from hfusion.passes.at_once import at_once
 from hfusion.passes.decompositions import DECOMPOSITIONS
 from hfusion.passes.onehot import onehot
 from hfusion.passes.sink import sink
+from hfusion.passes.turn import turn
 from hfusion.program import describe_value
 from hfusion.quiet import quiet
 
@@ -170,7 +171,7 @@ def _trace(forward: Source, loss: Source, tensors: Tensors, given: Sequence[Tens
 
     # Programs pick their ways by strides and sizes, which the fake tensors have.
     with quiet(), torch.enable_grad(), mode, enable_python_dispatcher():
-        module = onehot(sink(make_fx(joint, decomposition_table=DECOMPOSITIONS)(*own, *batch)))
+        module = onehot(turn(sink(make_fx(joint, decomposition_table=DECOMPOSITIONS)(*own, *batch))))
     return Joint(module, tuple(reached), (*own, *batch))
 
 

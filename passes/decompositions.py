@@ -16,13 +16,13 @@ _EXACT = (torch.float32, torch.float64)
 
 
 def bias_apart(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    """`torch.baddbmm`: the sum is computed together with what follows.
+    """`torch.baddbmm` and `torch.addmm`: the sum is computed together with what follows.
 
     In one, the bias is copied to where the product is added to it.
     """
     if beta != 1 or alpha != 1 or bias.dtype not in _EXACT:
         return NotImplemented
-    return bias + torch.bmm(a, b)
+    return bias + (torch.bmm(a, b) if a.dim() == 3 else torch.mm(a, b))
 
 
 def batch_norm_in_two_passes(
@@ -60,6 +60,7 @@ def _kept(vector: Tensor) -> Tensor:
 
 
 DECOMPOSITIONS: Mapping[OpOverload, Callable[..., Any]] = {
+    aten.addmm.default: bias_apart,
     aten.baddbmm.default: bias_apart,
     aten._native_batch_norm_legit.default: batch_norm_in_two_passes,
 }

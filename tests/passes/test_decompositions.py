@@ -23,6 +23,10 @@ def product(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.baddbmm(bias, a, b)
 
 
+def flat_product(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.addmm(bias, a, b)
+
+
 def scaled_product(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.baddbmm(bias, a, b, beta=0.5, alpha=2)
 
@@ -45,6 +49,7 @@ def batches(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ..
 MATRICES = (normal(3, 1, 5), normal(3, 4, 2), normal(3, 2, 5))
 CASES: list[tuple[str, Callable[..., Any], tuple[Tensor, ...], bool]] = [
     ("product", product, MATRICES, True),
+    ("flat product", flat_product, (normal(2), normal(4, 3), normal(3, 2)), True),
     ("scaled product", scaled_product, MATRICES, False),
     ("product in bfloat16", product, tuple(m.bfloat16() for m in MATRICES), False),
     ("norm of 2 dims", norm(True, True), batches(6, 3), True),
