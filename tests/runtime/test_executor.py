@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.plan import Plan
 from hfusion.policy import POLICIES
+from hfusion.runtime import lanes
+from hfusion.runtime.copying import Copier, ThreadCopier
 from hfusion.task import Step
 from tests.trained import Way, adamw, assert_same, batches, fused, machine, momentum, plain, planned, task
 
@@ -86,6 +88,17 @@ def test_tasks_on_two_devices_run_at_the_same_time() -> None:
     tasks = [task(array, WAYS[index], LOADER, f"t{index}", callbacks=[wait]) for index, array in enumerate(arrays)]
     on = machine(2)
     assert_same(arrays, tasks, expected, on, planned(tasks, on, [2, 3], [True, False]))
+
+
+def test_threads_of_python_copy_as_the_one_of_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def python(name: str, device: torch.device, threads: int) -> tuple[Copier, Copier]:
+        return ThreadCopier(f"{name} in", device, threads), ThreadCopier(f"{name} out", device, threads)
+
+    monkeypatch.setattr(lanes, "copiers", python)
+    arrays, expected = zip(*(made(index) for index in range(3)), strict=True)
+    tasks = [task(array, WAYS[index], LOADER, f"t{index}") for index, array in enumerate(arrays)]
+    on = machine(2)
+    assert_same(arrays, tasks, expected, on, planned(tasks, on, [4, 3, 2], [False, False, True]))
 
 
 @pytest.mark.parametrize("resident", [False, True], ids=["spilled", "resident"])
