@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hfusion.nest import change, leaves
+from hfusion.nest import change
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
 from hfusion.plan import Direction, TaskPlan, Unit
 from hfusion.program import Kind, Part
@@ -27,7 +27,7 @@ from hfusion.runtime.copying import Copier, Move, Ticket, copy_now
 from hfusion.runtime.home import Section
 from hfusion.runtime.process import Gate, Generators
 from hfusion.runtime.state import State
-from hfusion.runtime.values import Bundle, restore, spill
+from hfusion.runtime.values import Bundle, detached, restore, spill, tracked
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class Training:
 
     def _pass_on(self, shard: int, outputs: Mapping[str, Any]) -> None:
         """Keep what later parts take, here and, where the shard will be put away, for the host."""
-        results = {name: _detached(value) for name, value in outputs.items()}
+        results = detached(outputs)
         if results and not self.plan.resident:
             self._fresh[shard] = results
         later = self._recipe.later[shard]
@@ -294,10 +294,10 @@ class Training:
             self._parked = None
         saved = self._saved.pop(shard, None) or self._again(shard, device)
         wanted = {
-            **{_place(name, index): leaf for name, index, leaf in _tracked(saved.inputs)},
+            **tracked(saved.inputs),
             **{f"param {name}": leaf for name, leaf in saved.params.items() if leaf.requires_grad},
         }
-        ends = {_place(name, index): leaf for name, index, leaf in _tracked(saved.outputs)}
+        ends = tracked(saved.outputs)
         roots = [(leaf, self._grads.pop(place)) for place, leaf in {**ends, **wanted}.items() if place in self._grads]
         if saved.losses is not None and saved.losses.requires_grad:
             total = saved.losses.sum()
@@ -316,7 +316,7 @@ class Training:
 
     def _again(self, shard: int, device: torch.device) -> _Saved:
         inputs = self._entries.pop(shard, None)
-        inputs = self._take(self._recipe.parts[shard].takes, device) if inputs is None else _leaf_nests(inputs)
+        inputs = self._take(self._recipe.parts[shard].takes, device) if inputs is None else detached(inputs)
         with self._drawing(self._drawn[shard], device):
             return self._compute(shard, inputs, self._before[shard], device)
 
@@ -361,7 +361,7 @@ class Training:
         """The values a part takes, as new leaves on the device."""
         values, moves = self._restored(names, device)
         copy_now(moves)
-        return _leaf_nests(values)
+        return detached(values)
 
     def _restored(self, names: Sequence[str], device: torch.device) -> tuple[dict[str, Any], list[Move]]:
         """The values named, on the device when the moves are done."""
@@ -395,24 +395,3 @@ def _forgetting() -> saved_tensors_hooks:
 
 def _never(packed: object) -> Tensor:
     raise AssertionError("a graph that kept nothing was walked")
-
-
-def _detached(value: Any) -> Any:
-    """The nest without its graph, still telling which tensors need a gradient."""
-    return change(value, Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
-
-
-def _leaf_nests(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _detached(value) for name, value in values.items()}
-
-
-def _place(name: str, index: int) -> str:
-    return f"{name} #{index}"
-
-
-def _tracked(values: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
-    """The tensors that need a gradient, with the name of their value and their place in it."""
-    for name, value in values.items():
-        for index, leaf in enumerate(leaves(value, Tensor)):
-            if leaf.requires_grad:
-                yield name, index, leaf

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.nest import change
+from hfusion.nest import change, leaves
 from hfusion.runtime.copying import Move
 
 
@@ -85,3 +85,22 @@ def restore(bundle: Bundle, names: list[str], device: torch.device) -> tuple[dic
         return found.requires_grad_(view.requires_grad)
 
     return {name: change(bundle.values[name], View, tensor) for name in names}, moves
+
+
+def detached(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without their graph, still telling which tensors need a gradient: new leaves."""
+
+    def leaf(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+    return {name: change(value, Tensor, leaf) for name, value in values.items()}
+
+
+def tracked(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that need a gradient, by the name of their value and their place in it."""
+    return {
+        f"{name} #{index}": leaf
+        for name, value in values.items()
+        for index, leaf in enumerate(leaves(value, Tensor))
+        if leaf.requires_grad
+    }

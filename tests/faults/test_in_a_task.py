@@ -182,7 +182,7 @@ def test_processes_that_read_for_a_loader_are_gone(fails: bool, on: hf.Machine) 
     before = multiprocessing.active_children()
     with nothing_left(on), pytest.raises(hf.TrainError) if fails else nullcontext():
         hf.train([one], on)
-    assert multiprocessing.active_children() == before
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 @pytest.mark.parametrize("where", ["factory", "first minibatch", "loss from the start"])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hfusion.nest import leaves
 from hfusion.runtime.copying import copy_now
-from hfusion.runtime.values import Bundle, restore, spill
+from hfusion.runtime.values import Bundle, detached, restore, spill, tracked
 
 CPU = torch.device("cpu")
 
@@ -100,3 +100,15 @@ def test_torchs_named_tuples_keep_their_class() -> None:
     found = restored(spilled({"x": value}), ["x"])["x"]
     assert type(found) is torch.return_types.max
     assert torch.equal(found[0], value[0])
+
+
+def test_detached_values_are_new_leaves_that_need_what_they_needed() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    values = {"x": [weight * 2, BASE], "n": 3, "y": weight}
+    found = detached(values)
+    assert found["n"] == 3
+    assert all(leaf.is_leaf for leaf in leaves(found, Tensor))
+    places = tracked(found)
+    assert list(places) == ["x #0", "y #0"] == list(tracked(values))
+    assert places["x #0"].data_ptr() == values["x"][0].data_ptr()
+    assert places["y #0"] is not weight
