@@ -7,6 +7,7 @@ done. Tasks are named by their position in the plan. Nothing here is safe to use
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hfusion.plan import Plan, TaskPlan, Unit
@@ -76,6 +77,11 @@ class Dispatcher:
     def next(self, task: int) -> Unit | None:
         """The unit of a task that begins next; None if all have begun."""
         return self._tasks[task].next
+
+    def following(self, task: int) -> Iterator[Unit]:
+        """The units of a task after the one that begins next."""
+        state = self._tasks[task]
+        return map(state.plan.unit, range(state.candidate.unit + 1, state.plan.units))
 
     def wait(self, task: int) -> None:
         """Let a task wait: its unit ended and no device goes on with it. A task that is done does not wait."""

@@ -21,7 +21,8 @@ from hfusion.optim.hyper import member_vector
 from hfusion.per_model import per_model
 from hfusion.plan import Direction, Plan, Unit
 from hfusion.policy import Policy, named
-from hfusion.runtime.executor import Executor, TaskFailed
+from hfusion.runtime.ending import TaskFailed
+from hfusion.runtime.executor import Executor
 from hfusion.runtime.spill import SpillFolder
 from hfusion.runtime.state import State, holdings
 from hfusion.runtime.training import Training

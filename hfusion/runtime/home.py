@@ -75,22 +75,27 @@ class Layout:
         return Layout(tuple(fields), (sizes[0], sizes[1], sizes[2]))
 
     @cached_property
-    def _runs(self) -> list[tuple[Section, list[Field]]]:
-        """Neighbours of one section and dtype."""
+    def _neighbours(self) -> list[tuple[Section, list[Field]]]:
+        """Fields one after the other, of one section and dtype."""
         grouped = groupby(self.fields, key=lambda field: (field.section, field.dtype))
         return [(section, list(fields)) for (section, _), fields in grouped]
+
+    def starts(self, sections: Sequence[Section]) -> dict[Section, int]:
+        """Where each of ``sections`` begins in a buffer that holds them one after the other."""
+        starts, start = {}, 0
+        for section in sections:
+            starts[section] = start
+            start += self.sizes[section]
+        return starts
 
     def views(self, buffer: Tensor, sections: Sequence[Section]) -> dict[Section, dict[str, Tensor]]:
         """The tensors by name in a buffer that holds ``sections`` one after the other.
 
         They are no views of one another for autograd, which would take a write to one for a write to all.
         """
-        starts, start = {}, 0
-        for section in sections:
-            starts[section] = start
-            start += self.sizes[section]
+        starts = self.starts(sections)
         found: dict[Section, dict[str, Tensor]] = {section: {} for section in sections}
-        for section, fields in self._runs:
+        for section, fields in self._neighbours:
             if section in starts:
                 begin = starts[section] + fields[0].offset
                 size = fields[0].dtype.itemsize
@@ -113,54 +118,72 @@ class Home:
         for section in Section:
             for name, tensor in tensors[section].items():
                 self.views[section][name].copy_(tensor.detach())
+        self._dropped: dict[tuple[tuple[Section, ...], torch.device], Copy] = {}
 
     @property
     def bytes(self) -> int:
         return self._buffer.numel()
 
-    def load(self, sections: Sequence[Section], device: torch.device) -> tuple[Copy, list[Move]]:
-        """A copy of ``sections`` on ``device``, and what must be copied: a piece for each run of neighbours."""
-        sizes = self.layout.sizes
-        buffer = torch.empty(sum(sizes[section] for section in sections), dtype=torch.uint8, device=device)
-        starts, start = {}, 0
-        moves: list[Move] = []
-        for first, last in _runs(sections):
-            begin, end = self._start(first), self._start(last) + sizes[last]
-            moves.append((buffer[start : start + end - begin], self._buffer[begin:end]))
-            for section in Section:
-                if first <= section <= last:
-                    starts[section] = start + self._start(section) - begin
-            start += end - begin
-        return Copy(buffer, starts, self.layout.views(buffer, sections)), moves
+    def load(self, sections: tuple[Section, ...], device: torch.device) -> Copy:
+        """Memory for ``sections`` on ``device``; the ``moves`` of the copy fill it."""
+        copy = self._dropped.pop((sections, device), None)
+        if copy is None:
+            return Copy(self.layout, self._buffer, sections, device)
+        copy.take()
+        return copy
+
+    def drop(self, copy: Copy) -> None:
+        """Give the memory of a copy back, which is neither read nor written any longer."""
+        if copy.give():
+            self._dropped[copy.sections, copy.device] = copy
 
     def save(self, copy: Copy, section: Section, names: Sequence[str]) -> list[Move]:
         """What must be copied to write tensors of ``copy`` back: one piece, if it is the whole section."""
         if len(names) == len(self.views[section]):
-            begin, start, size = self._start(section), copy.starts[section], self.layout.sizes[section]
-            return [(self._buffer[begin : begin + size], copy.buffer[start : start + size])]
+            here, home = copy.pieces[section]
+            return [(home, here)]
         return [(self.views[section][name], copy.views[section][name]) for name in names]
 
-    def _start(self, section: Section) -> int:
-        return sum(self.layout.sizes[:section])
 
-
-@dataclass(frozen=True)
 class Copy:
-    """Sections of a shard on a device, in one buffer from ``starts`` on."""
+    """Some sections of a shard on a device: a buffer, in ``pieces`` with what is at home, and its ``views``.
 
-    buffer: Tensor
-    starts: Mapping[Section, int]
-    views: Mapping[Section, Mapping[str, Tensor]]
+    The memory is given back and taken anew under the same views, as FSDP does with its flat parameters
+    (https://docs.pytorch.org/docs/stable/fsdp.html): to make them takes as long as to copy a small shard.
+    """
 
+    def __init__(
+        self, layout: Layout, home: Tensor, sections: tuple[Section, ...], device: torch.device
+    ) -> None:
+        self.sections = sections
+        self.device = device
+        self._size = sum(layout.sizes[section] for section in sections)
+        buffer = torch.empty(self._size, dtype=torch.uint8, device=device)
+        self.views = layout.views(buffer, sections)
+        at_home = layout.starts(tuple(Section))
+        self.pieces: dict[Section, Move] = {}
+        for section, start in layout.starts(sections).items():
+            size, begin = layout.sizes[section], at_home[section]
+            self.pieces[section] = buffer[start : start + size], home[begin : begin + size]
+        self.moves = list(self.pieces.values())
+        self._storage = buffer.untyped_storage()
+        del buffer
+        self._users = self._count()
 
-def _runs(sections: Sequence[Section]) -> list[tuple[Section, Section]]:
-    runs: list[tuple[Section, Section]] = []
-    for section in sections:
-        if runs and section == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], section)
-        else:
-            runs.append((section, section))
-    return runs
+    def take(self) -> None:
+        """Take memory again."""
+        self._storage.resize_(self._size)
+
+    def give(self) -> bool:
+        """Give the memory back, unless others see it: it is theirs then, and this copy cannot be used again."""
+        if self._count() > self._users:
+            return False
+        self._storage.resize_(0)
+        return True
+
+    def _count(self) -> int:
+        """How many tensors see the memory."""
+        return int(torch._C._storage_Use_Count(self._storage._cdata))  # type: ignore[attr-defined]
 
 
 def _mapped(file: Path, size: int) -> Tensor:

@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-class Stopped(Exception):
-    """The run ends; whoever waits gives up. Never shown to the user."""
-
-
 @dataclass
 class Ledger:
     """The bytes taken on one device, and the most that ever were. The run's lock guards it."""

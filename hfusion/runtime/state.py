@@ -93,6 +93,7 @@ class State:
         self._lock = Lock()
         self._here: dict[int, _Shard] = {}
         self._leaving: dict[int, Ticket] = {}
+        self._evicted: dict[int, Copy] = {}
         # What training does not change keeps the memory it had, for afterwards.
         self._frozen = {
             name: tensors[name].data
@@ -151,12 +152,13 @@ class State:
         """Bytes of all shards at rest."""
         return sum(home.bytes for home in self._homes)
 
-    def load(self, shard: int, sections: Sequence[Section], device: torch.device) -> list[Move]:
-        """Make room for a shard on a device; the shards it borrows from must be there or at home.
+    def load(self, shard: int, sections: tuple[Section, ...], device: torch.device) -> list[Move]:
+        """Take memory for a shard on a device; the shards it borrows from must be there or at home.
 
         Returns what must be copied before it is used.
         """
-        copy, moves = self._homes[shard].load(sections, device)
+        copy = self._homes[shard].load(sections, device)
+        moves = [*copy.moves]
         borrowed: dict[str, Tensor] = {}
         if not self._together:
             for name, owner in self.shards[shard].borrowed.items():
@@ -236,7 +238,7 @@ class State:
             here.changed.update((Section.OPTIMIZER, key) for _, key in self._stacks[name])
 
     def evict(self, shard: int) -> list[Move]:
-        """Drop the copy of a shard; returns what must be copied to write back what changed, see ``leaves``."""
+        """Let a shard go; returns what must be copied to write back what changed, see ``leaves`` and ``left``."""
         with self._lock:
             here, home = self._here.pop(shard), self._homes[shard]
         if here.bound:
@@ -248,11 +250,16 @@ class State:
             names = [name for changed, name in here.changed if changed is section]
             if names:
                 moves += home.save(here.copy, section, names)
+        self._evicted[shard] = here.copy
         return moves
 
     def leaves(self, shard: int, ticket: Ticket) -> None:
         """The shard that was evicted is at home when ``ticket`` is done."""
         self._leaving[shard] = ticket
+
+    def left(self, shard: int) -> None:
+        """All copies from and to the shard that was evicted are done: give its memory on the device back."""
+        self._homes[shard].drop(self._evicted.pop(shard))
 
     def close(self) -> None:
         """Give every tensor memory of its own again, and drop the homes; a run that broke off keeps what it reached."""

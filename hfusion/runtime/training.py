@@ -192,6 +192,8 @@ class Training:
     def put_away(self, shard: int, copier: Copier, *, leave: bool) -> Ticket:
         """Take a shard off its device; ``leave``: and all else that the task has there."""
         moves: list[Move] = []
+        # Of a backward that the shard was loaded for, should another task come first.
+        self._entries.pop(shard, None)
         fresh = self._fresh.pop(shard, None)
         if fresh is not None:
             self._bundles[shard], moves = spill(fresh, pinned=self.state.pinned)
@@ -200,6 +202,10 @@ class Training:
         ticket = copier.submit([*moves, *self.state.evict(shard)])
         self.state.leaves(shard, ticket)
         return ticket
+
+    def left(self, shard: int) -> None:
+        """All copies from and to a shard that was put away are done."""
+        self.state.left(shard)
 
     def _leave(self) -> list[Move]:
         """Take what lives between units off the device; what only its graph knows is computed again."""

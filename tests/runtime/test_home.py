@@ -35,8 +35,8 @@ ORDERS = [(WEIGHTS,), (WEIGHTS, OPTIMIZER), (WEIGHTS, GRADIENTS), (WEIGHTS, OPTI
 
 
 def loaded(home: Home, sections: tuple[Section, ...]) -> Copy:
-    copy, moves = home.load(sections, CPU)
-    copy_now(moves)
+    copy = home.load(sections, CPU)
+    copy_now(copy.moves)
     return copy
 
 
@@ -55,7 +55,7 @@ def test_the_layout_aligns_every_tensor() -> None:
 @pytest.mark.parametrize("sections", ORDERS, ids=str)
 def test_load_gives_what_is_at_home(home: Home, sections: tuple[Section, ...]) -> None:
     copy = loaded(home, sections)
-    assert tuple(copy.starts) == tuple(copy.views) == sections
+    assert tuple(copy.pieces) == tuple(copy.views) == sections
     for section in sections:
         expected = tensors()[section]
         assert list(copy.views[section]) == list(expected)

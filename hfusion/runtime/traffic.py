@@ -1,0 +1,274 @@
+"""What is on which device, and what is on its way there or back.
+
+One condition guards what is shared; nobody copies, or waits for a copy, while holding it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from time import perf_counter
+
+from hfusion.plan import Plan, TaskPlan, Unit
+from hfusion.runtime.copying import Ticket
+from hfusion.runtime.ending import Ending, Stopped
+from hfusion.runtime.lanes import Lanes
+from hfusion.runtime.training import Training
+from hfusion.schedule import Action, Kind
+
+
+@dataclass(eq=False)
+class Load:
+    """A shard on its way to a device. ``later``: a thread waits for room, or for ``waits``, before it can be copied."""
+
+    unit: Unit
+    shard: int
+    size: int
+    waits: list[Leaving]
+    ticket: Ticket | None = None
+    later: Future[None] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it is there."""
+        return self.ticket is not None and self.ticket.done
+
+    def wait(self) -> tuple[float, float]:
+        """Until it is there; when its copying began and ended."""
+        if self.later is not None:
+            self.later.result()
+        assert self.ticket is not None
+        return self.ticket.wait()
+
+
+@dataclass(eq=False)
+class Leaving:
+    """A shard on its way back; ``unused``: its load, if no unit had waited for that. ``ended``: its room is free."""
+
+    task: int
+    unit: Unit
+    shard: int
+    size: int
+    worker: Worker
+    ticket: Ticket
+    unused: Load | None
+    ended: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether to settle it would not block."""
+        return self.ticket.done and (self.unused is None or self.unused.done)
+
+
+@dataclass
+class Run:
+    """Where a task stands; ``unit``: the one that began last.
+
+    ``loaded``: bytes held per shard; ``coming``: the loads among these that no unit has waited for; ``gone``: the last
+    eviction of each shard.
+    """
+
+    plan: TaskPlan
+    training: Training
+    unit: Unit
+    worker: Worker | None = None
+    loaded: dict[int, int] = field(default_factory=dict)
+    coming: dict[int, Load] = field(default_factory=dict)
+    gone: dict[int, Leaving] = field(default_factory=dict)
+
+    def extra(self, unit: Unit) -> int:
+        """Bytes that a unit takes while it runs."""
+        return self.plan.extra_bytes(unit.direction, unit.shard)
+
+
+@dataclass
+class Worker:
+    """A device. ``queued``: the task whose unit it runs next. ``leaving``: evictions that have begun. ``parked``:
+    resident tasks that are loaded there but do not run, oldest first.
+    """
+
+    lanes: Lanes
+    queued: int | None = None
+    leaving: list[Leaving] = field(default_factory=list)
+    parked: dict[int, None] = field(default_factory=dict)
+
+
+class Traffic:
+    """The loads and evictions of the runs of a plan. ``actions``: what has been done."""
+
+    def __init__(self, plan: Plan, trainings: Sequence[Training], ending: Ending) -> None:
+        self.runs = [Run(task, training, task.unit(0)) for task, training in zip(plan.tasks, trainings, strict=True)]
+        self.actions: list[Action] = []
+        self._ending = ending
+        self._changed = ending.changed
+        self._start = perf_counter()
+
+    def fetch(self, worker: Worker, task: int, unit: Unit, staying: int | None) -> None:
+        """Queue a task's next unit, and begin to load what it needs, as early as that can be.
+
+        ``staying``: a shard that is there already.
+        """
+        run = self.runs[task]
+        if run.worker is not worker:
+            if run.worker is not None:
+                self.leave(run.worker, task)
+            waits = list(run.gone.values())
+        else:
+            waits = self._before(run, unit)
+        run.worker = worker
+        worker.parked.pop(task, None)
+        shards = [unit.shard, *range(len(run.plan.shards))] if run.plan.resident else [unit.shard]
+        missing = [shard for shard in dict.fromkeys(shards) if shard not in run.loaded and shard != staying]
+        loads = [Load(unit, shard, run.plan.held_bytes(unit.direction, shard), waits) for shard in missing]
+        self._expect(run, loads)
+        self.make_room(worker, task, unit)
+        worker.queued = task
+        self._begin(worker, task, loads)
+
+    def fetch_ahead(self, worker: Worker, task: int, unit: Unit, later: Iterable[Unit]) -> None:
+        """Load for units after the queued one, too, as far as there is room now that nobody before them will need."""
+        run, ledger = self.runs[task], worker.lanes.ledger
+        taken = sum(run.loaded.values()) + self._parked(worker)
+        extra = max(run.extra(run.unit), run.extra(unit))
+        for before, after in pairwise(chain((unit,), later)):
+            extra = max(extra, run.extra(after))
+            if after.shard in run.loaded:
+                coming = run.coming.get(after.shard)
+                if run.plan.stays(before, after) or (coming is not None and coming.unit == after):
+                    continue
+                return
+            self._reap(worker)
+            size, needs = run.plan.held_bytes(after.direction, after.shard), run.training.needs(after)
+            away = all(shard not in run.gone or run.gone[shard].ended for shard in needs)
+            if not (away and needs.isdisjoint(run.loaded)) or taken + size + extra > ledger.budget:
+                return
+            if not ledger.take(size):
+                return
+            load = Load(after, after.shard, size, [])
+            self._expect(run, [load])
+            self._load(worker, task, load)
+            taken += size
+
+    def _before(self, run: Run, unit: Unit) -> list[Leaving]:
+        """The evictions that must have ended before a unit's shard can be loaded where others of its task are."""
+        return [run.gone[shard] for shard in run.training.needs(unit) if shard in run.gone]
+
+    def _expect(self, run: Run, loads: Sequence[Load]) -> None:
+        for load in loads:
+            run.loaded[load.shard] = load.size
+            run.coming[load.shard] = load
+
+    def _begin(self, worker: Worker, task: int, loads: Sequence[Load]) -> None:
+        """Copy what there is room for; a thread waits for the room of the others."""
+        for number, load in enumerate(loads):
+            self._reap(worker)
+            if any(not each.ended for each in load.waits) or not worker.lanes.ledger.take(load.size):
+                for each in loads[number:]:
+                    each.later = worker.lanes.later.submit(self._load_later, worker, task, each)
+                return
+            self._load(worker, task, load)
+
+    def _load_later(self, worker: Worker, task: int, load: Load) -> None:
+        for leaving in load.waits:
+            self._settle(leaving)
+        self.take(worker, load.size)
+        self._load(worker, task, load)
+
+    def _load(self, worker: Worker, task: int, load: Load) -> None:
+        """Begin to copy a shard for which there is room."""
+        lanes = worker.lanes
+        try:
+            load.ticket = self.runs[task].training.load(load.unit, load.shard, lanes.device, lanes.into)
+        except Exception as error:
+            raise self._ending.failed(task, error) from error
+
+    def await_loads(self, worker: Worker, task: int, unit: Unit) -> None:
+        """Until all that a unit needs is there."""
+        run = self.runs[task]
+        for shard in [*run.coming] if run.plan.resident else [unit.shard]:
+            load = run.coming.pop(shard, None)
+            if load is not None:
+                self.note(Kind.LOAD, load.unit, shard, worker, *load.wait(), load.size)
+
+    def take(self, worker: Worker, size: int) -> None:
+        """Wait until ``size`` more bytes fit, and take them. Raises Stopped when the run ends before."""
+        while True:
+            with self._changed:
+                if self._ending.stopping:
+                    raise Stopped
+                self._reap(worker)
+                if worker.lanes.ledger.take(size):
+                    return
+                first = next(iter(worker.leaving), None)
+                if first is None:
+                    self._changed.wait()
+                    continue
+            self._settle(first)
+
+    def _reap(self, worker: Worker) -> None:
+        """Give back what evictions that have come to their end held."""
+        for leaving in [*worker.leaving]:
+            if leaving.done:
+                self._settle(leaving)
+
+    def settle(self, worker: Worker) -> None:
+        """Wait for all evictions from a device."""
+        for leaving in [*worker.leaving]:
+            self._settle(leaving)
+
+    def _settle(self, leaving: Leaving) -> None:
+        """Wait for the end of an eviction, and give back what it held."""
+        loaded: tuple[float, float] | None = None
+        try:
+            if leaving.unused is not None:
+                loaded = leaving.unused.wait()
+            began, ended = leaving.ticket.wait()
+        except Exception as error:
+            raise self._ending.failed(leaving.task, error) from error
+        with self._changed:
+            if leaving.ended:
+                return
+            leaving.ended = True
+            leaving.worker.leaving.remove(leaving)
+            leaving.worker.lanes.ledger.give(leaving.size)
+            self.runs[leaving.task].training.left(leaving.shard)
+            if leaving.unused is not None and loaded is not None:
+                self.note(Kind.LOAD, leaving.unused.unit, leaving.shard, leaving.worker, *loaded, leaving.size)
+                began, ended = max(began, loaded[1]), max(ended, loaded[1])
+            self.note(Kind.EVICT, leaving.unit, leaving.shard, leaving.worker, began, ended, leaving.size)
+            self._changed.notify_all()
+
+    def _parked(self, worker: Worker) -> int:
+        return sum(sum(self.runs[task].loaded.values()) for task in worker.parked)
+
+    def make_room(self, worker: Worker, task: int, unit: Unit) -> None:
+        """Let parked tasks leave, the oldest first, until what the next unit of a task holds and takes will fit."""
+        size = sum(self.runs[task].loaded.values()) + self.runs[task].extra(unit)
+        while worker.parked and self._parked(worker) + size > worker.lanes.ledger.budget:
+            self.leave(worker, next(iter(worker.parked)))
+
+    def leave(self, worker: Worker, task: int) -> None:
+        """Evict all that a task has on a device."""
+        worker.parked.pop(task, None)
+        for shard in list(self.runs[task].loaded):
+            self.evict(worker, task, shard, leave=True)
+        self.runs[task].worker = None
+
+    def evict(self, worker: Worker, task: int, shard: int, *, leave: bool) -> None:
+        """Begin to write back a shard; ``leave``: and all else that its task has there."""
+        run = self.runs[task]
+        unused = run.coming.pop(shard, None)
+        try:
+            ticket = run.training.put_away(shard, worker.lanes.out, leave=leave)
+        except Exception as error:
+            raise self._ending.failed(task, error) from error
+        run.gone[shard] = leaving = Leaving(task, run.unit, shard, run.loaded.pop(shard), worker, ticket, unused)
+        worker.leaving.append(leaving)
+        self._changed.notify_all()
+
+    def note(self, kind: Kind, unit: Unit, shard: int, worker: Worker, start: float, end: float, size: int) -> None:
+        """Something was done."""
+        times = (start - self._start, end - self._start)
+        self.actions.append(Action(kind, unit.task, shard, unit.step, worker.lanes.name, *times, size))
