@@ -210,15 +210,15 @@ def _plan(
     resident = planned(shards(program, samples, _UNLIMITED, rates, state), resident=True)
     if resident.device_bytes <= budget:
         return resident
-    largest = planned(shards(program, samples, budget, rates, state), resident=False)
-    for part in range(_PARTS, _PARTS // 2 - 1, -1):
+    spilled = largest = planned(shards(program, samples, budget, rates, state), resident=False)
+    for part in range(_PARTS - 1, _PARTS // 2 - 1, -1):
+        if spilled.overlapped_bytes <= budget:
+            break
         try:
             spilled = planned(shards(program, samples, budget * part // _PARTS, rates, state), resident=False)
         except PlanError:
             break
-        if spilled.overlapped_bytes <= budget:
-            return spilled
-    return largest
+    return spilled if spilled.overlapped_bytes <= budget else largest
 
 
 def _first(task: Task) -> First:

@@ -1,7 +1,8 @@
-"""Products that are transposed and copied, computed as the product of the transposed operands.
+"""Products that are read transposed, computed as the product of the transposed operands.
 
-Autograd gives the gradient of a weight that a product read transposed the other way round: ``(x^T y)^T``, which is
-copied to lie as the weight does. ``y^T x`` lies so by itself, and has its long side where kernels want it.
+Autograd gives the gradient of a weight that a product read transposed the other way round: ``(x^T y)^T``, which is then
+copied, or read by pointwise operators, as the weight lies. ``y^T x`` lies so by itself, and has its long side where
+kernels want it.
 """
 
 from __future__ import annotations

@@ -133,9 +133,9 @@ class Cohorts:
         self._params = list(params)
         self._state = state
         self._steps = [entry.get("step") for entry in state]
+        self._sizes = list(map(Tensor.numel, params))
         self._look()
-        self._layouts = _layouts(params)
-        self._kinds = _kinds(self._tensors)
+        self._traits = _traits(self._tensors)
 
     def _look(self) -> None:
         """Where everything lies."""
@@ -155,12 +155,8 @@ class Cohorts:
         if names != self._names or not same_objects(params, self._params) or not same_objects(state, self._state):
             return False
         self._look()
-        if (
-            not same_objects([entry.get("step") for entry in self._state], self._steps)
-            or _kinds(self._tensors) != self._kinds
-            or _layouts(params) != self._layouts
-            or not all(cohort.holds() for cohort in self._cohorts)
-        ):
+        steps = [entry.get("step") for entry in self._state]
+        if not (same_objects(steps, self._steps) and _traits(self._tensors) == self._traits and self._counted()):
             return False
         for cohort, places in zip(self._cohorts, self._places, strict=True):
             cohort.move([self._params[i] for i in places], [self._state[i] for i in places] if names else [], names)
@@ -174,9 +170,13 @@ class Cohorts:
         return (
             same_objects(tensors, self._tensors)
             and list(map(Tensor.data_ptr, tensors)) == self._addresses
-            and _layouts(params) == self._layouts
-            and all(cohort.holds() for cohort in self._cohorts)
+            and _traits(tensors) == self._traits
+            and self._counted()
         )
+
+    def _counted(self) -> bool:
+        """Whether nobody else has written step counts."""
+        return all(cohort.holds() for cohort in self._cohorts)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -196,11 +196,11 @@ class Cohorts:
     @property
     def count(self) -> int:
         """How many parameters there are."""
-        return len(self._layouts[0])
+        return len(self._sizes)
 
     def load(self, grads: list[Tensor]) -> list[tuple[Cohort, list[Tensor]]]:
         """Each cohort with its gradients. RuntimeError for a gradient of another size than its parameter."""
-        if list(map(Tensor.numel, grads)) != self._layouts[0]:
+        if list(map(Tensor.numel, grads)) != self._sizes:
             param, grad = next((p, g) for p, g in zip(self._tensors, grads, strict=False) if p.numel() != g.numel())
             raise RuntimeError(
                 f"the gradient of {membership_of(param).name!r} has shape {list(grad.shape)}, the parameter "
@@ -243,11 +243,6 @@ def _tensors(params: Sequence[Tensor], state: Sequence[State]) -> list[Tensor]:
     return [*params, *chain.from_iterable(entry.values() for entry in state)]
 
 
-def _kinds(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device, bool]]:
-    """What kernels are chosen by."""
-    return [(tensor.dtype, tensor.device, tensor.is_contiguous()) for tensor in tensors]
-
-
-def _layouts(tensors: Sequence[Tensor]) -> tuple[list[int], list[bool]]:
-    """What may change about a tensor while it stays at its address, as far as kernels care."""
-    return list(map(Tensor.numel, tensors)), list(map(Tensor.is_contiguous, tensors))
+def _traits(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device, int, bool]]:
+    """What may change about a tensor, as far as kernels care, besides its address."""
+    return [(tensor.dtype, tensor.device, tensor.numel(), tensor.is_contiguous()) for tensor in tensors]

@@ -51,20 +51,19 @@ class Plan:
     """
 
     def __init__(self, kernel: Kernel, stacks: Sequence[Sequence[Tensor]], counts: Tensor | None) -> None:
-        params, *state = stacks
+        params = stacks[0]
         self._kernel = kernel
         self._members = len(params[0])
         self._sizes = array("q", [param.numel() // self._members for param in params])
-        self._addresses = [_addresses(params), _addresses([tensor for stack in state for tensor in stack])]
+        self._addresses = _stack_addresses(stacks)
         self._counts = counts
         self._settings: Settings | None = None
         self._advance = _function("advance")
 
     def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
         """The same stacks lie elsewhere now."""
-        params, *state = stacks
-        fresh = [_addresses(params), _addresses([tensor for stack in state for tensor in stack])]
-        for mine, found in zip(self._addresses, fresh, strict=True):
+        # In place: the arguments point to these arrays.
+        for mine, found in zip(self._addresses, _stack_addresses(stacks), strict=True):
             mine[:] = found
 
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
@@ -112,6 +111,12 @@ def _function(name: str) -> Callable[..., int]:
     made: Any = found[name]
     made.argtypes = {"same": [_INTEGER, *[_POINTER] * 3], "advance": [_INTEGER] * 2 + [_POINTER] * 2}[name]
     return made  # type: ignore[no-any-return]
+
+
+def _stack_addresses(stacks: Sequence[Sequence[Tensor]]) -> tuple[array[int], array[int]]:
+    """Of the parameters, and of what their state holds."""
+    params, *state = stacks
+    return _addresses(params), _addresses([tensor for stack in state for tensor in stack])
 
 
 def _addresses(tensors: Sequence[Tensor]) -> array[int]:

@@ -14,6 +14,12 @@ written whole need not be read first. */
 
 #define LARGE (1 << 18)
 
+/* To wake a thread takes whoever does it longer than to ask for a copy: after a job the thread looks for the next one
+   by itself for a while (LOOKS pauses), and who waits for a job looks a moment (GLANCES) before it sleeps. */
+#define PAUSE_NS 30000
+#define LOOKS 300
+#define GLANCES 2000
+
 /* As in copying.py; the maker keeps it and the arrays until it is done. */
 typedef struct job {
     struct job *next;
@@ -29,7 +35,7 @@ typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t work, done;
     job *first, *last;
-    int closed;
+    int closed, sleeps, waiters;
 } copier;
 
 double copier_now(void)
@@ -37,6 +43,13 @@ double copier_now(void)
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+static void relax(void)
+{
+#ifdef __SSE2__
+    __builtin_ia32_pause();
+#endif
 }
 
 static void move(char *target, const char *source, int64_t size, int past)
@@ -54,13 +67,28 @@ static void move(char *target, const char *source, int64_t size, int past)
     memcpy(target, source, (size_t)size);
 }
 
+/* Until there is work or the end; holds the lock before and after. */
+static void look(copier *self)
+{
+    const struct timespec pause = {0, PAUSE_NS};
+    for (int looks = 0; !self->first && !self->closed && looks < LOOKS; looks++) {
+        pthread_mutex_unlock(&self->lock);
+        nanosleep(&pause, 0);
+        pthread_mutex_lock(&self->lock);
+    }
+    while (!self->first && !self->closed) {
+        self->sleeps = 1;
+        pthread_cond_wait(&self->work, &self->lock);
+        self->sleeps = 0;
+    }
+}
+
 static void *run(void *argument)
 {
     copier *self = argument;
     pthread_mutex_lock(&self->lock);
     for (;;) {
-        while (!self->first && !self->closed)
-            pthread_cond_wait(&self->work, &self->lock);
+        look(self);
         job *each = self->first;
         if (!each)
             break;
@@ -71,8 +99,9 @@ static void *run(void *argument)
             move((char *)each->targets[i], (const char *)each->sources[i], each->sizes[i], each->past);
         each->ended = copier_now();
         pthread_mutex_lock(&self->lock);
-        each->done = 1;
-        pthread_cond_broadcast(&self->done);
+        __atomic_store_n(&each->done, 1, __ATOMIC_RELEASE);
+        if (self->waiters)
+            pthread_cond_broadcast(&self->done);
     }
     pthread_mutex_unlock(&self->lock);
     return 0;
@@ -117,14 +146,22 @@ void copier_submit(copier *self, job *each)
     else
         self->first = each;
     self->last = each;
-    pthread_cond_signal(&self->work);
+    if (self->sleeps)
+        pthread_cond_signal(&self->work);
     pthread_mutex_unlock(&self->lock);
 }
 
 void copier_wait(copier *self, job *each)
 {
+    for (int glances = 0; glances < GLANCES; glances++) {
+        if (__atomic_load_n(&each->done, __ATOMIC_ACQUIRE))
+            return;
+        relax();
+    }
     pthread_mutex_lock(&self->lock);
+    self->waiters++;
     while (!each->done)
         pthread_cond_wait(&self->done, &self->lock);
+    self->waiters--;
     pthread_mutex_unlock(&self->lock);
 }

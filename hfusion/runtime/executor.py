@@ -1,7 +1,7 @@
 """Run a plan: the policy decides, each device computes one unit while others are loaded and the last put away.
 
-The same dispatcher that the simulator asks is asked here; its decisions meet real clocks. Where there is room the shards
-of later units are loaded, too, of which the simulator knows only the next.
+The same dispatcher that the simulator asks is asked here; its decisions meet real clocks. The simulator loads for the
+next unit only, here those after it are loaded, too, where there is room.
 """
 
 from __future__ import annotations

@@ -152,9 +152,7 @@ class Copy:
     (https://docs.pytorch.org/docs/stable/fsdp.html): to make them takes as long as to copy a small shard.
     """
 
-    def __init__(
-        self, layout: Layout, home: Tensor, sections: tuple[Section, ...], device: torch.device
-    ) -> None:
+    def __init__(self, layout: Layout, home: Tensor, sections: tuple[Section, ...], device: torch.device) -> None:
         self.sections = sections
         self.device = device
         self._size = sum(layout.sizes[section] for section in sections)
@@ -183,7 +181,7 @@ class Copy:
 
     def _count(self) -> int:
         """How many tensors see the memory."""
-        return int(torch._C._storage_Use_Count(self._storage._cdata))  # type: ignore[attr-defined]
+        return int(torch._C._storage_Use_Count(self._storage._cdata))
 
 
 def _mapped(file: Path, size: int) -> Tensor:

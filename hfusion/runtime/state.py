@@ -112,7 +112,9 @@ class State:
     def _home(self, shard: Holding, file: Path | None, carried: bool) -> Home:
         own = {name: self._tensors[name].data for name in shard.own}
         trained = {name: own[name] for name in shard.trained}
-        state = {f"{name} {kind}": tensor for name in trained for kind, tensor in self._optimizer_state(name).items()}
+        state = {
+            key: self.optimizer.state[self._tensors[name]][kind] for name in trained for kind, key in self._stacks[name]
+        }
         sections = {Section.WEIGHTS: own, Section.OPTIMIZER: state, Section.GRADIENTS: trained if carried else {}}
         home = Home(sections, pinned=self.pinned, file=file)
         for name in shard.own:
@@ -121,15 +123,15 @@ class State:
             self._bind(name, home.views)
         return home
 
-    def _optimizer_state(self, name: str) -> dict[str, Tensor]:
-        """The stacks that the optimizer keeps for a parameter; counts of steps stay where they are."""
-        entry = self.optimizer.state.get(self._tensors[name], {})
-        return {kind: value for kind, value in entry.items() if kind != "step" and isinstance(value, Tensor)}
-
     @cached_property
     def _stacks(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """What the optimizer keeps for a trained parameter, and its name in a home."""
-        return {name: tuple((kind, f"{name} {kind}") for kind in self._optimizer_state(name)) for name in self._trained}
+        """What moves of the optimizer's state for a trained parameter, with its name in a home."""
+        found = {}
+        for name in self._trained:
+            entry = self.optimizer.state.get(self._tensors[name], {})
+            kinds = [kind for kind, value in entry.items() if kind != "step" and isinstance(value, Tensor)]
+            found[name] = tuple((kind, f"{name} {kind}") for kind in kinds)
+        return found
 
     def _bind(self, name: str, views: Mapping[Section, Mapping[str, Tensor]]) -> None:
         """Let a trained parameter, and its optimizer state, lie in ``views``."""
@@ -269,8 +271,7 @@ class State:
             for name in self.shards[index].own:
                 frozen = self._frozen.get(name)
                 self._tensors[name].data = home.views[Section.WEIGHTS][name].clone() if frozen is None else frozen
-                for kind in self._optimizer_state(name):
-                    entry = self.optimizer.state[self._tensors[name]]
-                    entry[kind] = home.views[Section.OPTIMIZER][f"{name} {kind}"].clone()
+                for kind, key in self._stacks.get(name, ()):
+                    self.optimizer.state[self._tensors[name]][kind] = home.views[Section.OPTIMIZER][key].clone()
         self.optimizer.forget()
         self._homes.clear()

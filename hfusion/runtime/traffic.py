@@ -139,12 +139,13 @@ class Traffic:
                 if run.plan.stays(before, after) or (coming is not None and coming.unit == after):
                     continue
                 return
-            self._reap(worker)
-            size, needs = run.plan.held_bytes(after.direction, after.shard), run.training.needs(after)
-            away = all(shard not in run.gone or run.gone[shard].ended for shard in needs)
-            if not (away and needs.isdisjoint(run.loaded)) or taken + size + extra > ledger.budget:
+            size = run.plan.held_bytes(after.direction, after.shard)
+            if taken + size + extra > ledger.budget:
                 return
-            if not ledger.take(size):
+            self._reap(worker)
+            needs = run.training.needs(after)
+            away = all(shard not in run.gone or run.gone[shard].ended for shard in needs)
+            if not (away and needs.isdisjoint(run.loaded) and ledger.take(size)):
                 return
             load = Load(after, after.shard, size, [])
             self._expect(run, [load])

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.plan import Plan
-from hfusion.policy import POLICIES
+from hfusion.policy import POLICIES, Candidate, Order, Policy, State
 from hfusion.runtime import lanes
 from hfusion.runtime.copying import Copier, ThreadCopier
+from hfusion.schedule import Kind
 from hfusion.task import Step
 from tests.trained import Way, adamw, assert_same, batches, fused, machine, momentum, plain, planned, task
 
@@ -48,10 +49,10 @@ def made(index: int) -> tuple[hf.FusedModule, tuple[Tensor, dict[str, Tensor]]]:
 CUTS = st.tuples(st.integers(1, 5), st.booleans())
 
 
-@settings(deadline=None, max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(CUTS, min_size=1, max_size=4),
-    st.lists(st.integers(0, 600), min_size=1, max_size=3),
+    st.lists(st.sampled_from([0, 200, 600, 5_000, 50_000]), min_size=1, max_size=3),
     st.sampled_from(sorted(POLICIES)),
 )
 def test_any_plan_gives_the_same_bits(cuts: list[tuple[int, bool]], spare: list[int], policy: str) -> None:
@@ -62,6 +63,41 @@ def test_any_plan_gives_the_same_bits(cuts: list[tuple[int, bool]], spare: list[
     plan = planned(tasks, on, [count for count, _ in cuts], [resident for _, resident in cuts])
     budgets = {name: size + more for (name, size), more in zip(plan.devices.items(), spare, strict=True)}
     assert_same(arrays, tasks, expected, on, replace(plan, devices=budgets), policy)
+
+
+def thirds(order: Order, state: State) -> Candidate | None:
+    """Two units of a task, then another's."""
+    running = state.running
+    return running if running is not None and running.unit % 3 else state.waiting.first(state.budget) or running
+
+
+def test_what_was_loaded_for_later_leaves_with_its_task() -> None:
+    arrays, expected = zip(*(made(index) for index in range(3)), strict=True)
+    tasks = [task(array, WAYS[index], LOADER, f"t{index}") for index, array in enumerate(arrays)]
+    on = machine()
+    plan = planned(tasks, on, [5, 5, 5], [False] * 3)
+    budgets = {name: size + 50_000 for name, size in plan.devices.items()}
+    policy = Policy("thirds", "two units of a task, then another's", lambda candidate: candidate.since, thirds)
+    report = assert_same(arrays, tasks, expected, on, replace(plan, devices=budgets), policy)
+    used, vain = {}, 0
+    for action in report.timeline.actions:
+        place = action.task, action.shard
+        vain += action.kind is Kind.EVICT and not used[place]
+        used[place] = action.kind is not Kind.LOAD
+    assert vain > 0
+
+
+def test_where_there_is_room_later_shards_are_loaded_too() -> None:
+    array, expected = made(0)
+    one, on = task(array, WAYS[0], LOADER), machine()
+    plan = planned([one], on, [5], [False])
+    ((name, size),) = plan.devices.items()
+    report = assert_same([array], [one], [expected], on, replace(plan, devices={name: size + 50_000}))
+    actions = report.timeline.actions
+    first = next(action for action in actions if action.kind is Kind.FORWARD)
+    before = {action.shard for action in actions if action.kind is Kind.LOAD and action.end <= first.start}
+    # The next one borrows a weight from these.
+    assert before == {0, 1, 2}
 
 
 def test_a_device_too_small_for_some_tasks_runs_the_others() -> None:

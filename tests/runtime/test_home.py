@@ -69,6 +69,30 @@ def test_load_gives_what_is_at_home(home: Home, sections: tuple[Section, ...]) -
     assert torch.equal(home.views[sections[0]]["w"], tensors()[sections[0]]["w"])
 
 
+def test_a_copy_that_was_dropped_is_filled_again_under_the_same_views(home: Home) -> None:
+    copy = loaded(home, tuple(Section))
+    views = [view for section in Section for view in copy.views[section].values()]
+    home.drop(copy)
+    assert copy.views[WEIGHTS]["w"].untyped_storage().nbytes() == 0
+    assert loaded(home, (WEIGHTS,)) is not copy
+    home.views[WEIGHTS]["w"].fill_(3)
+    again = loaded(home, tuple(Section))
+    assert all(a is b for a, b in zip(views, [v for s in Section for v in again.views[s].values()], strict=True))
+    for section in Section:
+        for name, tensor in home.views[section].items():
+            assert torch.equal(again.views[section][name], tensor)
+
+
+def test_memory_that_others_see_is_theirs(home: Home) -> None:
+    copy = loaded(home, (WEIGHTS,))
+    kept = copy.views[WEIGHTS]["w"].detach()[1:]
+    home.drop(copy)
+    again = loaded(home, (WEIGHTS,))
+    assert again is not copy
+    again.views[WEIGHTS]["w"].zero_()
+    assert torch.equal(kept, tensors()[WEIGHTS]["w"][1:])
+
+
 def test_save_writes_back_what_is_named(home: Home) -> None:
     copy = loaded(home, (WEIGHTS, GRADIENTS))
     for section in copy.views:
