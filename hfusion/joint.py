@@ -240,8 +240,11 @@ def build(joint: Joint, own: Sequence[Tensor], batch: Sequence[Tensor]) -> Calla
     from torch._inductor import compile as inductor
 
     devices = range(torch.cuda.device_count())
-    with quiet(), torch.no_grad(), torch.autocast(joint.examples[0].device.type, enabled=False):
-        run: Callable[..., Sequence[Tensor]] = inductor(joint.module, [e.detach() for e in joint.examples])
+    kind = joint.examples[0].device.type
+    # Small operators take less time than Python to call them.
+    options = {"cpp_wrapper": kind == "cpu"}
+    with quiet(), torch.no_grad(), torch.autocast(kind, enabled=False):
+        run: Callable[..., Sequence[Tensor]] = inductor(joint.module, [e.detach() for e in joint.examples], options)
         kept = [tensor if tensor.requires_grad else tensor.clone() for tensor in own]
         with torch.random.fork_rng(devices):
             run(*kept, *batch)

@@ -22,7 +22,10 @@ def bias_apart(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: fl
     """
     if beta != 1 or alpha != 1 or bias.dtype not in _EXACT:
         return NotImplemented
-    return bias + (torch.bmm(a, b) if a.dim() == 3 else torch.mm(a, b))
+    if a.dim() == 3:
+        return bias + torch.bmm(a, b)
+    # In three dims, where inductor does not find the addmm again.
+    return (bias + torch.mm(a, b).unsqueeze(0)).squeeze(0)
 
 
 def batch_norm_in_two_passes(
