@@ -27,7 +27,7 @@ STILL = "compute only"
 FSDP = "fsdp2 offload"
 ABOUT = {
     PLAIN: "the fused array in memory, with hf.optim in a loop: what everybody writes",
-    OURS: "resident where the budget holds the array; else in shards, the next one loaded ahead",
+    OURS: "resident where the budget holds the array; else in shards, loaded ahead",
     ALONE: "the same shards on a device that holds only the largest with its unit",
     BY_HAND: "the same shards by hand: copy, compute, copy back, one after the other",
     STILL: "the computing of that loop alone, with all in memory and nothing copied",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 
 import pytest
 import torch
@@ -109,6 +109,15 @@ def test_an_error_is_raised_to_who_waits() -> None:
     with pytest.raises(RuntimeError):
         ticket.wait()
     used.close()
+
+
+def test_who_has_fallen_asleep_is_woken(copier: Copier) -> None:
+    source, target = torch.randn(1 << 18), torch.zeros(1 << 18)
+    for value in (1.0, 2.0):
+        copier.submit([(target, source.fill_(value))]).wait()
+        assert torch.equal(target, source)
+        # Longer than the thread of C looks for work by itself.
+        sleep(0.2)
 
 
 def test_closing_twice_and_closing_what_never_ran(copier: Copier) -> None:
