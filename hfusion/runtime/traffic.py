@@ -1,6 +1,6 @@
 """What is on which device, and what is on its way there or back.
 
-One condition guards what is shared; nobody copies, or waits for a copy, while holding it.
+One condition guards what is shared; nobody who holds it computes, or waits for a copy that has been asked for.
 """
 
 from __future__ import annotations
