@@ -78,10 +78,10 @@ class Dispatcher:
         """The unit of a task that begins next; None if all have begun."""
         return self._tasks[task].next
 
-    def following(self, task: int) -> Iterator[Unit]:
-        """The units of a task after the one that begins next."""
+    def rest(self, task: int) -> Iterator[Unit]:
+        """The units of a task that have not begun, in order."""
         state = self._tasks[task]
-        return map(state.plan.unit, range(state.candidate.unit + 1, state.plan.units))
+        return map(state.plan.unit, range(state.candidate.unit, state.plan.units))
 
     def wait(self, task: int) -> None:
         """Let a task wait: its unit ended and no device goes on with it. A task that is done does not wait."""

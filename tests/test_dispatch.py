@@ -19,10 +19,12 @@ def test_every_unit_begins_once_and_in_order(plan: Plan, policy: str) -> None:
     dispatcher = Dispatcher(plan, POLICIES[policy])
     budget = max(plan.devices.values())
     begun: list[list[object]] = [[] for _ in plan.tasks]
+    rest = [[*dispatcher.rest(number)] for number in range(len(plan.tasks))]
     running = dispatcher.choose(budget, None)
     while running is not None:
         assert dispatcher.left()
         expected = dispatcher.next(running)
+        assert next(dispatcher.rest(running)) == expected
         unit = dispatcher.begin(running)
         assert unit == expected
         begun[running].append(unit)
@@ -32,7 +34,8 @@ def test_every_unit_begins_once_and_in_order(plan: Plan, policy: str) -> None:
         running = chosen
     assert not dispatcher.left()
     assert not dispatcher.waits()
-    assert begun == [[each.unit(number) for number in range(each.units)] for each in plan.tasks]
+    assert not any([*dispatcher.rest(number)] for number in range(len(plan.tasks)))
+    assert begun == rest == [[each.unit(number) for number in range(each.units)] for each in plan.tasks]
 
 
 def test_a_policy_sees_what_is_left_except_where_the_last_shard_turns() -> None:

@@ -139,7 +139,7 @@ class Executor:
             if chosen is not None and not late:
                 self._queue(worker, chosen, staying=unit.shard if stays else None)
                 if goes_on and not run.plan.resident:
-                    traffic.fetch_ahead(worker, task, self._next(task), self._dispatcher.following(task))
+                    traffic.fetch_ahead(worker, task, self._dispatcher.rest(task))
         self._compute(worker, task, unit, extra)
         with self._changed:
             worker.lanes.ledger.give(extra)

@@ -163,10 +163,15 @@ class Copy:
         for section, start in layout.starts(sections).items():
             size, begin = layout.sizes[section], at_home[section]
             self.pieces[section] = buffer[start : start + size], home[begin : begin + size]
-        self.moves = list(self.pieces.values())
         self._storage = buffer.untyped_storage()
+        # Else it would be counted as one more.
         del buffer
         self._users = self._count()
+
+    @property
+    def moves(self) -> list[Move]:
+        """What must be copied to fill it."""
+        return list(self.pieces.values())
 
     def take(self) -> None:
         """Take memory again."""

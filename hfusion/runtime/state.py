@@ -160,7 +160,7 @@ class State:
         Returns what must be copied before it is used.
         """
         copy = self._homes[shard].load(sections, device)
-        moves = [*copy.moves]
+        moves = copy.moves
         borrowed: dict[str, Tensor] = {}
         if not self._together:
             for name, owner in self.shards[shard].borrowed.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import pairwise
 from time import perf_counter
 
 from hfusion.plan import Plan, TaskPlan, Unit
@@ -78,9 +78,18 @@ class Run:
     coming: dict[int, Load] = field(default_factory=dict)
     gone: dict[int, Leaving] = field(default_factory=dict)
 
+    @property
+    def held(self) -> int:
+        """Bytes of all that is loaded."""
+        return sum(self.loaded.values())
+
     def extra(self, unit: Unit) -> int:
         """Bytes that a unit takes while it runs."""
         return self.plan.extra_bytes(unit.direction, unit.shard)
+
+    def left(self, shards: Iterable[int]) -> list[Leaving]:
+        """The last evictions of ``shards``."""
+        return [self.gone[shard] for shard in shards if shard in self.gone]
 
 
 @dataclass
@@ -116,7 +125,7 @@ class Traffic:
                 self.leave(run.worker, task)
             waits = list(run.gone.values())
         else:
-            waits = self._before(run, unit)
+            waits = run.left(run.training.needs(unit))
         run.worker = worker
         worker.parked.pop(task, None)
         shards = [unit.shard, *range(len(run.plan.shards))] if run.plan.resident else [unit.shard]
@@ -127,34 +136,27 @@ class Traffic:
         worker.queued = task
         self._begin(worker, task, loads)
 
-    def fetch_ahead(self, worker: Worker, task: int, unit: Unit, later: Iterable[Unit]) -> None:
-        """Load for units after the queued one, too, as far as there is room now that nobody before them will need."""
-        run, ledger = self.runs[task], worker.lanes.ledger
-        taken = sum(run.loaded.values()) + self._parked(worker)
-        extra = max(run.extra(run.unit), run.extra(unit))
-        for before, after in pairwise(chain((unit,), later)):
-            extra = max(extra, run.extra(after))
+    def fetch_ahead(self, worker: Worker, task: int, units: Iterable[Unit]) -> None:
+        """Load for the units after the queued one, the first of ``units``, too, as far as there is room now that nobody
+        before them will need.
+        """
+        run, parked = self.runs[task], self._parked(worker)
+        extra = run.extra(run.unit)
+        for before, after in pairwise(units):
+            extra = max(extra, run.extra(before), run.extra(after))
             if after.shard in run.loaded:
                 coming = run.coming.get(after.shard)
                 if run.plan.stays(before, after) or (coming is not None and coming.unit == after):
                     continue
                 return
             size = run.plan.held_bytes(after.direction, after.shard)
-            if taken + size + extra > ledger.budget:
+            if run.held + parked + size + extra > worker.lanes.ledger.budget:
                 return
-            self._reap(worker)
             needs = run.training.needs(after)
-            away = all(shard not in run.gone or run.gone[shard].ended for shard in needs)
-            if not (away and needs.isdisjoint(run.loaded) and ledger.take(size)):
+            load = Load(after, after.shard, size, run.left(needs))
+            if not (needs.isdisjoint(run.loaded) and self._load_now(worker, task, load)):
                 return
-            load = Load(after, after.shard, size, [])
             self._expect(run, [load])
-            self._load(worker, task, load)
-            taken += size
-
-    def _before(self, run: Run, unit: Unit) -> list[Leaving]:
-        """The evictions that must have ended before a unit's shard can be loaded where others of its task are."""
-        return [run.gone[shard] for shard in run.training.needs(unit) if shard in run.gone]
 
     def _expect(self, run: Run, loads: Sequence[Load]) -> None:
         for load in loads:
@@ -164,12 +166,18 @@ class Traffic:
     def _begin(self, worker: Worker, task: int, loads: Sequence[Load]) -> None:
         """Copy what there is room for; a thread waits for the room of the others."""
         for number, load in enumerate(loads):
-            self._reap(worker)
-            if any(not each.ended for each in load.waits) or not worker.lanes.ledger.take(load.size):
+            if not self._load_now(worker, task, load):
                 for each in loads[number:]:
                     each.later = worker.lanes.later.submit(self._load_later, worker, task, each)
                 return
+
+    def _load_now(self, worker: Worker, task: int, load: Load) -> bool:
+        """Begin to copy a shard if nothing is to be waited for; whether it was so."""
+        self._reap(worker)
+        free = all(each.ended for each in load.waits) and worker.lanes.ledger.take(load.size)
+        if free:
             self._load(worker, task, load)
+        return free
 
     def _load_later(self, worker: Worker, task: int, load: Load) -> None:
         for leaving in load.waits:
@@ -221,10 +229,8 @@ class Traffic:
 
     def _settle(self, leaving: Leaving) -> None:
         """Wait for the end of an eviction, and give back what it held."""
-        loaded: tuple[float, float] | None = None
         try:
-            if leaving.unused is not None:
-                loaded = leaving.unused.wait()
+            loaded = None if leaving.unused is None else leaving.unused.wait()
             began, ended = leaving.ticket.wait()
         except Exception as error:
             raise self._ending.failed(leaving.task, error) from error
@@ -242,11 +248,11 @@ class Traffic:
             self._changed.notify_all()
 
     def _parked(self, worker: Worker) -> int:
-        return sum(sum(self.runs[task].loaded.values()) for task in worker.parked)
+        return sum(self.runs[task].held for task in worker.parked)
 
     def make_room(self, worker: Worker, task: int, unit: Unit) -> None:
         """Let parked tasks leave, the oldest first, until what the next unit of a task holds and takes will fit."""
-        size = sum(self.runs[task].loaded.values()) + self.runs[task].extra(unit)
+        size = self.runs[task].held + self.runs[task].extra(unit)
         while worker.parked and self._parked(worker) + size > worker.lanes.ledger.budget:
             self.leave(worker, next(iter(worker.parked)))
 
