@@ -20,6 +20,7 @@ from hfusion.passes.shard import shards
 from hfusion.per_model import PerModel
 from hfusion.plan import Plan, Shard, TaskPlan
 from hfusion.program import Program
+from hfusion.reading import reading
 from hfusion.runtime.training import Recipe
 from hfusion.source import Evaluated, Minibatch, Stream, Trained
 from hfusion.task import Task, length, optimizer_of, shapes
@@ -231,13 +232,14 @@ def _first(task: Task) -> First:
 
 def _begin(task: Task, role: str, loader: Iterable[Any]) -> Any:
     """The first minibatch of a loader."""
-    if iter(loader) is loader:
-        raise PlanError(
-            f"task {task.name!r}: the {role}, a {type(loader).__name__}, can be read only once; give one that can "
-            "be read again for every epoch, such as a DataLoader or a list"
-        )
-    for found in loader:
-        return found
+    with reading(loader) as given:
+        if given is loader:
+            raise PlanError(
+                f"task {task.name!r}: the {role}, a {type(loader).__name__}, can be read only once; give one that can "
+                "be read again for every epoch, such as a DataLoader or a list"
+            )
+        for found in given:
+            return found
     raise PlanError(
         f"task {task.name!r}: the {role} gives no minibatch, but its length is {length(loader)}: give one whose length "
         "is the number of its minibatches"

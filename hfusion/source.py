@@ -23,6 +23,7 @@ from hfusion.passes.split import input_names, split
 from hfusion.per_model import PerModel
 from hfusion.plan import Shard
 from hfusion.program import Part, Program
+from hfusion.reading import reading
 from hfusion.runtime.training import Batch, Recipe
 from hfusion.task import Task, length
 
@@ -172,7 +173,7 @@ class Stream:
         return Batch(tuple(_detached(value) for value in found.arguments.values), found.target, found.key)
 
     def close(self) -> None:
-        """Read no more; processes that read for the loader end."""
+        """Read no more; processes and threads that read for the loader have ended then."""
         self._minibatches.close()
 
     def find(self, batch: Batch) -> Recipe | None:
@@ -209,11 +210,12 @@ class Stream:
         for epoch in range(self._task.epochs):
             given = 0
             # To its very end, as a plain loop does: a loader may draw random numbers there.
-            for found in self._loader:
-                given += 1
-                if given > said:
-                    break
-                yield Minibatch.of(self._task, found, self._members)
+            with reading(self._loader) as minibatches:
+                for found in minibatches:
+                    given += 1
+                    if given > said:
+                        break
+                    yield Minibatch.of(self._task, found, self._members)
             if given != said:
                 count = "more" if given > said else str(given)
                 raise PlanError(
