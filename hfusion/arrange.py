@@ -26,8 +26,6 @@ from hfusion.source import Evaluated, Minibatch, Stream, Trained
 from hfusion.task import Task, length, optimizer_of, shapes
 
 _UNLIMITED = 1 << 62
-# Sizes of shards are tried in steps of this part of the budget.
-_PARTS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,10 +194,7 @@ def _plan(
     name: str,
     width: int,
 ) -> TaskPlan:
-    """Resident if that fits the budget; else in the fewest shards of which the next can be loaded while one runs.
-
-    Where no cut allows that, in the fewest shards that fit.
-    """
+    """Resident if that fits the budget; else spilled."""
     state = optimizer.state_stacks
 
     def planned(cut: Sequence[Shard], *, resident: bool) -> TaskPlan:
@@ -211,15 +206,7 @@ def _plan(
     resident = planned(shards(program, samples, _UNLIMITED, rates, state), resident=True)
     if resident.device_bytes <= budget:
         return resident
-    spilled = largest = planned(shards(program, samples, budget, rates, state), resident=False)
-    for part in range(_PARTS - 1, _PARTS // 2 - 1, -1):
-        if spilled.overlapped_bytes <= budget:
-            break
-        try:
-            spilled = planned(shards(program, samples, budget * part // _PARTS, rates, state), resident=False)
-        except PlanError:
-            break
-    return spilled if spilled.overlapped_bytes <= budget else largest
+    return planned(shards(program, samples, budget, rates, state, carried=resident.carried), resident=False)
 
 
 def _first(task: Task) -> First:

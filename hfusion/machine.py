@@ -27,6 +27,7 @@ from hfusion.errors import PlanError
 
 _UNITS = {"B": 0, "KIB": 1, "MIB": 2, "GIB": 3, "TIB": 4}
 _DECIMAL = {"KB": 1, "MB": 2, "GB": 3, "TB": 4}
+_CALLS = 256
 _RUNS = 5
 
 
@@ -87,7 +88,8 @@ class Rates:
     """How fast a device is.
 
     ``flops``: float32 matrix products, FLOP/s. Bytes/s: ``memory`` of elementwise operators, read and written;
-    ``load`` from host to device and ``evict`` back; ``read`` and ``write`` of the disk.
+    ``load`` from host to device and ``evict`` back; ``read`` and ``write`` of the disk. ``calls``: operators per second
+    that Python calls, and autograd differentiates, while they have next to nothing to compute.
     """
 
     flops: float
@@ -96,6 +98,7 @@ class Rates:
     evict: float
     read: float
     write: float
+    calls: float
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -261,7 +264,16 @@ def measure(device: torch.device, disk: Path) -> Rates:
         evict=size / seconds(lambda: host.copy_(x)),
         read=read,
         write=write,
+        calls=_CALLS / seconds(partial(_call, torch.ones(4, device=device))),
     )
+
+
+def _call(x: torch.Tensor) -> None:
+    """`_CALLS` calls of small operators, half of them autograd's."""
+    leaf = y = x.requires_grad_()
+    for _ in range(_CALLS // 2):
+        y = y * x
+    torch.autograd.grad(y.sum(), leaf)
 
 
 def _seconds(device: torch.device, run: Callable[[], object]) -> float:

@@ -264,10 +264,9 @@ class TaskPlan:
         if direction is Direction.UPDATE:
             return 0
         if self.resident:
-            return part.workspace
+            return part.workspace + (self._carried(part) if direction is Direction.BACKWARD else 0)
         if direction is Direction.BACKWARD:
-            made = part.gradients - self._carried(part)
-            return part.workspace + made + part.activations - self._saved(part)
+            return part.workspace + part.gradients + part.activations - self._saved(part)
         if direction is Direction.FORWARD and self.turns(shard):
             return part.workspace
         return part.workspace + part.boundary

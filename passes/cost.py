@@ -167,7 +167,7 @@ class _Tracing:
                 self._seconds(arithmetic, moved),
                 self._seconds(arithmetic * self._products(node), 2 * moved) if tracked else 0.0,
                 extra if tracked else 0,
-                workspace + sum(self.roots[w].size for w in node.all_input_nodes if self.roots[w].trained),
+                workspace,
             )
         )
 
@@ -241,7 +241,13 @@ class _Tracing:
         weights = [Weight(r.size, tuple(r.uses), r.trained, r.written) for r in unique if r.slot is not None and r.uses]
         values = [Storage(r.size, r.born, r.uses[-1], r.saved) for r in unique if r.slot is None and r.uses]
         inside = tuple(replace(w, uses=tuple(u for u in w.uses if u < count)) for w in weights)
-        return Line(tuple(self.steps), tuple(v for v in values if v.size), tuple(w for w in inside if w.uses))
+        # Gradients of a tied weight are summed: two are alive until they are one.
+        tied = [0] * count
+        for weight in inside:
+            for use in weight.uses if weight.trained and len(weight.uses) > 1 else ():
+                tied[use] += weight.size
+        steps = [replace(step, workspace=step.workspace + tied[index]) for index, step in enumerate(self.steps)]
+        return Line(tuple(steps), tuple(v for v in values if v.size), tuple(w for w in inside if w.uses))
 
 
 # Operators whose gradient needs no operand, only sizes; the mask of a dropout counts by itself.

@@ -8,35 +8,40 @@ cuts counts at each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import pairwise
 
 from hfusion.errors import PlanError
 from hfusion.machine import Rates
-from hfusion.passes.cost import Line, line
+from hfusion.passes.ahead import cut_ahead
+from hfusion.passes.cost import line
+from hfusion.passes.runs import Run, Runs
 from hfusion.plan import Shard
 from hfusion.program import Program
 
 
-def shards(program: Program, batch: int, budget: int, rates: Rates, optimizer_state: float = 2) -> tuple[Shard, ...]:
+def shards(
+    program: Program, batch: int, budget: int, rates: Rates, optimizer_state: float = 2, *, carried: bool = False
+) -> tuple[Shard, ...]:
     """The shards of ``program``, in order, each of which trains within ``budget`` bytes when it is alone there.
 
-    Among all ways to cut, the bytes alive at the cuts are fewest; among these, the shards are.
+    Cut so that the shard that comes next can be loaded while one runs, see `cut_ahead`. Where no cut allows that, the
+    bytes alive at the cuts are fewest, and among the ways to cut where they are, the shards.
 
     Args:
         batch: samples of a minibatch, in place of the dim that varies.
         budget: bytes of the device for weights, gradients, optimizer state, activations, both cuts, workspace.
         rates: of the device, for the seconds.
         optimizer_state: values the optimizer keeps per trained value, of its dtype: SGD 0, with momentum 1, Adam 2.
+        carried: gradients outlive their backward, and fresh ones are added to them.
 
     Raises:
         PlanError: a bad argument; or no cut fits, which says the smallest budget that would do and which node needs it.
     """
-    runs = _runs(program, batch, rates, optimizer_state)
-    cuts = cut(runs, budget)
+    runs = _runs(program, batch, rates, optimizer_state, carried=carried)
+    cuts = cut_ahead(runs, budget, rates)
+    if cuts is None:
+        cuts = cut(runs, budget)
     if cuts is None:
         raise PlanError(_infeasible(program.name, runs, budget))
     return _between(runs, cuts, rates)
@@ -56,125 +61,18 @@ def shards_at(
     return _between(runs, cuts, rates)
 
 
-def _runs(program: Program, batch: int, rates: Rates, optimizer_state: float) -> Runs:
+def _runs(program: Program, batch: int, rates: Rates, optimizer_state: float, *, carried: bool = False) -> Runs:
     if batch < 1 or not optimizer_state >= 0:
         raise PlanError(f"batch is {batch}, optimizer_state {optimizer_state}: give at least 1 sample and 0 values")
     costs = line(program, batch, rates)
     if not costs.steps:
         raise PlanError(f"program {program.name} holds no operator: there is nothing to shard")
-    return Runs(costs, optimizer_state)
+    return Runs(costs, optimizer_state, carried)
 
 
 def _between(runs: Runs, cuts: Sequence[int], rates: Rates) -> tuple[Shard, ...]:
     places = [0, *cuts, runs.count]
     return tuple(_shard(runs, number, first, last, rates) for number, (first, last) in enumerate(pairwise(places)))
-
-
-class Run(NamedTuple):
-    """Bytes of the steps ``[first, last)`` as one shard, as in `Shard`; its cuts come on top."""
-
-    last: int
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    workspace: int
-
-    @property
-    def inner(self) -> int:
-        """All but the cuts; never less for a longer run of the same beginning."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.workspace
-
-
-@dataclass(frozen=True)
-class Runs:
-    """The bytes of every run of steps of a line."""
-
-    line: Line
-    optimizer_state: float
-
-    @property
-    def count(self) -> int:
-        return len(self.line.steps)
-
-    @cached_property
-    def alive(self) -> tuple[int, ...]:
-        """Bytes alive at the cut before each step, and at both ends: none, since those cut nothing."""
-        spans = [(storage.born + 1, storage.last, storage.size) for storage in self.line.storages]
-        return (0, *_levels(spans, self.count + 1)[1:-1], 0)
-
-    @cached_property
-    def _during(self) -> tuple[int, ...]:
-        """Bytes alive while each step runs, with what it takes for itself."""
-        spans = [(storage.born, storage.last, storage.size) for storage in self.line.storages]
-        own = [step.workspace for step in self.line.steps]
-        return tuple(map(sum, zip(_levels(spans, self.count), own, strict=True)))
-
-    @cached_property
-    def _ends(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per step the storages that are last used there, as (born, size)."""
-        return self._grouped([(s.last, s.born, s.size) for s in self.line.storages])
-
-    @cached_property
-    def _saves(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per step the storages that it is the first to save, as (born, size)."""
-        own = [(index, index, step.saved) for index, step in enumerate(self.line.steps)]
-        return self._grouped([*own, *((s.saved, s.born, s.size) for s in self.line.storages if s.saved is not None)])
-
-    @cached_property
-    def _uses(self) -> tuple[tuple[tuple[int, int, bool], ...], ...]:
-        """Per step the weights that it uses, as (the use before or -1, size, trained)."""
-        found: list[list[tuple[int, int, bool]]] = [[] for _ in range(self.count)]
-        for weight in self.line.weights:
-            for before, index in zip((-1, *weight.uses), weight.uses, strict=False):
-                found[index].append((before, weight.size, weight.trained))
-        return tuple(map(tuple, found))
-
-    def _grouped(self, items: list[tuple[int, int, int]]) -> tuple[tuple[tuple[int, int], ...], ...]:
-        found: list[list[tuple[int, int]]] = [[] for _ in range(self.count)]
-        for index, born, size in items:
-            if index < self.count and size:
-                found[index].append((born, size))
-        return tuple(map(tuple, found))
-
-    def starting(self, first: int) -> Iterator[Run]:
-        """The runs that begin at ``first``, the shortest first.
-
-        What is only handed through from one cut to the other is in both cuts, and in no workspace.
-        """
-        weights = gradients = activations = peak = 0
-        through = self.alive[first]
-        costs = zip(self._uses[first:], self._saves[first:], self._during[first:], self._ends[first:], strict=True)
-        for index, (uses, saves, during, ends) in enumerate(costs, first):
-            for before, size, trained in uses:
-                if before < first:
-                    weights += size
-                    gradients += size if trained else 0
-            for born, size in saves:
-                activations += size if born >= first else 0
-            for born, size in ends:
-                through -= size if born < first else 0
-            peak = max(peak, during)
-            state = round(gradients * self.optimizer_state)
-            yield Run(index + 1, weights, gradients, state, activations, peak - through)
-
-    def need(self, first: int, run: Run) -> int:
-        """Bytes on the device to train the run as a spilled shard; as `TaskPlan.device_bytes` counts it."""
-        return run.inner + self.alive[first] + self.alive[run.last]
-
-    def alone(self, step: int) -> int:
-        """Bytes to train one step as a shard of its own."""
-        return self.need(step, next(self.starting(step)))
-
-
-def _levels(spans: Iterable[tuple[int, int, int]], count: int) -> list[int]:
-    """At each of ``count`` places the sum of the sizes of all spans (first, last, size) over it."""
-    changes = [0] * (count + 1)
-    for first, last, size in spans:
-        if first <= last:
-            changes[min(first, count)] += size
-            changes[min(last + 1, count)] -= size
-    return list(accumulate(changes[:-1]))
 
 
 def cut(runs: Runs, budget: int) -> tuple[int, ...] | None:
@@ -189,7 +87,7 @@ def cut(runs: Runs, budget: int) -> tuple[int, ...] | None:
         if end is not None and reached >= end:
             continue
         for run in runs.starting(first):
-            if run.inner + runs.alive[first] > budget:
+            if run.floor + runs.alive[first] > budget:
                 break
             known = best[run.last]
             if runs.need(first, run) <= budget and (known is None or reached < known):
@@ -204,7 +102,7 @@ def tightest(runs: Runs) -> tuple[int, int, int]:
     came = [0, *range(runs.count)]
     for first in range(runs.count):
         for run in runs.starting(first):
-            if max(best[first], run.inner + runs.alive[first]) > bound:
+            if max(best[first], run.floor + runs.alive[first]) > bound:
                 break
             reached = max(best[first], runs.need(first, run))
             if reached < best[run.last]:
@@ -231,8 +129,6 @@ def _run(runs: Runs, first: int, last: int) -> Run:
 def _shard(runs: Runs, number: int, first: int, last: int, rates: Rates) -> Shard:
     run = _run(runs, first, last)
     steps = runs.line.steps[first:last]
-    # The optimizer reads weights, gradients and state, and writes weights and state.
-    touched = 3 * run.gradients + 2 * run.optimizer
     used = [weight for weight in runs.line.weights if any(first <= use < last for use in weight.uses)]
     return Shard(
         number,
@@ -246,7 +142,7 @@ def _shard(runs: Runs, number: int, first: int, last: int, rates: Rates) -> Shar
         boundary=runs.alive[last],
         forward=sum(step.forward for step in steps),
         backward=sum(step.backward for step in steps),
-        step=touched / rates.memory,
+        step=run.stepped / rates.memory,
         frozen=sum(weight.size for weight in used if not weight.written),
     )
 

@@ -113,7 +113,7 @@ def test_a_missing_device_is_told() -> None:
 
 def test_rates_are_positive() -> None:
     with pytest.raises(PlanError, match="rate memory is 0"):
-        Rates(1.0, 0.0, 1.0, 1.0, 1.0, 1.0)
+        Rates(1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 
 def test_a_cache_that_cannot_be_written_is_told_and_done_without(

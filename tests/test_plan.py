@@ -96,11 +96,11 @@ CUTS = {"workspace": 7, "boundary": 10}
         (1, False, FORWARD, 2, 1460, 7, 1410, 0),
         (1, False, BACKWARD, 2, 1460, 207, 0, 1110),
         (2, False, FORWARD, 1, 1010, 17, 1010, 10),
-        (2, False, BACKWARD, 1, 1620, 57, 1620, 1310),
+        (2, False, BACKWARD, 1, 1620, 257, 1620, 1310),
         (2, False, FORWARD, 2, 1660, 7, 1610, 0),
-        (1, True, BACKWARD, 1, 1220, 57, 1220, 210),
+        (1, True, BACKWARD, 1, 1220, 257, 1220, 210),
         (1, True, FORWARD, 2, 1260, 7, 1210, 0),
-        (1, True, BACKWARD, 2, 1260, 7, 0, 210),
+        (1, True, BACKWARD, 2, 1260, 207, 0, 210),
         (1, True, UPDATE, 1, 1600, 0, 1600, 1100),
         (1, False, EVALUATE, 1, 1010, 17, 1010, 10),
         (1, False, EVALUATE, 2, 1010, 7, 1010, 0),
@@ -125,10 +125,10 @@ def test_bytes_of_a_spilled_unit(
 def test_a_resident_task_holds_the_same_in_every_unit() -> None:
     made = task("a", 3, clipped=True, **SPILLED, **CUTS)
     assert {made.held_bytes(way, 1) for way in Direction} == {1660}
-    assert [made.extra_bytes(way, 1) for way in Direction] == [7, 7, 0, 7]
+    assert [made.extra_bytes(way, 1) for way in Direction] == [7, 207, 0, 7]
     assert [made.in_bytes(way, 1) for way in Direction] == [1610, 1620, 1600, 1610]
     assert [made.out_bytes(way, 1) for way in Direction] == [1610, 1610, 1600, 1610]
-    assert made.device_bytes == 1660 + 1660 + 1650 + 7
+    assert made.device_bytes == 1660 + 1660 + 1650 + 207
 
 
 def test_clipping_leaves_the_optimizer_out_of_the_backward() -> None:

@@ -109,7 +109,7 @@ lower_bound 3.0
 devices d
 0.0 1.25 LOAD d a 0 0 8
 1.25 2.25 FORWARD d a 0 0 0
-2.25 3.25 BACKWARD d a 0 0 0
+2.25 3.25 BACKWARD d a 0 0 1
 3.25 3.5 EVICT d a 0 0 8
 3.5 5.25 LOAD d a 0 0 7
 5.25 6.25 STEP d a 0 0 0

@@ -20,7 +20,7 @@ from hfusion.plan import Plan
 from hfusion.policy import Policy
 from hfusion.train import Report
 
-RATES = Rates(flops=1e9, memory=1e9, load=1e9, evict=1e9, read=1e9, write=1e9)
+RATES = Rates(flops=1e9, memory=1e9, load=1e9, evict=1e9, read=1e9, write=1e9, calls=1e6)
 SEED = 7
 MEMBERS = 3
 RATE = [0.1, 0.03, 0.01]

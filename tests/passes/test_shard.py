@@ -17,50 +17,15 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.errors import PlanError
 from hfusion.machine import Rates
-from hfusion.passes.cost import Line, Step, Storage, Weight, line, operators
-from hfusion.passes.shard import Runs, _shard, cut, shards, tightest
+from hfusion.passes.cost import Line, Step, Weight, line, operators
+from hfusion.passes.runs import Runs
+from hfusion.passes.shard import _shard, cut, shards, tightest
 from hfusion.plan import Shard, TaskPlan
 from hfusion.program import Program
+from tests.lines import crossing, lines, need
 
-RATES = Rates(flops=1e9, memory=1e9, load=1e9, evict=1e9, read=1e9, write=1e9)
+RATES = Rates(flops=1e9, memory=1e9, load=1e9, evict=1e9, read=1e9, write=1e9, calls=1e6)
 HUGE = 2**50
-SIZES = st.integers(0, 9)
-
-
-@st.composite
-def lines(draw: st.DrawFn) -> Line:
-    """Any small line: storages that skip steps, inputs, results, weights used again."""
-    count = draw(st.integers(1, 6))
-    steps = [Step(f"s{k}", 1.0, 2.0, draw(SIZES), draw(SIZES)) for k in range(count)]
-    storages = []
-    for _ in range(draw(st.integers(0, 8))):
-        born = draw(st.integers(0, count - 1))
-        last = draw(st.integers(born, count))
-        saved = draw(st.none() | st.integers(born, min(last, count - 1)))
-        storages.append(Storage(draw(SIZES), born, last, saved))
-    uses = st.sets(st.integers(0, count - 1), min_size=1).map(lambda found: tuple(sorted(found)))
-    weights = draw(st.lists(st.builds(Weight, SIZES, uses, st.booleans()), max_size=4))
-    return Line(tuple(steps), tuple(storages), tuple(weights))
-
-
-def crossing(plain: Line, place: int) -> int:
-    """Bytes alive at a cut, by definition."""
-    if place in (0, len(plain.steps)):
-        return 0
-    return sum(s.size for s in plain.storages if s.born < place <= s.last)
-
-
-def need(plain: Line, first: int, last: int, state: float) -> int:
-    """Bytes of a shard, by definition."""
-    inside = range(first, last)
-    used = [w for w in plain.weights if any(use in inside for use in w.uses)]
-    trained = sum(w.size for w in used if w.trained)
-    saved = sum(s.size for s in plain.storages if s.born in inside and s.saved is not None and s.saved in inside)
-    saved += sum(plain.steps[k].saved for k in inside)
-    local = [s for s in plain.storages if not (s.born < first and s.last >= last)]
-    peaks = [plain.steps[k].workspace + sum(s.size for s in local if s.born <= k <= s.last) for k in inside]
-    state_bytes = sum(w.size for w in used) + trained + round(trained * state)
-    return state_bytes + saved + max(peaks) + crossing(plain, first) + crossing(plain, last)
 
 
 def brute(plain: Line, budget: int, state: float) -> tuple[tuple[int, int] | None, int]:
@@ -91,28 +56,6 @@ def test_the_cut_is_the_best_of_all(plain: Line, budget: int, state: float) -> N
     assert least == smallest == need(plain, first, last, state)
     assert cut(runs, least) is not None
     assert cut(runs, least - 1) is None
-
-
-def test_a_skip_counts_at_every_cut_it_crosses() -> None:
-    steps = tuple(Step(f"s{k}") for k in range(4))
-    skip = Storage(10, 0, 3)
-    runs = Runs(Line(steps, (skip, Storage(3, 1, 2), Storage(1, 2, 3)), ()), 0)
-    assert runs.alive == (0, 10, 13, 11, 0)
-
-
-def test_what_is_handed_through_is_no_workspace() -> None:
-    steps = tuple(Step(f"s{k}") for k in range(3))
-    runs = Runs(Line(steps, (Storage(100, 0, 2), Storage(5, 1, 1)), ()), 0)
-    middle = next(runs.starting(1))
-    assert middle.workspace == 5
-    assert runs.need(1, middle) == 205
-
-
-def test_a_tied_weight_counts_in_both_shards() -> None:
-    steps = tuple(Step(f"s{k}") for k in range(3))
-    runs = Runs(Line(steps, (), (Weight(7, (0, 2)),)), 2)
-    assert [run.weights for run in runs.starting(0)] == [7, 7, 7]
-    assert [(run.weights, run.gradients, run.optimizer) for run in runs.starting(1)] == [(0, 0, 0), (7, 7, 14)]
 
 
 class Block(nn.Module):
@@ -283,7 +226,7 @@ def test_activations_are_what_autograd_saves(name: str) -> None:
 
 def work(program: Program, batch: int) -> list[int]:
     """FLOPs of the operators that count them, at a memory that takes no time."""
-    rates = Rates(flops=1.0, memory=1e30, load=1.0, evict=1.0, read=1.0, write=1.0)
+    rates = Rates(flops=1.0, memory=1e30, load=1.0, evict=1.0, read=1.0, write=1.0, calls=1e6)
     return [round(step.forward) for step in line(program, batch, rates).steps if step.forward >= 1]
 
 
