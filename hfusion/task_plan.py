@@ -38,7 +38,8 @@ class Shard:
         gradients: of the parameters that are trained.
         optimizer: state of the optimizer for them.
         activations: saved between forward and backward inside the shard.
-        workspace: the most that is alive for a moment while one of its nodes runs.
+        workspace: the most that is alive for a moment while one of its nodes runs forward.
+        peak: the most that is alive for a moment of its backward: gradients, activations, temporaries.
         boundary: what is alive at its output cut, inputs of later shards included; 0 for the last shard.
     Seconds: ``forward``, ``backward`` (without the recomputation), ``step`` (its optimizer step).
     ``frozen``: those bytes of ``weights`` that training never changes, so that they need not be written back.
@@ -52,6 +53,7 @@ class Shard:
     optimizer: int
     activations: int
     workspace: int
+    peak: int
     boundary: int
     forward: float
     backward: float
@@ -68,16 +70,6 @@ class Shard:
         if self.frozen > self.weights:
             sizes = f"frozen is {self.frozen:,} bytes, weights {self.weights:,}"
             raise PlanError(f"shard {self.index}: {sizes}: frozen is a part of weights, so it cannot be more")
-
-    @property
-    def load_bytes(self) -> int:
-        """Bytes of weights, gradients and optimizer state."""
-        return self.weights + self.gradients + self.optimizer
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes the shard holds while its task is resident: all state, saved activations, its output cut."""
-        return self.load_bytes + self.activations + self.boundary
 
     @property
     def seconds(self) -> float:
@@ -246,13 +238,18 @@ class TaskPlan:
         """Whether a unit must follow the one before it at once: the last shard turns from forward to backward."""
         return after.direction is Direction.BACKWARD and self.turns(after.shard)
 
+    def home_bytes(self, shard: int) -> int:
+        """Bytes of a shard at rest: weights, optimizer state, gradients if they outlive a unit."""
+        part = self.shards[shard]
+        return part.weights + part.optimizer + self._carried(part)
+
     def held_bytes(self, direction: Direction, shard: int) -> int:
         """Bytes that the loaded shard holds on the device from its LOAD to its EVICT."""
         part = self.shards[shard]
         if self.resident:
-            return part.resident_bytes
+            return self.home_bytes(shard) + part.activations + part.boundary
         if direction is Direction.UPDATE:
-            return part.load_bytes
+            return self.home_bytes(shard)
         if not self.whole(direction, shard):
             return part.weights + self._entry(shard)
         state = part.weights + self._carried(part) + self._stepped(part)
@@ -263,11 +260,9 @@ class TaskPlan:
         part = self.shards[shard]
         if direction is Direction.UPDATE:
             return 0
-        if self.resident:
-            return part.workspace + (self._carried(part) if direction is Direction.BACKWARD else 0)
         if direction is Direction.BACKWARD:
-            return part.workspace + part.gradients + part.activations - self._saved(part)
-        if direction is Direction.FORWARD and self.turns(shard):
+            return max(0, part.peak - self._saved(part))
+        if self.resident or (direction is Direction.FORWARD and self.turns(shard)):
             return part.workspace
         return part.workspace + part.boundary
 
@@ -286,11 +281,13 @@ class TaskPlan:
         """Bytes that a LOAD for this unit moves to the device."""
         part = self.shards[shard]
         if direction is Direction.UPDATE:
-            return part.load_bytes
+            return self.home_bytes(shard)
         if not self.whole(direction, shard):
             return part.weights + self._entry(shard)
         if self.resident:
-            return part.load_bytes + self._entry(shard) + (part.boundary if direction is Direction.BACKWARD else 0)
+            return (
+                self.home_bytes(shard) + self._entry(shard) + (part.boundary if direction is Direction.BACKWARD else 0)
+            )
         if direction is Direction.BACKWARD and self.turns(shard):
             return 0
         state = part.weights + self._stepped(part) + self._carried(part) + self._entry(shard)
@@ -301,7 +298,7 @@ class TaskPlan:
         part = self.shards[shard]
         if self.resident:
             alive = {Direction.UPDATE: 0, Direction.BACKWARD: self._entry(shard)}
-            return part.load_bytes + alive.get(direction, part.boundary)
+            return self.home_bytes(shard) + alive.get(direction, part.boundary)
         if direction is Direction.UPDATE:
             return part.weights - part.frozen + part.optimizer
         if direction in (Direction.FORWARD, Direction.EVALUATE):
@@ -318,8 +315,8 @@ class TaskPlan:
         return shard == len(self.shards) - 1
 
     def _saved(self, part: Shard) -> int:
-        """Bytes of activations that a spilled shard keeps between its forward and its backward."""
-        return part.activations if self.turns(part.index) else 0
+        """Bytes of activations that a shard keeps between its forward and its backward."""
+        return part.activations if self.resident or self.turns(part.index) else 0
 
     def _stepped(self, part: Shard) -> int:
         """Bytes of the optimizer state, if the backward of a spilled shard needs it."""
@@ -374,5 +371,5 @@ class TaskPlan:
         units = [(way, shard.index) for shard in self.shards for way in self.directions]
         if self.resident:
             extra = max(self.extra_bytes(*unit) for unit in units)
-            return sum(shard.resident_bytes for shard in self.shards) + extra
+            return sum(self.held_bytes(Direction.FORWARD, shard.index) for shard in self.shards) + extra
         return max(self.held_bytes(*unit) + self.extra_bytes(*unit) for unit in units)

@@ -175,7 +175,7 @@ class _Run:
         one.optimizer.initialise()
         # Gradients of what the user did before are none of this run's.
         one.optimizer.zero_grad()
-        files = [self._file(folder, index, shard.index, shard.load_bytes) for shard in plan.shards]
+        files = [self._file(folder, index, shard.index, plan.home_bytes(shard.index)) for shard in plan.shards]
         pinned = any(device.type == "cuda" for device in devices)
         state = State(own, held, one.optimizer, files, pinned=pinned, carried=plan.carried, together=plan.resident)
         stack.callback(state.close)

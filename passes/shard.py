@@ -139,6 +139,7 @@ def _shard(runs: Runs, number: int, first: int, last: int, rates: Rates) -> Shar
         run.optimizer,
         run.activations,
         run.workspace,
+        run.peak,
         boundary=runs.alive[last],
         forward=sum(step.forward for step in steps),
         backward=sum(step.backward for step in steps),
@@ -154,7 +155,7 @@ def _infeasible(name: str, runs: Runs, budget: int) -> str:
     cuts = runs.alive[first] + runs.alive[last]
     return (
         f"program {name}: no cut into shards fits {budget:,} bytes; the smallest budget that would do is "
-        f"{smallest:,} bytes, which node {runs.line.steps[node].where} needs: weights {run.weights:,}, gradients "
-        f"{run.gradients:,}, optimizer {run.optimizer:,}, activations {run.activations:,}, values at its cuts "
-        f"{cuts:,}, workspace {run.workspace:,}; give more memory, fewer samples or fewer members"
+        f"{smallest:,} bytes, which node {runs.line.steps[node].where} needs: weights {run.weights:,}, optimizer "
+        f"{run.optimizer:,}, values at its cuts {cuts:,}, and {run.peak:,} for gradients, activations and temporaries; "
+        "give more memory, fewer samples or fewer members"
     )

@@ -32,20 +32,46 @@ def crossing(plain: Line, place: int) -> int:
     return sum(s.size for s in plain.storages if s.born < place <= s.last)
 
 
+def peak(plain: Line, first: int, last: int) -> int:
+    """The most bytes alive while the backward of a shard runs, beside what is loaded and at its cuts, by definition."""
+    end, inside = len(plain.steps), range(first, last)
+    own = [s for s in plain.storages if s.born in inside]
+    cut = [] if last == end else [s for s in own if s.last >= last]
+    local = [s for s in plain.storages if not (s.born < first and s.last >= last)]
+    found = []
+    for step in inside:
+        values = sum(s.size for s in local if s.born <= step <= s.last or (s in cut and s.born > step))
+        saved = sum(s.size for s in own if s not in cut and s.saved is not None and s.saved <= step)
+        saved += sum(plain.steps[k].saved for k in range(first, step + 1))
+        earned = [w for w in plain.weights if w.trained and any(use in inside and use >= step for use in w.uses)]
+        found.append(plain.steps[step].workspace + values + saved + sum(w.size for w in earned))
+    owed = [w for w in plain.weights if w.trained and w.uses[0] < last <= w.uses[-1]]
+    return max(found) + sum(w.size for w in owed)
+
+
 def need(plain: Line, first: int, last: int, state: float, carried: bool = False) -> int:
     """Bytes of a shard, by definition."""
-    inside = range(first, last)
-    used = [w for w in plain.weights if any(use in inside for use in w.uses)]
+    used = [w for w in plain.weights if any(use in range(first, last) for use in w.uses)]
     trained = sum(w.size for w in used if w.trained)
+    kept = round(trained * state) + trained * carried
+    forward = workspace(plain, first, last)
+    if last == len(plain.steps):
+        forward += kept + activations(plain, first, last)
+    cuts = crossing(plain, first) + crossing(plain, last)
+    return sum(w.size for w in used) + cuts + max(kept + peak(plain, first, last), forward)
+
+
+def activations(plain: Line, first: int, last: int) -> int:
+    """Bytes that a shard saves for its backward beside its cuts, by definition."""
+    own = [s for s in plain.storages if first <= s.born < last and s.saved is not None]
+    inside = sum(s.size for s in own if s.last < last or last == len(plain.steps))
+    return inside + sum(step.saved for step in plain.steps[first:last])
+
+
+def workspace(plain: Line, first: int, last: int) -> int:
+    """The most bytes alive while the forward of a shard runs, beside its cuts; of the last, beside what it saves."""
     end = len(plain.steps)
-    own = [s for s in plain.storages if s.born in inside]
-    # What is saved and used later on is in the cut.
-    saved = sum(s.size for s in own if s.saved in inside and (s.last < last or s.last == last == end))
-    saved += sum(plain.steps[k].saved for k in inside)
-    local = [s for s in plain.storages if not (s.born < first and s.last >= last)]
-    peaks = [plain.steps[k].workspace + sum(s.size for s in local if s.born <= k <= s.last) for k in inside]
-    # The gradients that a backward begins with stay.
-    given = 0 if last == end else sum(s.size for s in own if s.last >= last)
-    peaks = [peak + given for peak in peaks[:-1]] + peaks[-1:]
-    state_bytes = sum(w.size for w in used) + trained * (1 + carried) + round(trained * state)
-    return state_bytes + saved + max(peaks) + crossing(plain, first) + crossing(plain, last)
+    own = [s for s in plain.storages if first <= s.born < last and (s.last < last or last == end)]
+    beside = [s for s in own if s.saved is None] if last == end else own
+    found = (sum(s.size for s in beside if s.born <= step <= s.last) for step in range(first, last))
+    return max(plain.steps[step].workspace + size for step, size in zip(range(first, last), found, strict=True))

@@ -15,7 +15,9 @@ def shard(index: int, **values: float) -> Shard:
     sizes = dict.fromkeys(
         ("weights", "gradients", "optimizer", "activations", "workspace", "boundary"), 1
     ) | dict.fromkeys(("forward", "backward", "step"), 1.0)
-    return Shard(index, index, index + 1, **(sizes | values))  # type: ignore[arg-type]
+    made = sizes | values
+    peak = sum(made[name] for name in ("gradients", "activations", "workspace"))
+    return Shard(index, index, index + 1, **({"peak": peak} | made))  # type: ignore[arg-type]
 
 
 def task(
@@ -40,7 +42,7 @@ def task(
 @st.composite
 def parts(draw: st.DrawFn, index: int) -> Shard:
     """Any small shard."""
-    fields = ("weights", "gradients", "optimizer", "activations", "workspace", "boundary")
+    fields = ("weights", "gradients", "optimizer", "activations", "workspace", "peak", "boundary")
     sizes = {field: draw(SIZES) for field in fields}
     seconds = {field: draw(SECONDS) for field in ("forward", "backward", "step")}
     return Shard(index, index, index + 1, **sizes, **seconds, frozen=draw(st.integers(0, sizes["weights"])))

@@ -16,11 +16,11 @@ from tests.shards import shard, task, tasks
 FORWARD, BACKWARD, UPDATE, EVALUATE = Direction
 
 
-def test_derived_bytes_of_a_shard() -> None:
-    part = shard(0, weights=1, gradients=2, optimizer=4, activations=8, workspace=16, boundary=32)
-    assert part.load_bytes == 7
-    assert part.resident_bytes == 47
-    assert part.seconds == 3.0
+def test_bytes_of_a_shard_at_rest() -> None:
+    """Gradients are among them if they outlive their unit."""
+    sizes = {"weights": 1, "gradients": 2, "optimizer": 4}
+    assert [task("a", clipped=clipped, **sizes).home_bytes(0) for clipped in (False, True)] == [5, 7]
+    assert shard(0).seconds == 3.0
 
 
 def test_units_go_forward_ascending_and_backward_descending() -> None:
@@ -160,7 +160,7 @@ def test_the_last_shard_turns_at_once() -> None:
 
 def test_a_resident_task_holds_all_shards_and_recomputes_nothing() -> None:
     made = task("a", count=3, steps=5, workspace=100)
-    assert made.device_bytes == sum(part.resident_bytes for part in made.shards) + 100
+    assert made.device_bytes == (1 + 1 + 1) * 3 + 2 + 101
     assert made.step_seconds == 9.0
     assert made.seconds == 45.0
 

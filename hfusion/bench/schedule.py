@@ -105,6 +105,7 @@ def _task(name: str, seconds: float, count: int, steps: int, resident: bool) -> 
             optimizer=size // 2,
             activations=size // 8,
             workspace=size // 16,
+            peak=size // 4 + size // 8 + size // 16,
             boundary=size // 64 if index < count - 1 else 0,
             forward=each * 0.3,
             backward=each * 0.6,

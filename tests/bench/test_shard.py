@@ -244,7 +244,7 @@ def test_the_limit_is_the_longest_lane_by_itself() -> None:
 
 
 def test_steady_steps_are_read_from_a_timeline() -> None:
-    one = Shard(0, 0, 1, 100, 100, 200, 10, 10, 7, 1.0, 1.0, 1.0)
+    one = Shard(0, 0, 1, 100, 100, 200, 10, 10, 120, 7, 1.0, 1.0, 1.0)
     two = replace(one, index=1, first=1, last=2, boundary=0)
     task = TaskPlan("t", (one, two), 5, resident=False)
     actions = []

@@ -11,7 +11,7 @@ import hfusion as hf
 from examples import train_bigger_than_memory as example
 from hfusion.schedule import Action, Kind, Timeline
 
-SMALL = ["--width", "32", "--layers", "2", "--steps", "4", "--memory", "2MiB"]
+SMALL = ["--width", "32", "--layers", "2", "--steps", "4", "--memory", "1MiB"]
 
 
 def test_main_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,7 +19,7 @@ def test_main_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str
     example.main([*SMALL, "--out", str(out)])
     assert out.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    for words in ("python  spilled", "seconds per step", "equal, bit for bit", "of a budget of 2.0 MiB"):
+    for words in ("python  spilled", "seconds per step", "equal, bit for bit", "of a budget of 1.0 MiB"):
         assert words in printed
 
 

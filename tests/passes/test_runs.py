@@ -18,7 +18,8 @@ def test_what_every_run_needs(plain: Line, state: float, carried: bool) -> None:
         assert [run.last for run in found] == [*range(first + 1, runs.count + 1)]
         assert [runs.need(first, run) for run in found] == [need(plain, first, r.last, state, carried) for r in found]
         # Where a run is too large whatever its end, longer ones are not looked at.
-        assert all(run.floor <= min(later.inner for later in found[k:]) for k, run in enumerate(found))
+        least = [r.weights + r.optimizer + r.peak for r in found]
+        assert all(run.floor <= min(least[k:]) for k, run in enumerate(found))
 
 
 def test_a_skip_counts_at_every_cut_it_crosses() -> None:
@@ -32,7 +33,7 @@ def test_what_is_handed_through_is_no_workspace() -> None:
     steps = tuple(Step(f"s{k}") for k in range(3))
     runs = Runs(Line(steps, (Storage(100, 0, 2), Storage(5, 1, 1)), ()), 0)
     middle = next(runs.starting(1))
-    assert middle.workspace == 5
+    assert middle.workspace == middle.peak == 5
     assert runs.need(1, middle) == 205
 
 
@@ -47,7 +48,7 @@ def test_the_gradients_of_a_cut_stay_while_the_backward_runs() -> None:
     """One value is cut, the step before it works with much."""
     steps = tuple(Step(f"s{k}") for k in range(3))
     runs = Runs(Line(steps, (Storage(100, 0, 1), Storage(7, 1, 2)), ()), 0)
-    assert [run.workspace for run in runs.starting(0)] == [100, 107, 107]
+    assert [run.peak for run in runs.starting(0)] == [100, 107, 107]
 
 
 def test_what_is_saved_and_used_later_on_is_in_the_cut() -> None:
