@@ -40,7 +40,7 @@ class Call:
     @property
     def leaves(self) -> list[Any]:
         """The tensors, as they stand."""
-        return [leaf for leaf in (*self.inputs.leaves, *self.target.leaves) if isinstance(leaf, Tensor | StackedInput)]
+        return [leaf for leaf in (*self.inputs.leaves, *self.target.leaves) if isinstance(leaf, (Tensor, StackedInput))]
 
     def batch(self) -> list[Tensor]:
         """The tensors as a traced step takes them: contiguous."""

@@ -40,6 +40,9 @@ def read_state(function: Callable[..., Any]) -> Any:
 
     Tensors count by identity and version. None if that is too much, or holds what cannot be compared.
     """
+    # The common case first, as it is read at every step.
+    if type(function) is types.FunctionType and _of_torch(function.__module__):
+        return _Same(function)
     try:
         return _Reader().read(function)
     except TooMuch:

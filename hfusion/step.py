@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 from torch.optim import Optimizer
 
@@ -51,6 +52,26 @@ class StepReport:
         return "\n".join(map(str, self.rows)) or "no step so far"
 
 
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """Tensors, and torch's own guards of their kinds and strides: a fifth of what it takes Python to look at them."""
+
+    tensors: list[Tensor]
+    once: list[Tensor]
+    guards: TensorGuards
+
+    @staticmethod
+    def of(tensors: list[Tensor]) -> Seen:
+        once = list({id(tensor): tensor for tensor in tensors}.values())
+        sizes: list[Any] = [list(tensor.shape) for tensor in once]
+        strides: list[Any] = [list(tensor.stride()) for tensor in once]
+        return Seen(tensors, once, TensorGuards(*once, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides))
+
+    def again(self, tensors: list[Tensor]) -> bool:
+        """Whether these are the same tensors, as they were, without hooks. An autocast of another kind may hide it."""
+        return all(map(is_, tensors, self.tensors)) and self.guards.check(*self.once) and not _any_hooks(self.once)
+
+
 @dataclass(eq=False)
 class Way:
     """How the calls of one signature run, as long as the tensors at ``places`` are as ``traits`` has them.
@@ -65,9 +86,16 @@ class Way:
     sources: tuple[Source, Source] | None = None
     program: StepProgram | None = None
     why: str = ""
+    _seen: Seen | None = None
 
     def holds(self) -> bool:
-        return bool(_traits(self.places) == self.traits)
+        tensors = [holder[name] for holder, name in self.places]
+        if self._seen is not None and self._seen.again(tensors):
+            return True
+        if _traits(self.places) != self.traits:
+            return False
+        self._seen = Seen.of(tensors)
+        return True
 
     def like(self, other: Way) -> bool:
         """Whether a program of this way may serve ``other``, up to the number of samples."""
@@ -216,6 +244,8 @@ class TrainStep:
 
 def _arguments(inputs: Any, keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How the fused module is called with ``inputs``: a tuple or list of arguments, a dict of keywords, or the one."""
+    if isinstance(inputs, Tensor):
+        return (inputs,), keywords
     if isinstance(inputs, Mapping):
         return (), {**inputs, **keywords}
     return tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,), keywords
@@ -258,6 +288,8 @@ def _check_losses(losses: Any, members: int) -> None:
 
 def _autocast() -> Any:
     """The active autocast, None if there is none."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     active = [(kind, torch.get_autocast_dtype(kind)) for kind in _DEVICES if torch.is_autocast_enabled(kind)]
     return tuple(active) or None
 
