@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfusion.machine import Rates
-from hfusion.passes.ahead import _UNIT_CALLS, _Piece, _pieces, cut_ahead
+from hfusion.passes.ahead import _MOST_PLACES, _UNIT_CALLS, _Piece, _pieces, cut_ahead
 from hfusion.passes.cost import Line, Step, Storage, Weight
 from hfusion.passes.runs import Runs
 from tests.lines import crossing, lines
@@ -70,3 +70,15 @@ def test_room_for_the_next_shard_is_left() -> None:
     """A layer takes 404 bytes at most while it runs, and 302 while it waits."""
     assert cut_ahead(layers(4, 100, 1e3), 706, RATES) == (1, 2, 3)
     assert cut_ahead(layers(4, 100, 1e3), 705, RATES) is None
+
+
+def test_of_many_places_those_with_few_bytes_are_tried() -> None:
+    """Of each two neighbouring places the second one is good."""
+    count = 2 * _MOST_PLACES
+    steps = tuple(Step(f"s{k}", 1e3, 2e3) for k in range(count))
+    values = [Storage(1, k, k + 1) for k in range(count - 1)] + [Storage(9, k, k + 1) for k in range(0, count, 2)]
+    runs = Runs(Line(steps, tuple(values), tuple(Weight(100, (k,)) for k in range(count))), 2)
+    cuts = cut_ahead(runs, 20_000, RATES)
+    assert cuts is not None
+    assert {runs.alive[place] for place in cuts} == {min(runs.alive[1:-1])}
+    assert cut_ahead(runs, 780, RATES) == tuple(range(1, count))
