@@ -27,7 +27,8 @@ class _Piece(NamedTuple):
     """A run as a shard: bytes, and seconds.
 
     ``runs``, ``held``: while it runs backward, and when it is loaded for that; ``runs_forward``, ``held_forward``: the
-    same of its forward. ``forward``, ``backward`` compute; ``loads``, ``reloads`` copy for them.
+    same of its forward. ``forward``, ``backward`` compute; ``loads``, ``reloads`` copy for them, ``leaves`` writes back
+    what changed.
     """
 
     last: int
@@ -39,14 +40,16 @@ class _Piece(NamedTuple):
     backward: float
     loads: float
     reloads: float
+    leaves: float
 
     def follows(self, before: _Piece, budget: int) -> bool:
         """Whether the next one can be loaded both while ``before`` runs forward and while this runs backward."""
         return self.runs + before.held <= budget and before.runs_forward + self.held_forward <= budget
 
-    def waits(self, before: _Piece) -> float:
-        """Seconds for which computing waits between the two."""
-        return max(0.0, self.loads - before.forward) + max(0.0, before.reloads - self.backward)
+    def waits(self, before: _Piece, budget: int) -> float:
+        """Seconds for which computing waits between the two; also for this to leave, if ``before`` needs its room."""
+        leaves = self.leaves if before.runs + self.held > budget else 0.0
+        return leaves + max(0.0, self.loads - before.forward) + max(0.0, before.reloads - self.backward)
 
 
 class _Path(NamedTuple):
@@ -106,7 +109,7 @@ def _continued(paths: list[_Path], cost: float, first: int, piece: _Piece, budge
         if best is not None and path.cost + cost >= best.cost:
             break
         if piece.follows(path.piece, budget):
-            seconds = path.cost + cost + piece.waits(path.piece)
+            seconds = path.cost + cost + piece.waits(path.piece, budget)
             if best is None or seconds < best.cost:
                 best = _Path(seconds, first, piece, path)
     return best
@@ -139,6 +142,7 @@ def _pieces(runs: Runs, first: int, budget: int, rates: Rates) -> list[_Piece]:
                 forward + backward + run.stepped / rates.memory,
                 (held if turns else run.weights + entry) / rates.load,
                 held / rates.load,
+                (run.gradients + run.optimizer) / rates.evict,
             )
         )
     return found

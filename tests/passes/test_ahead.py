@@ -23,7 +23,7 @@ def seconds(plain: Line, pieces: list[_Piece], cuts: tuple[int, ...], budget: in
     if not all(b.follows(a, budget) for a, b in pairwise(pieces)):
         return None
     moved = sum(crossing(plain, place) for place in cuts) * (1 / RATES.load + 1 / RATES.evict)
-    waits = sum(b.waits(a) for a, b in pairwise(pieces))
+    waits = sum(b.waits(a, budget) for a, b in pairwise(pieces))
     return moved + waits + len(cuts) * 2 * _UNIT_CALLS / RATES.calls
 
 
