@@ -156,7 +156,7 @@ def shard_settings(parsed: argparse.Namespace) -> shard.Settings:
     return shard.Settings(
         cases=shard_cases.QUICK_CASES if parsed.quick else shard_cases.CASES,
         rounds=parsed.repeats or (1 if parsed.quick else 3),
-        steps=5 if parsed.quick else 8,
+        steps=5 if parsed.quick else 24,
         device=parsed.device,
     )
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from hfusion.arrange import Arrangement
-from hfusion.bench.shard_results import WARM, Lanes, Sample, steady
+from hfusion.bench.shard_results import Lanes, Sample, steady, warm
 from hfusion.bench.workload import Unavailable
 from hfusion.machine import synchronize
 from hfusion.per_model import per_model
@@ -46,7 +46,7 @@ class _Clock:
     @property
     def lanes(self) -> Lanes:
         """Those of a steady step."""
-        return Lanes.middle([Lanes(**step) for step in self.steps[WARM:]])
+        return Lanes.middle([Lanes(**step) for step in self.steps[warm(len(self.steps)) :]])
 
 
 class LoadComputeEvict:

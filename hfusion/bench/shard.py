@@ -28,13 +28,13 @@ from hfusion.bench.shard_results import (
     OURS,
     PLAIN,
     STILL,
-    WARM,
     Lanes,
     Row,
     Sample,
     filled,
     limits,
     steady,
+    warm,
 )
 from hfusion.bench.timing import collector_off
 from hfusion.bench.workload import Disagreement, Unavailable, check_agreement
@@ -185,7 +185,8 @@ def read(timeline: Timeline, plan: Plan) -> Sample:
     """What the timeline of one task says of its steady steps; it knows no losses."""
     (task,) = plan.tasks
     # The last step writes back what no other step does, and loads nothing ahead.
-    counted = range(WARM, task.steps - 1) if task.steps > WARM + 1 else range(task.steps)
+    first = warm(task.steps)
+    counted = range(first, task.steps - 1) if task.steps > first + 1 else range(task.steps)
     spent = [{"compute": 0.0, "in": 0.0, "out": 0.0} for _ in range(task.steps)]
     ends = [0.0] * task.steps
     for action in timeline.actions:

@@ -34,13 +34,19 @@ ABOUT = {
     FSDP: "torch's fully_shard with CPUOffloadPolicy, one member after the other; it knows no budget",
 }
 
-# A first step prepares kernels and memory, a second finds them.
-WARM = 2
+
+def warm(steps: int) -> int:
+    """How many of ``steps`` come first and are not counted.
+
+    They prepare kernels, and for some ten steps the heap grows until it has a place for every shard: a page that is
+    touched for the first time can cost thirty times its copy.
+    """
+    return steps // 2
 
 
 def steady(ends: Sequence[float]) -> float:
-    """The median seconds between the ends of steps, without the first `WARM` steps."""
-    return statistics.median(b - a for a, b in pairwise(ends[WARM - 1 :]))
+    """The median seconds between the ends of steps, without those that are `warm`."""
+    return statistics.median(b - a for a, b in pairwise(ends[warm(len(ends)) - 1 :]))
 
 
 @dataclass(frozen=True)
