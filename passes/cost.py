@@ -31,7 +31,8 @@ from hfusion.program import Kind, Program, Slot, source_line
 class Step:
     """One operator. ``where`` is for people; ``forward`` and ``backward`` are seconds.
 
-    ``saved``: bytes kept for backward beside its operands and result; ``workspace``: bytes it takes while it runs.
+    ``saved``: bytes kept for backward beside its operands and result; ``workspace``: bytes it takes while it runs;
+    ``summed``: bytes of the gradients that its backward makes and adds to others.
     """
 
     where: str
@@ -39,6 +40,7 @@ class Step:
     backward: float = 0.0
     saved: int = 0
     workspace: int = 0
+    summed: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class _Tracing:
     roots: dict[fx.Node, _Root] = field(default_factory=dict)
     tracked: set[fx.Node] = field(default_factory=set)
     steps: list[Step] = field(default_factory=list)
+    results: list[_Root] = field(default_factory=list)
 
     def bytes(self, node: fx.Node) -> int:
         """Bytes of a value of the array."""
@@ -152,6 +155,7 @@ class _Tracing:
         if family_of(node) != "detach" and _floating(node) and self.tracked.intersection(node.all_input_nodes):
             self.tracked.add(node)
         self.roots[node] = root = self._root(index, node)
+        self.results.append(root)
         self.use(node, index)
         for kept in saves(node, self.tracked):
             if self.roots[kept].saved is None:
@@ -241,13 +245,22 @@ class _Tracing:
         weights = [Weight(r.size, tuple(r.uses), r.trained, r.written) for r in unique if r.slot is not None and r.uses]
         values = [Storage(r.size, r.born, r.uses[-1], r.saved) for r in unique if r.slot is None and r.uses]
         inside = tuple(replace(w, uses=tuple(u for u in w.uses if u < count)) for w in weights)
-        # Gradients of a tied weight are summed: two are alive until they are one.
-        tied = [0] * count
-        for weight in inside:
-            for use in weight.uses if weight.trained and len(weight.uses) > 1 else ():
-                tied[use] += weight.size
-        steps = [replace(step, workspace=step.workspace + tied[index]) for index, step in enumerate(self.steps)]
+        summed = self._summed(count)
+        steps = [replace(step, summed=size) for step, size in zip(self.steps, summed, strict=True)]
         return Line(tuple(steps), tuple(v for v in values if v.size), tuple(w for w in inside if w.uses))
+
+    def _summed(self, count: int) -> list[int]:
+        """Per step the bytes of operands that a later one uses, too: its gradients are added to those of that one.
+
+        Of tied weights at every use, since a sum of gradients may be handed from shard to shard.
+        """
+        summed = [0] * count
+        for root in {id(root): root for node, root in self.roots.items() if node in self.tracked}.values():
+            # The gradient of a view is a view.
+            uses = [use for use in root.uses if use < count and self.results[use] is not root]
+            for use in uses if root.slot is not None and len(uses) > 1 else uses[:-1]:
+                summed[use] += root.size
+        return summed
 
 
 # Operators whose gradient needs no operand, only sizes; the mask of a dropout counts by itself.

@@ -54,9 +54,9 @@ class Runs:
 
     @cached_property
     def _during(self) -> tuple[int, ...]:
-        """Bytes alive while each step runs, with what it takes for itself."""
+        """Bytes alive while each step runs, with what it and its backward take for themselves."""
         spans = [(storage.born, storage.last, storage.size) for storage in self.line.storages]
-        own = [step.workspace for step in self.line.steps]
+        own = [step.workspace + step.summed for step in self.line.steps]
         return tuple(map(sum, zip(_levels(spans, self.count), own, strict=True)))
 
     @cached_property

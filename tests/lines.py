@@ -13,7 +13,7 @@ SIZES = st.integers(0, 9)
 def lines(draw: st.DrawFn) -> Line:
     """Any small line: storages that skip steps, inputs, results, weights used again."""
     count = draw(st.integers(1, 6))
-    steps = [Step(f"s{k}", 1.0, 2.0, draw(SIZES), draw(SIZES)) for k in range(count)]
+    steps = [Step(f"s{k}", 1.0, 2.0, draw(SIZES), draw(SIZES), draw(SIZES)) for k in range(count)]
     storages = []
     for _ in range(draw(st.integers(0, 8))):
         born = draw(st.integers(0, count - 1))
@@ -44,7 +44,8 @@ def peak(plain: Line, first: int, last: int) -> int:
         saved = sum(s.size for s in own if s not in cut and s.saved is not None and s.saved <= step)
         saved += sum(plain.steps[k].saved for k in range(first, step + 1))
         earned = [w for w in plain.weights if w.trained and any(use in inside and use >= step for use in w.uses)]
-        found.append(plain.steps[step].workspace + values + saved + sum(w.size for w in earned))
+        own_bytes = plain.steps[step].workspace + plain.steps[step].summed
+        found.append(own_bytes + values + saved + sum(w.size for w in earned))
     owed = [w for w in plain.weights if w.trained and w.uses[0] < last <= w.uses[-1]]
     return max(found) + sum(w.size for w in owed)
 

@@ -319,3 +319,30 @@ def test_the_optimizer_step_takes_the_time_of_its_traffic() -> None:
     for state in (0, 2):
         (whole,) = shards(program, 4, HUGE, RATES, optimizer_state=state)
         assert whole.step == pytest.approx((3 + 2 * state) * trained / RATES.memory)
+
+
+class Twice(nn.Module):
+    """One value goes two ways, a weight is used twice, and there is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.tied = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        z = self.tied(torch.tanh(y).unflatten(1, (2, 2)).flatten(1))
+        return self.tied(y) + z
+
+
+def test_gradients_that_are_summed_are_alive_twice() -> None:
+    program = program_of(Twice, torch.randn(5, 4), members=1)
+    found = [(node.meta["origin"].target, step) for node, step in zip(*costed(program, 5), strict=True)]
+    value, weight = 5 * 4 * 4, 4 * 4 * 4
+    sizes = {str(target).split(".")[1]: step.summed for target, step in found}
+    assert sizes.pop("tanh") == value
+    assert [step.summed for target, step in found if "linear" in str(target)] == [0, weight, weight]
+    assert not any(sizes[name] for name in sizes if name != "linear")
+
+
+def costed(program: Program, batch: int) -> tuple[tuple[Any, ...], tuple[Step, ...]]:
+    return operators(program), line(program, batch, RATES).steps
