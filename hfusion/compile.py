@@ -34,8 +34,8 @@ from hfusion.program import Capture, Kind, Program, Slot
 # What a call may hold: tensors, and values that cannot change while a program built on them is kept.
 _NUMBERS = (str, int, float, complex, bytes, enum.Enum, types.NoneType)
 _NAMES = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device, torch.memory_format)
-_BATCHED = (Tensor, StackedInput)
-_LEAVES = (*_BATCHED, *_NUMBERS, *_NAMES)
+BATCHED = (Tensor, StackedInput)
+_LEAVES = (*BATCHED, *_NUMBERS, *_NAMES)
 
 
 RULES = merge(ATEN_RULES, OPAQUE_RULES)
@@ -53,7 +53,7 @@ class Arguments:
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        if not kwargs and all(isinstance(a, _BATCHED) for a in args):
+        if not kwargs and all(isinstance(a, BATCHED) for a in args):
             return Arguments(args, len(args))
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=is_stacked)
         for leaf in leaves:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from hfusion.compile import Arguments, Place, Source, of_member
+from hfusion.compile import BATCHED, Arguments, Place, Source, of_member
 from hfusion.inputs import StackedInput, is_stacked
 from hfusion.layout import Layout
 from hfusion.passes.at_once import at_once
@@ -40,7 +40,7 @@ class Call:
     @property
     def leaves(self) -> list[Any]:
         """The tensors, as they stand."""
-        return [leaf for leaf in (*self.inputs.leaves, *self.target.leaves) if isinstance(leaf, (Tensor, StackedInput))]
+        return [leaf for leaf in (*self.inputs.leaves, *self.target.leaves) if isinstance(leaf, BATCHED)]
 
     def batch(self) -> list[Tensor]:
         """The tensors as a traced step takes them: contiguous."""

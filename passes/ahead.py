@@ -17,8 +17,6 @@ from hfusion.passes.runs import Runs
 
 # To begin and end a unit takes as long as so many calls of operators; where a call takes 3 us, it took 0.15 to 0.2 ms.
 _UNIT_CALLS = 60
-
-
 # Beyond so many places to cut, those where most is alive are left out: the time grows with their third power.
 _MOST_PLACES = 128
 
@@ -127,7 +125,7 @@ def _pieces(runs: Runs, first: int, budget: int, rates: Rates) -> list[_Piece]:
         if needed > budget:
             continue
         entry, leaving = runs.alive[first], runs.alive[run.last]
-        held = run.weights + run.optimizer + (run.gradients if runs.carried else 0) + entry + leaving
+        held = run.weights + runs.state(run) + entry + leaving
         # The last one turns from forward to backward in place, so it comes whole.
         turns = run.last == runs.count
         comes = held + run.activations if turns else run.weights + entry

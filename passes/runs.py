@@ -117,9 +117,13 @@ class Runs:
             floor = weights + state + max(gradients, growing.activations)
             yield Run(index + 1, weights, gradients, state, growing.activations, workspace, peak, floor)
 
+    def state(self, run: Run) -> int:
+        """Bytes beside the weights that come and go with the run: optimizer state, gradients if they are carried."""
+        return run.optimizer + (run.gradients if self.carried else 0)
+
     def need(self, first: int, run: Run) -> int:
         """Bytes on the device to train the run as a spilled shard; as `TaskPlan.device_bytes` counts it."""
-        state = run.optimizer + (run.gradients if self.carried else 0)
+        state = self.state(run)
         # The last one turns from forward to backward in place: it comes whole, and keeps its activations.
         forward = run.workspace + (state + run.activations if run.last == self.count else 0)
         return run.weights + self.alive[first] + self.alive[run.last] + max(state + run.peak, forward)
