@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.step import Seen
 from tests.test_joint import TRACED, adam, arrays, close, compare, eager, loss_of
 from tests.zoo import MODELS, Model, normal
 
@@ -355,3 +356,20 @@ assert "install a C++ compiler" in str(step.report())
 def test_without_a_compiler_it_falls_back(tmp_path: Any) -> None:
     environment = {**os.environ, "CXX": "/nowhere/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", WITHOUT_COMPILER], check=True, env=environment)
+
+
+def test_tensors_are_seen_again_until_something_about_them_changes() -> None:
+    changes: list[Callable[[nn.Parameter], object]] = [
+        lambda p: setattr(p, "data", torch.zeros(4, 3).mT),
+        lambda p: setattr(p, "data", torch.zeros(3, 5)),
+        lambda p: setattr(p, "data", p.data.double()),
+        lambda p: p.requires_grad_(False),
+        lambda p: p.register_hook(lambda grad: None),
+    ]
+    for change in changes:
+        tied, other = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(3, 4))
+        seen = Seen.of([tied, other, tied])
+        assert seen.again([tied, other, tied])
+        assert not seen.again([tied, other, other])
+        change(tied)
+        assert not seen.again([tied, other, tied])
