@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from threading import Condition
+from collections.abc import Callable, Sequence
+from threading import Condition, Event, Thread
 
 
 class Stopped(Exception):
@@ -39,3 +40,42 @@ class Ending:
                 self.error.__cause__ = error
         self.stop()
         return Stopped()
+
+
+class WorkerThread(Thread):
+    """A thread that can be awaited under Ctrl-C: Python 3.11 takes one whose ``join`` is interrupted for ended."""
+
+    def __init__(self, work: Callable[[], None], name: str) -> None:
+        super().__init__(name=name)
+        self._work = work
+        self._ended = Event()
+
+    def run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._ended.set()
+
+    def wait(self) -> None:
+        """Until the work is done. Ctrl-C comes through."""
+        self._ended.wait()
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and its work goes on."""
+        return self.ident is not None and not self._ended.is_set()
+
+
+def finish(threads: Sequence[WorkerThread]) -> None:
+    """Wait until none of ``threads`` runs, which use the user's tensors; a Ctrl-C meanwhile is raised afterwards."""
+    pressed: KeyboardInterrupt | None = None
+    for thread in threads:
+        while thread.running:
+            try:
+                thread.wait()
+            except KeyboardInterrupt as interrupt:
+                pressed = interrupt
+        if thread.ident is not None:
+            thread.join()
+    if pressed is not None:
+        raise pressed

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from threading import Thread
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -17,15 +17,13 @@ import torch
 from hfusion.dispatch import Dispatcher
 from hfusion.plan import Direction, Plan, Unit
 from hfusion.policy import Policy
-from hfusion.runtime.ending import Ending, Stopped
+from hfusion.runtime.ending import Ending, Stopped, WorkerThread, finish
 from hfusion.runtime.lanes import Lanes
 from hfusion.runtime.memory import Ledger
 from hfusion.runtime.process import Gate
 from hfusion.runtime.traffic import Run, Traffic, Worker
 from hfusion.runtime.training import Training
 from hfusion.schedule import PASSES, Kind, Timeline
-
-_JOIN_SECONDS = 0.1
 
 
 class Executor:
@@ -53,25 +51,23 @@ class Executor:
 
     def run(self) -> None:
         """Train everything. Raises TaskFailed for the first unit that fails; in the end no thread is left."""
-        threads = [Thread(target=self._work, args=(worker,), name=worker.lanes.name) for worker in self._workers]
+        threads = [WorkerThread(partial(self._work, worker), worker.lanes.name) for worker in self._workers]
         try:
             for thread in threads:
                 thread.start()
-            while any(thread.is_alive() for thread in threads):
-                for thread in threads:
-                    # With a time limit, so that Ctrl-C comes through.
-                    thread.join(_JOIN_SECONDS)
+            for thread in threads:
+                thread.wait()
             # The last evictions go on after the workers have ended.
             for worker in self._workers:
                 with suppress(Stopped):
                     self._traffic.settle(worker)
         finally:
             self._ending.stop()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-            for worker in self._workers:
-                worker.lanes.close()
+            try:
+                finish(threads)
+            finally:
+                for worker in self._workers:
+                    worker.lanes.close()
         if self._ending.error is not None:
             raise self._ending.error
 

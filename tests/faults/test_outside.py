@@ -127,11 +127,11 @@ def test_a_killed_process(on: hf.Machine) -> None:
 
 
 @contextmanager
-def interruptible(seen: threading.Event) -> Iterator[None]:
-    """Ctrl-C as Python handles it, which workers of pytest-xdist do not; sets ``seen``."""
+def interruptible(seen: threading.Semaphore) -> Iterator[None]:
+    """Ctrl-C as Python handles it, which workers of pytest-xdist do not; releases ``seen``."""
 
     def handle(number: int, frame: Any) -> None:
-        seen.set()
+        seen.release()
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, handle)
@@ -141,16 +141,18 @@ def interruptible(seen: threading.Event) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("resident", [False, True], ids=["spilled", "resident"])
-def test_ctrl_c(resident: bool, on: hf.Machine) -> None:
-    seen = threading.Event()
+def test_ctrl_c(resident: bool, times: int, on: hf.Machine) -> None:
+    seen = threading.Semaphore(0)
 
     def press(step: Step) -> None:
         if (step.epoch, step.step) == (0, 3):
             main = threading.main_thread().ident
             assert main is not None
-            signal.pthread_kill(main, signal.SIGINT)
-            seen.wait()
+            for _ in range(times):
+                signal.pthread_kill(main, signal.SIGINT)
+                seen.acquire()
 
     before = state_of(array(0))
     one = task(array(0), WAY, LOADER, callbacks=[press])
