@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from threading import Condition, Event, Thread
 
+_GLANCE_SECONDS = 0.1
+
 
 class Stopped(Exception):
     """The run ends; whoever waits gives up. Never shown to the user."""
@@ -58,7 +60,9 @@ class WorkerThread(Thread):
 
     def wait(self) -> None:
         """Until the work is done. Ctrl-C comes through."""
-        self._ended.wait()
+        # A signal just before the wait begins does not end it.
+        while not self._ended.wait(_GLANCE_SECONDS):
+            pass
 
     @property
     def running(self) -> bool:
