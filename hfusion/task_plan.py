@@ -245,6 +245,19 @@ class TaskPlan:
 
     def held_bytes(self, direction: Direction, shard: int) -> int:
         """Bytes that the loaded shard holds on the device from its LOAD to its EVICT."""
+        return self._sizes[direction][shard][0]
+
+    def extra_bytes(self, direction: Direction, shard: int) -> int:
+        """Bytes that the unit takes on top of what is held, only while it runs."""
+        return self._sizes[direction][shard][1]
+
+    @cached_property
+    def _sizes(self) -> dict[Direction, list[tuple[int, int]]]:
+        """Bytes held and extra, of each shard; who runs units asks for them all the time."""
+        shards = range(len(self.shards))
+        return {way: [(self._held(way, shard), self._extra(way, shard)) for shard in shards] for way in Direction}
+
+    def _held(self, direction: Direction, shard: int) -> int:
         part = self.shards[shard]
         if self.resident:
             return self.home_bytes(shard) + part.activations + part.boundary
@@ -255,8 +268,7 @@ class TaskPlan:
         state = part.weights + self._carried(part) + self._stepped(part)
         return state + self._entry(shard) + part.boundary + self._saved(part)
 
-    def extra_bytes(self, direction: Direction, shard: int) -> int:
-        """Bytes that the unit takes on top of what is held, only while it runs."""
+    def _extra(self, direction: Direction, shard: int) -> int:
         part = self.shards[shard]
         if direction is Direction.UPDATE:
             return 0

@@ -15,15 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
 
 from hfusion import native
 
-Move: TypeAlias = tuple[Tensor, Tensor]
-"""A target and its source: contiguous tensors of one dtype and size."""
+
+class Move(NamedTuple):
+    """``size`` bytes from one place to another: two storages, or two contiguous tensors of one dtype."""
+
+    target: Any
+    source: Any
+    size: int
+
+
 Moves: TypeAlias = Sequence[Move]
 
 SOURCE = Path(__file__).with_name("copier.c")
@@ -55,7 +61,7 @@ class Copier(Protocol):
 
 def copy_now(moves: Moves) -> None:
     """Copy here and now."""
-    for target, source in moves:
+    for target, source, _ in moves:
         target.copy_(source, non_blocking=True)
 
 
@@ -92,9 +98,11 @@ class _NativeTicket:
     def __init__(self, thread: _NativeThread, moves: Moves, *, past: bool) -> None:
         self._thread = thread
         self._moves = moves
-        targets, sources = (array("Q", [pair[side].data_ptr() for pair in moves]) for side in (0, 1))
-        self._arrays = (targets, sources, array("q", [target.nbytes for target, _ in moves]))
-        self.job = _Job(None, len(moves), *(values.buffer_info()[0] for values in self._arrays), past=past)
+        count = len(moves)
+        ends = [move.target.data_ptr() for move in moves] + [move.source.data_ptr() for move in moves]
+        self._table = array("Q", ends + [move.size for move in moves])
+        start, row = self._table.buffer_info()[0], count * self._table.itemsize
+        self.job = _Job(None, count, start, start + row, start + 2 * row, 0.0, 0.0, past)
 
     @property
     def done(self) -> bool:
@@ -159,7 +167,7 @@ class NativeCopier:
         self._past = past
 
     def submit(self, moves: Moves) -> Ticket:
-        if self._thread.idle and sum(target.nbytes for target, _ in moves) <= _SMALL:
+        if self._thread.idle and sum(move.size for move in moves) <= _SMALL:
             began = perf_counter()
             copy_now(moves)
             return _Done((began, perf_counter()))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hfusion.errors import SpillError
+from hfusion.runtime.block import Block
 from hfusion.runtime.copying import Move
 
 # As torch aligns its own allocations: kernels must not see another alignment than in plain training.
@@ -140,33 +141,32 @@ class Home:
     def save(self, copy: Copy, section: Section, names: Sequence[str]) -> list[Move]:
         """What must be copied to write tensors of ``copy`` back: one piece, if it is the whole section."""
         if len(names) == len(self.views[section]):
-            here, home = copy.pieces[section]
-            return [(home, here)]
-        return [(self.views[section][name], copy.views[section][name]) for name in names]
+            here, home, size = copy.pieces[section]
+            return [Move(home, here, size)]
+        pairs = [(self.views[section][name], copy.views[section][name]) for name in names]
+        return [Move(home, here, home.nbytes) for home, here in pairs]
 
 
 class Copy:
     """Some sections of a shard on a device: a buffer, in ``pieces`` with what is at home, and its ``views``.
 
-    The memory is given back and taken anew under the same views, as FSDP does with its flat parameters
-    (https://docs.pytorch.org/docs/stable/fsdp.html): to make them takes as long as to copy a small shard.
+    Its memory is given back and taken again, see `Block`; ``moves`` fill it.
     """
 
     def __init__(self, layout: Layout, home: Tensor, sections: tuple[Section, ...], device: torch.device) -> None:
         self.sections = sections
         self.device = device
-        self._size = sum(layout.sizes[section] for section in sections)
-        buffer = torch.empty(self._size, dtype=torch.uint8, device=device)
+        buffer = torch.empty(sum(layout.sizes[section] for section in sections), dtype=torch.uint8, device=device)
         self.views = layout.views(buffer, sections)
         at_home = layout.starts(tuple(Section))
         self.pieces: dict[Section, Move] = {}
         for section, start in layout.starts(sections).items():
             size, begin = layout.sizes[section], at_home[section]
-            self.pieces[section] = buffer[start : start + size], home[begin : begin + size]
-        self._storage = buffer.untyped_storage()
+            self.pieces[section] = Move(buffer[start : start + size], home[begin : begin + size], size)
+        storage = buffer.untyped_storage()
         # Else it would be counted as one more.
         del buffer
-        self._users = self._count()
+        self._block = Block(storage)
 
     @property
     def moves(self) -> list[Move]:
@@ -175,18 +175,11 @@ class Copy:
 
     def take(self) -> None:
         """Take memory again."""
-        self._storage.resize_(self._size)
+        self._block.take()
 
     def give(self) -> bool:
-        """Give the memory back, unless others see it: it is theirs then, and this copy cannot be used again."""
-        if self._count() > self._users:
-            return False
-        self._storage.resize_(0)
-        return True
-
-    def _count(self) -> int:
-        """How many tensors see the memory."""
-        return int(torch._C._storage_Use_Count(self._storage._cdata))
+        """Give the memory back; whether it can be taken again."""
+        return self._block.give()
 
 
 def _mapped(file: Path, size: int) -> Tensor:

@@ -166,7 +166,7 @@ class State:
             for name, owner in self.shards[shard].borrowed.items():
                 source = self._source(name, owner)
                 borrowed[name] = torch.empty_like(source, device=device)
-                moves.append((borrowed[name], source))
+                moves.append(Move(borrowed[name], source, source.nbytes))
         with self._lock:
             self._here[shard] = _Shard(copy, borrowed)
         return moves

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hfusion.nest import change
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
 from hfusion.plan import Direction, TaskPlan, Unit
 from hfusion.program import Kind, Part
 from hfusion.runtime.copying import Copier, Move, Ticket, copy_now
+from hfusion.runtime.crossing import Crossing
 from hfusion.runtime.home import Section
 from hfusion.runtime.process import Gate, Generators
 from hfusion.runtime.state import State
-from hfusion.runtime.values import Bundle, detached, restore, spill, tracked
+from hfusion.runtime.values import Bundle, Restored, spill, tracked
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,11 @@ class Recipe:
     def makers(self) -> dict[str, int]:
         """The part that gives each value."""
         return {name: index for index, part in enumerate(self.parts) for name in part.gives}
+
+    @cached_property
+    def takes_from(self) -> tuple[frozenset[int], ...]:
+        """For each part those that give the values it takes."""
+        return tuple(frozenset(self.makers[name] for name in part.takes if name in self.makers) for part in self.parts)
 
     @cached_property
     def later(self) -> tuple[frozenset[str], ...]:
@@ -118,10 +123,7 @@ class Training:
         self._carried = plan.carried
         self._batch: Batch
         self._recipe: Recipe
-        self._values: dict[str, Any] = {}
-        self._bundles: dict[int, Bundle] = {}
-        self._entries: dict[int, dict[str, Any]] = {}
-        self._fresh: dict[int, dict[str, Any]] = {}
+        self._crossing = Crossing(pinned=state.pinned, resident=plan.resident)
         self._saved: dict[int, _Saved] = {}
         self._drawn: dict[int, Generators] = {}
         self._before: dict[int, dict[str, Tensor]] = {}
@@ -141,13 +143,8 @@ class Training:
 
     def needs(self, unit: Unit) -> set[int]:
         """The shards that must be at home, or stay where they are, before the unit's own can be loaded."""
-        makers = set()
-        if unit.direction is Direction.BACKWARD and not self._turns(unit.shard):
-            makers = {
-                self._recipe.makers[name]
-                for name in self._recipe.parts[unit.shard].takes
-                if name in self._recipe.makers
-            }
+        again = unit.direction is Direction.BACKWARD and not self._turns(unit.shard)
+        makers = self._recipe.takes_from[unit.shard] if again else ()
         return {unit.shard, *self.state.shards[unit.shard].borrowed.values(), *makers}
 
     def load(self, unit: Unit, shard: int, device: torch.device, copier: Copier) -> Ticket:
@@ -155,8 +152,7 @@ class Training:
         moves = self.state.load(shard, self.sections(unit.direction, shard), device)
         again = unit.direction is Direction.BACKWARD and unit.shard == shard and not self.plan.resident
         if again and shard not in self._saved:
-            self._entries[shard], more = self._restored(self._recipe.parts[shard].takes, device)
-            moves += more
+            moves += self._crossing.load(shard, self._recipe.parts[shard].takes, device)
         return copier.submit(moves)
 
     def run(self, unit: Unit, device: torch.device, gate: Gate) -> None:
@@ -191,12 +187,7 @@ class Training:
 
     def put_away(self, shard: int, copier: Copier, *, leave: bool) -> Ticket:
         """Take a shard off its device; ``leave``: and all else that the task has there."""
-        moves: list[Move] = []
-        # Of a backward that the shard was loaded for, should another task come first.
-        self._entries.pop(shard, None)
-        fresh = self._fresh.pop(shard, None)
-        if fresh is not None:
-            self._bundles[shard], moves = spill(fresh, pinned=self.state.pinned)
+        moves = self._crossing.put_away(shard)
         if leave:
             moves += self._leave()
         ticket = copier.submit([*moves, *self.state.evict(shard)])
@@ -206,18 +197,14 @@ class Training:
     def left(self, shard: int) -> None:
         """All copies from and to a shard that was put away are done."""
         self.state.left(shard)
+        self._crossing.left(shard)
 
     def _leave(self) -> list[Move]:
         """Take what lives between units off the device; what only its graph knows is computed again."""
         self._saved.clear()
-        moves: list[Move] = []
-        for maker in {self._recipe.makers[name] for name in self._values} - self._bundles.keys():
-            own = {name: value for name, value in self._values.items() if self._recipe.makers[name] == maker}
-            self._bundles[maker], more = spill(own, pinned=self.state.pinned)
-            moves += more
-        self._values = {}
+        moves = self._crossing.leave()
         if self._grads:
-            self._parked, more = spill(self._grads, pinned=self.state.pinned)
+            self._parked, more = spill(self._grads, None, pinned=self.state.pinned)
             moves += more
             self._grads = {}
         return moves
@@ -233,6 +220,7 @@ class Training:
             with gate.alone():
                 recipe = source.make(self._batch)
         self._recipe = recipe
+        self._crossing.begin(dict(zip(recipe.inputs, self._batch.inputs, strict=True)), recipe.makers)
 
     def _forward(self, shard: int, device: torch.device) -> None:
         part = self._recipe.parts[shard]
@@ -242,7 +230,7 @@ class Training:
         if not self._turns(shard):
             self._before[shard] = {name: self.state.tensor(shard, name).clone() for name in buffers}
             self._drawn[shard] = self._generators.copy()
-        inputs = self._take(part.takes, device)
+        inputs = self._crossing.take(part.takes, device)
         with self._drawing(self._generators, device), nullcontext() if keep else _forgetting():
             saved = self._compute(shard, inputs, {}, device)
         self.state.wrote(shard, buffers)
@@ -250,26 +238,17 @@ class Training:
             self.losses.append(saved.losses.detach().cpu())
         if keep:
             self._saved[shard] = saved
-        self._pass_on(shard, saved.outputs)
+        self._crossing.keep(shard, saved.outputs, self._recipe.later[shard])
 
     def _evaluate(self, shard: int, device: torch.device) -> None:
-        inputs = self._take(self._recipe.parts[shard].takes, device)
+        inputs = self._crossing.take(self._recipe.parts[shard].takes, device)
         with torch.no_grad(), self._drawing(self._generators, device):
             found = self._compute(shard, inputs, {}, device)
-        self._pass_on(shard, found.outputs)
+        self._crossing.keep(shard, found.outputs, self._recipe.later[shard])
         if found.losses is not None:
             self.evaluations.append(found.losses.cpu())
             for each in range(shard + 1):
                 self._clean(each)
-
-    def _pass_on(self, shard: int, outputs: Mapping[str, Any]) -> None:
-        """Keep what later parts take, here and, where the shard will be put away, for the host."""
-        results = detached(outputs)
-        if results and not self.plan.resident:
-            self._fresh[shard] = results
-        later = self._recipe.later[shard]
-        values = {**self._values, **results}
-        self._values = {name: value for name, value in values.items() if name in later or self.plan.resident}
 
     def _compute(
         self, shard: int, inputs: dict[str, Any], buffers: Mapping[str, Tensor], device: torch.device
@@ -294,9 +273,9 @@ class Training:
     def _backward(self, unit: Unit, device: torch.device) -> None:
         shard = unit.shard
         if self._parked is not None:
-            parked, moves = restore(self._parked, list(self._parked.values), device)
-            copy_now(moves)
-            self._grads |= parked
+            parked = Restored(shard, self._parked, list(self._parked.values), device)
+            copy_now(parked.moves)
+            self._grads |= parked.values
             self._parked = None
         saved = self._saved.pop(shard, None) or self._again(shard, device)
         wanted = {
@@ -321,8 +300,7 @@ class Training:
         self._clean(shard)
 
     def _again(self, shard: int, device: torch.device) -> _Saved:
-        inputs = self._entries.pop(shard, None)
-        inputs = self._take(self._recipe.parts[shard].takes, device) if inputs is None else detached(inputs)
+        inputs = self._crossing.entry(shard, self._recipe.parts[shard].takes, device)
         with self._drawing(self._drawn[shard], device):
             return self._compute(shard, inputs, self._before[shard], device)
 
@@ -359,36 +337,9 @@ class Training:
 
     def _clean(self, shard: int) -> None:
         """Forget what only this minibatch's backward of the shard needed."""
-        for table in (self._bundles, self._drawn, self._before, self._entries):
-            table.pop(shard, None)
-        self._values = {name: value for name, value in self._values.items() if self._recipe.makers.get(name) != shard}
-
-    def _take(self, names: Sequence[str], device: torch.device) -> dict[str, Any]:
-        """The values a part takes, as new leaves on the device."""
-        values, moves = self._restored(names, device)
-        copy_now(moves)
-        return detached(values)
-
-    def _restored(self, names: Sequence[str], device: torch.device) -> tuple[dict[str, Any], list[Move]]:
-        """The values named, on the device when the moves are done."""
-        given = dict(zip(self._recipe.inputs, self._batch.inputs, strict=True))
-        # Read once: a unit may replace it while the next one is loaded.
-        values = self._values
-        found = {}
-        missing: dict[int, list[str]] = {}
-        for name in names:
-            if name in given:
-                found[name] = change(given[name], Tensor, lambda tensor: tensor.to(device))
-            elif name in values:
-                found[name] = values[name]
-            else:
-                missing.setdefault(self._recipe.makers[name], []).append(name)
-        moves: list[Move] = []
-        for maker, lost in missing.items():
-            more, pieces = restore(self._bundles[maker], lost, device)
-            found |= more
-            moves += pieces
-        return {name: found[name] for name in names}, moves
+        self._crossing.clean(shard)
+        self._drawn.pop(shard, None)
+        self._before.pop(shard, None)
 
     def _drawing(self, generators: Generators, device: torch.device) -> AbstractContextManager[None]:
         return generators.active(device) if self._recipe.random else nullcontext()

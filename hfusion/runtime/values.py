@@ -5,86 +5,107 @@ Bit for bit the same training needs the same strides: a product reads a transpos
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hfusion.nest import change, leaves
+from hfusion.runtime.block import Block
 from hfusion.runtime.copying import Move
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """A tensor within the storage number ``storage`` of a bundle."""
 
     storage: int
     dtype: torch.dtype
     offset: int
-    size: tuple[int, ...]
+    size: torch.Size
     stride: tuple[int, ...]
     requires_grad: bool
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Values at rest on the host: their storages as bytes, and the values with a `View` for every tensor."""
+    """Values at rest on the host: their storages, and the values with a `View` for every tensor."""
 
-    storages: tuple[Tensor, ...]
+    storages: tuple[torch.UntypedStorage, ...]
     values: Mapping[str, Any]
 
-    @property
-    def bytes(self) -> int:
-        return sum(storage.numel() for storage in self.storages)
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the storages."""
+        return tuple(storage.nbytes() for storage in self.storages)
 
 
-def spill(values: Mapping[str, Any], *, pinned: bool) -> tuple[Bundle, list[Move]]:
-    """Room for ``values`` on the host, and what must be copied there.
+def spill(values: Mapping[str, Any], before: Bundle | None, *, pinned: bool) -> tuple[Bundle, list[Move]]:
+    """A place for ``values`` on the host, and what must be copied there.
 
-    Tensors that share a storage share it again when restored.
+    Tensors that share a storage share it again when restored. ``before``: values that are needed no more; if these are
+    alike they are put in their place, and it is the same bundle.
     """
     numbers: dict[int, int] = {}
-    storages: list[Tensor] = []
-    moves: list[Move] = []
+    sources: list[torch.UntypedStorage] = []
+    sizes: list[int] = []
 
     def view(tensor: Tensor) -> View:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in numbers or not storage.nbytes():
-            numbers[storage.data_ptr()] = len(storages)
-            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            host = torch.empty(raw.shape, dtype=torch.uint8, pin_memory=pinned)
-            storages.append(host)
-            moves.append((host, raw))
-        return View(
-            numbers[storage.data_ptr()],
-            tensor.dtype,
-            int(tensor.storage_offset()),
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.requires_grad,
-        )
+        address, size = storage.data_ptr(), storage.nbytes()
+        number = numbers.get(address) if size else None
+        if number is None:
+            number = numbers[address] = len(sources)
+            sources.append(storage)
+            sizes.append(size)
+        offset = int(tensor.storage_offset())
+        return View(number, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.requires_grad)
 
     kept = {name: change(value, Tensor, view) for name, value in values.items()}
-    return Bundle(tuple(storages), kept), moves
+    if before is not None and before.sizes == tuple(sizes) and before.values == kept:
+        bundle = before
+    else:
+        room = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+        bundle = Bundle(tuple(each.untyped_storage() for each in room), kept)
+    return bundle, list(map(Move, bundle.storages, sources, sizes))
 
 
-def restore(bundle: Bundle, names: list[str], device: torch.device) -> tuple[dict[str, Any], list[Move]]:
-    """The values named, on ``device``, detached, and what must be copied there; only their storages move."""
-    moved: dict[int, Tensor] = {}
-    moves: list[Move] = []
+class Restored:
+    """Some values of the bundle of part ``maker`` on a device, detached; ``moves`` fill their memory, see `Block`."""
 
-    def tensor(view: View) -> Tensor:
-        if view.storage not in moved:
-            host = bundle.storages[view.storage]
-            moved[view.storage] = torch.empty(host.shape, dtype=torch.uint8, device=device)
-            moves.append((moved[view.storage], host))
-        storage = moved[view.storage].untyped_storage()
-        found = torch.empty(0, dtype=view.dtype, device=device).set_(storage, view.offset, view.size, view.stride)
-        return found.requires_grad_(view.requires_grad)
+    def __init__(self, maker: int, bundle: Bundle, names: Sequence[str], device: torch.device) -> None:
+        moved: dict[int, torch.UntypedStorage] = {}
 
-    return {name: change(bundle.values[name], View, tensor) for name in names}, moves
+        def tensor(view: View) -> Tensor:
+            storage = moved.get(view.storage)
+            if storage is None:
+                size = bundle.sizes[view.storage]
+                storage = moved[view.storage] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+            found = torch.empty(0, dtype=view.dtype, device=device).set_(storage, view.offset, view.size, view.stride)
+            return found.requires_grad_(view.requires_grad)
+
+        self.maker = maker
+        self._bundle = bundle
+        self._device = device
+        self.values = {name: change(bundle.values[name], View, tensor) for name in names}
+        self.moves = [Move(to, bundle.storages[number], bundle.sizes[number]) for number, to in moved.items()]
+        self._blocks = [Block(storage) for storage in moved.values()]
+
+    def fits(self, bundle: Bundle, names: Sequence[str], device: torch.device) -> bool:
+        """Whether these are the values of ``bundle`` that are named, and there."""
+        return self._bundle is bundle and self._device == device and list(self.values) == [*names]
+
+    def take(self) -> None:
+        """Take memory again, to be filled again."""
+        for block in self._blocks:
+            block.take()
+
+    def give(self) -> bool:
+        """Give the memory back; whether it can be taken again."""
+        again = [block.give() for block in self._blocks]
+        return all(again)
 
 
 def detached(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from threading import Event
 import pytest
 import torch
 
+from hfusion.runtime.copying import Move
 from hfusion.runtime.lanes import Lanes
 from hfusion.runtime.memory import Ledger
 
@@ -26,8 +27,8 @@ def test_it_copies_while_it_computes(lanes: Lanes) -> None:
     source, there, back = torch.randn(1 << 18), torch.zeros(1 << 18), torch.zeros(1 << 18)
 
     def job() -> None:
-        lanes.into.submit([(there, source)]).wait()
-        lanes.out.submit([(back, there)]).wait()
+        lanes.into.submit([Move(there, source, source.nbytes)]).wait()
+        lanes.out.submit([Move(back, there, there.nbytes)]).wait()
 
     lanes.compute(job)
     assert torch.equal(back, source)
@@ -71,7 +72,7 @@ def test_closing_waits_for_what_runs_and_drops_what_waits() -> None:
     begun.wait()
     waiting.add_done_callback(lambda ended: go.set())
     source, target = torch.randn(1 << 20), torch.zeros(1 << 20)
-    ticket = other.into.submit([(target, source)])
+    ticket = other.into.submit([Move(target, source, source.nbytes)])
     other.close()
     assert done == ["ran"]
     assert running.done()

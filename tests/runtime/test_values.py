@@ -8,21 +8,21 @@ from torch import Tensor
 
 from hfusion.nest import leaves
 from hfusion.runtime.copying import copy_now
-from hfusion.runtime.values import Bundle, detached, restore, spill, tracked
+from hfusion.runtime.values import Bundle, Restored, detached, spill, tracked
 
 CPU = torch.device("cpu")
 
 
 def spilled(values: dict[str, Any]) -> Bundle:
-    bundle, moves = spill(values, pinned=False)
+    bundle, moves = spill(values, None, pinned=False)
     copy_now(moves)
     return bundle
 
 
 def restored(bundle: Bundle, names: list[str]) -> dict[str, Any]:
-    values, moves = restore(bundle, names, CPU)
-    copy_now(moves)
-    return values
+    found = Restored(0, bundle, names, CPU)
+    copy_now(found.moves)
+    return found.values
 
 
 BASE = torch.arange(24.0).view(4, 6)
@@ -55,7 +55,7 @@ def test_a_tensor_comes_back_with_its_strides(kind: str) -> None:
 def test_tensors_of_one_storage_share_it_again_and_move_once() -> None:
     values = {"x": BASE, "rows": (BASE[1], BASE[2:]), "other": torch.ones(3)}
     bundle = spilled(values)
-    assert bundle.bytes == BASE.nbytes + 12
+    assert sum(bundle.sizes) == BASE.nbytes + 12
     found = restored(bundle, ["rows", "x"])
     assert list(found) == ["rows", "x"]
     found["x"].zero_()
@@ -112,3 +112,51 @@ def test_detached_values_are_new_leaves_that_need_what_they_needed() -> None:
     assert list(places) == ["x #0", "y #0"] == list(tracked(values))
     assert places["x #0"].data_ptr() == values["x"][0].data_ptr()
     assert places["y #0"] is not weight
+
+
+def test_values_of_one_form_take_the_place_of_those_before() -> None:
+    first = spilled({"x": BASE.T, "n": 1})
+    again, moves = spill({"x": (BASE * 2).T, "n": 1}, first, pinned=False)
+    copy_now(moves)
+    assert again is first
+    assert torch.equal(restored(first, ["x"])["x"], (BASE * 2).T)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"x": BASE, "n": 1},
+        {"x": BASE.T, "n": 2},
+        {"x": BASE.double().T, "n": 1},
+        {"x": BASE[:, :3].clone().T, "n": 1},
+        {"x": BASE.clone().requires_grad_().T, "n": 1},
+        {"y": BASE.T, "n": 1},
+    ],
+    ids=["strides", "number", "dtype", "size", "gradient", "name"],
+)
+def test_values_of_another_form_do_not(values: dict[str, Any]) -> None:
+    first = spilled({"x": BASE.T, "n": 1})
+    other, moves = spill(values, first, pinned=False)
+    copy_now(moves)
+    assert other is not first
+    assert torch.equal(restored(first, ["x"])["x"], BASE.T)
+    assert restored(other, list(values))["n"] == values["n"]
+
+
+def test_memory_is_given_back_and_filled_again_under_the_same_tensors() -> None:
+    bundle = spilled({"x": BASE, "rows": (BASE[1], BASE[2:]), "y": torch.ones(3)})
+    there = Restored(4, bundle, ["rows", "y"], CPU)
+    copy_now(there.moves)
+    row = there.values["rows"][0]
+    assert there.give()
+    assert row.untyped_storage().nbytes() == 0
+    assert there.fits(bundle, ["rows", "y"], CPU)
+    assert not there.fits(bundle, ["rows"], CPU)
+    assert not there.fits(spilled({"x": BASE}), ["rows", "y"], CPU)
+    there.take()
+    copy_now(there.moves)
+    assert row is there.values["rows"][0]
+    assert torch.equal(row, BASE[1])
+    seen = there.values["y"].view(3, 1)
+    assert not there.give()
+    assert seen.flatten().tolist() == [1, 1, 1]

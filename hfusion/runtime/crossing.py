@@ -1,0 +1,125 @@
+"""The values that cross the cuts of a minibatch: on the device while its task is there, on the host for the backward.
+
+Memory is taken for them once and used again by the minibatches that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfusion.nest import change
+from hfusion.runtime.copying import Move, copy_now
+from hfusion.runtime.values import Bundle, Restored, detached, spill
+
+
+class Crossing:
+    """What parts give and take. One thread may load for a shard while another computes.
+
+    ``pinned``: the host memory is page-locked. ``resident``: all stays on the device until its task leaves.
+    """
+
+    def __init__(self, *, pinned: bool, resident: bool) -> None:
+        self._pinned = pinned
+        self._resident = resident
+        self._given: Mapping[str, Any] = {}
+        self._makers: Mapping[str, int] = {}
+        self._values: dict[str, Any] = {}
+        self._fresh: dict[int, dict[str, Any]] = {}
+        self._bundles: dict[int, Bundle] = {}
+        self._entries: dict[int, dict[str, Any]] = {}
+        self._here: dict[int, list[Restored]] = {}
+        # Memory of minibatches before: by the part that gave the values, and by that and the shard that took them.
+        self._old: dict[int, Bundle] = {}
+        self._idle: dict[tuple[int, int], Restored] = {}
+
+    def begin(self, given: Mapping[str, Any], makers: Mapping[str, int]) -> None:
+        """A minibatch; ``given``: its inputs, ``makers``: the part that gives each other value."""
+        self._given, self._makers = given, makers
+
+    def take(self, names: Sequence[str], device: torch.device) -> dict[str, Any]:
+        """The values named, as new leaves on the device."""
+        found, restored = self._find(names, device, None)
+        copy_now([move for each in restored for move in each.moves])
+        return detached(found)
+
+    def load(self, shard: int, names: Sequence[str], device: torch.device) -> list[Move]:
+        """Bring the values named to the device for the backward of ``shard``; what must be copied for that."""
+        self._entries[shard], self._here[shard] = self._find(names, device, shard)
+        return [move for each in self._here[shard] for move in each.moves]
+
+    def entry(self, shard: int, names: Sequence[str], device: torch.device) -> dict[str, Any]:
+        """What was loaded for a backward, or else the values named, as new leaves."""
+        found = self._entries.pop(shard, None)
+        return self.take(names, device) if found is None else detached(found)
+
+    def keep(self, shard: int, outputs: Mapping[str, Any], later: frozenset[str]) -> None:
+        """Keep what parts after ``shard``, which take ``later``, need here, and, where it is put away, for the host."""
+        results = detached(outputs)
+        if results and not self._resident:
+            self._fresh[shard] = results
+        values = {**self._values, **results}
+        self._values = {name: value for name, value in values.items() if name in later or self._resident}
+
+    def put_away(self, shard: int) -> list[Move]:
+        """What must be copied to the host when a shard leaves the device."""
+        # Of a backward that the shard was loaded for, should another task come first.
+        self._entries.pop(shard, None)
+        fresh = self._fresh.pop(shard, None)
+        return [] if fresh is None else self._spill(shard, fresh)
+
+    def leave(self) -> list[Move]:
+        """What must be copied to the host when the task leaves the device."""
+        moves: list[Move] = []
+        for maker in {self._makers[name] for name in self._values} - self._bundles.keys():
+            moves += self._spill(maker, {n: value for n, value in self._values.items() if self._makers[n] == maker})
+        self._values = {}
+        return moves
+
+    def left(self, shard: int) -> None:
+        """All copies from and to a shard that was put away are done: give its memory back."""
+        for restored in self._here.pop(shard, ()):
+            if restored.give():
+                self._idle[shard, restored.maker] = restored
+
+    def clean(self, shard: int) -> None:
+        """Forget what ``shard`` gave."""
+        self._entries.pop(shard, None)
+        if shard in self._bundles:
+            self._old[shard] = self._bundles.pop(shard)
+        self._values = {name: value for name, value in self._values.items() if self._makers.get(name) != shard}
+
+    def _spill(self, maker: int, values: Mapping[str, Any]) -> list[Move]:
+        self._bundles[maker], moves = spill(values, self._old.pop(maker, None), pinned=self._pinned)
+        return moves
+
+    def _find(
+        self, names: Sequence[str], device: torch.device, shard: int | None
+    ) -> tuple[dict[str, Any], list[Restored]]:
+        """The values named, on the device when what was restored is filled."""
+        # Read once: a unit may replace it while the next one is loaded.
+        values = self._values
+        found: dict[str, Any] = {}
+        missing: dict[int, list[str]] = {}
+        for name in names:
+            if name in self._given:
+                found[name] = change(self._given[name], Tensor, lambda tensor: tensor.to(device))
+            elif name in values:
+                found[name] = values[name]
+            else:
+                missing.setdefault(self._makers[name], []).append(name)
+        restored = [self._restore(maker, lost, device, shard) for maker, lost in missing.items()]
+        for each in restored:
+            found |= each.values
+        return {name: found[name] for name in names}, restored
+
+    def _restore(self, maker: int, names: Sequence[str], device: torch.device, shard: int | None) -> Restored:
+        bundle = self._bundles[maker]
+        idle = None if shard is None else self._idle.pop((shard, maker), None)
+        if idle is not None and idle.fits(bundle, names, device):
+            idle.take()
+            return idle
+        return Restored(maker, bundle, names, device)
