@@ -29,6 +29,11 @@ from hfusion.passes.turn import turn
 from hfusion.program import describe_value
 from hfusion.quiet import quiet
 
+_CONVOLUTION = torch.ops.aten.convolution.default
+
+# Bytes from one pixel to the next: half a page.
+_LONG_ROW = 1 << 11
+
 
 @dataclass(frozen=True, eq=False)
 class Call:
@@ -241,11 +246,22 @@ def build(joint: Joint, own: Sequence[Tensor], batch: Sequence[Tensor]) -> Calla
 
     devices = range(torch.cuda.device_count())
     kind = joint.examples[0].device.type
-    # Small operators take less time than Python to call them.
-    options = {"cpp_wrapper": kind == "cpu"}
+    options = cpu_options(joint.module) if kind == "cpu" else {}
     with quiet(), torch.no_grad(), torch.autocast(kind, enabled=False):
         run: Callable[..., Sequence[Tensor]] = inductor(joint.module, [e.detach() for e in joint.examples], options)
         kept = [tensor if tensor.requires_grad else tensor.clone() for tensor in own]
         with torch.random.fork_rng(devices):
             run(*kept, *batch)
     return run
+
+
+def cpu_options(module: fx.GraphModule) -> dict[str, Any]:
+    """How inductor compiles a program for the CPU.
+
+    Operators are called from C++: small ones take less time than Python to call them. Inductor would also run all
+    convolutions channels-last; those that stand here channels-first with long rows, as the grouped ones of many
+    members, it then transposes by strides of a page.
+    """
+    convolutions = [node.meta["val"] for node in module.graph.nodes if node.target is _CONVOLUTION]
+    wide = any(out.stride(1) > 1 and out.shape[1] * out.element_size() >= _LONG_ROW for out in convolutions)
+    return {"cpp_wrapper": True, "layout_optimization": not wide}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.joint import cpu_options
 from hfusion.step import Seen
 from tests.test_joint import TRACED, adam, arrays, close, compare, eager, loss_of
 from tests.zoo import MODELS, Model, normal
@@ -84,6 +86,17 @@ def test_compiled(model: Model) -> None:
     assert {row.how for row in rows} == {rows[0].how}
     assert rows[0].how.startswith("one program of")
     assert len(both.step._programs()) == 1
+
+
+@needs_compiler
+def test_compiled_with_long_rows_of_channels() -> None:
+    layers = (nn.Conv2d(2, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.ConvTranspose2d(16, 16, 2, 2))
+    wide = Model("wide", lambda: nn.Sequential(*copy.deepcopy(layers)), normal(2, 4, 4))
+    both = pair(wide, compile=True, count=16)
+    for step, size in enumerate([4, 4, 3, 3]):
+        both.advance(*batch(wide, size), f"after step {step}")
+    (program,) = both.step._programs()
+    assert not cpu_options(program.joint.module)["layout_optimization"]
 
 
 @needs_compiler
