@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from hfusion.machine import cache_folder
 
 # Without contraction a vector and what is left over at its end round alike. The two -fno- only spare what
@@ -26,6 +28,9 @@ _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "
 # Not every compiler has both.
 _EXTRAS = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())
 _SECONDS = 60
+
+TYPES = {torch.float32: "float", torch.float64: "double"}
+"""What C calls the dtypes of the kernels: a function for each has this after its name."""
 
 
 def library(source: Path) -> ctypes.CDLL | str:

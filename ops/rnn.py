@@ -35,7 +35,6 @@ MOST_WEIGHTS = 1 << 19
 # backward there is nothing else to win.
 FEW_PRODUCTS = 1 << 17
 
-_TYPES = {torch.float32: "float", torch.float64: "double"}
 # Numbers (i) and addresses (p), as the functions of rnn.c take them.
 _ARGUMENTS = {"lstm_forward": "iiippppipiii", "lstm_backward": "iiippppiipppii"}
 
@@ -44,7 +43,7 @@ _ARGUMENTS = {"lstm_forward": "iiippppipiii", "lstm_backward": "iiippppiipppii"}
 def _kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
     found = native.library(SOURCE)
     assert not isinstance(found, str), found
-    made: Any = found[f"{name}_{_TYPES[dtype]}"]
+    made: Any = found[f"{name}_{native.TYPES[dtype]}"]
     made.restype = None
     made.argtypes = [ctypes.c_int64 if kind == "i" else ctypes.c_void_p for kind in _ARGUMENTS[name]]
     return made  # type: ignore[no-any-return]
@@ -54,7 +53,7 @@ def lstm(site: Site, input: Value, hx: Sequence[Value], params: Sequence[Value],
     """`torch.nn.LSTM`; projections, and what the kernels are not for, stay with torch's own."""
     per_layer = (4 if options["has_biases"] else 2) * (2 if options["bidirectional"] else 1)
     x = input.example
-    known = x.device.type == "cpu" and x.dtype in _TYPES and len(params) == per_layer * options["num_layers"]
+    known = x.device.type == "cpu" and x.dtype in native.TYPES and len(params) == per_layer * options["num_layers"]
     sizes = [p.example.numel() for p in params if p.rank == 2]
     large = any(sum(pair) > MOST_WEIGHTS for pair in zip(sizes[::2], sizes[1::2], strict=False))
     alone = site.members == 1
@@ -104,7 +103,7 @@ def _runs(tensors: Sequence[Tensor]) -> bool:
         not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
         and first.numel() > 0
-        and first.dtype in _TYPES
+        and first.dtype in native.TYPES
         and all(_plain(tensor) and tensor.is_cpu and tensor.dtype is first.dtype for tensor in tensors)
     )
 

@@ -22,7 +22,6 @@ Kernel: TypeAlias = Callable[..., int]
 
 SOURCE = Path(__file__).with_name("kernels.c")
 
-_TYPES = {torch.float32: "float", torch.float64: "double"}
 _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -36,7 +35,7 @@ def kernel(name: str, dtype: torch.dtype) -> Kernel | None:
     found = library()
     if isinstance(found, str):
         return None
-    made: Kernel = found[f"{name}_{_TYPES[dtype]}"]
+    made: Kernel = found[f"{name}_{native.TYPES[dtype]}"]
     # params ... counts are addresses, the other arguments numbers (kernels.c).
     made.argtypes = [*[_INTEGER] * 3, *[_POINTER] * 6, *[_INTEGER] * 2]  # type: ignore[attr-defined]
     return made

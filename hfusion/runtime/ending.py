@@ -64,22 +64,20 @@ class WorkerThread(Thread):
         while not self._ended.wait(_GLANCE_SECONDS):
             pass
 
-    @property
-    def running(self) -> bool:
-        """Whether it was started and its work goes on."""
-        return self.ident is not None and not self._ended.is_set()
 
-
-def finish(threads: Sequence[WorkerThread]) -> None:
-    """Wait until none of ``threads`` runs, which use the user's tensors; a Ctrl-C meanwhile is raised afterwards."""
+def finish(ending: Ending, threads: Sequence[WorkerThread]) -> None:
+    """End a run: none of ``threads`` uses the user's tensors any longer. A Ctrl-C meanwhile is raised afterwards."""
     pressed: KeyboardInterrupt | None = None
-    for thread in threads:
-        while thread.running:
-            try:
-                thread.wait()
-            except KeyboardInterrupt as interrupt:
-                pressed = interrupt
-        if thread.ident is not None:
-            thread.join()
+    ended = False
+    while not ended:
+        try:
+            ending.stop()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.wait()
+                    thread.join()
+            ended = True
+        except KeyboardInterrupt as interrupt:
+            pressed = interrupt
     if pressed is not None:
         raise pressed

@@ -62,9 +62,8 @@ class Executor:
                 with suppress(Stopped):
                     self._traffic.settle(worker)
         finally:
-            self._ending.stop()
             try:
-                finish(threads)
+                finish(self._ending, threads)
             finally:
                 for worker in self._workers:
                     worker.lanes.close()

@@ -149,11 +149,6 @@ class State:
         """Whether a parameter gets gradients."""
         return name in self._trained
 
-    @property
-    def home_bytes(self) -> int:
-        """Bytes of all shards at rest."""
-        return sum(home.bytes for home in self._homes)
-
     def load(self, shard: int, sections: tuple[Section, ...], device: torch.device) -> list[Move]:
         """Take memory for a shard on a device; the shards it borrows from must be there or at home.
 

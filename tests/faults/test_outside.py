@@ -141,7 +141,7 @@ def interruptible(seen: threading.Semaphore) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [1, 2, 5])
 @pytest.mark.parametrize("resident", [False, True], ids=["spilled", "resident"])
 def test_ctrl_c(resident: bool, times: int, on: hf.Machine) -> None:
     seen = threading.Semaphore(0)
