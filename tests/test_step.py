@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import shutil
@@ -90,8 +89,12 @@ def test_compiled(model: Model) -> None:
 
 @needs_compiler
 def test_compiled_with_long_rows_of_channels() -> None:
-    layers = (nn.Conv2d(2, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.ConvTranspose2d(16, 16, 2, 2))
-    wide = Model("wide", lambda: nn.Sequential(*copy.deepcopy(layers)), normal(2, 4, 4))
+    def make() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(2, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.ConvTranspose2d(16, 16, 2, 2)
+        )
+
+    wide = Model("wide", make, normal(2, 4, 4))
     both = pair(wide, compile=True, count=16)
     for step, size in enumerate([4, 4, 3, 3]):
         both.advance(*batch(wide, size), f"after step {step}")

@@ -7,7 +7,7 @@ import torch
 
 class Block:
     """Memory that is given back and taken anew under the same views, as FSDP does with its flat parameters
-    (https://docs.pytorch.org/docs/stable/fsdp.html): to make them takes as long as to copy a small shard.
+    (https://docs.pytorch.org/docs/stable/fsdp.html): to make new views takes as long as to copy a small shard.
 
     Made when all views are, which are then all that see the memory.
     """

@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
 from hfusion import native
 
@@ -28,6 +29,11 @@ class Move(NamedTuple):
     target: Any
     source: Any
     size: int
+
+    @staticmethod
+    def of(target: Tensor, source: Tensor) -> Move:
+        """All of a tensor."""
+        return Move(target, source, target.nbytes)
 
 
 Moves: TypeAlias = Sequence[Move]

@@ -31,7 +31,7 @@ class Crossing:
         self._fresh: dict[int, dict[str, Any]] = {}
         self._bundles: dict[int, Bundle] = {}
         self._entries: dict[int, dict[str, Any]] = {}
-        self._here: dict[int, list[Restored]] = {}
+        self._here: dict[int, dict[int, Restored]] = {}
         # Memory of minibatches before: by the part that gave the values, and by that and the shard that took them.
         self._old: dict[int, Bundle] = {}
         self._idle: dict[tuple[int, int], Restored] = {}
@@ -43,13 +43,13 @@ class Crossing:
     def take(self, names: Sequence[str], device: torch.device) -> dict[str, Any]:
         """The values named, as new leaves on the device."""
         found, restored = self._find(names, device, None)
-        copy_now([move for each in restored for move in each.moves])
+        copy_now([move for each in restored.values() for move in each.moves])
         return detached(found)
 
     def load(self, shard: int, names: Sequence[str], device: torch.device) -> list[Move]:
         """Bring the values named to the device for the backward of ``shard``; what must be copied for that."""
         self._entries[shard], self._here[shard] = self._find(names, device, shard)
-        return [move for each in self._here[shard] for move in each.moves]
+        return [move for each in self._here[shard].values() for move in each.moves]
 
     def entry(self, shard: int, names: Sequence[str], device: torch.device) -> dict[str, Any]:
         """What was loaded for a backward, or else the values named, as new leaves."""
@@ -81,9 +81,9 @@ class Crossing:
 
     def left(self, shard: int) -> None:
         """All copies from and to a shard that was put away are done: give its memory back."""
-        for restored in self._here.pop(shard, ()):
+        for maker, restored in self._here.pop(shard, {}).items():
             if restored.give():
-                self._idle[shard, restored.maker] = restored
+                self._idle[shard, maker] = restored
 
     def clean(self, shard: int) -> None:
         """Forget what ``shard`` gave."""
@@ -98,8 +98,8 @@ class Crossing:
 
     def _find(
         self, names: Sequence[str], device: torch.device, shard: int | None
-    ) -> tuple[dict[str, Any], list[Restored]]:
-        """The values named, on the device when what was restored is filled."""
+    ) -> tuple[dict[str, Any], dict[int, Restored]]:
+        """The values named, on the device when what was restored, by the part that gave it, is filled."""
         # Read once: a unit may replace it while the next one is loaded.
         values = self._values
         found: dict[str, Any] = {}
@@ -111,8 +111,8 @@ class Crossing:
                 found[name] = values[name]
             else:
                 missing.setdefault(self._makers[name], []).append(name)
-        restored = [self._restore(maker, lost, device, shard) for maker, lost in missing.items()]
-        for each in restored:
+        restored = {maker: self._restore(maker, lost, device, shard) for maker, lost in missing.items()}
+        for each in restored.values():
             found |= each.values
         return {name: found[name] for name in names}, restored
 
@@ -122,4 +122,4 @@ class Crossing:
         if idle is not None and idle.fits(bundle, names, device):
             idle.take()
             return idle
-        return Restored(maker, bundle, names, device)
+        return Restored(bundle, names, device)

@@ -121,10 +121,6 @@ class Home:
                 self.views[section][name].copy_(tensor.detach())
         self._dropped: dict[tuple[tuple[Section, ...], torch.device], Copy] = {}
 
-    @property
-    def bytes(self) -> int:
-        return self._buffer.numel()
-
     def load(self, sections: tuple[Section, ...], device: torch.device) -> Copy:
         """Memory for ``sections`` on ``device``; the ``moves`` of the copy fill it."""
         copy = self._dropped.pop((sections, device), None)
@@ -143,8 +139,7 @@ class Home:
         if len(names) == len(self.views[section]):
             here, home, size = copy.pieces[section]
             return [Move(home, here, size)]
-        pairs = [(self.views[section][name], copy.views[section][name]) for name in names]
-        return [Move(home, here, home.nbytes) for home, here in pairs]
+        return [Move.of(self.views[section][name], copy.views[section][name]) for name in names]
 
 
 class Copy:

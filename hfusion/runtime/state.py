@@ -161,7 +161,7 @@ class State:
             for name, owner in self.shards[shard].borrowed.items():
                 source = self._source(name, owner)
                 borrowed[name] = torch.empty_like(source, device=device)
-                moves.append(Move(borrowed[name], source, source.nbytes))
+                moves.append(Move.of(borrowed[name], source))
         with self._lock:
             self._here[shard] = _Shard(copy, borrowed)
         return moves

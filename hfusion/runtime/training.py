@@ -273,7 +273,7 @@ class Training:
     def _backward(self, unit: Unit, device: torch.device) -> None:
         shard = unit.shard
         if self._parked is not None:
-            parked = Restored(shard, self._parked, list(self._parked.values), device)
+            parked = Restored(self._parked, list(self._parked.values), device)
             copy_now(parked.moves)
             self._grads |= parked.values
             self._parked = None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hfusion.nest import change, leaves
+from hfusion.nest import change, holds, leaves
 from hfusion.runtime.block import Block
 from hfusion.runtime.copying import Move
 
@@ -41,6 +41,11 @@ class Bundle:
         """Bytes of the storages."""
         return tuple(storage.nbytes() for storage in self.storages)
 
+    @cached_property
+    def comparable(self) -> bool:
+        """Whether values that are equal to these are the same: 0.0 and -0.0 are not."""
+        return not holds(self.values, (float, complex))
+
 
 def spill(values: Mapping[str, Any], before: Bundle | None, *, pinned: bool) -> tuple[Bundle, list[Move]]:
     """A place for ``values`` on the host, and what must be copied there.
@@ -64,7 +69,7 @@ def spill(values: Mapping[str, Any], before: Bundle | None, *, pinned: bool) -> 
         return View(number, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.requires_grad)
 
     kept = {name: change(value, Tensor, view) for name, value in values.items()}
-    if before is not None and before.sizes == tuple(sizes) and before.values == kept:
+    if before is not None and before.comparable and before.sizes == tuple(sizes) and before.values == kept:
         bundle = before
     else:
         room = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
@@ -73,9 +78,9 @@ def spill(values: Mapping[str, Any], before: Bundle | None, *, pinned: bool) -> 
 
 
 class Restored:
-    """Some values of the bundle of part ``maker`` on a device, detached; ``moves`` fill their memory, see `Block`."""
+    """Some values of a bundle on a device, detached; ``moves`` fill their memory, see `Block`."""
 
-    def __init__(self, maker: int, bundle: Bundle, names: Sequence[str], device: torch.device) -> None:
+    def __init__(self, bundle: Bundle, names: Sequence[str], device: torch.device) -> None:
         moved: dict[int, torch.UntypedStorage] = {}
 
         def tensor(view: View) -> Tensor:
@@ -86,7 +91,6 @@ class Restored:
             found = torch.empty(0, dtype=view.dtype, device=device).set_(storage, view.offset, view.size, view.stride)
             return found.requires_grad_(view.requires_grad)
 
-        self.maker = maker
         self._bundle = bundle
         self._device = device
         self.values = {name: change(bundle.values[name], View, tensor) for name in names}

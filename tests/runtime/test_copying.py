@@ -24,10 +24,6 @@ CPU = torch.device("cpu")
 WAYS = ["into", "out", "python"]
 
 
-def move(target: Tensor, source: Tensor) -> Move:
-    return Move(target, source, target.nbytes)
-
-
 def made(way: str) -> Copier:
     if way == "python":
         return ThreadCopier("c", CPU, torch.get_num_threads())
@@ -51,7 +47,7 @@ def test_without_one_python_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     found = copiers("c", CPU, 1)
     assert all(isinstance(each, ThreadCopier) for each in found)
     source, target = torch.randn(9), torch.zeros(9)
-    found[0].submit([move(target, source)]).wait()
+    found[0].submit([Move.of(target, source)]).wait()
     assert torch.equal(target, source)
     for each in found:
         each.close()
@@ -63,7 +59,7 @@ def test_all_bytes_are_copied_and_no_others(sizes: list[int], start: int, way: s
     room = torch.zeros(start + sum(sizes) + 70, dtype=torch.uint8)
     targets = room[start : start + sum(sizes)].split(sizes)
     used = made(way)
-    used.submit(list(map(move, targets, drawn.split(sizes)))).wait()
+    used.submit(list(map(Move.of, targets, drawn.split(sizes)))).wait()
     used.close()
     assert torch.equal(room[start : start + len(drawn)], drawn)
     assert not room[:start].any()
@@ -73,7 +69,7 @@ def test_all_bytes_are_copied_and_no_others(sizes: list[int], start: int, way: s
 @pytest.mark.parametrize("size", [3, 1 << 20])
 def test_jobs_run_in_order(copier: Copier, size: int) -> None:
     places = [torch.full((size,), float(index)) for index in range(20)]
-    tickets = [copier.submit([move(b, a)]) for a, b in pairwise(places)]
+    tickets = [copier.submit([Move.of(b, a)]) for a, b in pairwise(places)]
     before = perf_counter()
     times = [ticket.wait() for ticket in tickets]
     assert all(not place.any() for place in places)
@@ -87,7 +83,7 @@ def test_jobs_run_in_order(copier: Copier, size: int) -> None:
 
 def test_what_is_copied_is_let_go(copier: Copier) -> None:
     source = torch.ones(1 << 20)
-    ticket = copier.submit([move(torch.zeros(1 << 20), source)])
+    ticket = copier.submit([Move.of(torch.zeros(1 << 20), source)])
     ticket.wait()
     seen = weakref.ref(source)
     del source
@@ -99,7 +95,7 @@ def test_many_threads_may_ask(copier: Copier) -> None:
     def work(number: int) -> Tensor:
         place = torch.zeros(1 << 17)
         for value in range(10):
-            copier.submit([move(place, torch.full((1 << 17,), float(number + value)))]).wait()
+            copier.submit([Move.of(place, torch.full((1 << 17,), float(number + value)))]).wait()
         return place
 
     with ThreadPoolExecutor(4) as pool:
@@ -109,7 +105,7 @@ def test_many_threads_may_ask(copier: Copier) -> None:
 
 def test_an_error_is_raised_to_who_waits() -> None:
     used = made("python")
-    ticket = used.submit([move(torch.zeros(2), torch.zeros(3))])
+    ticket = used.submit([Move.of(torch.zeros(2), torch.zeros(3))])
     with pytest.raises(RuntimeError):
         ticket.wait()
     used.close()
@@ -118,7 +114,7 @@ def test_an_error_is_raised_to_who_waits() -> None:
 def test_who_has_fallen_asleep_is_woken(copier: Copier) -> None:
     source, target = torch.randn(1 << 18), torch.zeros(1 << 18)
     for value in (1.0, 2.0):
-        copier.submit([move(target, source.fill_(value))]).wait()
+        copier.submit([Move.of(target, source.fill_(value))]).wait()
         assert torch.equal(target, source)
         # Longer than the thread of C looks for work by itself.
         sleep(0.2)
@@ -131,7 +127,7 @@ def test_closing_twice_and_closing_what_never_ran(copier: Copier) -> None:
 
 def test_copying_at_once() -> None:
     source, target = torch.randn(3), torch.zeros(3)
-    copy_now([move(target, source)])
+    copy_now([Move.of(target, source)])
     assert torch.equal(source, target)
 
 

@@ -112,7 +112,7 @@ def test_a_home_of_nothing(tmp_path: Path) -> None:
     nothing: dict[Section, dict[str, Tensor]] = {section: {} for section in Section}
     for file in (None, tmp_path / "0.safetensors"):
         home = Home(nothing, pinned=False, file=file)
-        assert home.bytes == 0
+        assert sum(home.layout.sizes) == 0
         assert loaded(home, tuple(Section)).views == {section: {} for section in Section}
 
 
@@ -132,9 +132,10 @@ def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    assert header == {"shard": {"dtype": "U8", "shape": [home.bytes], "data_offsets": [0, home.bytes]}}
+    size = sum(home.layout.sizes)
+    assert header == {"shard": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
     assert (8 + length) % ALIGNMENT == 0
-    assert len(data) == 8 + length + home.bytes
+    assert len(data) == 8 + length + size
     home.views[WEIGHTS]["w"].fill_(1)
     raw = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.float64, count=15, offset=8 + length)
     assert raw.tolist() == [1.0] * 15

@@ -27,8 +27,8 @@ def test_it_copies_while_it_computes(lanes: Lanes) -> None:
     source, there, back = torch.randn(1 << 18), torch.zeros(1 << 18), torch.zeros(1 << 18)
 
     def job() -> None:
-        lanes.into.submit([Move(there, source, source.nbytes)]).wait()
-        lanes.out.submit([Move(back, there, there.nbytes)]).wait()
+        lanes.into.submit([Move.of(there, source)]).wait()
+        lanes.out.submit([Move.of(back, there)]).wait()
 
     lanes.compute(job)
     assert torch.equal(back, source)
@@ -72,7 +72,7 @@ def test_closing_waits_for_what_runs_and_drops_what_waits() -> None:
     begun.wait()
     waiting.add_done_callback(lambda ended: go.set())
     source, target = torch.randn(1 << 20), torch.zeros(1 << 20)
-    ticket = other.into.submit([Move(target, source, source.nbytes)])
+    ticket = other.into.submit([Move.of(target, source)])
     other.close()
     assert done == ["ran"]
     assert running.done()

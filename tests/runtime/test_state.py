@@ -111,7 +111,7 @@ def test_at_home_the_array_lies_in_the_shards(subject: Subject) -> None:
     storages = {tensor.untyped_storage().data_ptr() for tensor in subject.array.state_dict().values()}
     assert len(storages) == 2
     # Every tensor begins at a multiple of 64 bytes: three of state and weights, then their optimizer state, gradients.
-    assert sum(home.bytes for home in state._homes) == 64 * ((1 + 1 + 1) + (2 + 1) + (1 + 2 + 1))
+    assert sum(sum(home.layout.sizes) for home in state._homes) == 64 * ((1 + 1 + 1) + (2 + 1) + (1 + 2 + 1))
 
 
 def test_an_update_is_written_back_when_the_shard_leaves(subject: Subject) -> None:

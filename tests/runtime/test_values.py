@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ def spilled(values: dict[str, Any]) -> Bundle:
 
 
 def restored(bundle: Bundle, names: list[str]) -> dict[str, Any]:
-    found = Restored(0, bundle, names, CPU)
+    found = Restored(bundle, names, CPU)
     copy_now(found.moves)
     return found.values
 
@@ -143,9 +144,15 @@ def test_values_of_another_form_do_not(values: dict[str, Any]) -> None:
     assert restored(other, list(values))["n"] == values["n"]
 
 
+def test_numbers_that_are_equal_may_be_others() -> None:
+    first = spilled({"x": BASE, "n": 0.0})
+    other, _ = spill({"x": BASE, "n": -0.0}, first, pinned=False)
+    assert math.copysign(1.0, other.values["n"]) == -1.0
+
+
 def test_memory_is_given_back_and_filled_again_under_the_same_tensors() -> None:
     bundle = spilled({"x": BASE, "rows": (BASE[1], BASE[2:]), "y": torch.ones(3)})
-    there = Restored(4, bundle, ["rows", "y"], CPU)
+    there = Restored(bundle, ["rows", "y"], CPU)
     copy_now(there.moves)
     row = there.values["rows"][0]
     assert there.give()
