@@ -10,12 +10,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from hfusion.errors import PlanError
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A task that could run: ``task`` is its position in the plan, ``unit`` the number of its next unit.
 
     ``remaining``: seconds of computing in its units that have not begun; ``quantum``: seconds of its longest
@@ -64,12 +64,14 @@ class Waiting:
         heappop(self._first_heap(budget))
 
     def _first_heap(self, budget: int) -> list[tuple[float, int, Candidate]]:
-        fitting = self._heaps[: bisect_left(self._budgets, budget + 1)]
-        return min((heap for heap in fitting if heap), key=lambda heap: heap[0][:2], default=[])
+        found: list[tuple[float, int, Candidate]] = []
+        for heap in self._heaps[: bisect_left(self._budgets, budget + 1)]:
+            if heap and (not found or heap[0][:2] < found[0][:2]):
+                found = heap
+        return found
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     """What a device that asks for work shows to the policy.
 
     ``budget``: its bytes; ``running``: how its present task would go on, None without one; ``waiting``: to be

@@ -52,8 +52,8 @@ PASSES = {
 class Action:
     """One thing one device did for one shard of a task, from ``start`` to ``end`` in seconds.
 
-    ``step`` is the minibatch. ``bytes``: a LOAD takes them on the device from its start, until the EVICT of
-    the shard gives the same number back at its end; a computing action takes them while it runs.
+    ``step`` is the minibatch. ``bytes``: a LOAD takes them on the device from its start, until the EVICTs of
+    the shard, one or more, have given the same number back at their ends; a computing action takes them while it runs.
     """
 
     kind: Kind
@@ -285,6 +285,7 @@ def _check_apart(actions: list[Action], what: str) -> None:
 def _check_places(task: TaskPlan, actions: list[Action]) -> None:
     """A shard is loaded where it computes, and follows its task to another device only through the host."""
     loaded: dict[int, Action] = {}
+    left: dict[int, int] = {}
     gone: dict[int, Action] = {}
     left_at: tuple[str, int] | None = None
     for action in actions:
@@ -298,10 +299,14 @@ def _check_places(task: TaskPlan, actions: list[Action]) -> None:
         elif here is None or here.device != action.device or here.end > action.start:
             raise TimelineError(f"the shard is not loaded on {action.device!r} when this begins: {action}")
         elif action.kind is Kind.EVICT:
-            if action.bytes != here.bytes:
-                raise TimelineError(f"{here} took other bytes than {action} gives back")
-            del loaded[action.shard]
-            gone[action.shard] = action
+            left[action.shard] = left.get(action.shard, 0) + action.bytes
+            if left[action.shard] > here.bytes:
+                raise TimelineError(f"{here} took fewer bytes than are given back until {action}")
+            if left[action.shard] == here.bytes:
+                del loaded[action.shard], left[action.shard]
+                gone[action.shard] = action
+        elif action.shard in left:
+            raise TimelineError(f"the shard is being evicted when this begins: {action}")
         else:
             _check_use(task, action, here, gone, left_at)
             left_at = (action.device, action.shard)

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from hfusion.errors import PlanError
 
@@ -77,8 +78,7 @@ class Shard:
         return self.forward + self.backward + self.step
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """What is scheduled: one direction of one shard on one minibatch (``step``) of a task.
 
     The minibatches of evaluations are counted for themselves. ``updates``: whether it ends with the optimizer step of

@@ -25,8 +25,8 @@ class _Piece(NamedTuple):
     """A run as a shard: bytes, and seconds.
 
     ``runs``, ``held``: while it runs backward, and when it is loaded for that; ``runs_forward``, ``held_forward``: the
-    same of its forward. ``forward``, ``backward`` compute; ``loads``, ``reloads`` copy for them, ``leaves`` writes back
-    what changed.
+    same of its forward; ``weights``: what leaves first. ``forward``, ``backward`` compute; ``loads``, ``reloads`` copy
+    for them, ``leaves`` writes back what changed, ``changes`` the weights of it.
     """
 
     last: int
@@ -34,10 +34,12 @@ class _Piece(NamedTuple):
     held: int
     runs_forward: int
     held_forward: int
+    weights: int
     forward: float
     backward: float
     loads: float
     reloads: float
+    changes: float
     leaves: float
 
     def follows(self, before: _Piece, budget: int) -> bool:
@@ -46,7 +48,8 @@ class _Piece(NamedTuple):
 
     def waits(self, before: _Piece, budget: int) -> float:
         """Seconds for which computing waits between the two; also for this to leave, if ``before`` needs its room."""
-        leaves = self.leaves if before.runs + self.held > budget else 0.0
+        missing = before.runs + self.held - budget
+        leaves = 0.0 if missing <= 0 else self.changes if missing <= self.weights else self.leaves
         return leaves + max(0.0, self.loads - before.forward) + max(0.0, before.reloads - self.backward)
 
 
@@ -136,10 +139,12 @@ def _pieces(runs: Runs, first: int, budget: int, rates: Rates) -> list[_Piece]:
                 held,
                 run.weights + entry + run.workspace + leaving,
                 comes,
+                run.weights,
                 forward,
                 forward + backward + run.stepped / rates.memory,
                 (held if turns else run.weights + entry) / rates.load,
                 held / rates.load,
+                run.gradients / rates.evict,
                 (run.gradients + run.optimizer) / rates.evict,
             )
         )

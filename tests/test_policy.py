@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,7 +57,7 @@ def test_patience_ends_when_a_task_would_end_too_late() -> None:
     patient = POLICIES["patient-lrtf"]
     assert patient(state("patient-lrtf", [B], running=A, share=10.1)) is A
     assert patient(state("patient-lrtf", [B], running=A, share=10.0)) is B
-    assert patient(state("patient-lrtf", [B], running=replace(A, remaining=8.5), share=10.0)).task == A.task
+    assert patient(state("patient-lrtf", [B], running=A._replace(remaining=8.5), share=10.0)).task == A.task
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -92,10 +90,10 @@ def test_waiting_gives_all_in_order() -> None:
     with pytest.raises(IndexError):
         waiting.take(30)
     with pytest.raises(PlanError, match="needs 31 bytes"):
-        waiting.add(replace(A, need=31))
+        waiting.add(A._replace(need=31))
 
 
 def test_seeds_differ() -> None:
-    orders = [[policy.random(seed).order(replace(A, task=task)) for task in range(20)] for seed in (0, 1)]
+    orders = [[policy.random(seed).order(A._replace(task=task)) for task in range(20)] for seed in (0, 1)]
     assert orders[0] != orders[1]
     assert len(set(orders[0])) == 20

@@ -208,7 +208,9 @@ def _moved(timeline: Timeline, task: TaskPlan) -> list[int]:
         if action.kind is Kind.LOAD:
             loading.add(action.shard)
         elif action.kind is Kind.EVICT:
-            moved[action.step] += task.out_bytes(ran[action.shard], action.shard)
+            # It may leave in pieces.
+            way = ran.pop(action.shard, None)
+            moved[action.step] += 0 if way is None else task.out_bytes(way, action.shard)
         elif action.kind is not Kind.STEP:
             way = Direction.FORWARD if action.kind is Kind.FORWARD else Direction.BACKWARD
             ran[action.shard] = way

@@ -20,14 +20,19 @@ written whole need not be read first. */
 #define LOOKS 300
 #define GLANCES 2000
 
-/* As in copying.py; the maker keeps it and the arrays until it is done. */
+typedef struct {
+    uint64_t target, source;
+    int64_t size;
+    double ended;
+} row;
+
+/* Words of 8 bytes, as copying.py writes them, who keeps them until the job is done. moved: the rows that are done, and
+   one more when the thread has let go of the job. */
 typedef struct job {
     struct job *next;
-    int64_t count;
-    const uint64_t *targets, *sources;
-    const int64_t *sizes;
-    double began, ended;
-    int32_t past, done;
+    int64_t count, past, moved;
+    double began;
+    row rows[];
 } job;
 
 typedef struct {
@@ -52,7 +57,7 @@ static void relax(void)
 #endif
 }
 
-static void move(char *target, const char *source, int64_t size, int past)
+static void copy(char *target, const char *source, int64_t size, int64_t past)
 {
 #ifdef __AVX2__
     if (past && size >= LARGE) {
@@ -83,6 +88,17 @@ static void look(copier *self)
     }
 }
 
+/* So many moves of a job are done. Who waits counts itself before it looks, so one of the two sees the other. */
+static void tell(copier *self, job *each, int64_t moved)
+{
+    __atomic_store_n(&each->moved, moved, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&self->waiters, __ATOMIC_SEQ_CST)) {
+        pthread_mutex_lock(&self->lock);
+        pthread_cond_broadcast(&self->done);
+        pthread_mutex_unlock(&self->lock);
+    }
+}
+
 static void *run(void *argument)
 {
     copier *self = argument;
@@ -95,11 +111,14 @@ static void *run(void *argument)
         self->first = each->next;
         pthread_mutex_unlock(&self->lock);
         each->began = copier_now();
-        for (int64_t i = 0; i < each->count; i++)
-            move((char *)each->targets[i], (const char *)each->sources[i], each->sizes[i], each->past);
-        each->ended = copier_now();
+        for (int64_t i = 0; i < each->count; i++) {
+            row *next = &each->rows[i];
+            copy((char *)next->target, (const char *)next->source, next->size, each->past);
+            next->ended = copier_now();
+            tell(self, each, i + 1);
+        }
         pthread_mutex_lock(&self->lock);
-        __atomic_store_n(&each->done, 1, __ATOMIC_RELEASE);
+        __atomic_store_n(&each->moved, each->count + 1, __ATOMIC_RELEASE);
         if (self->waiters)
             pthread_cond_broadcast(&self->done);
     }
@@ -151,17 +170,18 @@ void copier_submit(copier *self, job *each)
     pthread_mutex_unlock(&self->lock);
 }
 
-void copier_wait(copier *self, job *each)
+/* Until so many moves of a job are done, see moved. */
+void copier_wait(copier *self, job *each, int64_t moved)
 {
     for (int glances = 0; glances < GLANCES; glances++) {
-        if (__atomic_load_n(&each->done, __ATOMIC_ACQUIRE))
+        if (__atomic_load_n(&each->moved, __ATOMIC_ACQUIRE) >= moved)
             return;
         relax();
     }
     pthread_mutex_lock(&self->lock);
-    self->waiters++;
-    while (!each->done)
+    __atomic_add_fetch(&self->waiters, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&each->moved, __ATOMIC_SEQ_CST) < moved)
         pthread_cond_wait(&self->done, &self->lock);
-    self->waiters--;
+    __atomic_sub_fetch(&self->waiters, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&self->lock);
 }

@@ -40,19 +40,18 @@ Moves: TypeAlias = Sequence[Move]
 
 SOURCE = Path(__file__).with_name("copier.c")
 
-# Bytes that are copied in less time than it takes to wake a thread.
-_SMALL = 1 << 18
+# Bytes that are copied in less time than it takes to ask a thread, what they lie in not being in the caches.
+_SMALL = 1 << 16
 
 
 class Ticket(Protocol):
-    """Copies that somebody asked for."""
+    """Copies that somebody asked for. ``moves``: the first so many of them; None: all."""
 
-    @property
-    def done(self) -> bool:
+    def done(self, moves: int | None = None) -> bool:
         """Whether ``wait`` would not block."""
 
-    def wait(self) -> tuple[float, float]:
-        """Until all is copied; when that began and ended, as ``perf_counter`` counts. Raises what copying raised."""
+    def wait(self, moves: int | None = None) -> tuple[float, float]:
+        """Until they are copied; when that began and ended, as ``perf_counter`` counts. Raises what copying raised."""
 
 
 class Copier(Protocol):
@@ -71,20 +70,9 @@ def copy_now(moves: Moves) -> None:
         target.copy_(source, non_blocking=True)
 
 
-class _Job(ctypes.Structure):
-    """As in ``copier.c``."""
-
-    _fields_ = (
-        ("next", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("targets", ctypes.c_void_p),
-        ("sources", ctypes.c_void_p),
-        ("sizes", ctypes.c_void_p),
-        ("began", ctypes.c_double),
-        ("ended", ctypes.c_double),
-        ("past", ctypes.c_int32),
-        ("done", ctypes.c_int32),
-    )
+# Words of a job and of a row in ``copier.c``, and where what it writes there lies.
+_JOB, _MOVED, _BEGAN = 5, 3, 4
+_ROW, _ENDED = 4, 3
 
 
 @dataclass(frozen=True)
@@ -92,9 +80,11 @@ class _Done:
     """Copies that took place at once."""
 
     times: tuple[float, float]
-    done: bool = True
 
-    def wait(self) -> tuple[float, float]:
+    def done(self, moves: int | None = None) -> bool:
+        return True
+
+    def wait(self, moves: int | None = None) -> tuple[float, float]:
         return self.times
 
 
@@ -104,21 +94,25 @@ class _NativeTicket:
     def __init__(self, thread: _NativeThread, moves: Moves, *, past: bool) -> None:
         self._thread = thread
         self._moves = moves
-        count = len(moves)
-        ends = [move.target.data_ptr() for move in moves] + [move.source.data_ptr() for move in moves]
-        self._table = array("Q", ends + [move.size for move in moves])
-        start, row = self._table.buffer_info()[0], count * self._table.itemsize
-        self.job = _Job(None, count, start, start + row, start + 2 * row, 0.0, 0.0, past)
+        self._count = len(moves)
+        words = [0, self._count, past, 0, 0]
+        for target, source, size in moves:
+            words += (target.data_ptr(), source.data_ptr(), size, 0)
+        self._words = array("Q", words)
+        self._times: memoryview[float] = memoryview(self._words).cast("B").cast("d")
+        self.job = self._words.buffer_info()[0]
 
-    @property
-    def done(self) -> bool:
-        return bool(self.job.done)
+    def done(self, moves: int | None = None) -> bool:
+        return self._words[_MOVED] >= (self._count + 1 if moves is None else moves)
 
-    def wait(self) -> tuple[float, float]:
-        if not self.job.done:
-            self._thread.wait(self.job)
-        self._moves = ()
-        return self.job.began + self._thread.offset, self.job.ended + self._thread.offset
+    def wait(self, moves: int | None = None) -> tuple[float, float]:
+        if not self.done(moves):
+            self._thread.wait(self.job, self._count + 1 if moves is None else moves)
+        if moves is None:
+            self._moves = ()
+        last = self._count if moves is None else moves
+        ended = _JOB + _ROW * (last - 1) + _ENDED if last else _BEGAN
+        return self._times[_BEGAN] + self._thread.offset, self._times[ended] + self._thread.offset
 
 
 class _NativeThread:
@@ -128,8 +122,8 @@ class _NativeThread:
         self._library: Any = library
         library.copier_now.restype = ctypes.c_double
         library.copier_open.restype = ctypes.c_void_p
-        for function in (library.copier_submit, library.copier_wait):
-            function.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Job)]
+        library.copier_submit.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        library.copier_wait.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         library.copier_close.argtypes = [ctypes.c_void_p]
         self.offset = perf_counter() - library.copier_now()
         self._tickets: deque[_NativeTicket] = deque()
@@ -140,7 +134,7 @@ class _NativeThread:
     def idle(self) -> bool:
         """Whether all jobs are done."""
         with self._lock:
-            while self._tickets and self._tickets[0].done:
+            while self._tickets and self._tickets[0].done():
                 self._tickets.popleft()
             return not self._tickets
 
@@ -153,10 +147,10 @@ class _NativeThread:
             self._tickets.append(ticket)
             self._library.copier_submit(self._handle, ticket.job)
 
-    def wait(self, job: _Job) -> None:
+    def wait(self, job: int, moved: int) -> None:
         # Once it is closed all jobs are done.
         if self._handle is not None:
-            self._library.copier_wait(self._handle, job)
+            self._library.copier_wait(self._handle, job, moved)
 
     def close(self) -> None:
         with self._lock:
@@ -186,14 +180,15 @@ class NativeCopier:
 
 
 class _FutureTicket:
+    """Its moves are done together: a stream is awaited as a whole."""
+
     def __init__(self, future: Future[tuple[float, float]]) -> None:
         self._future = future
 
-    @property
-    def done(self) -> bool:
+    def done(self, moves: int | None = None) -> bool:
         return self._future.done()
 
-    def wait(self) -> tuple[float, float]:
+    def wait(self, moves: int | None = None) -> tuple[float, float]:
         return self._future.result()
 
 

@@ -1,7 +1,7 @@
 """The state of a shard at rest, in host memory or in a file, and its copy on a device: contiguous buffers.
 
-A buffer has three sections, of which a copy may hold any: weights (parameters, buffers, constants), the optimizer's
-state, and gradients that outlive a unit.
+A buffer has three sections: weights (parameters, buffers, constants), the optimizer's state, and gradients that outlive
+a unit. A copy may hold any of them, each in a buffer of its own, so that its memory is free as soon as it has left.
 """
 
 from __future__ import annotations
@@ -81,27 +81,21 @@ class Layout:
         grouped = groupby(self.fields, key=lambda field: (field.section, field.dtype))
         return [(section, list(fields)) for (section, _), fields in grouped]
 
-    def starts(self, sections: Sequence[Section]) -> dict[Section, int]:
-        """Where each of ``sections`` begins in a buffer that holds them one after the other."""
-        starts, start = {}, 0
-        for section in sections:
-            starts[section] = start
-            start += self.sizes[section]
-        return starts
+    def buffers(self, buffer: Tensor) -> dict[Section, Tensor]:
+        """The sections in a buffer that holds them one after the other."""
+        return dict(zip(Section, buffer.split(self.sizes), strict=True))
 
-    def views(self, buffer: Tensor, sections: Sequence[Section]) -> dict[Section, dict[str, Tensor]]:
-        """The tensors by name in a buffer that holds ``sections`` one after the other.
+    def views(self, buffers: Mapping[Section, Tensor]) -> dict[Section, dict[str, Tensor]]:
+        """The tensors by name in buffers of sections.
 
         They are no views of one another for autograd, which would take a write to one for a write to all.
         """
-        starts = self.starts(sections)
-        found: dict[Section, dict[str, Tensor]] = {section: {} for section in sections}
+        found: dict[Section, dict[str, Tensor]] = {section: {} for section in buffers}
         for section, fields in self._neighbours:
-            if section in starts:
-                begin = starts[section] + fields[0].offset
-                size = fields[0].dtype.itemsize
+            if section in buffers:
+                begin, size = fields[0].offset, fields[0].dtype.itemsize
                 rooms = [field.room for field in fields]
-                run = buffer[begin : begin + sum(rooms)].view(fields[0].dtype)
+                run = buffers[section][begin : begin + sum(rooms)].view(fields[0].dtype)
                 for field, piece in zip(fields, run.unsafe_split_with_sizes([r // size for r in rooms]), strict=True):
                     whole = field.room == field.bytes
                     found[section][field.name] = (piece if whole else piece[: field.count]).view(field.shape)
@@ -114,8 +108,9 @@ class Home:
     def __init__(self, tensors: Mapping[Section, Mapping[str, Tensor]], *, pinned: bool, file: Path | None) -> None:
         self.layout = Layout.of(tensors)
         size = sum(self.layout.sizes)
-        self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned) if file is None else _mapped(file, size)
-        self.views = self.layout.views(self._buffer, tuple(Section))
+        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned) if file is None else _mapped(file, size)
+        self._buffers = self.layout.buffers(buffer)
+        self.views = self.layout.views(self._buffers)
         for section in Section:
             for name, tensor in tensors[section].items():
                 self.views[section][name].copy_(tensor.detach())
@@ -125,43 +120,39 @@ class Home:
         """Memory for ``sections`` on ``device``; the ``moves`` of the copy fill it."""
         copy = self._dropped.pop((sections, device), None)
         if copy is None:
-            return Copy(self.layout, self._buffer, sections, device)
+            return Copy(self.layout, {section: self._buffers[section] for section in sections}, device)
         copy.take()
         return copy
 
-    def drop(self, copy: Copy) -> None:
-        """Give the memory of a copy back, which is neither read nor written any longer."""
-        if copy.give():
+    def drop(self, copy: Copy, sections: Sequence[Section]) -> None:
+        """Give the memory of ``sections`` of a copy back, which are neither read nor written any longer."""
+        if copy.give(sections):
             self._dropped[copy.sections, copy.device] = copy
 
     def save(self, copy: Copy, section: Section, names: Sequence[str]) -> list[Move]:
         """What must be copied to write tensors of ``copy`` back: one piece, if it is the whole section."""
-        if len(names) == len(self.views[section]):
+        if names and len(names) == len(self.views[section]):
             here, home, size = copy.pieces[section]
             return [Move(home, here, size)]
         return [Move.of(self.views[section][name], copy.views[section][name]) for name in names]
 
 
 class Copy:
-    """Some sections of a shard on a device: a buffer, in ``pieces`` with what is at home, and its ``views``.
+    """Some sections of a shard on a device: a buffer each, in ``pieces`` with what is at home, and their ``views``.
 
-    Its memory is given back and taken again, see `Block`; ``moves`` fill it.
+    The memory is given back and taken again, see `Block`; ``moves`` fill it.
     """
 
-    def __init__(self, layout: Layout, home: Tensor, sections: tuple[Section, ...], device: torch.device) -> None:
-        self.sections = sections
+    def __init__(self, layout: Layout, home: Mapping[Section, Tensor], device: torch.device) -> None:
+        self.sections = tuple(home)
         self.device = device
-        buffer = torch.empty(sum(layout.sizes[section] for section in sections), dtype=torch.uint8, device=device)
-        self.views = layout.views(buffer, sections)
-        at_home = layout.starts(tuple(Section))
-        self.pieces: dict[Section, Move] = {}
-        for section, start in layout.starts(sections).items():
-            size, begin = layout.sizes[section], at_home[section]
-            self.pieces[section] = Move(buffer[start : start + size], home[begin : begin + size], size)
-        storage = buffer.untyped_storage()
-        # Else it would be counted as one more.
-        del buffer
-        self._block = Block(storage)
+        self.pieces = {
+            section: Move.of(torch.empty(len(source), dtype=torch.uint8, device=device), source)
+            for section, source in home.items()
+        }
+        self.views = layout.views({section: move.target for section, move in self.pieces.items()})
+        self._blocks = {section: Block(move.target.untyped_storage()) for section, move in self.pieces.items()}
+        self._given: set[Section] = set()
 
     @property
     def moves(self) -> list[Move]:
@@ -170,11 +161,14 @@ class Copy:
 
     def take(self) -> None:
         """Take memory again."""
-        self._block.take()
+        for block in self._blocks.values():
+            block.take()
+        self._given.clear()
 
-    def give(self) -> bool:
-        """Give the memory back; whether it can be taken again."""
-        return self._block.give()
+    def give(self, sections: Sequence[Section]) -> bool:
+        """Give the memory of ``sections`` back; whether all of it is given back and can be taken again."""
+        self._given.update(section for section in sections if self._blocks[section].give())
+        return len(self._given) == len(self.sections)
 
 
 def _mapped(file: Path, size: int) -> Tensor:

@@ -234,7 +234,7 @@ class State:
             here.changed.add((Section.WEIGHTS, name))
             here.changed.update((Section.OPTIMIZER, key) for _, key in self._stacks[name])
 
-    def evict(self, shard: int) -> list[Move]:
+    def evict(self, shard: int) -> dict[Section, list[Move]]:
         """Let a shard go; returns what must be copied to write back what changed, see ``leaves`` and ``left``."""
         with self._lock:
             here, home = self._here.pop(shard), self._homes[shard]
@@ -242,26 +242,28 @@ class State:
             for name in self.shards[shard].trained:
                 self._bind(name, home.views)
             self.optimizer.forget()
-        moves: list[Move] = []
-        for section in Section:
-            names = [name for changed, name in here.changed if changed is section]
-            if names:
-                moves += home.save(here.copy, section, names)
+        changed: dict[Section, list[str]] = {section: [] for section in here.copy.sections}
+        for section, name in here.changed:
+            changed[section].append(name)
         self._evicted[shard] = here.copy
-        return moves
+        return {section: home.save(here.copy, section, names) for section, names in changed.items()}
 
     def leaves(self, shard: int, ticket: Ticket) -> None:
         """The shard that was evicted is at home when ``ticket`` is done."""
         self._leaving[shard] = ticket
 
-    def left(self, shard: int) -> None:
-        """All copies from and to the shard that was evicted are done: give its memory on the device back."""
-        self._homes[shard].drop(self._evicted.pop(shard))
+    def left(self, shard: int, sections: Sequence[Section]) -> None:
+        """All copies from and to ``sections`` of the shard that was evicted are done: give their memory back."""
+        copy = self._evicted[shard]
+        # They leave in order.
+        if copy.sections[-1] in sections:
+            del self._evicted[shard]
+        self._homes[shard].drop(copy, sections)
 
     def close(self) -> None:
         """Give every tensor memory of its own again, and drop the homes; a run that broke off keeps what it reached."""
         for shard in [*self._here]:
-            copy_now(self.evict(shard))
+            copy_now([move for moves in self.evict(shard).values() for move in moves])
         for index, home in enumerate(self._homes):
             for name in self.shards[index].own:
                 frozen = self._frozen.get(name)

@@ -15,7 +15,7 @@ from hfusion.plan import Plan, TaskPlan, Unit
 from hfusion.runtime.copying import Ticket
 from hfusion.runtime.ending import Ending, Stopped
 from hfusion.runtime.lanes import Lanes
-from hfusion.runtime.training import Training
+from hfusion.runtime.training import Piece, Training
 from hfusion.schedule import Action, Kind
 
 
@@ -33,7 +33,7 @@ class Load:
     @property
     def done(self) -> bool:
         """Whether it is there."""
-        return self.ticket is not None and self.ticket.done
+        return self.ticket is not None and self.ticket.done()
 
     def wait(self) -> tuple[float, float]:
         """Until it is there; when its copying began and ended."""
@@ -45,21 +45,28 @@ class Load:
 
 @dataclass(eq=False)
 class Leaving:
-    """A shard on its way back; ``unused``: its load, if no unit had waited for that. ``ended``: its room is free."""
+    """A shard on its way back. ``pieces``: those whose room is not free yet; ``unused``: its load, if no unit waited
+    for that; ``last``: when what came before the next piece ended.
+    """
 
     task: int
     unit: Unit
     shard: int
-    size: int
     worker: Worker
     ticket: Ticket
+    pieces: tuple[Piece, ...]
     unused: Load | None
-    ended: bool = False
+    last: float = 0.0
+
+    @property
+    def ended(self) -> bool:
+        """Whether all its room is free."""
+        return not self.pieces
 
     @property
     def done(self) -> bool:
-        """Whether to settle it would not block."""
-        return self.ticket.done and (self.unused is None or self.unused.done)
+        """Whether all has left."""
+        return self.ticket.done() and (self.unused is None or self.unused.done)
 
 
 @dataclass
@@ -105,11 +112,11 @@ class Worker:
 
 
 class Traffic:
-    """The loads and evictions of the runs of a plan. ``actions``: what has been done."""
+    """The loads and evictions of the runs of a plan."""
 
     def __init__(self, plan: Plan, trainings: Sequence[Training], ending: Ending) -> None:
         self.runs = [Run(task, training, task.unit(0)) for task, training in zip(plan.tasks, trainings, strict=True)]
-        self.actions: list[Action] = []
+        self._noted: list[tuple[Kind, str, int, int, str, float, float, int]] = []
         self._ending = ending
         self._changed = ending.changed
         self._start = perf_counter()
@@ -214,10 +221,11 @@ class Traffic:
                 if first is None:
                     self._changed.wait()
                     continue
-            self._settle(first)
+                pieces = first.pieces[:1]
+            self._free(first, pieces)
 
     def _reap(self, worker: Worker) -> None:
-        """Give back what evictions that have come to their end held."""
+        """Give back what has left."""
         for leaving in [*worker.leaving]:
             if leaving.done:
                 self._settle(leaving)
@@ -229,22 +237,33 @@ class Traffic:
 
     def _settle(self, leaving: Leaving) -> None:
         """Wait for the end of an eviction, and give back what it held."""
+        while pieces := leaving.pieces:
+            self._free(leaving, pieces)
+
+    def _free(self, leaving: Leaving, pieces: tuple[Piece, ...]) -> None:
+        """Wait until the next ``pieces`` of an eviction have left, and give back what they held."""
         try:
             loaded = None if leaving.unused is None else leaving.unused.wait()
-            began, ended = leaving.ticket.wait()
+            began, ended = leaving.ticket.wait(pieces[-1].moves)
         except Exception as error:
             raise self._ending.failed(leaving.task, error) from error
         with self._changed:
-            if leaving.ended:
+            # Another thread may have done it.
+            if leaving.pieces[: len(pieces)] != pieces:
                 return
-            leaving.ended = True
-            leaving.worker.leaving.remove(leaving)
-            leaving.worker.lanes.ledger.give(leaving.size)
-            self.runs[leaving.task].training.left(leaving.shard)
-            if leaving.unused is not None and loaded is not None:
-                self.note(Kind.LOAD, leaving.unused.unit, leaving.shard, leaving.worker, *loaded, leaving.size)
-                began, ended = max(began, loaded[1]), max(ended, loaded[1])
-            self.note(Kind.EVICT, leaving.unit, leaving.shard, leaving.worker, began, ended, leaving.size)
+            leaving.pieces = leaving.pieces[len(pieces) :]
+            if leaving.ended:
+                leaving.worker.leaving.remove(leaving)
+            size = sum(piece.size for piece in pieces)
+            leaving.worker.lanes.ledger.give(size)
+            self.runs[leaving.task].training.left(leaving.shard, pieces)
+            load, leaving.unused = leaving.unused, None
+            if load is not None and loaded is not None:
+                self.note(Kind.LOAD, load.unit, leaving.shard, leaving.worker, *loaded, load.size)
+                leaving.last = loaded[1]
+            began, ended = max(began, leaving.last), max(ended, leaving.last)
+            self.note(Kind.EVICT, leaving.unit, leaving.shard, leaving.worker, began, ended, size)
+            leaving.last = ended
             self._changed.notify_all()
 
     def _parked(self, worker: Worker) -> int:
@@ -268,14 +287,19 @@ class Traffic:
         run = self.runs[task]
         unused = run.coming.pop(shard, None)
         try:
-            ticket = run.training.put_away(shard, worker.lanes.out, leave=leave)
+            ticket, pieces = run.training.put_away(shard, run.loaded.pop(shard), worker.lanes.out, leave=leave)
         except Exception as error:
             raise self._ending.failed(task, error) from error
-        run.gone[shard] = leaving = Leaving(task, run.unit, shard, run.loaded.pop(shard), worker, ticket, unused)
+        run.gone[shard] = leaving = Leaving(task, run.unit, shard, worker, ticket, pieces, unused)
         worker.leaving.append(leaving)
         self._changed.notify_all()
 
     def note(self, kind: Kind, unit: Unit, shard: int, worker: Worker, start: float, end: float, size: int) -> None:
         """Something was done."""
         times = (start - self._start, end - self._start)
-        self.actions.append(Action(kind, unit.task, shard, unit.step, worker.lanes.name, *times, size))
+        self._noted.append((kind, unit.task, shard, unit.step, worker.lanes.name, *times, size))
+
+    @property
+    def actions(self) -> list[Action]:
+        """What has been done."""
+        return [Action(*each) for each in self._noted]

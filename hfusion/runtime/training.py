@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -70,6 +70,16 @@ class Recipe:
             frozenset(name for after in self.parts[index:] for name in after.takes)
             for index in range(1, len(self.parts) + 1)
         )
+
+
+class Piece(NamedTuple):
+    """What leaves a device together: ``size`` bytes are free when the first ``moves`` of the eviction are done, None:
+    all.
+    """
+
+    sections: tuple[Section, ...]
+    moves: int | None
+    size: int
 
 
 class Source(Protocol):
@@ -185,19 +195,31 @@ class Training:
             if self._turns(shard):
                 self._norms, self._factors = {}, None
 
-    def put_away(self, shard: int, copier: Copier, *, leave: bool) -> Ticket:
-        """Take a shard off its device; ``leave``: and all else that the task has there."""
+    def put_away(self, shard: int, size: int, copier: Copier, *, leave: bool) -> tuple[Ticket, tuple[Piece, ...]]:
+        """Take a shard, for which ``size`` bytes are held, off its device; ``leave``: and all else the task has there.
+
+        The weights leave first, with what crosses cuts.
+        """
         moves = self._crossing.put_away(shard)
         if leave:
             moves += self._leave()
-        ticket = copier.submit([*moves, *self.state.evict(shard)])
+        changed = self.state.evict(shard)
+        count = len(moves) + len(changed[Section.WEIGHTS])
+        for found in changed.values():
+            moves += found
+        ticket = copier.submit(moves)
         self.state.leaves(shard, ticket)
-        return ticket
+        sections, weights = tuple(changed), self.plan.shards[shard].weights
+        if len(sections) == 1 or not count or not 0 < weights < size:
+            return ticket, (Piece(sections, None, size),)
+        return ticket, (Piece(sections[:1], count, weights), Piece(sections[1:], None, size - weights))
 
-    def left(self, shard: int) -> None:
-        """All copies from and to a shard that was put away are done."""
-        self.state.left(shard)
-        self._crossing.left(shard)
+    def left(self, shard: int, pieces: Sequence[Piece]) -> None:
+        """All copies from and to ``pieces`` of a shard that was put away are done."""
+        sections = [section for piece in pieces for section in piece.sections]
+        self.state.left(shard, sections)
+        if Section.WEIGHTS in sections:
+            self._crossing.left(shard)
 
     def _leave(self) -> list[Move]:
         """Take what lives between units off the device; what only its graph knows is computed again."""

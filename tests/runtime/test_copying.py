@@ -73,12 +73,25 @@ def test_jobs_run_in_order(copier: Copier, size: int) -> None:
     before = perf_counter()
     times = [ticket.wait() for ticket in tickets]
     assert all(not place.any() for place in places)
-    assert all(ticket.done for ticket in tickets)
+    assert all(ticket.done() for ticket in tickets)
     assert times == [ticket.wait() for ticket in tickets]
     assert all(began <= ended for began, ended in times)
     assert [time for pair in times for time in pair] == sorted(time for pair in times for time in pair)
     assert times[0][0] < perf_counter()
     assert before - 60 < times[-1][1]
+
+
+def test_the_first_moves_of_a_job_may_be_awaited(copier: Copier) -> None:
+    sources = [torch.randn(1 << 20) for _ in range(3)]
+    targets = [torch.zeros(1 << 20) for _ in range(3)]
+    ticket = copier.submit(list(map(Move.of, targets, sources)))
+    began, first = ticket.wait(1)
+    assert ticket.done(1)
+    assert torch.equal(targets[0], sources[0])
+    assert ticket.wait(2)[0] == ticket.wait()[0] == began
+    assert began <= first <= ticket.wait(2)[1] <= ticket.wait(3)[1] == ticket.wait()[1]
+    assert ticket.done()
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
 
 
 def test_what_is_copied_is_let_go(copier: Copier) -> None:
@@ -88,7 +101,7 @@ def test_what_is_copied_is_let_go(copier: Copier) -> None:
     seen = weakref.ref(source)
     del source
     assert seen() is None
-    assert ticket.done
+    assert ticket.done()
 
 
 def test_many_threads_may_ask(copier: Copier) -> None:
@@ -133,9 +146,11 @@ def test_copying_at_once() -> None:
 
 def test_the_job_of_c_is_as_python_writes_it(compiler: list[str], tmp_path: Path) -> None:
     source = tmp_path / "size.c"
-    source.write_text(f'#include "{copying.SOURCE}"\nint64_t job_size(void) {{ return sizeof(job); }}\n')
+    fields = ["sizeof(job)", "offsetof(job, moved)", "offsetof(job, began)", "sizeof(row)", "offsetof(row, ended)"]
+    functions = [f"int64_t field{number}(void) {{ return {field}; }}" for number, field in enumerate(fields)]
+    source.write_text("\n".join([f'#include "{copying.SOURCE}"', "#include <stddef.h>", *functions]))
     built = native.build(source, compiler, tmp_path)
     assert isinstance(built, Path)
-    size = ctypes.CDLL(str(built)).job_size
-    size.restype = ctypes.c_int64
-    assert size() == ctypes.sizeof(copying._Job)
+    library = ctypes.CDLL(str(built))
+    words = [copying._JOB, copying._MOVED, copying._BEGAN, copying._ROW, copying._ENDED]
+    assert [getattr(library, f"field{number}")() for number in range(len(fields))] == [8 * word for word in words]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
+from time import perf_counter, sleep
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ import hfusion as hf
 from hfusion.plan import Plan
 from hfusion.policy import POLICIES, Candidate, Order, Policy, State
 from hfusion.runtime import lanes
-from hfusion.runtime.copying import Copier, ThreadCopier
+from hfusion.runtime.copying import Copier, Move, Moves, ThreadCopier, Ticket, copy_now
 from hfusion.schedule import Kind
 from hfusion.task import Step
 from tests.trained import Way, adamw, assert_same, batches, fused, machine, momentum, plain, planned, task
@@ -135,6 +138,57 @@ def test_threads_of_python_copy_as_the_one_of_c(monkeypatch: pytest.MonkeyPatch)
     tasks = [task(array, WAYS[index], LOADER, f"t{index}") for index, array in enumerate(arrays)]
     on = machine(2)
     assert_same(arrays, tasks, expected, on, planned(tasks, on, [4, 3, 2], [False, False, True]))
+
+
+class Gradual:
+    """Copies slowly, one move after the other."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+
+    def submit(self, moves: Moves) -> Ticket:
+        return GradualTicket([self._pool.submit(self._copy, move) for move in moves] or [self._pool.submit(now)])
+
+    def _copy(self, move: Move) -> tuple[float, float]:
+        began, _ = now()
+        sleep(0.005)
+        copy_now([move])
+        return began, perf_counter()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+class GradualTicket:
+    def __init__(self, copies: list[Future[tuple[float, float]]]) -> None:
+        self._copies = copies
+
+    def done(self, moves: int | None = None) -> bool:
+        return all(copy.done() for copy in self._copies[:moves])
+
+    def wait(self, moves: int | None = None) -> tuple[float, float]:
+        times = [copy.result() for copy in self._copies[:moves]]
+        return times[0][0], times[-1][1]
+
+
+def now() -> tuple[float, float]:
+    return perf_counter(), perf_counter()
+
+
+def test_a_unit_waits_for_no_more_room_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(name: str, device: torch.device, threads: int) -> tuple[Copier, Copier]:
+        return ThreadCopier(f"{name} in", device, threads), Gradual()
+
+    monkeypatch.setattr(lanes, "copiers", slow)
+    array, expected = made(0)
+    one, on = task(array, WAYS[0], LOADER), machine()
+    plan = planned([one], on, [5], [False])
+    ((name, size),) = plan.devices.items()
+    report = assert_same([array], [one], [expected], on, replace(plan, devices={name: size + 300}))
+    weights = [shard.weights for shard in plan.tasks[0].shards]
+    evicted = [action for action in report.timeline.actions if action.kind is Kind.EVICT]
+    early = [a for a, b in pairwise(evicted) if a.shard == b.shard and a.bytes == weights[a.shard] and a.end <= b.start]
+    assert early
 
 
 @pytest.mark.parametrize("resident", [False, True], ids=["spilled", "resident"])

@@ -72,7 +72,7 @@ def test_load_gives_what_is_at_home(home: Home, sections: tuple[Section, ...]) -
 def test_a_copy_that_was_dropped_is_filled_again_under_the_same_views(home: Home) -> None:
     copy = loaded(home, tuple(Section))
     views = [view for section in Section for view in copy.views[section].values()]
-    home.drop(copy)
+    home.drop(copy, copy.sections)
     assert copy.views[WEIGHTS]["w"].untyped_storage().nbytes() == 0
     assert loaded(home, (WEIGHTS,)) is not copy
     home.views[WEIGHTS]["w"].fill_(3)
@@ -83,10 +83,22 @@ def test_a_copy_that_was_dropped_is_filled_again_under_the_same_views(home: Home
             assert torch.equal(again.views[section][name], tensor)
 
 
+def test_a_section_that_left_gives_its_memory_back_alone(home: Home) -> None:
+    copy = loaded(home, (WEIGHTS, OPTIMIZER))
+    home.drop(copy, [WEIGHTS])
+    assert copy.views[WEIGHTS]["w"].untyped_storage().nbytes() == 0
+    assert torch.equal(copy.views[OPTIMIZER]["w exp_avg"], tensors()[OPTIMIZER]["w exp_avg"])
+    assert home.load((WEIGHTS, OPTIMIZER), CPU) is not copy
+    home.drop(copy, [OPTIMIZER])
+    assert loaded(home, (WEIGHTS, OPTIMIZER)) is copy
+    for section in copy.sections:
+        assert all(torch.equal(copy.views[section][name], tensor) for name, tensor in tensors()[section].items())
+
+
 def test_memory_that_others_see_is_theirs(home: Home) -> None:
     copy = loaded(home, (WEIGHTS,))
     kept = copy.views[WEIGHTS]["w"].detach()[1:]
-    home.drop(copy)
+    home.drop(copy, copy.sections)
     again = loaded(home, (WEIGHTS,))
     assert again is not copy
     again.views[WEIGHTS]["w"].zero_()

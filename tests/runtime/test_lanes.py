@@ -76,7 +76,7 @@ def test_closing_waits_for_what_runs_and_drops_what_waits() -> None:
     other.close()
     assert done == ["ran"]
     assert running.done()
-    assert ticket.done
+    assert ticket.done()
     assert torch.equal(target, source)
     with pytest.raises(CancelledError):
         waiting.result()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 import hfusion as hf
 from hfusion.errors import SpillError
 from hfusion.program import Kind, Slot
-from hfusion.runtime.copying import Moves, copy_now
+from hfusion.runtime.copying import Move, Moves, copy_now
 from hfusion.runtime.home import Section
 from hfusion.runtime.state import Holding, State, holdings
 
@@ -98,6 +99,15 @@ class Subject:
             assert all(torch.equal(ours[key], alone[key]) for key in alone)
 
 
+def flat(moves: Mapping[Section, list[Move]]) -> list[Move]:
+    return [move for found in moves.values() for move in found]
+
+
+def put_away(state: State, shard: int) -> None:
+    """Evict a shard, and write back what changed."""
+    copy_now(flat(state.evict(shard)))
+
+
 @pytest.fixture(params=["host", "disk"])
 def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Subject:
     return Subject(tmp_path if request.param == "disk" else None)
@@ -118,13 +128,13 @@ def test_an_update_is_written_back_when_the_shard_leaves(subject: Subject) -> No
     before = subject.array.state_dict()["tied"].clone()
     copy_now(subject.state.load(0, ALL, CPU))
     subject.step(0, ["tied"])
-    copy_now(subject.state.evict(0))
+    put_away(subject.state, 0)
     assert not torch.equal(subject.array.state_dict()["tied"], before)
     subject.check()
     copy_now(subject.state.load(1, ALL, CPU))
     assert torch.equal(subject.state.tensor(1, "tied"), subject.alone.get_parameter("tied"))
     subject.step(1, ["last"])
-    copy_now(subject.state.evict(1))
+    put_away(subject.state, 1)
     subject.check()
     assert all(param.grad is None for param in subject.array.parameters())
 
@@ -132,7 +142,7 @@ def test_an_update_is_written_back_when_the_shard_leaves(subject: Subject) -> No
 def test_what_did_not_change_is_not_written_back(subject: Subject) -> None:
     copy_now(subject.state.load(0, ALL, CPU))
     subject.state.tensor(0, "tied").zero_()
-    copy_now(subject.state.evict(0))
+    put_away(subject.state, 0)
     subject.check()
 
 
@@ -141,10 +151,10 @@ def test_gradients_that_are_kept_outlive_the_visit(subject: Subject) -> None:
     copy_now(state.load(0, (WEIGHTS, GRADIENTS), CPU))
     state.gradient(0, "tied").fill_(3)
     state.keep_gradient(0, "tied")
-    copy_now(state.evict(0))
+    put_away(state, 0)
     copy_now(state.load(0, ALL, CPU))
     assert state.gradient(0, "tied").unique().tolist() == [3]
-    copy_now(state.evict(0))
+    put_away(state, 0)
     subject.check()
 
 
@@ -161,7 +171,7 @@ def test_a_borrowed_buffer_goes_home_at_once_and_is_fetched_again(subject: Subje
     state.refresh(1, ["count"])
     assert state.tensor(1, "count").unique().tolist() == [6]
     for shard in (1, 0):
-        copy_now(state.evict(shard))
+        put_away(state, shard)
     assert subject.array.state_dict()["count"].unique().tolist() == [6]
 
 
@@ -171,7 +181,7 @@ def test_who_needs_a_shard_that_leaves_waits_until_it_is_at_home(subject: Subjec
         copy_now(state.load(shard, (WEIGHTS,), CPU))
     state.tensor(0, "count").fill_(5)
     state.wrote(0, ["count"])
-    leaving = Leaving(state.evict(0))
+    leaving = Leaving(flat(state.evict(0)))
     state.leaves(0, leaving)
     state.refresh(1, ["count"])
     assert state.tensor(1, "count").unique().tolist() == [5]
@@ -185,13 +195,14 @@ def test_who_needs_a_shard_that_leaves_waits_until_it_is_at_home(subject: Subjec
 class Leaving:
     """Copies that take place as late as they can."""
 
-    done = False
-
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
         self.waited = 0
 
-    def wait(self) -> tuple[float, float]:
+    def done(self, moves: int | None = None) -> bool:
+        return False
+
+    def wait(self, moves: int | None = None) -> tuple[float, float]:
         self.waited += 1
         copy_now(self._moves)
         return 0.0, 0.0
@@ -211,7 +222,7 @@ def test_together_a_shard_uses_anothers_tensors_where_they_are() -> None:
 def test_in_the_end_every_tensor_has_memory_of_its_own(subject: Subject, loaded: bool) -> None:
     copy_now(subject.state.load(0, ALL, CPU))
     subject.step(0, ["tied"])
-    copy_now(subject.state.evict(0))
+    put_away(subject.state, 0)
     if loaded:
         copy_now(subject.state.load(1, ALL, CPU))
     subject.state.close()
