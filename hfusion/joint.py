@@ -7,7 +7,9 @@ to inductor as it is, past Dynamo: what Dynamo would guard, the caller checks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hfusion.compile import BATCHED, Arguments, Place, Source, of_member
 from hfusion.inputs import StackedInput, is_stacked
@@ -175,9 +178,24 @@ def _trace(forward: Source, loss: Source, tensors: Tensors, given: Sequence[Tens
         return _separate(given, [losses.detach(), *(grad for grad in grads if grad is not None)])
 
     # Programs pick their ways by strides and sizes, which the fake tensors have.
-    with quiet(), torch.enable_grad(), mode, enable_python_dispatcher():
+    with quiet(), torch.enable_grad(), _attention(given), mode, enable_python_dispatcher():
         module = onehot(turn(sink(make_fx(joint, decomposition_table=DECOMPOSITIONS)(*own, *batch))))
     return Joint(module, tuple(reached), (*own, *batch))
+
+
+def _attention(given: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """In which attention is traced: in float64 written out where torch describes the CPU's kernel as it is not."""
+    wrong = any(tensor.dtype is torch.float64 for tensor in given) and _misdescribed()
+    return sdpa_kernel(SDPBackend.MATH) if wrong else nullcontext()
+
+
+@cache
+def _misdescribed() -> bool:
+    """Whether torch takes what the kernel keeps for its backward for float32, as 2.11 does."""
+    with FakeTensorMode():
+        x = torch.empty(1, 1, 1, 8, dtype=torch.float64)
+        kept = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x)[1]
+    return kept.dtype is not torch.float64
 
 
 def _fake(mode: FakeTensorMode, position: int, leaf: Any) -> Tensor:

@@ -101,7 +101,7 @@ def _on_cpu(start: Prepare) -> tuple[Running | Cell, int]:
     """The same by the profiler."""
     # Else it writes a line to stderr at each start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         prepared = start()
         with record_function(STEADY):
             if isinstance(prepared, Running):
