@@ -16,6 +16,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from hfusion.passes.functional import IDENTITY
+
 aten = torch.ops.aten
 
 
@@ -53,7 +55,7 @@ def sink(module: fx.GraphModule) -> fx.GraphModule:
                 env[node] = views[source].base
             else:
                 keep(node, value(source), dims)
-        elif node.target is aten.detach.default and sources[0] in views:
+        elif node.target in IDENTITY and sources[0] in views:
             keep(node, views[sources[0]].base, views[sources[0]].dims)
         elif _pointwise(node) and _alike(sources, views) and (found := _sunk(node, views)) is not None:
             base = graph.node_copy(node, lambda n: views[n].base)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -205,7 +204,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], Callable[[], Any], str]] = {
     "counter": (count, lambda: 0, "Python attribute state"),
     "numpy counter": (count, lambda: np.zeros(1), "Python attribute state"),
     "list": (append, list, "Python attribute state"),
-    "iterator": (lambda self, x: self.fc(x) * next(self.state), itertools.count, "Python attribute state"),
+    "iterator": (lambda self, x: self.fc(x) * next(self.state), lambda: iter(range(9)), "Python attribute state"),
     "own random": (
         lambda self, x: self.fc(x) * self.state.random(),
         lambda: random.Random(0),

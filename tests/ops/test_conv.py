@@ -7,6 +7,8 @@ from hfusion.layout import Layout
 from tests.oracle import Case, check, draws, lowerings, member_graph, t
 
 aten = torch.ops.aten
+# Of operators that are called by themselves, torch's warnings reach Python from 2.15 on.
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 
 X1, X2, X3 = t(2, 4, 9), t(2, 4, 6, 7), t(2, 4, 4, 5, 4)
 

@@ -11,6 +11,8 @@ from hfusion.passes.batch import batch
 from tests.oracle import Case, Draw, check, member_graph, t
 
 aten = torch.ops.aten
+# Of operators that are called by themselves, torch's warnings reach Python from 2.15 on.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is non-contiguous, this will lower the performance:UserWarning")
 
 X = t(3, 4, 5)
 

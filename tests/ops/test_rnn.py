@@ -17,6 +17,8 @@ from hfusion.passes.batch import batch
 from tests.oracle import Case, Draw, check, member_graph, t
 
 aten = torch.ops.aten
+# Of operators that are called by themselves, torch's warnings reach Python from 2.15 on.
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 
 MEMBERS = 3
 
