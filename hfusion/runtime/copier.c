@@ -13,6 +13,8 @@ written whole need not be read first. */
 #endif
 
 #define LARGE (1 << 18)
+/* Somebody waits for what is loaded, while what goes back may have room left: loads come between pieces of that. */
+#define PIECE (1 << 20)
 
 /* To wake a thread takes whoever does it longer than to ask for a copy: after a job the thread looks for the next one
    by itself for a while (LOOKS pauses), and who waits for a job looks a moment (GLANCES) before it sleeps. */
@@ -26,11 +28,12 @@ typedef struct {
     double ended;
 } row;
 
-/* Words of 8 bytes, as copying.py writes them, who keeps them until the job is done. moved: the rows that are done, and
-   one more when the thread has let go of the job. */
+/* Words of 8 bytes, as copying.py writes them, who keeps them until the job is done. past: written past the caches, after
+   all that is not. moved: the rows that are done, and one more when the thread has let go of the job; at: the bytes of
+   the next one that are. */
 typedef struct job {
     struct job *next;
-    int64_t count, past, moved;
+    int64_t count, past, moved, at;
     double began;
     row rows[];
 } job;
@@ -39,7 +42,7 @@ typedef struct {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t work, done;
-    job *first, *last;
+    job *first[2], *last[2]; /* by past */
     int closed, sleeps, waiters;
 } copier;
 
@@ -72,16 +75,21 @@ static void copy(char *target, const char *source, int64_t size, int64_t past)
     memcpy(target, source, (size_t)size);
 }
 
+static job *next_of(const copier *self)
+{
+    return self->first[0] ? self->first[0] : self->first[1];
+}
+
 /* Until there is work or the end; holds the lock before and after. */
 static void look(copier *self)
 {
     const struct timespec pause = {0, PAUSE_NS};
-    for (int looks = 0; !self->first && !self->closed && looks < LOOKS; looks++) {
+    for (int looks = 0; !next_of(self) && !self->closed && looks < LOOKS; looks++) {
         pthread_mutex_unlock(&self->lock);
         nanosleep(&pause, 0);
         pthread_mutex_lock(&self->lock);
     }
-    while (!self->first && !self->closed) {
+    while (!next_of(self) && !self->closed) {
         self->sleeps = 1;
         pthread_cond_wait(&self->work, &self->lock);
         self->sleeps = 0;
@@ -99,25 +107,38 @@ static void tell(copier *self, job *each, int64_t moved)
     }
 }
 
+/* A piece of a job that has rows left. */
+static void advance(copier *self, job *each)
+{
+    row *next = &each->rows[each->moved];
+    const int64_t left = next->size - each->at, size = left < PIECE ? left : PIECE;
+    copy((char *)next->target + each->at, (const char *)next->source + each->at, size, each->past);
+    each->at += size;
+    if (each->at < next->size)
+        return;
+    each->at = 0;
+    next->ended = copier_now();
+    tell(self, each, each->moved + 1);
+}
+
 static void *run(void *argument)
 {
     copier *self = argument;
     pthread_mutex_lock(&self->lock);
     for (;;) {
         look(self);
-        job *each = self->first;
+        job *each = next_of(self);
         if (!each)
             break;
-        self->first = each->next;
         pthread_mutex_unlock(&self->lock);
-        each->began = copier_now();
-        for (int64_t i = 0; i < each->count; i++) {
-            row *next = &each->rows[i];
-            copy((char *)next->target, (const char *)next->source, next->size, each->past);
-            next->ended = copier_now();
-            tell(self, each, i + 1);
-        }
+        if (!each->began)
+            each->began = copier_now();
+        if (each->moved < each->count)
+            advance(self, each);
         pthread_mutex_lock(&self->lock);
+        if (each->moved < each->count)
+            continue;
+        self->first[each->past] = each->next;
         __atomic_store_n(&each->moved, each->count + 1, __ATOMIC_RELEASE);
         if (self->waiters)
             pthread_cond_broadcast(&self->done);
@@ -156,15 +177,15 @@ void copier_close(copier *self)
     free(self);
 }
 
-/* Begins a job after all before it. */
+/* Begins a job after all before it of its kind. */
 void copier_submit(copier *self, job *each)
 {
     pthread_mutex_lock(&self->lock);
-    if (self->first)
-        self->last->next = each;
+    if (self->first[each->past])
+        self->last[each->past]->next = each;
     else
-        self->first = each;
-    self->last = each;
+        self->first[each->past] = each;
+    self->last[each->past] = each;
     if (self->sleeps)
         pthread_cond_signal(&self->work);
     pthread_mutex_unlock(&self->lock);

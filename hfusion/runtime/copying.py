@@ -71,7 +71,7 @@ def copy_now(moves: Moves) -> None:
 
 
 # Words of a job and of a row in ``copier.c``, and where what it writes there lies.
-_JOB, _MOVED, _BEGAN = 5, 3, 4
+_JOB, _MOVED, _BEGAN = 6, 3, 5
 _ROW, _ENDED = 4, 3
 
 
@@ -95,7 +95,7 @@ class _NativeTicket:
         self._thread = thread
         self._moves = moves
         self._count = len(moves)
-        words = [0, self._count, past, 0, 0]
+        words = [0, self._count, past, 0, 0, 0]
         for target, source, size in moves:
             words += (target.data_ptr(), source.data_ptr(), size, 0)
         self._words = array("Q", words)
@@ -160,7 +160,10 @@ class _NativeThread:
 
 
 class NativeCopier:
-    """Host memory to host memory, by a thread of C; ``past`` the processor's caches if nobody reads it soon."""
+    """Host memory to host memory, by a thread of C.
+
+    ``past``: what nobody reads soon. It is written past the processor's caches, and after all that is not.
+    """
 
     def __init__(self, thread: _NativeThread, *, past: bool) -> None:
         self._thread = thread

@@ -81,6 +81,19 @@ def test_jobs_run_in_order(copier: Copier, size: int) -> None:
     assert before - 60 < times[-1][1]
 
 
+def test_what_is_loaded_comes_between_what_goes_back(compiler: list[str]) -> None:
+    into, out = copiers("c", CPU, 1)
+    source, place, other = torch.ones(1 << 26), torch.zeros(1 << 26), torch.zeros(1 << 20)
+    back = [out.submit([Move.of(place, source)]) for _ in range(2)]
+    there = into.submit([Move.of(other, source[: 1 << 20])])
+    ended = there.wait()[1]
+    assert ended < back[0].wait()[1] < back[1].wait()[1]
+    assert torch.equal(place, source)
+    assert torch.equal(other, source[: 1 << 20])
+    for each in (into, out):
+        each.close()
+
+
 def test_the_first_moves_of_a_job_may_be_awaited(copier: Copier) -> None:
     sources = [torch.randn(1 << 20) for _ in range(3)]
     targets = [torch.zeros(1 << 20) for _ in range(3)]
