@@ -107,6 +107,7 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "loaded twice": (lambda actions: actions.insert(nth(LOAD), actions[nth(LOAD)]), "already on a device"),
     "never evicted": (drop(EVICT, -1), "never evicted"),
     "other bytes": (change(EVICT, bytes=999), "took fewer bytes"),
+    "not all given back": (change(EVICT, -1, bytes=0), "never evicted"),
     "too little": (change(LOAD, bytes=0), "took fewer bytes|holds less"),
     "too much": (change(FORWARD, bytes=1000), "its budget is 20"),
 }

@@ -210,6 +210,7 @@ class Training:
         ticket = copier.submit(moves)
         self.state.leaves(shard, ticket)
         sections, weights = tuple(changed), self.plan.shards[shard].weights
+        # What is not copied has no time of its own at which it left.
         if len(sections) == 1 or not count or not 0 < weights < size:
             return ticket, (Piece(sections, None, size),)
         return ticket, (Piece(sections[:1], count, weights), Piece(sections[1:], None, size - weights))

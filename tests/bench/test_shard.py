@@ -265,7 +265,9 @@ def test_steady_steps_are_read_from_a_timeline() -> None:
                 (Kind.LOAD, 0, 0.5),
                 (Kind.BACKWARD, 0, 1.5),
                 (Kind.STEP, 0, 0.5),
-                (Kind.EVICT, 0, 0.25),
+                # In two pieces.
+                (Kind.EVICT, 0, 0.125),
+                (Kind.EVICT, 0, 0.125),
             ]
         ):
             begin = start + index * length / 2
