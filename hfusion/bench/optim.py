@@ -1,7 +1,7 @@
 """The sub-benchmark ``optim``: the step of an optimizer alone, over B members with B learning rates.
 
 hfusion's way is a kernel of its own that makes one pass over the stacks, or a row per member through torch's
-fused kernels where that one cannot run (``hfusion.optim.native``). It is compared with what a user could do
+fused kernels where that one cannot run (``hfusion.optim.native``, ``gpu``). It is compared with what a user could do
 instead, and with the bound: torch's fused kernel over the whole stack, which knows only one learning rate.
 """
 
@@ -21,7 +21,7 @@ from hfusion import optim
 from hfusion.array import Membership, mark
 from hfusion.bench import timing
 from hfusion.bench.progress import Meter
-from hfusion.optim import native
+from hfusion.optim import gpu, native
 
 Step = Callable[[], object]
 Shapes = tuple[tuple[int, ...], ...]
@@ -211,7 +211,7 @@ ABOUT = {
 
 def form(device: torch.device) -> str:
     """Which kernels hfusion runs on ``device``, and why if they are torch's."""
-    found = native.library() if device.type == "cpu" else "the native kernel is for CPUs"
+    found = (gpu if device.type == "cuda" else native).library()
     return f"torch rows: {found}" if isinstance(found, str) else "native"
 
 

@@ -1,9 +1,10 @@
 """The mechanism of the fused optimizers: stacks ``[B, *shape]`` of parameters, vectors ``[B]`` of numbers.
 
 Arithmetic that broadcasts a vector over a stack reads and writes every tensor several times and is slower
-than a loop over the members. So on a CPU a kernel of our own (``native``) takes the vectors and makes one pass
-over the memory of a group. Elsewhere, and where it cannot be compiled, the kernels of torch.optim, which take
-scalars, run on rows: each run of neighbouring members with equal hyper-parameters and step counts is one call.
+than a loop over the members. So a kernel of our own, in C on a CPU (``native``) and in Triton on a CUDA device
+(``gpu``), takes the vectors and makes one pass over the memory of a group. Elsewhere, and where it cannot be compiled,
+the kernels of torch.optim, which take scalars, run on rows: each run of neighbouring members with equal
+hyper-parameters and step counts is one call.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.optim import optimizer as optimizer_module
 
 from hfusion.array import mark, membership
 from hfusion.errors import FusionError
+from hfusion.optim import native
 from hfusion.optim.cohort import Cohort, Cohorts, State, membership_of, same_objects
 from hfusion.optim.hyper import Hyper, Values, own, plain, read, unchanged
 from hfusion.optim.ready import Ready
@@ -47,7 +49,7 @@ class FusedOptimizer(Optimizer):
     counts_steps: ClassVar[bool] = True
     """Whether torch's class has a ``step`` in its state."""
     kernel: ClassVar[str]
-    """The name of the kernel in ``kernels.c``."""
+    """The name of the kernel in ``kernels.c``, and in ``gpu.py``."""
 
     def __init__(self, params: Any, defaults: Mapping[str, Any]) -> None:
         self._known: dict[int, tuple[Settings, Cohorts | None]] = {}
@@ -134,7 +136,7 @@ class FusedOptimizer(Optimizer):
             again = same_objects(before, [cohorts for _, cohorts in self._known.values()])
             self._ready = self._remembered() if again else None
         for settings, cohort, grads in work:
-            if cohort.native:
+            if cohort.planned:
                 cohort.step(grads, settings)
                 continue
             kernel = self.fused if cohort.fused else self.general
@@ -296,7 +298,8 @@ class FusedOptimizer(Optimizer):
         keys = list(dict.fromkeys([*(hyper.key for hyper in self.hypers), *self.flags]))
         steady = (
             all(param.grad is not None for group in groups for param in group["params"])
-            and all(cohort.native for _, cohorts in known for cohort in cohorts.all)
+            and all(cohort.planned for _, cohorts in known for cohort in cohorts.all)
+            and not isinstance(native.library(), str)
             and all(vector.is_contiguous() for settings, _ in known for vector in settings.vectors)
             # A list may change and stay the same object.
             and not any(isinstance(group[key], list) for group in groups for key in keys)

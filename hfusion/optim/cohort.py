@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hfusion.array import Membership, membership
-from hfusion.optim import native
+from hfusion.optim import gpu, native
 from hfusion.optim.hyper import Values
 from hfusion.optim.rows import Row, RowPlan
 from hfusion.optim.settings import Settings, run_lengths
 
 State: TypeAlias = dict[str, Tensor]
 
-_FUSED_DEVICES = ("cpu", "cuda")
+
+class Plan(Protocol):
+    """A kernel of our own for the tensors of a cohort."""
+
+    def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
+        """They lie elsewhere now."""
+
+    def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        """Count a step and make it. ``grads``: as the parameters."""
+
+
+# By type of device; where kernels read memory as it lies.
+PLANS: Mapping[str, Callable[[str, Sequence[Sequence[Tensor]], Tensor | None], Plan | None]] = {
+    "cpu": native.plan,
+    "cuda": gpu.plan,
+}
 # Below float32 torch's fused kernels round differently from its default implementation.
 _FUSED_DTYPES = (torch.float32, torch.float64)
 
@@ -28,7 +43,7 @@ class Cohort:
 
     ``state``: for each parameter its entry in the optimizer's state, or nothing at all if ``names`` is empty.
     ``kernel``: the name of the optimizer's kernel. A shared parameter is the row of a single member.
-    ``fused``: whether kernels can read the memory as it lies. ``native``: whether ``step`` is there for it.
+    ``fused``: whether kernels can read the memory as it lies. ``planned``: whether ``step`` is there for it.
     """
 
     def __init__(self, params: list[Tensor], state: list[State], names: Sequence[str], kernel: str) -> None:
@@ -40,9 +55,8 @@ class Cohort:
         self._count = self._counts[0, 0] if self._counts is not None else None
         self._stacks = self._read(params, state, names)
         contiguous = all(tensor.is_contiguous() for stack in self._stacks for tensor in stack)
-        self.fused = contiguous and self._device.type in _FUSED_DEVICES and first.dtype in _FUSED_DTYPES
-        found = native.kernel(kernel, first.dtype) if self.fused and self._device.type == "cpu" else None
-        self._plan = native.Plan(found, self._stacks, self._counts) if found else None
+        self.fused = contiguous and self._device.type in PLANS and first.dtype in _FUSED_DTYPES
+        self._plan = PLANS[self._device.type](kernel, self._stacks, self._counts) if self.fused else None
         self._rows: tuple[object, RowPlan] | None = None
 
     def _read(self, params: list[Tensor], state: list[State], names: Sequence[str]) -> list[list[Tensor]]:
@@ -60,7 +74,7 @@ class Cohort:
             self._plan.move(self._stacks)
 
     @property
-    def native(self) -> bool:
+    def planned(self) -> bool:
         return self._plan is not None
 
     @property
@@ -83,7 +97,7 @@ class Cohort:
         return [grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous() for grad in grads]
 
     def step(self, grads: list[Tensor], settings: Settings) -> None:
-        """Count a step and make it with the native kernel. ``grads``: what ``gradients`` gave."""
+        """Count a step and make it with the kernel of our own. ``grads``: what ``gradients`` gave."""
         assert self._plan is not None
         self._written()
         self._plan.step(grads, settings)

@@ -41,6 +41,12 @@ def kernel(name: str, dtype: torch.dtype) -> Kernel | None:
     return made
 
 
+def plan(name: str, stacks: Sequence[Sequence[Tensor]], counts: Tensor | None) -> Plan | None:
+    """The steps of optimizer ``name`` for these stacks, see `Plan`; None without a library."""
+    found = kernel(name, stacks[0][0].dtype)
+    return Plan(found, stacks, counts) if found else None
+
+
 class Plan:
     """The arguments of ``kernel`` that stay from step to step.
 

@@ -1,0 +1,138 @@
+"""The steps of the fused optimizers on a CUDA device, in Triton: one launch for all tensors of a cohort.
+
+The arithmetic is that of ``kernels.c``. Every kernel takes
+
+  spots      int32 ``[programs, 3]``: which tensor, member and block of its elements each program updates
+  sizes      int64 ``[tensors]``: elements of one member
+  params     int64 ``[1 + buffers, tensors]``: addresses of the parameters, then of each state buffer
+  grads      int64 ``[tensors]``: those of the gradients
+  scalars    ``[number, members]``, in the order in which the kernel reads them
+"""
+
+# Triton reads annotations, and knows its own only.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+"""Elements of one program."""
+
+REALS = {torch.float32: tl.float32, torch.float64: tl.float64}
+"""What Triton calls the dtypes of the kernels."""
+
+
+@triton.jit
+def _spot(spots, sizes, BLOCK: tl.constexpr):
+    """Which tensor and member a program updates, the places of its elements in the stack, and which there are."""
+    row = spots + 3 * tl.program_id(0)
+    tensor, member, block = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    size = tl.load(sizes + tensor)
+    within = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return tensor, member, member.to(tl.int64) * size + within, within < size
+
+
+@triton.jit
+def _at(addresses, tensor, places, dtype: tl.constexpr):
+    """Where the elements lie."""
+    return tl.load(addresses + tensor).to(tl.pointer_type(dtype)) + places
+
+
+@triton.jit
+def _root(value, dtype: tl.constexpr):
+    return tl.sqrt_rn(value) if dtype == tl.float32 else tl.sqrt(value)
+
+
+@triton.jit
+def _over(value, by, dtype: tl.constexpr):
+    return tl.div_rn(value, by) if dtype == tl.float32 else value / by
+
+
+@triton.jit
+def _decayed(grad, param, sign, decay):
+    """The gradient with weight decay; without it, no product with 0, which would carry the NaN of a parameter."""
+    step = sign * grad
+    return tl.where(decay != 0, step + decay * param, step)
+
+
+@triton.jit
+def sgd(
+    spots, sizes, tensors, members, params, grads, scalars,
+    BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scalars: sign, lr, decay, momentum, fresh, first, nesterov."""
+    tensor, member, places, there = _spot(spots, sizes, BLOCK)
+    mine = scalars + member
+    sign, lr, decay = tl.load(mine), tl.load(mine + members), tl.load(mine + 2 * members)
+    at = _at(params, tensor, places, dtype)
+    param = tl.load(at, there)
+    step = _decayed(tl.load(_at(grads, tensor, places, dtype), there), param, sign, decay)
+    if BUFFERS:
+        momentum, fresh = tl.load(mine + 3 * members), tl.load(mine + 4 * members)
+        first, nesterov = tl.load(mine + 5 * members), tl.load(mine + 6 * members)
+        buffer = _at(params + tensors, tensor, places, dtype)
+        old = tl.load(buffer, there)
+        mean = tl.where(first != 0, step, momentum * old + fresh * step)
+        # Members without momentum keep what they have.
+        tl.store(buffer, tl.where(momentum != 0, mean, old), there)
+        step = tl.where(momentum != 0, tl.where(nesterov != 0, step + momentum * mean, mean), step)
+    tl.store(at, param - lr * step, there)
+
+
+@triton.jit
+def adam(
+    spots, sizes, tensors, members, params, grads, scalars,
+    BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scalars: sign, decay, shrink, near, toward, beta2, fresh, scale, eps, step; a third buffer is amsgrad's."""
+    tensor, member, places, there = _spot(spots, sizes, BLOCK)
+    mine = scalars + member
+    sign, decay, shrink = tl.load(mine), tl.load(mine + members), tl.load(mine + 2 * members)
+    near, toward = tl.load(mine + 3 * members), tl.load(mine + 4 * members)
+    beta2, fresh, scale = tl.load(mine + 5 * members), tl.load(mine + 6 * members), tl.load(mine + 7 * members)
+    eps, step = tl.load(mine + 8 * members), tl.load(mine + 9 * members)
+    at = _at(params, tensor, places, dtype)
+    mean_at = _at(params + tensors, tensor, places, dtype)
+    square_at = _at(params + 2 * tensors, tensor, places, dtype)
+    param = tl.load(at, there)
+    grad = _decayed(tl.load(_at(grads, tensor, places, dtype), there), param, sign, decay)
+    mean, square = tl.load(mean_at, there), tl.load(square_at, there)
+    # torch.lerp: from the nearer end.
+    mean = tl.where(near != 0, mean, grad) + toward * (grad - mean)
+    square = beta2 * square + fresh * grad * grad
+    tl.store(mean_at, mean, there)
+    tl.store(square_at, square, there)
+    if BUFFERS > 2:
+        highest_at = _at(params + 3 * tensors, tensor, places, dtype)
+        highest = tl.load(highest_at, there)
+        # torch.maximum: a NaN on either side stays.
+        square = tl.where((square > highest) | (square != square), square, highest)
+        tl.store(highest_at, square, there)
+    param = shrink * param - _over(step * mean, _root(square, dtype) * scale + eps, dtype)
+    tl.store(at, param, there)
+
+
+@triton.jit
+def adadelta(
+    spots, sizes, tensors, members, params, grads, scalars,
+    BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scalars: sign, lr, decay, rho, fresh, eps."""
+    tensor, member, places, there = _spot(spots, sizes, BLOCK)
+    mine = scalars + member
+    sign, lr, decay = tl.load(mine), tl.load(mine + members), tl.load(mine + 2 * members)
+    rho, fresh, eps = tl.load(mine + 3 * members), tl.load(mine + 4 * members), tl.load(mine + 5 * members)
+    at = _at(params, tensor, places, dtype)
+    square_at = _at(params + tensors, tensor, places, dtype)
+    moved_at = _at(params + 2 * tensors, tensor, places, dtype)
+    param = tl.load(at, there)
+    grad = _decayed(tl.load(_at(grads, tensor, places, dtype), there), param, sign, decay)
+    square, moved = tl.load(square_at, there), tl.load(moved_at, there)
+    square = rho * square + fresh * grad * grad
+    delta = _over(_root(moved + eps, dtype), _root(square + eps, dtype), dtype) * grad
+    tl.store(square_at, square, there)
+    tl.store(moved_at, rho * moved + fresh * delta * delta, there)
+    tl.store(at, param - lr * delta, there)

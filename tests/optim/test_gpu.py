@@ -1,0 +1,162 @@
+"""The Triton kernels equal B optimizers of torch.optim: on a CUDA device, or, without one, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import Parameter
+
+from hfusion import optim
+from hfusion.array import Membership, mark
+from hfusion.optim import cohort, gpu
+from tests.optim.arrays import CASES, Array, Per, for_member, run, start
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOTH = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
+ONE_EACH = pytest.mark.parametrize(
+    ("name", "options"), [CASES[case] for case in ("sgd-momentum", "adam-amsgrad", "adamw", "adadelta")]
+)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here may take another way than these kernels."""
+    pytest.importorskip("triton")
+    monkeypatch.delenv("HFUSION_NATIVE", raising=False)
+    if DEVICE == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        monkeypatch.setattr(cohort, "PLANS", {"cpu": gpu.plan})
+    assert not isinstance(gpu.library(), str)
+
+
+@BOTH
+@pytest.mark.parametrize("members", [1, 3])
+def test_equals_alone(name: str, options: dict[str, Any], members: int) -> None:
+    array = Array(members, device=DEVICE)
+    fused, alone = start(name, options, array)
+    run(array, fused, alone, 3)
+    run(array, fused, alone, 2, skip=[0])
+    run(array, fused, alone, 2)
+    array.assert_equal()
+
+
+@BOTH
+def test_equals_alone_in_single_precision(name: str, options: dict[str, Any]) -> None:
+    array = Array(2, dtype=torch.float32, device=DEVICE)
+    fused, alone = start(name, options, array)
+    run(array, fused, alone, 4)
+    array.assert_equal(rtol=1e-5)
+
+
+@ONE_EACH
+def test_tensors_of_many_blocks(name: str, options: dict[str, Any]) -> None:
+    array = Array(2, shapes=[(3,), (gpu.library().BLOCK * 2 + 7,), (gpu.library().BLOCK,)], device=DEVICE)
+    fused, alone = start(name, options, array)
+    run(array, fused, alone, 3)
+    array.assert_equal()
+
+
+@ONE_EACH
+def test_members_without_momentum_or_decay_beside_others(name: str, options: dict[str, Any]) -> None:
+    mixed = {"weight_decay": Per(0.1, 0.0)} | ({"momentum": Per(0.9, 0.0)} if name == "SGD" else {})
+    array = Array(3, shapes=[(4,)], device=DEVICE)
+    fused, alone = start(name, {**options, **mixed}, array)
+    # It shall not reach the state of a member without decay.
+    for member, params in enumerate(array.members):
+        for tensor in (array.params[0][member], params[0]):
+            tensor.detach()[2] = float("inf")
+    with np.errstate(invalid="ignore"):
+        run(array, fused, alone, 3)
+    wanted = torch.stack([params[0].detach() for params in array.members])
+    torch.testing.assert_close(array.params[0].detach(), wanted, rtol=1e-9, atol=1e-12, equal_nan=True)
+    for key, value in fused.state[array.params[0]].items():
+        if key != "step":
+            assert value[1:].isfinite().all()
+
+
+@ONE_EACH
+def test_a_bad_member_leaves_its_neighbours_bit_identical(name: str, options: dict[str, Any]) -> None:
+    outcomes = []
+    for value in (1.0, float("nan")):
+        torch.manual_seed(3)
+        array = Array(3, dtype=torch.float32, device=DEVICE)
+        fused, _ = start(name, options, array)
+        for step in range(3):
+            array.draw_grads()
+            for param in array.params:
+                if step >= 1 and param.grad is not None:
+                    param.grad[1] = value
+            fused.step()
+        tensors = [*array.params, *(fused.state[p][key] for p in array.params for key in fused.state[p])]
+        outcomes.append([tensor.detach()[[0, 2]] for tensor in tensors])
+    assert all(torch.equal(mine, clean) for mine, clean in zip(*outcomes, strict=True))
+
+
+@ONE_EACH
+def test_a_shared_parameter_is_one_ordinary_parameter(name: str, options: dict[str, Any]) -> None:
+    array = Array(3, device=DEVICE)
+    equal = for_member(options, 0)
+    shared = mark(Parameter(torch.randn(4, 2, dtype=torch.float64, device=DEVICE)), Membership("shared", 3, False))
+    plain = Parameter(shared.detach().clone())
+    fused = getattr(optim, name)([*array.params, shared], **equal)
+    alone = [getattr(torch.optim, name)(params, **equal) for params in [*array.members, [plain]]]
+    for _ in range(3):
+        shared.grad = torch.randn_like(shared)
+        plain.grad = shared.grad.clone()
+        run(array, fused, alone, 1)
+    array.assert_equal()
+    torch.testing.assert_close(shared, plain, rtol=1e-9, atol=1e-12)
+
+
+@ONE_EACH
+def test_memory_that_moves(name: str, options: dict[str, Any]) -> None:
+    array = Array(2, device=DEVICE)
+    fused, alone = start(name, options, array)
+    for _ in range(3):
+        run(array, fused, alone, 2)
+        for param in array.params:
+            fused.state[param].update(
+                {key: value.clone() for key, value in fused.state[param].items() if key != "step"}
+            )
+            param.data = param.data.clone()
+        fused.forget()
+    array.assert_equal()
+
+
+COMPILES = """
+import itertools
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from hfusion.optim import triton_kernels as kernels
+
+WAYS = [(kernels.sgd, 0), (kernels.sgd, 1), (kernels.adam, 2), (kernels.adam, 3), (kernels.adadelta, 2)]
+for (kernel, buffers), (real, kind) in itertools.product(WAYS, zip(kernels.REALS.values(), ("*fp32", "*fp64"))):
+    constants = {"BUFFERS": buffers, "dtype": real, "BLOCK": kernels.BLOCK}
+    signature = {"spots": "*i32", "sizes": "*i64", "tensors": "i32", "members": "i32", "params": "*i64"}
+    signature |= {"grads": "*i64", "scalars": kind} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    assert "fma" not in made.asm["ptx"]
+    assert made.asm["cubin"]
+"""
+
+
+def test_the_kernels_compile_for_a_gpu_without_contraction(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interpreter takes more than the compiler does.
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    subprocess.run([sys.executable, "-W", "error", "-c", COMPILES], check=True, timeout=300)
+
+
+def test_the_environment_chooses_the_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HFUSION_NATIVE", "0")
+    assert gpu.library() == "HFUSION_NATIVE=0"
+    array = Array(2, device=DEVICE)
+    fused, alone = start("Adam", {"lr": 0.1}, array)
+    run(array, fused, alone, 2)
+    array.assert_equal()
