@@ -172,7 +172,7 @@ def _trace(forward: Source, loss: Source, tensors: Tensors, given: Sequence[Tens
 
     def joint(*given: Tensor) -> list[Tensor]:
         held = dict(zip(ids, given[:count], strict=True))
-        losses = _losses(forward, loss, held, _refilled(call, given[count:]))
+        losses = _losses(forward, loss, held, refilled(call, given[count:]))
         grads = _gradients(losses, [given[k] for k in trained])
         reached.extend(k for k, grad in zip(trained, grads, strict=True) if grad is not None)
         return _separate(given, [losses.detach(), *(grad for grad in grads if grad is not None)])
@@ -210,7 +210,7 @@ def _fake(mode: FakeTensorMode, position: int, leaf: Any) -> Tensor:
     return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input_{position}"))
 
 
-def _refilled(call: Call, tensors: Sequence[Tensor]) -> Call:
+def refilled(call: Call, tensors: Sequence[Tensor]) -> Call:
     """The same call around other tensors."""
     fresh = iter(tensors)
 

@@ -15,6 +15,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 from torch.optim import Optimizer
 
+from hfusion.captured import captured
 from hfusion.compile import Arguments, Place, Source
 from hfusion.joint import Call
 from hfusion.module import FusedModule
@@ -233,7 +234,7 @@ class TrainStep:
     def _made(self, way: Way, call: Call) -> StepProgram | None:
         assert way.sources is not None
         try:
-            return make(*way.sources, call, way.places)
+            return captured(make(*way.sources, call, way.places))
         except Unprofitable as error:
             way.why = str(error)
         except Exception as error:
@@ -318,7 +319,8 @@ def train_step(fused: FusedModule, loss_fn: Callable[..., Any], opt: Optimizer, 
             over members, as over convolutions on a CPU, one program of a member, called for each. Mode, requires_grad,
             dtype, device, hooks and what the loss reads by itself may change; a program is made for each situation.
             Random draws, as of dropout, differ from those of the eager step. What cannot be compiled runs eagerly, and
-            a UserWarning says why, as does ``step.report()``.
+            a UserWarning says why, as does ``step.report()``. On a CUDA device the program is recorded as a CUDA graph
+            for each size of batch, up to four; gradients then lie in the same memory at every step.
 
     Returns:
         A callable ``step(inputs, target, **keywords)``. Inputs are the one argument of the fused module, a tuple or

@@ -113,7 +113,7 @@ def _clear(params: Sequence[Place]) -> None:
         holder[name].grad = None
 
 
-def make(forward: Source, loss: Source, call: Call, places: Sequence[Place]) -> StepProgram:
+def make(forward: Source, loss: Source, call: Call, places: Sequence[Place]) -> Whole | Each:
     """The compiled step for calls like ``call``, which has run eagerly before; parameters are among ``places``.
 
     Raises:
