@@ -57,9 +57,14 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return list(model.get_submodule("blocks").children())
 
 
-def _mlp(batch: int, about: str) -> Case:
-    make = partial(seeded, partial(mlp, *[256] * 21), 4)
-    return Case(f"mlp, batch {batch}", about, make, partial(classified, batch, 256), linears)
+def _mlp(name: str, about: str, width: int, batch: int, parts: tuple[int, ...] = (1, 2, 4, 8)) -> Case:
+    make = partial(seeded, partial(mlp, *[width] * 21), 4)
+    return Case(name, about, make, partial(classified, batch, width), linears, parts=parts)
+
+
+def _transformer(name: str, about: str, width: int, batch: int, parts: tuple[int, ...] = (1, 2, 4, 8)) -> Case:
+    make = partial(TransformerLM, vocabulary=64, width=width, layers=6, heads=4, length=32)
+    return Case(name, about, partial(seeded, make, 4), partial(tokens, batch, 32, 64), blocks, parts=parts)
 
 
 def _lora(members: int) -> Case:
@@ -74,15 +79,11 @@ def _lora(members: int) -> Case:
 
 
 CASES = (
-    _mlp(128, "4 MLPs of 20 layers of 256: more to compute than to move"),
-    _mlp(16, "the same with less to compute"),
-    Case(
-        "transformer",
-        "4 transformer LMs d=128, 6 layers, sequence 32, batch 4",
-        partial(seeded, partial(TransformerLM, vocabulary=64, width=128, layers=6, heads=4, length=32), 4),
-        partial(tokens, 4, 32, 64),
-        blocks,
-    ),
+    _mlp("mlp, batch 128", "4 MLPs of 20 layers of 256: more to compute than to move", 256, 128),
+    _mlp("mlp, batch 16", "the same with less to compute", 256, 16),
+    _transformer("transformer", "4 transformer LMs d=128, 6 layers, sequence 32, batch 4", 128, 4),
+    _mlp("large mlp", "4 MLPs of 20 layers of 512, batch 128", 512, 128, (1, 4, 8)),
+    _transformer("large transformer", "the transformer LMs with d=256, batch 8", 256, 8, (1, 8)),
     *map(_lora, (1, 4, 16)),
 )
 QUICK_CASES = (replace(CASES[0], parts=(1, 4)), *(replace(_lora(members), parts=(2,)) for members in (1, 4)))
