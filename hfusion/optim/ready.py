@@ -26,7 +26,7 @@ Group: TypeAlias = Mapping[str, Any]
 
 
 class Ready:
-    """What all param groups were at a step in which every parameter had a gradient and every cohort was native.
+    """What all param groups were at a step in which every parameter had a gradient, and every cohort our own kernel.
 
     ``keys``: of the hyper-parameters and flags in a group. ``known``: the settings and cohorts of each group.
     """
