@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,14 +25,24 @@ ONE_EACH = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing here may take another way than these kernels."""
     pytest.importorskip("triton")
     monkeypatch.delenv("HFUSION_NATIVE", raising=False)
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr(cohort, "PLANS", {"cpu": gpu.plan})
+        forget()
     assert not isinstance(gpu.library(), str)
+    yield
+    if DEVICE == "cpu":
+        forget()
+
+
+def forget() -> None:
+    """What is imported is interpreted or compiled for good."""
+    sys.modules.pop("hfusion.optim.triton_kernels", None)
+    gpu._loaded.cache_clear()
 
 
 @BOTH
