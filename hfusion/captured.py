@@ -90,7 +90,8 @@ class Captured:
             replay, place = self._record(lambda: self._program.step(own))
             self._recorded[kind] = _Recorded(self._addresses(), kept, replay, place, self._grads())
         except Exception as error:
-            self._why = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
+            first, _, _ = str(error).strip().partition("\n")
+            self._why = f"{type(error).__name__}: {first[:300]}"
         finally:
             # Recorded gradients have not been computed.
             self._give(grads)
