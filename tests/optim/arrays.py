@@ -111,6 +111,20 @@ def run(array: Array, fused: Any, alone: Sequence[Any], steps: int, skip: Sequen
             optimizer.step()
 
 
+def run_shared(name: str, options: Mapping[str, Any], array: Array) -> tuple[Any, Parameter, Parameter]:
+    """Some steps with a parameter beside the array that is one for all: the optimizer, it, and what it must equal."""
+    equal, like = for_member(options, 0), array.params[0]
+    shared = mark(Parameter(torch.randn(4, 2).to(like)), Membership("shared", len(array), False))
+    plain = Parameter(shared.detach().clone())
+    fused = getattr(optim, name)([*array.params, shared], **equal)
+    alone = [getattr(torch.optim, name)(params, **equal) for params in [*array.members, [plain]]]
+    for _ in range(4):
+        shared.grad = torch.randn_like(shared)
+        plain.grad = shared.grad.clone()
+        run(array, fused, alone, 1)
+    return fused, shared, plain
+
+
 LR = Per(0.1, 0.5)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"lr": LR}),

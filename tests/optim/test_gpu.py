@@ -10,12 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn import Parameter
 
-from hfusion import optim
-from hfusion.array import Membership, mark
 from hfusion.optim import cohort, gpu
-from tests.optim.arrays import CASES, Array, Per, for_member, run, start
+from tests.optim.arrays import CASES, Array, Per, run, run_shared, start
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
@@ -111,15 +108,7 @@ def test_a_bad_member_leaves_its_neighbours_bit_identical(name: str, options: di
 @ONE_EACH
 def test_a_shared_parameter_is_one_ordinary_parameter(name: str, options: dict[str, Any]) -> None:
     array = Array(3, device=DEVICE)
-    equal = for_member(options, 0)
-    shared = mark(Parameter(torch.randn(4, 2, dtype=torch.float64, device=DEVICE)), Membership("shared", 3, False))
-    plain = Parameter(shared.detach().clone())
-    fused = getattr(optim, name)([*array.params, shared], **equal)
-    alone = [getattr(torch.optim, name)(params, **equal) for params in [*array.members, [plain]]]
-    for _ in range(3):
-        shared.grad = torch.randn_like(shared)
-        plain.grad = shared.grad.clone()
-        run(array, fused, alone, 1)
+    _, shared, plain = run_shared(name, options, array)
     array.assert_equal()
     torch.testing.assert_close(shared, plain, rtol=1e-9, atol=1e-12)
 

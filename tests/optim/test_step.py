@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from hfusion import optim
 from hfusion.array import Membership, mark
 from hfusion.optim import native
-from tests.optim.arrays import CASES, SHAPES, Array, Per, for_array, for_member, run, start
+from tests.optim.arrays import CASES, SHAPES, Array, Per, for_array, for_member, run, run_shared, start
 
 BOTH = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
 ONE_EACH = pytest.mark.parametrize(
@@ -281,15 +281,7 @@ def test_named_parameters_closure_and_hooks() -> None:
 @ONE_EACH
 def test_a_shared_parameter_is_one_ordinary_parameter(name: str, options: dict[str, Any]) -> None:
     array = Array(3)
-    equal = for_member(options, 0)
-    shared = mark(Parameter(torch.randn(4, 2, dtype=torch.float64)), Membership("shared", 3, False))
-    plain = Parameter(shared.detach().clone())
-    fused = getattr(optim, name)([*array.params, shared], **equal)
-    alone = [getattr(torch.optim, name)(params, **equal) for params in [*array.members, [plain]]]
-    for _ in range(4):
-        shared.grad = torch.randn_like(shared)
-        plain.grad = shared.grad.clone()
-        run(array, fused, alone, 1)
+    fused, shared, plain = run_shared(name, options, array)
     array.assert_equal()
     torch.testing.assert_close(shared, plain, rtol=1e-9, atol=1e-12)
     assert fused.state[shared][next(key for key in fused.state[shared] if key != "step")].shape == shared.shape
