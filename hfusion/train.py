@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ from hfusion.runtime.state import State, holdings
 from hfusion.runtime.training import Training
 from hfusion.schedule import Timeline
 from hfusion.task import Evaluation, Step, Task
+
+# Seconds from one drawing of the progress bars to the next.
+_REDRAW = 0.1
 
 DEFAULT = "patient-lrtf"
 
@@ -267,6 +271,17 @@ class _Run:
 def _bars(arrangements: Sequence[Arrangement], plan: Plan) -> Iterator[Callable[[int], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bars:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # rich's own thread, which would draw them, is not awaited in the end.
+    with Progress(*columns, auto_refresh=False) as bars:
         rows = [bars.add_task(task.name, total=task.steps) for task in plan.tasks]
-        yield lambda index: bars.advance(rows[index])
+        drawn = perf_counter()
+
+        def show(index: int) -> None:
+            nonlocal drawn
+            bars.advance(rows[index])
+            if perf_counter() - drawn > _REDRAW:
+                drawn = perf_counter()
+                bars.refresh()
+
+        yield show
