@@ -125,6 +125,21 @@ def run_shared(name: str, options: Mapping[str, Any], array: Array) -> tuple[Any
     return fused, shared, plain
 
 
+def beside_a_bad_member(name: str, options: Mapping[str, Any], value: float, device: str = "cpu") -> list[Tensor]:
+    """Parameters and state of members 0, 2 and 3 of four, when the gradients of member 1 become ``value``."""
+    torch.manual_seed(3)
+    array = Array(4, dtype=torch.float32, device=device)
+    fused, _ = start(name, options, array)
+    for step in range(4):
+        array.draw_grads()
+        for param in array.params:
+            if step >= 1 and param.grad is not None:
+                param.grad[1] = value
+        fused.step()
+    tensors = [*array.params, *(fused.state[p][key] for p in array.params for key in fused.state[p])]
+    return [tensor.detach()[[0, 2, 3]] for tensor in tensors]
+
+
 LR = Per(0.1, 0.5)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"lr": LR}),

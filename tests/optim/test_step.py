@@ -11,7 +11,18 @@ from torch.nn import Parameter
 from hfusion import optim
 from hfusion.array import Membership, mark
 from hfusion.optim import native
-from tests.optim.arrays import CASES, SHAPES, Array, Per, for_array, for_member, run, run_shared, start
+from tests.optim.arrays import (
+    CASES,
+    SHAPES,
+    Array,
+    Per,
+    beside_a_bad_member,
+    for_array,
+    for_member,
+    run,
+    run_shared,
+    start,
+)
 
 BOTH = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
 ONE_EACH = pytest.mark.parametrize(
@@ -67,21 +78,9 @@ def test_parameters_without_gradient_are_skipped(name: str, options: dict[str, A
 
 @BOTH
 def test_a_bad_member_leaves_its_neighbours_bit_identical(name: str, options: dict[str, Any]) -> None:
-    outcomes = []
-    for value in (1.0, float("nan"), float("inf")):
-        torch.manual_seed(3)
-        array = Array(4, dtype=torch.float32)
-        fused, _ = start(name, options, array)
-        for step in range(4):
-            array.draw_grads()
-            for param in array.params:
-                if step >= 1 and param.grad is not None:
-                    param.grad[1] = value
-            fused.step()
-        tensors = [*array.params, *(fused.state[p][key] for p in array.params for key in fused.state[p])]
-        outcomes.append([tensor.detach()[[0, 2, 3]] for tensor in tensors])
-    for outcome in outcomes[1:]:
-        assert all(torch.equal(mine, clean) for mine, clean in zip(outcome, outcomes[0], strict=True))
+    first, *others = [beside_a_bad_member(name, options, value) for value in (1.0, float("nan"), float("inf"))]
+    for outcome in others:
+        assert all(torch.equal(mine, clean) for mine, clean in zip(outcome, first, strict=True))
 
 
 @BOTH
