@@ -16,9 +16,9 @@ from hfusion.fuse import fuse
 from hfusion.machine import Machine, Rates
 from hfusion.module import FusedModule
 from hfusion.optim.base import FusedOptimizer
-from hfusion.passes.shard import shards
+from hfusion.passes.shard import Sharding, sharding
 from hfusion.per_model import PerModel
-from hfusion.plan import Plan, Shard, TaskPlan
+from hfusion.plan import Plan, TaskPlan
 from hfusion.program import Program
 from hfusion.reading import reading
 from hfusion.runtime.training import Recipe
@@ -34,6 +34,15 @@ class First:
 
     trained: Any
     evaluated: Any
+
+
+@dataclass(frozen=True)
+class Room:
+    """The device that arrays are planned for: its bytes and rates; ``keep``: a spilled one may keep its last shard."""
+
+    budget: int
+    rates: Rates
+    keep: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +82,10 @@ class Arrangement:
         return stream, stream.prepare(Minibatch.of(self.task, self.first.evaluated, self.members))
 
 
-def arrange(tasks: Sequence[Task], machine: Machine) -> tuple[list[Arrangement], Plan]:
+def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tuple[list[Arrangement], Plan]:
     """Fuse what can be fused as wide as it fits, and cut what does not fit the largest device.
+
+    ``keep``: what is spilled may keep its last shard on the device, see `cut_ahead`.
 
     Raises:
         PlanError: names that repeat, a task that fits in no way, a loader that cannot be used.
@@ -87,38 +98,39 @@ def arrange(tasks: Sequence[Task], machine: Machine) -> tuple[list[Arrangement],
             raise PlanError(f"two tasks are named {task.name!r}: give each its own name")
     rates = machine.calibrate()
     largest = max(machine.devices, key=lambda device: device.memory)
-    found = [one for task in tasks for one in _arrays(task, largest.memory, rates[largest.name])]
+    room = Room(largest.memory, rates[largest.name], keep)
+    found = [one for task in tasks for one in _arrays(task, room)]
     loads = [rate.load for rate in rates.values()]
     evicts = [rate.evict for rate in rates.values()]
     budgets = {device.name: device.memory for device in machine.devices}
     return found, Plan(tuple(one.plan for one in found), budgets, min(loads), min(evicts))
 
 
-def _arrays(task: Task, budget: int, rates: Rates) -> list[Arrangement]:
+def _arrays(task: Task, room: Room) -> list[Arrangement]:
     """The arrays of one task; several where shapes differ, or where all members at once are too many."""
     first = _first(task)
     if isinstance(task.models, FusedModule):
-        return [_arranged(task, task.models, range(len(task.models)), first, budget, rates, task.name)]
+        return [_arranged(task, task.models, range(len(task.models)), first, room, task.name)]
     models = [task.models] if isinstance(task.models, nn.Module) else list(task.models)
     groups = shapes(models)
     arrays = []
     for number, group in enumerate(groups):
         name = task.name if len(groups) == 1 else f"{task.name}.{number}"
-        arrays += _widths(task, models, group, first, budget, rates, name)
+        arrays += _widths(task, models, group, first, room, name)
     return arrays
 
 
 def _widths(
-    task: Task, models: Sequence[nn.Module], group: Sequence[int], first: First, budget: int, rates: Rates, name: str
+    task: Task, models: Sequence[nn.Module], group: Sequence[int], first: First, room: Room, name: str
 ) -> list[Arrangement]:
     """The arrays of models of one shape: as wide as gives the least estimated time."""
     whole = fuse([models[index] for index in group])
-    width = _width(task, whole, group, first, budget, rates)
+    width = _width(task, whole, group, first, room)
     if width == len(group):
-        return [_arranged(task, whole, group, first, budget, rates, name)]
+        return [_arranged(task, whole, group, first, room, name)]
     del whole
     return [
-        _arranged(task, fuse([models[index] for index in part]), part, first, budget, rates, f"{name}.{number}")
+        _arranged(task, fuse([models[index] for index in part]), part, first, room, f"{name}.{number}")
         for number, part in enumerate(batched_evenly(group, width))
     ]
 
@@ -135,7 +147,7 @@ def batched_evenly(items: Sequence[int], width: int) -> list[tuple[int, ...]]:
     return [tuple(items[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def _width(task: Task, whole: FusedModule, group: Sequence[int], first: First, budget: int, rates: Rates) -> int:
+def _width(task: Task, whole: FusedModule, group: Sequence[int], first: First, room: Room) -> int:
     """How many members to fuse: of B, B/2, B/4, ... what takes the least time, the widest of equals.
 
     A resident array costs its computing; a spilled one its computing or its transfers, whichever take longer.
@@ -148,13 +160,11 @@ def _width(task: Task, whole: FusedModule, group: Sequence[int], first: First, b
     width = len(group)
     while width:
         try:
-            plan = _plan(
-                task, replace(program, members=width), minibatch.samples, optimizer, budget, rates, "width", width
-            )
+            plan = _plan(task, replace(program, members=width), minibatch.samples, optimizer, room, "width", width)
         except PlanError as error:
             failure = failure or error
         else:
-            seconds = math.ceil(len(group) / width) * _seconds(plan, rates)
+            seconds = math.ceil(len(group) / width) * _seconds(plan, room.rates)
             if best is None or seconds < 0.99 * best[0]:
                 best = (seconds, width)
         width = 0 if width == 1 else math.ceil(width / 2)
@@ -168,45 +178,45 @@ def _seconds(plan: TaskPlan, rates: Rates) -> float:
     """Estimated seconds of a minibatch."""
     if plan.resident:
         return plan.step_seconds
-    units = [(way, shard.index) for shard in plan.shards for way in plan.directions]
-    moved_in = sum(plan.in_bytes(*unit) for unit in units) / rates.load
-    moved_out = sum(plan.out_bytes(*unit) for unit in units) / rates.evict
-    return max(plan.step_seconds, moved_in, moved_out)
+    moved_in, moved_out = plan.moved_bytes
+    return max(plan.step_seconds, moved_in / rates.load, moved_out / rates.evict)
 
 
 def _arranged(
-    task: Task, array: FusedModule, members: Sequence[int], first: First, budget: int, rates: Rates, name: str
+    task: Task, array: FusedModule, members: Sequence[int], first: First, room: Room, name: str
 ) -> Arrangement:
     minibatch = Minibatch.of(task, first.trained, members)
     program = array.compiled(minibatch.arguments).program
     optimizer = optimizer_of(task, array, members)
-    plan = _plan(task, program, minibatch.samples, optimizer, budget, rates, name, len(members))
+    plan = _plan(task, program, minibatch.samples, optimizer, room, name, len(members))
     return Arrangement(task, tuple(members), array, optimizer, first, plan)
 
 
 def _plan(
-    task: Task,
-    program: Program,
-    samples: int,
-    optimizer: FusedOptimizer,
-    budget: int,
-    rates: Rates,
-    name: str,
-    width: int,
+    task: Task, program: Program, samples: int, optimizer: FusedOptimizer, room: Room, name: str, width: int
 ) -> TaskPlan:
     """Resident if that fits the budget; else spilled."""
     state = optimizer.state_stacks
 
-    def planned(cut: Sequence[Shard], *, resident: bool) -> TaskPlan:
-        clipped = task.clip is not None
+    def planned(cut: Sharding, *, resident: bool) -> TaskPlan:
         return TaskPlan(
-            name, tuple(cut), task.steps, resident, width, task.epoch, task.accumulate, clipped, task.evaluated
+            name,
+            cut.shards,
+            task.steps,
+            resident,
+            width,
+            task.epoch,
+            task.accumulate,
+            clipped=task.clip is not None,
+            evaluated=task.evaluated,
+            kept=cut.kept,
         )
 
-    resident = planned(shards(program, samples, _UNLIMITED, rates, state), resident=True)
-    if resident.device_bytes <= budget:
+    resident = planned(sharding(program, samples, _UNLIMITED, room.rates, state), resident=True)
+    if resident.device_bytes <= room.budget:
         return resident
-    return planned(shards(program, samples, budget, rates, state, carried=resident.carried), resident=False)
+    cut = sharding(program, samples, room.budget, room.rates, state, carried=resident.carried, keep=room.keep)
+    return planned(cut, resident=False)
 
 
 def _first(task: Task) -> First:

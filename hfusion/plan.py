@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hfusion.errors import PlanError
-from hfusion.task_plan import Direction, Shard, TaskPlan, Unit
+from hfusion.task_plan import TaskPlan
+from hfusion.unit import Direction, Shard, Unit
 
 __all__ = ["Direction", "Plan", "Shard", "TaskPlan", "Unit"]
 
@@ -64,7 +65,7 @@ class Plan:
         return max(max(work), math.fsum(work) / len(self.devices))
 
     def __str__(self) -> str:
-        head = ("task", "mode", "width", "shards", "steps", "s/step", "device", "of budget", "moved/step")
+        head = ("task", "mode", "width", "shards", "steps", "s/step", "stays", "device", "of budget", "moved/step")
         largest = max(self.devices.values())
         rows = [_row(task, largest) for task in self.tasks]
         names = ", ".join(f"{name} {readable(budget)}" for name, budget in _few(list(self.devices.items())))
@@ -118,6 +119,12 @@ def readable(count: float) -> str:
     return f"{count:.1f}TiB"
 
 
+def _stays(task: TaskPlan) -> str:
+    """What a task keeps on its device."""
+    last = len(task.shards) - 1
+    return "all" if task.resident else readable(task.home_bytes(last)) if task.keeps(last) else "-"
+
+
 def _row(task: TaskPlan, largest: int) -> tuple[str, ...]:
     return (
         task.name,
@@ -126,20 +133,10 @@ def _row(task: TaskPlan, largest: int) -> tuple[str, ...]:
         str(len(task.shards)),
         str(task.steps),
         f"{task.step_seconds:.4g}",
+        _stays(task),
         readable(task.device_bytes),
         f"{task.device_bytes / largest:.0%}" if largest else "-",
-        readable(_moved(task)),
-    )
-
-
-def _moved(task: TaskPlan) -> float:
-    """Bytes that a task moves per minibatch, in the mean, if every unit loads and evicts its shard."""
-    if task.resident:
-        return 0.0
-    return sum(
-        task.often(way) * (task.in_bytes(way, shard.index) + task.out_bytes(way, shard.index))
-        for shard in task.shards
-        for way in task.directions
+        readable(sum(task.moved_bytes)),
     )
 
 

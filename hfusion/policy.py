@@ -89,12 +89,16 @@ Choice = Callable[[Order, State], Candidate | None]
 
 @dataclass(frozen=True)
 class Policy:
-    """``policy(state)`` is the next candidate, ``state.running`` or the first that waits, or None."""
+    """``policy(state)`` is the next candidate, ``state.running`` or the first that waits, or None.
+
+    ``patient``: it lets tasks take turns on a device as rarely as it can, so what they keep there is worth keeping.
+    """
 
     name: str
     about: str
     order: Order
     choice: Choice
+    patient: bool = False
 
     def __call__(self, state: State) -> Candidate | None:
         return self.choice(self.order, state)
@@ -156,7 +160,7 @@ POLICIES: dict[str, Policy] = {
     policy.name: policy
     for policy in (
         Policy(DEFAULT, "longest remaining time first (Hydra, arXiv:2110.08633)", _longest, best),
-        Policy("patient-lrtf", "the same, but a task is only interrupted when it must be", _longest, patient),
+        Policy("patient-lrtf", "the same, but a task is only interrupted when it must be", _longest, patient, True),
         Policy("fifo", "in the order of the plan", _position, best),
         Policy("round-robin", "the task that has waited longest", _since, best),
         random(0),

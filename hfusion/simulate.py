@@ -34,6 +34,8 @@ class Costs(NamedTuple):
     update: float
     held: int
     extra: int
+    fresh: int
+    freed: int
     moved_in: int
     moved_out: int
     settles: bool
@@ -49,6 +51,8 @@ def costs(task: TaskPlan) -> dict[tuple[Direction, int], Costs]:
             update=part.step,
             held=task.held_bytes(way, part.index),
             extra=task.extra_bytes(way, part.index),
+            fresh=task.fresh_bytes(way, part.index),
+            freed=task.freed_bytes(way, part.index),
             moved_in=task.in_bytes(way, part.index),
             moved_out=task.out_bytes(way, part.index),
             settles=not task.resident and way in (Direction.BACKWARD, Direction.UPDATE),
@@ -238,23 +242,30 @@ class _Simulation:
                 worker.parked[task] = None
         else:
             extra = run.costs[after.direction, after.shard].extra
-            stays = run.plan.stays(unit, after) and size + extra <= worker.memory.budget
-            if chosen != task or not stays:
+            size += extra + run.plan.beside_bytes(after.shard)
+            stays = run.plan.stays(unit, after) and size <= worker.memory.budget
+            if chosen != task:
                 self._leave(device, task, run.end)
+            elif not stays and not run.plan.keeps(unit.shard):
+                self._evict(device, task, unit.shard, run.end)
 
     def _leave(self, device: int, task: int, at: float) -> None:
         """Evict all that a task has on a device, from the time ``at`` on."""
-        run, worker = self.runs[task], self.workers[device]
-        for shard, entry in run.loaded.items():
-            start = max(at, worker.evicts, entry.ready)
-            end = start + entry.owed / self.plan.evict_rate
-            worker.evicts = run.gone[shard] = end
-            run.host = max(run.host, end)
-            worker.memory.change(end, -entry.size)
-            self._act(Kind.EVICT, run, shard, run.step, worker, start, end, entry.size)
-        run.loaded.clear()
+        run = self.runs[task]
+        for shard in [*run.loaded]:
+            self._evict(device, task, shard, at)
         run.device = None
-        worker.parked.pop(task, None)
+        self.workers[device].parked.pop(task, None)
+
+    def _evict(self, device: int, task: int, shard: int, at: float) -> None:
+        run, worker = self.runs[task], self.workers[device]
+        entry = run.loaded.pop(shard)
+        start = max(at, worker.evicts, entry.ready)
+        end = start + entry.owed / self.plan.evict_rate
+        worker.evicts = run.gone[shard] = end
+        run.host = max(run.host, end)
+        worker.memory.change(end, -entry.size)
+        self._act(Kind.EVICT, run, shard, run.step, worker, start, end, entry.size)
 
     def _commit(self, device: int, task: int, now: float) -> None:
         """Plan the next unit of a task on a device: its LOADs as early as they can be, then its computing."""
@@ -267,13 +278,13 @@ class _Simulation:
         worker.parked.pop(task, None)
         unit = self.dispatcher.next(task)
         assert unit is not None
-        extra = run.costs[unit.direction, unit.shard].extra
+        fresh = run.costs[unit.direction, unit.shard].fresh
         needed = [shard for shard in run.needed(unit) if shard.shard not in run.loaded]
-        self._make_room(worker, device, sum(shard.held for shard in needed) + extra, now)
+        self._make_room(worker, device, sum(shard.held for shard in needed) + fresh, now)
         for shard in needed:
             self._load(worker, run, shard, unit.step, now, goes_on=worker.task == task)
         start = max(now, run.loaded[unit.shard].ready, worker.computes, run.end)
-        self._compute(worker, run, unit, worker.memory.earliest(start, extra))
+        self._compute(worker, run, unit, worker.memory.earliest(start, fresh))
         worker.queued = task
         heappush(self.events, (worker.started, _START, device))
 
@@ -297,8 +308,8 @@ class _Simulation:
         middle = start + cost.main
         run.end = middle + cost.update if unit.updates else middle
         worker.started, worker.computes = start, run.end
-        worker.memory.change(start, cost.extra)
-        worker.memory.change(run.end, -cost.extra)
+        worker.memory.change(start, cost.fresh)
+        worker.memory.change(run.end, -cost.freed)
         if unit.direction is not Direction.UPDATE:
             kind = PASSES[unit.direction]
             self._act(kind, run, unit.shard, unit.step, worker, start, middle, cost.extra)

@@ -1,95 +1,21 @@
-"""What a shard needs and costs, and the shards of a task with the order in which they run.
+"""The shards of a task, the order in which they run, and what each unit needs and costs.
 
 A spilled task keeps its state in host memory: before a unit (one direction of one shard) what the unit needs is
 loaded, afterwards it is evicted, and the backward recomputes the shard from what is alive at its input cut
 (Hydra, arXiv:2110.08633; recomputation: Chen et al., arXiv:1604.06174). A resident task holds all shards with
 their saved activations on one device; should it leave in the midst of a minibatch, it takes along what is alive at
-the cuts and recomputes, which is not planned for. Bytes are whole numbers, times are seconds.
+the cuts and recomputes, which is not planned for. In between, a spilled task may keep its last shard on the device, and
+only the others come and go. Bytes are whole numbers, times are seconds.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from enum import StrEnum
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from hfusion.errors import PlanError
-
-
-class Direction(StrEnum):
-    """The two passes of a minibatch, the optimizer step where it waits for the gradients of all shards, evaluation.
-
-    Else the optimizer step of a shard belongs to its backward unit.
-    """
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    UPDATE = "update"
-    EVALUATE = "evaluate"
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Nodes ``[first, last)`` of the linearised graph, and what one minibatch of all members costs there.
-
-    Bytes on the device:
-        weights: parameters and buffers.
-        gradients: of the parameters that are trained.
-        optimizer: state of the optimizer for them.
-        activations: saved between forward and backward inside the shard.
-        workspace: the most that is alive for a moment while one of its nodes runs forward.
-        peak: the most that is alive for a moment of its backward: gradients, activations, temporaries.
-        boundary: what is alive at its output cut, inputs of later shards included; 0 for the last shard.
-    Seconds: ``forward``, ``backward`` (without the recomputation), ``step`` (its optimizer step).
-    ``frozen``: those bytes of ``weights`` that training never changes, so that they need not be written back.
-    """
-
-    index: int
-    first: int
-    last: int
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    workspace: int
-    peak: int
-    boundary: int
-    forward: float
-    backward: float
-    step: float
-    frozen: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.first < self.last:
-            raise PlanError(f"shard {self.index} holds nodes [{self.first}, {self.last}): give it at least one")
-        for field in fields(self)[3:]:
-            value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise PlanError(f"shard {self.index}: {field.name} is {value}: it must be finite and at least 0")
-        if self.frozen > self.weights:
-            sizes = f"frozen is {self.frozen:,} bytes, weights {self.weights:,}"
-            raise PlanError(f"shard {self.index}: {sizes}: frozen is a part of weights, so it cannot be more")
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of one minibatch with its optimizer step when nothing is recomputed."""
-        return self.forward + self.backward + self.step
-
-
-class Unit(NamedTuple):
-    """What is scheduled: one direction of one shard on one minibatch (``step``) of a task.
-
-    The minibatches of evaluations are counted for themselves. ``updates``: whether it ends with the optimizer step of
-    its shard.
-    """
-
-    task: str
-    step: int
-    direction: Direction
-    shard: int
-    updates: bool
+from hfusion.unit import Direction, Shard, Unit
 
 
 @dataclass(frozen=True)
@@ -104,6 +30,7 @@ class TaskPlan:
         clipped: the optimizer steps only when the gradients of all shards are there, since it scales them by
             their global norm. The steps are then units of their own.
         evaluated: minibatches that are evaluated after every epoch.
+        kept: the last shard of a spilled task, once loaded, stays on the device while the task does.
 
     Raises PlanError for values out of range and shards that do not follow one another.
     """
@@ -117,6 +44,7 @@ class TaskPlan:
     accumulate: int = 1
     clipped: bool = False
     evaluated: int = 0
+    kept: bool = False
 
     def __post_init__(self) -> None:
         if not self.name or any(character.isspace() for character in self.name):
@@ -223,14 +151,27 @@ class TaskPlan:
         """
         if direction is Direction.FORWARD:
             return self.resident or self.turns(shard)
-        return self.resident or direction is not Direction.EVALUATE
+        return self.resident or self.keeps(shard) or direction is not Direction.EVALUATE
+
+    def keeps(self, shard: int) -> bool:
+        """Whether a shard of a spilled task stays loaded between its units."""
+        return self.kept and self.turns(shard) and not self.resident
+
+    def beside_bytes(self, shard: int) -> int:
+        """Bytes of what stays loaded beside a shard of a spilled task."""
+        last = len(self.shards) - 1
+        return self.home_bytes(last) if shard != last and self.keeps(last) else 0
 
     def stays(self, before: Unit, after: Unit) -> bool:
         """Whether what a spilled task has loaded for a unit is all that the next one needs.
 
         An update needs the optimizer state, for which a backward of a clipped task leaves no room.
         """
-        if before.shard != after.shard or Direction.UPDATE in (before.direction, after.direction):
+        if before.shard != after.shard:
+            return False
+        if self.keeps(after.shard):
+            return True
+        if Direction.UPDATE in (before.direction, after.direction):
             return False
         return before.direction is not Direction.EVALUATE or after.direction is Direction.EVALUATE
 
@@ -248,35 +189,58 @@ class TaskPlan:
         return self._sizes[direction][shard][0]
 
     def extra_bytes(self, direction: Direction, shard: int) -> int:
-        """Bytes that the unit takes on top of what is held, only while it runs."""
+        """Bytes the unit has on top of what is held while it runs, some of them until the backward after it ends."""
         return self._sizes[direction][shard][1]
 
+    def fresh_bytes(self, direction: Direction, shard: int) -> int:
+        """What of these the unit takes when it begins: the unit before may have left some."""
+        return self._sizes[direction][shard][2]
+
+    def freed_bytes(self, direction: Direction, shard: int) -> int:
+        """What of these is free when the unit ends."""
+        return self._sizes[direction][shard][3]
+
     @cached_property
-    def _sizes(self) -> dict[Direction, list[tuple[int, int]]]:
-        """Bytes held and extra, of each shard; who runs units asks for them all the time."""
+    def _sizes(self) -> dict[Direction, list[tuple[int, int, int, int]]]:
+        """Bytes held, extra, fresh and freed, of each shard; who runs units asks for them all the time."""
         shards = range(len(self.shards))
-        return {way: [(self._held(way, shard), self._extra(way, shard)) for shard in shards] for way in Direction}
+        return {way: [self._size(way, shard) for shard in shards] for way in Direction}
+
+    def _size(self, direction: Direction, shard: int) -> tuple[int, int, int, int]:
+        held, extra = self._held(direction, shard), self._extra(direction, shard)
+        turning = 0 if self.resident or not self.turns(shard) else self._turning(shard)
+        before = turning if direction is Direction.BACKWARD else 0
+        after = turning if direction is Direction.FORWARD else 0
+        return held, extra, extra - before, extra - after
 
     def _held(self, direction: Direction, shard: int) -> int:
         part = self.shards[shard]
         if self.resident:
             return self.home_bytes(shard) + part.activations + part.boundary
-        if direction is Direction.UPDATE:
+        if direction is Direction.UPDATE or self.keeps(shard):
             return self.home_bytes(shard)
         if not self.whole(direction, shard):
             return part.weights + self._entry(shard)
         state = part.weights + self._carried(part) + self._stepped(part)
-        return state + self._entry(shard) + part.boundary + self._saved(part)
+        return state if self.turns(shard) else state + self._entry(shard) + part.boundary
 
     def _extra(self, direction: Direction, shard: int) -> int:
         part = self.shards[shard]
         if direction is Direction.UPDATE:
             return 0
-        if direction is Direction.BACKWARD:
-            return max(0, part.peak - self._saved(part))
-        if self.resident or (direction is Direction.FORWARD and self.turns(shard)):
-            return part.workspace
-        return part.workspace + part.boundary
+        if self.resident:
+            return max(0, part.peak - part.activations) if direction is Direction.BACKWARD else part.workspace
+        if not self.turns(shard):
+            return part.peak if direction is Direction.BACKWARD else part.workspace + part.boundary
+        if direction is Direction.EVALUATE:
+            return part.workspace + part.boundary + (self._entry(shard) if self.keeps(shard) else 0)
+        more = part.workspace if direction is Direction.FORWARD else max(0, part.peak - part.activations)
+        return self._turning(shard) + more
+
+    def _turning(self, shard: int) -> int:
+        """Bytes that the last shard of a spilled task has alive between its forward and its backward."""
+        part = self.shards[shard]
+        return self._entry(shard) + part.boundary + part.activations
 
     @cached_property
     def overlapped_bytes(self) -> int:
@@ -285,9 +249,13 @@ class TaskPlan:
         count = len(self.shards)
         order[count : 2 * count] = reversed(order[count : 2 * count])
         return max(
-            self.held_bytes(*unit) + self.extra_bytes(*unit) + (self.held_bytes(*after) if after[1] != unit[1] else 0)
+            self._alone(*unit) + (self.held_bytes(*after) if after[1] != unit[1] and not self.keeps(after[1]) else 0)
             for unit, after in zip(order, [*order[1:], order[0]], strict=True)
         )
+
+    def _alone(self, direction: Direction, shard: int) -> int:
+        """Bytes on the device while a unit of a spilled task runs and nothing is loaded for others."""
+        return self.held_bytes(direction, shard) + self.extra_bytes(direction, shard) + self.beside_bytes(shard)
 
     def in_bytes(self, direction: Direction, shard: int) -> int:
         """Bytes that a LOAD for this unit moves to the device."""
@@ -302,7 +270,8 @@ class TaskPlan:
             )
         if direction is Direction.BACKWARD and self.turns(shard):
             return 0
-        state = part.weights + self._stepped(part) + self._carried(part) + self._entry(shard)
+        optimizer = part.optimizer if self.keeps(shard) else self._stepped(part)
+        state = part.weights + optimizer + self._carried(part) + self._entry(shard)
         return state + (part.boundary if direction is Direction.BACKWARD else 0)
 
     def out_bytes(self, direction: Direction, shard: int) -> int:
@@ -318,6 +287,18 @@ class TaskPlan:
         changed = 0 if self.clipped else part.weights - part.frozen + part.optimizer
         return changed + self._carried(part) + self._entry(shard)
 
+    @property
+    def moved_bytes(self) -> tuple[float, float]:
+        """Bytes per minibatch, in the mean, to the device and back: what is not kept comes and goes with each unit."""
+        if self.resident:
+            return 0.0, 0.0
+        coming = [shard.index for shard in self.shards if not self.keeps(shard.index)]
+        units = [(way, shard) for way in self.directions for shard in coming]
+        return (
+            sum(self.often(way) * self.in_bytes(way, shard) for way, shard in units),
+            sum(self.often(way) * self.out_bytes(way, shard) for way, shard in units),
+        )
+
     def _entry(self, shard: int) -> int:
         """Bytes at the input cut."""
         return self.shards[shard - 1].boundary if shard else 0
@@ -325,10 +306,6 @@ class TaskPlan:
     def turns(self, shard: int) -> bool:
         """Whether the backward follows the forward at once, so that activations are kept, not recomputed."""
         return shard == len(self.shards) - 1
-
-    def _saved(self, part: Shard) -> int:
-        """Bytes of activations that a shard keeps between its forward and its backward."""
-        return part.activations if self.resident or self.turns(part.index) else 0
 
     def _stepped(self, part: Shard) -> int:
         """Bytes of the optimizer state, if the backward of a spilled shard needs it."""
@@ -384,4 +361,4 @@ class TaskPlan:
         if self.resident:
             extra = max(self.extra_bytes(*unit) for unit in units)
             return sum(self.held_bytes(Direction.FORWARD, shard.index) for shard in self.shards) + extra
-        return max(self.held_bytes(*unit) + self.extra_bytes(*unit) for unit in units)
+        return max(self._alone(*unit) for unit in units)

@@ -117,7 +117,8 @@ def train(
         TrainError: a task failed; ``error.report`` has the finished ones, ``error.__cause__`` what happened.
     """
     chosen = named(policy)
-    arrangements, made = arrange(tasks, machine)
+    # Tasks that take turns would load and evict what they keep at every turn.
+    arrangements, made = arrange(tasks, machine, keep=chosen.patient or len(tasks) <= len(machine.devices))
     made = made if plan is None else _checked(plan, made)
     with ExitStack() as stack:
         run = _Run(arrangements, made, machine, stack)

@@ -3,14 +3,18 @@
 Which runs may follow one another depends on both, so the dynamic program goes over runs, not over places. The best way
 to cut costs the fewest seconds: what moving takes that is alive at its cuts, beginning and ending its units, and waits
 for copies, were only the next shard loaded ahead: a short unit gives no time to load a large shard.
+
+Where the budget leaves room, the last shard is kept on the device, and only those before it come and go: what is kept
+moves never, and of all shards the last one is the one that recomputes nothing. (A cyclic scan is cached best by keeping
+a part of it: Belady, IBM Systems Journal 5(2), 1966.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from hfusion.machine import Rates
 from hfusion.passes.runs import Runs
@@ -19,14 +23,16 @@ from hfusion.passes.runs import Runs
 _UNIT_CALLS = 60
 # Beyond so many places to cut, those where most is alive are left out: the time grows with their third power.
 _MOST_PLACES = 128
+# At so many places the shard that is kept may begin; each is another dynamic program.
+_MOST_KEPT = 16
 
 
 class _Piece(NamedTuple):
     """A run as a shard: bytes, and seconds.
 
     ``runs``, ``held``: while it runs backward, and when it is loaded for that; ``runs_forward``, ``held_forward``: the
-    same of its forward; ``weights``: what leaves first. ``forward``, ``backward`` compute; ``loads``, ``reloads`` copy
-    for them, ``leaves`` writes back what changed, ``changes`` the weights of it.
+    same of its forward; ``weights``: what leaves first; ``state``: what stays, were it kept. ``forward``, ``backward``
+    compute; ``loads``, ``reloads`` copy for them, ``leaves`` writes back what changed, ``changes`` the weights of it.
     """
 
     last: int
@@ -35,6 +41,7 @@ class _Piece(NamedTuple):
     runs_forward: int
     held_forward: int
     weights: int
+    state: int
     forward: float
     backward: float
     loads: float
@@ -52,6 +59,13 @@ class _Piece(NamedTuple):
         leaves = 0.0 if missing <= 0 else self.changes if missing <= self.weights else self.leaves
         return leaves + max(0.0, self.loads - before.forward) + max(0.0, before.reloads - self.backward)
 
+    def staying(self) -> _Piece:
+        """The same beside what is kept of it: it takes what it computes with, and never moves."""
+        return self._replace(runs=self.runs - self.state, held=0, held_forward=0, loads=0.0, changes=0.0, leaves=0.0)
+
+
+_Pieces: TypeAlias = Mapping[int, Sequence[_Piece]]
+
 
 class _Path(NamedTuple):
     """The best way to cut that ends with ``piece``, which begins at ``first`` and follows ``before``."""
@@ -62,41 +76,87 @@ class _Path(NamedTuple):
     before: _Path | None
 
 
-def cut_ahead(runs: Runs, budget: int, rates: Rates) -> tuple[int, ...] | None:
-    """Where to cut, ascending; None if no cut lets every shard be loaded while the one before it runs."""
+class Way(NamedTuple):
+    """Where to cut, ascending; whether the last shard is kept on the device; estimated seconds of a minibatch."""
+
+    cuts: tuple[int, ...]
+    kept: bool
+    seconds: float
+
+
+def cut_ahead(runs: Runs, budget: int, rates: Rates, *, keep: bool = True) -> Way | None:
+    """The best way to cut; None if none lets every shard be loaded while the one before it runs.
+
+    ``keep``: the last shard may be kept.
+    """
     whole = [*runs.starting(0)][-1]
     if runs.need(0, whole) <= budget:
-        return ()
-    few = _places(runs)
-    found = _best(runs, few, budget, rates)
-    if found is None and len(few) < runs.count:
-        found = _best(runs, range(1, runs.count + 1), budget, rates)
+        return Way((), False, 0.0)
+    few = _fewest(runs, range(1, runs.count), _MOST_PLACES)
+    found = _best(runs, [*few, runs.count], budget, rates, keep)
+    if found is None and len(few) + 1 < runs.count:
+        found = _best(runs, range(1, runs.count + 1), budget, rates, keep)
     return found
 
 
-def _places(runs: Runs) -> Sequence[int]:
-    """Where to cut, and the end: of neighbouring places the one where the fewest bytes are alive."""
-    size = math.ceil(runs.count / _MOST_PLACES)
-    groups = (range(first, min(first + size, runs.count)) for first in range(1, runs.count, size))
-    return [*(min(group, key=runs.alive.__getitem__) for group in groups), runs.count]
+def _fewest(runs: Runs, places: Sequence[int], most: int) -> list[int]:
+    """At ``most`` so many of ``places``: of neighbouring ones that where the fewest bytes are alive."""
+    size = max(1, math.ceil(len(places) / most))
+    groups = (places[start : start + size] for start in range(0, len(places), size))
+    return [min(group, key=runs.alive.__getitem__) for group in groups]
 
 
-def _best(runs: Runs, places: Sequence[int], budget: int, rates: Rates) -> tuple[int, ...] | None:
+def _best(runs: Runs, places: Sequence[int], budget: int, rates: Rates, keep: bool) -> Way | None:
     """The best way to cut at some of ``places``, of which the last is the end."""
+    pieces = {first: _pieces(runs, first, budget, rates) for first in (0, *places[:-1])}
+    found = [_way(runs, pieces, budget, rates, kept=False), *(_keeping(runs, pieces, budget, rates) if keep else ())]
+    return min((way for way in found if way is not None), key=_seconds, default=None)
+
+
+def _keeping(runs: Runs, pieces: _Pieces, budget: int, rates: Rates) -> Iterator[Way | None]:
+    """The best ways to cut that keep the last shard, each in what it leaves of the budget."""
+    ends = {first: found[-1] for first, found in pieces.items() if first and found and found[-1].last == runs.count}
+    for start in _fewest(runs, list(ends), _MOST_KEPT):
+        before = {first: [p for p in found if p.last <= start] for first, found in pieces.items() if first < start}
+        yield _way(runs, before | {start: [ends[start].staying()]}, budget - ends[start].state, rates, kept=True)
+
+
+def _way(runs: Runs, pieces: _Pieces, budget: int, rates: Rates, *, kept: bool) -> Way | None:
+    """The best way to cut into some of ``pieces``, of which a shorter one always comes first."""
     units = 2 * _UNIT_CALLS / rates.calls
-    ends: dict[int, list[_Path]] = {place: [] for place in (0, *places)}
-    for first in (0, *places[:-1]):
+    ends: dict[int, list[_Path]] = {place: [] for place in (*pieces, runs.count)}
+    for first, found in pieces.items():
         cost = units + runs.alive[first] * (1 / rates.load + 1 / rates.evict)
         # The cheapest first: what costs more than a way that was found need not be looked at.
         ends[first].sort(key=_cost)
-        for piece in _pieces(runs, first, budget, rates):
-            if piece.last not in ends:
+        for piece in found:
+            if piece.runs > budget or piece.last not in ends:
                 continue
             path = _Path(0.0, 0, piece, None) if not first else _continued(ends[first], cost, first, piece, budget)
             if path is not None:
                 ends[piece.last].append(path)
     last = ends[runs.count]
-    return _cuts(min(last, key=_cost)) if last else None
+    if not last:
+        return None
+    best = min(last, key=_cost)
+    return Way(_cuts(best), kept, _total(best))
+
+
+def _total(path: _Path) -> float:
+    """Estimated seconds of a minibatch: computing and copying beside one another, and what a way to cut costs."""
+    compute, loads, leaves = path.piece.backward, path.piece.loads, path.piece.leaves
+    before = path.before
+    while before is not None:
+        piece = before.piece
+        compute += piece.forward + piece.backward
+        loads += piece.loads + piece.reloads
+        leaves += piece.leaves
+        before = before.before
+    return max(compute, loads, leaves) + path.cost
+
+
+def _seconds(way: Way) -> float:
+    return way.seconds
 
 
 def _cost(path: _Path) -> float:
@@ -140,6 +200,7 @@ def _pieces(runs: Runs, first: int, budget: int, rates: Rates) -> list[_Piece]:
                 run.weights + entry + run.workspace + leaving,
                 comes,
                 run.weights,
+                run.weights + runs.state(run),
                 forward,
                 forward + backward + run.stepped / rates.memory,
                 (held if turns else run.weights + entry) / rates.load,

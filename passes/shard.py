@@ -9,6 +9,7 @@ cuts counts at each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from hfusion.errors import PlanError
@@ -20,10 +21,25 @@ from hfusion.plan import Shard
 from hfusion.program import Program
 
 
-def shards(
-    program: Program, batch: int, budget: int, rates: Rates, optimizer_state: float = 2, *, carried: bool = False
-) -> tuple[Shard, ...]:
-    """The shards of ``program``, in order, each of which trains within ``budget`` bytes when it is alone there.
+@dataclass(frozen=True)
+class Sharding:
+    """The shards of a program, in order; ``kept``: the last one best stays on the device, there is room for it."""
+
+    shards: tuple[Shard, ...]
+    kept: bool
+
+
+def sharding(
+    program: Program,
+    batch: int,
+    budget: int,
+    rates: Rates,
+    optimizer_state: float = 2,
+    *,
+    carried: bool = False,
+    keep: bool = True,
+) -> Sharding:
+    """Shards of ``program`` each of which trains within ``budget`` bytes when it is alone there, or with what is kept.
 
     Cut so that the shard that comes next can be loaded while one runs, see `cut_ahead`. Where no cut allows that, the
     bytes alive at the cuts are fewest, and among the ways to cut where they are, the shards.
@@ -34,23 +50,23 @@ def shards(
         rates: of the device, for the seconds.
         optimizer_state: values the optimizer keeps per trained value, of its dtype: SGD 0, with momentum 1, Adam 2.
         carried: gradients outlive their backward, and fresh ones are added to them.
+        keep: the last shard may stay on the device.
 
     Raises:
         PlanError: a bad argument; or no cut fits, which says the smallest budget that would do and which node needs it.
     """
     runs = _runs(program, batch, rates, optimizer_state, carried=carried)
-    cuts = cut_ahead(runs, budget, rates)
-    if cuts is None:
-        cuts = cut(runs, budget)
+    way = cut_ahead(runs, budget, rates, keep=keep)
+    cuts = cut(runs, budget) if way is None else way.cuts
     if cuts is None:
         raise PlanError(_infeasible(program.name, runs, budget))
-    return _between(runs, cuts, rates)
+    return Sharding(_between(runs, cuts, rates), way is not None and way.kept)
 
 
 def shards_at(
     program: Program, cuts: Sequence[int], batch: int, rates: Rates, optimizer_state: float = 2
 ) -> tuple[Shard, ...]:
-    """The shards of ``program`` cut before the operators numbered ``cuts``, whatever they need; else as `shards`.
+    """The shards of ``program`` cut before the operators numbered ``cuts``, whatever they need; else as `sharding`.
 
     Raises:
         PlanError: a bad argument, or cuts that do not ascend inside the program.

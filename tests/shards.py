@@ -30,12 +30,13 @@ def task(
     accumulate: int = 1,
     clipped: bool = False,
     evaluated: int = 0,
+    kept: bool = False,
     **values: float,
 ) -> TaskPlan:
     """A task of ``count`` equal shards; the last has no boundary."""
     shards = [shard(index, **values) for index in range(count - 1)]
     last = shard(count - 1, **(values | {"boundary": 0}))
-    settings = {"epoch": epoch, "accumulate": accumulate, "clipped": clipped, "evaluated": evaluated}
+    settings = {"epoch": epoch, "accumulate": accumulate, "clipped": clipped, "evaluated": evaluated, "kept": kept}
     return TaskPlan(name, (*shards, last), steps, resident, **settings)  # type: ignore[arg-type]
 
 
@@ -62,6 +63,7 @@ def tasks(draw: st.DrawFn, name: str) -> TaskPlan:
         accumulate=draw(st.integers(1, 3)),
         clipped=draw(st.booleans()),
         evaluated=draw(st.sampled_from([0, 0, 1, 2])),
+        kept=draw(st.booleans()),
     )
 
 

@@ -16,7 +16,7 @@ import hfusion as hf
 from hfusion.arrange import arrange, batched_evenly
 from hfusion.errors import PlanError
 from hfusion.plan import Plan, TaskPlan
-from tests.trained import EPOCHS, SEED, Way, machine, plain
+from tests.trained import EPOCHS, RATES, SEED, Way, machine, plain
 
 PAIR = (torch.ones(2, 3), torch.tensor([0, 1]))
 
@@ -203,6 +203,31 @@ def test_shards_are_as_large_as_lets_the_next_one_be_loaded(clip: float | None) 
     smallest = next(budget for budget in range(need // 14, need, 256) if fits(planned, budget))
     alone = planned(smallest)
     assert alone.device_bytes <= smallest < alone.overlapped_bytes
+
+
+def test_where_there_is_room_the_last_shard_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tasks that take turns on a device none is, unless the policy lets them do so as rarely as it can.
+
+    Links are slow, so that what does not move is worth much.
+    """
+    slow = replace(RATES, load=1e6, evict=1e6)
+    monkeypatch.setattr(hf.Machine, "calibrate", lambda machine: {each.name: slow for each in machine.devices})
+    layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    models = [nn.Sequential(*layers, nn.Linear(64, 2)) for _ in range(2)]
+    batch = (torch.ones(2, 64), torch.zeros(2, dtype=torch.int64))
+    one, other = (task(name, models=models, loader=[batch]) for name in ("one", "other"))
+    need = hf.plan([one], machine()).tasks[0].device_bytes
+    on = machine(memory=f"{need * 3 // 4}B")
+    made = hf.plan([one], on).tasks[0]
+    assert made.kept
+    assert made.overlapped_bytes <= need * 3 // 4
+
+    def kept(tasks: list[hf.Task], policy: str) -> list[bool]:
+        return [each.kept for each in hf.train(tasks, on, policy).plan.tasks]
+
+    assert kept([one], "sharded-lrtf") == [True]
+    assert kept([one, other], "sharded-lrtf") == [False, False]
+    assert kept([one, other], "patient-lrtf") == [True, True]
 
 
 def fits(planned: Callable[[int], object], budget: int) -> bool:

@@ -55,7 +55,10 @@ def test_units_and_their_seconds_are_those_of_the_minibatches(made: TaskPlan) ->
     assert {unit.direction for unit in units} == set(made.directions)
     assert made.seconds == pytest.approx(sum(made.unit_seconds(unit) for unit in units))
     assert made.longest_seconds == max(made.unit_seconds(unit) for unit in units)
-    bytes_of = [made.held_bytes(u.direction, u.shard) + made.extra_bytes(u.direction, u.shard) for u in units]
+    bytes_of = [
+        made.held_bytes(u.direction, u.shard) + made.extra_bytes(u.direction, u.shard) + made.beside_bytes(u.shard)
+        for u in units
+    ]
     assert made.device_bytes >= max(bytes_of)
     assert made.resident or made.device_bytes == max(bytes_of)
 
@@ -93,14 +96,14 @@ CUTS = {"workspace": 7, "boundary": 10}
     [
         (1, False, FORWARD, 1, 1010, 17, 1010, 10),
         (1, False, BACKWARD, 1, 1420, 257, 1420, 1110),
-        (1, False, FORWARD, 2, 1460, 7, 1410, 0),
-        (1, False, BACKWARD, 2, 1460, 207, 0, 1110),
+        (1, False, FORWARD, 2, 1400, 67, 1410, 0),
+        (1, False, BACKWARD, 2, 1400, 267, 0, 1110),
         (2, False, FORWARD, 1, 1010, 17, 1010, 10),
         (2, False, BACKWARD, 1, 1620, 257, 1620, 1310),
-        (2, False, FORWARD, 2, 1660, 7, 1610, 0),
+        (2, False, FORWARD, 2, 1600, 67, 1610, 0),
         (1, True, BACKWARD, 1, 1220, 257, 1220, 210),
-        (1, True, FORWARD, 2, 1260, 7, 1210, 0),
-        (1, True, BACKWARD, 2, 1260, 207, 0, 210),
+        (1, True, FORWARD, 2, 1200, 67, 1210, 0),
+        (1, True, BACKWARD, 2, 1200, 267, 0, 210),
         (1, True, UPDATE, 1, 1600, 0, 1600, 1100),
         (1, False, EVALUATE, 1, 1010, 17, 1010, 10),
         (1, False, EVALUATE, 2, 1010, 7, 1010, 0),
@@ -120,6 +123,38 @@ def test_bytes_of_a_spilled_unit(
     unit = (direction, index)
     assert (made.held_bytes(*unit), made.extra_bytes(*unit)) == (held, extra)
     assert (made.in_bytes(*unit), made.out_bytes(*unit)) == (moved_in, moved_out)
+
+
+def test_what_turns_leaves_its_activations_to_its_backward() -> None:
+    """Those, with the values at both its cuts; the unit before the backward has taken them."""
+    made = task("a", 3, resident=False, **SPILLED, **CUTS)
+    assert [made.fresh_bytes(way, 2) for way in (FORWARD, BACKWARD)] == [67, 207]
+    assert [made.freed_bytes(way, 2) for way in (FORWARD, BACKWARD)] == [7, 267]
+    assert made.fresh_bytes(BACKWARD, 1) == made.freed_bytes(BACKWARD, 1) == made.extra_bytes(BACKWARD, 1)
+
+
+@pytest.mark.parametrize(("clipped", "home"), [(False, 1400), (True, 1600)])
+def test_a_kept_shard_holds_the_same_in_every_unit(clipped: bool, home: int) -> None:
+    made = task("a", 3, resident=False, clipped=clipped, evaluated=1, kept=True, **SPILLED, **CUTS)
+    other = replace(made, kept=False)
+    assert {made.held_bytes(way, 2) for way in Direction} == {home}
+    assert [made.extra_bytes(way, 2) for way in Direction] == [67, 267, 0, 17]
+    assert [made.beside_bytes(index) for index in range(3)] == [home, home, 0]
+    assert made.device_bytes == home + max(
+        other.held_bytes(way, 1) + other.extra_bytes(way, 1) for way in made.directions
+    )
+    units = [Unit("a", 0, way, 2, False) for way in Direction]
+    assert all(made.stays(before, after) for before in units for after in units)
+
+
+def test_a_kept_shard_does_not_move() -> None:
+    made = task("a", 3, resident=False, kept=True, **SPILLED, **CUTS)
+    first_in, first_out = 1000 + 1410, 10 + 1100
+    middle_in, middle_out = 1010 + 1420, 10 + 1110
+    assert made.moved_bytes == (first_in + middle_in, first_out + middle_out)
+    assert replace(made, kept=False).moved_bytes == (first_in + middle_in + 1410, first_out + middle_out + 1110)
+    assert replace(made, resident=True).moved_bytes == (0, 0)
+    assert not replace(made, resident=True).keeps(2)
 
 
 def test_a_resident_task_holds_the_same_in_every_unit() -> None:
@@ -175,7 +210,7 @@ def test_a_spilled_task_needs_its_largest_unit_and_recomputes_all_but_the_last()
 def test_a_spilled_forward_needs_no_optimizer_state_except_where_it_turns() -> None:
     made = task("a", count=2, resident=False, weights=10, optimizer=1000)
     assert made.held_bytes(FORWARD, 0) == 10
-    assert made.held_bytes(FORWARD, 1) == made.held_bytes(BACKWARD, 1) == 10 + 1000 + 1 + 1
+    assert made.held_bytes(FORWARD, 1) == made.held_bytes(BACKWARD, 1) == 10 + 1000
 
 
 @given(tasks("a"))
@@ -186,7 +221,8 @@ def test_overlapped_is_what_a_unit_needs_with_the_shard_after_it(made: TaskPlan)
     found = [
         made.held_bytes(a.direction, a.shard)
         + made.extra_bytes(a.direction, a.shard)
-        + (made.held_bytes(b.direction, b.shard) if a.shard != b.shard else 0)
+        + made.beside_bytes(a.shard)
+        + (made.held_bytes(b.direction, b.shard) if a.shard != b.shard and not made.keeps(b.shard) else 0)
         for a, b in pairwise(units)
     ]
     assert made.overlapped_bytes >= max(found, default=0)
@@ -246,6 +282,9 @@ def test_print_and_draw(tmp_path: Path) -> None:
     lines = str(plan).split("\n")
     assert lines[0] == "plan  2 tasks  1 devices: d 2.0KiB  (host to device 1.0KiB/s, back 1B/s)"
     assert [line.split()[:2] for line in lines[2:]] == [["a", "resident"], ["b", "spilled"]]
+    kept = task("k", 2, resident=False, kept=True, weights=1000)
+    shown = str(Plan((*plan.tasks, kept), {"d": 9000}, 1.0, 1.0)).split("\n")
+    assert [line.split()[6] for line in shown[1:]] == ["stays", "all", "-", "1001B"]
     moved = task("c", 2, steps=2, resident=False, clipped=True, accumulate=2, weights=1000, boundary=0)
     assert "4.9KiB" in str(Plan((moved,), {"d": 2048}, 1.0, 1.0)).split("\n")[2]
     plan.draw(tmp_path / "plan.png")

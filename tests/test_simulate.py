@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,6 +60,18 @@ def test_the_next_shard_is_loaded_while_the_present_one_computes() -> None:
     assert tight.makespan > roomy.makespan
 
 
+def test_a_kept_shard_is_loaded_and_evicted_once_by_a_task_alone() -> None:
+    made = task("a", 3, steps=5, resident=False, kept=True, evaluated=1)
+    plan = Plan((made,), {"d": made.overlapped_bytes}, 1.0, 1.0)
+    timeline = simulate(plan)
+    timeline.validate(plan)
+    moved = [(action.kind, action.shard) for action in timeline.actions if action.kind.lane != "compute"]
+    assert [moved.count((kind, 2)) for kind in (Kind.LOAD, Kind.EVICT)] == [1, 1]
+    assert moved.count((Kind.LOAD, 1)) == 5 + 5 + 1
+    other = simulate(Plan((replace(made, kept=False),), plan.devices, 1.0, 1.0))
+    assert timeline.makespan < other.makespan
+
+
 def test_a_resident_task_alone_is_loaded_and_evicted_once() -> None:
     made = task("a", 3, steps=5)
     timeline = simulate(Plan((made,), {"d": 1000}, 1.0, 1.0))
@@ -107,10 +120,10 @@ CLIPPED = """\
 timeline
 lower_bound 3.0
 devices d
-0.0 1.25 LOAD d a 0 0 8
-1.25 2.25 FORWARD d a 0 0 0
-2.25 3.25 BACKWARD d a 0 0 1
-3.25 3.5 EVICT d a 0 0 8
+0.0 1.25 LOAD d a 0 0 5
+1.25 2.25 FORWARD d a 0 0 3
+2.25 3.25 BACKWARD d a 0 0 4
+3.25 3.5 EVICT d a 0 0 5
 3.5 5.25 LOAD d a 0 0 7
 5.25 6.25 STEP d a 0 0 0
 6.25 7.25 EVICT d a 0 0 7"""

@@ -138,17 +138,24 @@ def machine(devices: int = 1, memory: str = "1GiB", **more: Any) -> hf.Machine:
     return hf.Machine([hf.Device(f"cpu:{index}", memory=memory) for index in range(devices)], **more)
 
 
-def planned(tasks: Sequence[hf.Task], on: hf.Machine, counts: Sequence[int], resident: Sequence[bool]) -> Plan:
+def planned(
+    tasks: Sequence[hf.Task],
+    on: hf.Machine,
+    counts: Sequence[int],
+    resident: Sequence[bool],
+    kept: Sequence[bool] | None = None,
+) -> Plan:
     """The plan of ``tasks`` with their programs cut evenly into ``counts`` shards, on devices with not a byte more."""
     arrangements, made = arrange(tasks, on)
     found = []
-    for one, plan, count, stays in zip(arrangements, made.tasks, counts, resident, strict=True):
+    keeps = [False] * len(tasks) if kept is None else kept
+    for one, plan, count, stays, keep in zip(arrangements, made.tasks, counts, resident, keeps, strict=True):
         minibatch = one.minibatch()
         program = one.array.compiled(minibatch.arguments).program
         total = len(operators(program))
         cuts = sorted({total * place // count for place in range(1, count)} - {0})
         shards = shards_at(program, cuts, minibatch.samples, RATES, one.optimizer.state_stacks)
-        found.append(replace(plan, shards=shards, resident=stays))
+        found.append(replace(plan, shards=shards, resident=stays, kept=keep))
     need = max(plan.device_bytes for plan in found)
     return Plan(tuple(found), dict.fromkeys(made.devices, need), 1e9, 1e9)
 

@@ -52,9 +52,9 @@ class _Clock:
 class LoadComputeEvict:
     """The shards of a plan trained one after the other: a shard is copied to the device, computed, copied back.
 
-    As Hydra without its double buffering: nothing is loaded ahead, and the computing waits for every copy. What
-    crosses a cut goes through the host, a backward computes its shard again; that is right only for models that draw no
-    random numbers.
+    As Hydra without its double buffering: nothing is loaded ahead, and the computing waits for every copy. A shard that
+    the plan keeps on the device is kept, so no other one may use its weights. What crosses a cut goes through the host,
+    a backward computes its shard again; that is right only for models that draw no random numbers.
     """
 
     def __init__(self, one: Arrangement, plan: TaskPlan, device: torch.device) -> None:
@@ -68,6 +68,7 @@ class LoadComputeEvict:
             name: param.data.pin_memory() if self._pinned else param.data for name, param in self._params.items()
         }
         self._device = device
+        self._kept: Part | None = None
         self._clock = _Clock(device)
         self._moved = 0
 
@@ -79,6 +80,8 @@ class LoadComputeEvict:
             losses.append(self._step(self._stream.next()).cpu())
             ends.append(time.perf_counter())
         plan, moved = self._plan, self._moved / self._plan.steps
+        if self._kept is not None:
+            self._write_back(self._kept, changed=True)
         return Sample(
             steady(ends), torch.stack(losses), self._clock.lanes, plan.device_bytes, moved, shards=len(plan.shards)
         )
@@ -114,7 +117,10 @@ class LoadComputeEvict:
                     roots = [(value, grads.pop(name)) for name, value in named if name in grads and value.requires_grad]
                 if roots:
                     self._backward(part, roots, leaves, grads)
-            self._evict(part, changed=True)
+            if part is parts[-1] and self._plan.kept:
+                self._kept = part
+            else:
+                self._evict(part, changed=True)
         return losses.detach()
 
     def _backward(
@@ -139,11 +145,12 @@ class LoadComputeEvict:
     def _load(self, part: Part, host: dict[str, Any], *, state: bool) -> tuple[list[Tensor], list[Any]]:
         """The part's own tensors and its inputs, on the device."""
         with self._clock.during("into"):
-            for slot in part.keys:
-                if slot.kind is Kind.PARAMETER:
-                    self._params[slot.name].data = self._copied(self._home[slot.name], self._device)
-            if state:
-                self._move_state(part, self._device)
+            if part is not self._kept:
+                for slot in part.keys:
+                    if slot.kind is Kind.PARAMETER:
+                        self._params[slot.name].data = self._copied(self._home[slot.name], self._device)
+                if state:
+                    self._move_state(part, self._device)
             return [self._own(slot) for slot in part.keys], [self._copied(host[n], self._device) for n in part.takes]
 
     def _own(self, slot: Slot) -> Tensor:
@@ -153,15 +160,18 @@ class LoadComputeEvict:
 
     def _evict(self, part: Part, *, changed: bool) -> None:
         with self._clock.during("out"):
-            for slot in part.keys:
-                if slot.kind is Kind.PARAMETER:
-                    param, home = self._params[slot.name], self._home[slot.name]
-                    if changed and param.requires_grad:
-                        self._keep(home, param.data)
-                    param.data = home
-            if changed:
-                self._move_state(part, torch.device("cpu"))
-                self._optimizer.forget()
+            self._write_back(part, changed=changed)
+
+    def _write_back(self, part: Part, *, changed: bool) -> None:
+        for slot in part.keys:
+            if slot.kind is Kind.PARAMETER:
+                param, home = self._params[slot.name], self._home[slot.name]
+                if changed and param.requires_grad:
+                    self._keep(home, param.data)
+                param.data = home
+        if changed:
+            self._move_state(part, torch.device("cpu"))
+            self._optimizer.forget()
 
     def _keep(self, home: Tensor, data: Tensor) -> None:
         home.copy_(data)

@@ -121,8 +121,7 @@ class Executor:
         run, traffic = self._traffic.runs[task], self._traffic
         unit = self._next(task)
         traffic.await_loads(worker, task, unit)
-        extra = run.extra(unit)
-        traffic.take(worker, extra)
+        traffic.take(worker, run.fresh(unit))
         with self._changed:
             run.unit = self._dispatcher.begin(task)
             after = self._dispatcher.next(task)
@@ -135,9 +134,9 @@ class Executor:
                 self._queue(worker, chosen, staying=unit.shard if stays else None)
                 if goes_on and not run.plan.resident:
                     traffic.fetch_ahead(worker, task, self._dispatcher.rest(task))
-        self._compute(worker, task, unit, extra)
+        self._compute(worker, task, unit, run.extra(unit))
         with self._changed:
-            worker.lanes.ledger.give(extra)
+            worker.lanes.ledger.give(run.freed(unit))
             self._put_away(worker, task, unit, goes_on=goes_on, stays=stays, more=after is not None)
             if late and chosen is not None:
                 self._queue(worker, chosen)
@@ -158,7 +157,7 @@ class Executor:
         """Whether what is loaded for the unit that begins can stay for the one after it."""
         if run.plan.resident:
             return True
-        size = run.loaded[run.unit.shard] + run.extra(after)
+        size = run.loaded[run.unit.shard] + run.extra(after) + run.plan.beside_bytes(after.shard)
         return run.plan.stays(run.unit, after) and size <= worker.lanes.ledger.budget
 
     def _put_away(self, worker: Worker, task: int, unit: Unit, *, goes_on: bool, stays: bool, more: bool) -> None:
@@ -167,7 +166,7 @@ class Executor:
         if not traffic.runs[task].plan.resident:
             if not goes_on:
                 traffic.leave(worker, task)
-            elif not stays:
+            elif not stays and not traffic.runs[task].plan.keeps(unit.shard):
                 traffic.evict(worker, task, unit.shard, leave=False)
         elif not more:
             traffic.leave(worker, task)

@@ -189,10 +189,10 @@ class State:
             return own[name]
         return here.borrowed[name] if name in here.borrowed else self._source(name, self.shards[shard].borrowed[name])
 
-    def refresh(self, shard: int, buffers: Sequence[str]) -> None:
-        """Fetch borrowed buffers that other shards wrote to since this one was loaded."""
+    def refresh(self, shard: int, names: Sequence[str]) -> None:
+        """Fetch borrowed tensors that other shards wrote to since this one was loaded."""
         here = self._here[shard]
-        for name in buffers:
+        for name in names:
             if name in here.borrowed:
                 here.borrowed[name].copy_(self._source(name, self.shards[shard].borrowed[name]))
 

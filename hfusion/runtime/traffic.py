@@ -94,6 +94,14 @@ class Run:
         """Bytes that a unit takes while it runs."""
         return self.plan.extra_bytes(unit.direction, unit.shard)
 
+    def fresh(self, unit: Unit) -> int:
+        """What of these it takes when it begins."""
+        return self.plan.fresh_bytes(unit.direction, unit.shard)
+
+    def freed(self, unit: Unit) -> int:
+        """What of these it gives back when it ends."""
+        return self.plan.freed_bytes(unit.direction, unit.shard)
+
     def left(self, shards: Iterable[int]) -> list[Leaving]:
         """The last evictions of ``shards``."""
         return [self.gone[shard] for shard in shards if shard in self.gone]
@@ -153,7 +161,8 @@ class Traffic:
             extra = max(extra, run.extra(before), run.extra(after))
             if after.shard in run.loaded:
                 coming = run.coming.get(after.shard)
-                if run.plan.stays(before, after) or (coming is not None and coming.unit == after):
+                expected = coming is not None and coming.unit == after
+                if expected or run.plan.stays(before, after) or run.plan.keeps(after.shard):
                     continue
                 return
             size = run.plan.held_bytes(after.direction, after.shard)

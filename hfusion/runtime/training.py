@@ -147,7 +147,8 @@ class Training:
         """What a shard must have loaded for a unit."""
         if direction is Direction.FORWARD and not self.plan.whole(direction, shard):
             return (Section.WEIGHTS,)
-        optimizer = self.plan.resident or direction is Direction.UPDATE or not self.plan.clipped
+        lasts = self.plan.resident or self.plan.keeps(shard)
+        optimizer = lasts or direction is Direction.UPDATE or not self.plan.clipped
         wanted = {Section.WEIGHTS: True, Section.OPTIMIZER: optimizer, Section.GRADIENTS: self._carried}
         return tuple(section for section in Section if wanted[section])
 
@@ -248,7 +249,7 @@ class Training:
     def _forward(self, shard: int, device: torch.device) -> None:
         part = self._recipe.parts[shard]
         buffers = sorted({self._names[name] for name in part.writes})
-        self.state.refresh(shard, [self._names[s.name] for s in part.keys if s.kind is Kind.BUFFER])
+        self._refresh(shard)
         keep = self.plan.resident or self._turns(shard)
         if not self._turns(shard):
             self._before[shard] = {name: self.state.tensor(shard, name).clone() for name in buffers}
@@ -263,7 +264,15 @@ class Training:
             self._saved[shard] = saved
         self._crossing.keep(shard, saved.outputs, self._recipe.later[shard])
 
+    def _refresh(self, shard: int) -> None:
+        """Fetch what other shards may have changed of the tensors it borrows since it was loaded."""
+        kinds = (Kind.BUFFER, Kind.PARAMETER) if self.plan.keeps(shard) else (Kind.BUFFER,)
+        keys = self._recipe.parts[shard].keys
+        self.state.refresh(shard, [self._names[slot.name] for slot in keys if slot.kind in kinds])
+
     def _evaluate(self, shard: int, device: torch.device) -> None:
+        if self.plan.keeps(shard):
+            self._refresh(shard)
         inputs = self._crossing.take(self._recipe.parts[shard].takes, device)
         with torch.no_grad(), self._drawing(self._generators, device):
             found = self._compute(shard, inputs, {}, device)

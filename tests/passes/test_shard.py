@@ -19,13 +19,17 @@ from hfusion.errors import PlanError
 from hfusion.machine import Rates
 from hfusion.passes.cost import Line, Step, Weight, line, operators
 from hfusion.passes.runs import Runs
-from hfusion.passes.shard import _shard, cut, shards, tightest
+from hfusion.passes.shard import _shard, cut, sharding, tightest
 from hfusion.plan import Shard, TaskPlan
 from hfusion.program import Program
 from tests.lines import crossing, lines, need
 
 RATES = Rates(flops=1e9, memory=1e9, load=1e9, evict=1e9, read=1e9, write=1e9, calls=1e6)
 HUGE = 2**50
+
+
+def shards(program: Program, batch: int, budget: int, rates: Rates, optimizer_state: float = 2) -> tuple[Shard, ...]:
+    return sharding(program, batch, budget, rates, optimizer_state).shards
 
 
 def brute(plain: Line, budget: int, state: float) -> tuple[tuple[int, int] | None, int]:

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.plan import Plan
+from hfusion.plan import Direction, Plan
 from hfusion.policy import POLICIES, Candidate, Order, Policy, State
-from hfusion.runtime import lanes
+from hfusion.runtime import executor, lanes
 from hfusion.runtime.copying import Copier, Move, Moves, ThreadCopier, Ticket, copy_now
+from hfusion.runtime.memory import Ledger
 from hfusion.schedule import Kind
 from hfusion.task import Step
 from tests.trained import Way, adamw, assert_same, batches, fused, machine, momentum, plain, planned, task
@@ -49,7 +50,7 @@ def made(index: int) -> tuple[hf.FusedModule, tuple[Tensor, dict[str, Tensor]]]:
     return array, plain(array, WAYS[index], LOADER)
 
 
-CUTS = st.tuples(st.integers(1, 5), st.booleans())
+CUTS = st.tuples(st.integers(1, 5), st.booleans(), st.booleans())
 
 
 @settings(deadline=None, max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -58,12 +59,12 @@ CUTS = st.tuples(st.integers(1, 5), st.booleans())
     st.lists(st.integers(0, 600) | st.sampled_from([5_000, 50_000]), min_size=1, max_size=3),
     st.sampled_from(sorted(POLICIES)),
 )
-def test_any_plan_gives_the_same_bits(cuts: list[tuple[int, bool]], spare: list[int], policy: str) -> None:
+def test_any_plan_gives_the_same_bits(cuts: list[tuple[int, bool, bool]], spare: list[int], policy: str) -> None:
     """Each device has some bytes more than the largest task needs."""
     arrays, expected = zip(*(made(index) for index in range(len(cuts))), strict=True)
     tasks = [task(array, WAYS[index], LOADER, f"t{index}") for index, array in enumerate(arrays)]
     on = machine(len(spare))
-    plan = planned(tasks, on, [count for count, _ in cuts], [resident for _, resident in cuts])
+    plan = planned(tasks, on, *map(list, zip(*cuts, strict=True)))
     budgets = {name: size + more for (name, size), more in zip(plan.devices.items(), spare, strict=True)}
     assert_same(arrays, tasks, expected, on, replace(plan, devices=budgets), policy)
 
@@ -101,6 +102,29 @@ def test_where_there_is_room_later_shards_are_loaded_too() -> None:
     before = {action.shard for action in actions if action.kind is Kind.LOAD and action.end <= first.start}
     # The next one borrows a weight from these.
     assert before == {0, 1, 2}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_activations_are_accounted_for_until_their_backward(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    """Between the two units of the last shard, when nothing runs, too."""
+    taken: list[tuple[int, int]] = []
+
+    class Noted(Ledger):
+        def give(self, size: int) -> None:
+            super().give(size)
+            taken.append((size, self.taken))
+
+    monkeypatch.setattr(executor, "Ledger", Noted)
+    array, expected = made(0)
+    one, on = task(array, WAYS[0], LOADER), machine()
+    plan = planned([one], on, [4], [False], [kept])
+    assert_same([array], [one], [expected], on, plan)
+    (last,) = (each for each in plan.tasks[0].shards if each.index == 3)
+    entry = plan.tasks[0].shards[2].boundary
+    between = [after for size, after in taken if size == plan.tasks[0].freed_bytes(Direction.FORWARD, 3)]
+    wanted = plan.tasks[0].held_bytes(Direction.BACKWARD, 3) + last.activations + entry
+    assert len(between) >= len(LOADER)
+    assert all(after >= wanted for after in between)
 
 
 def test_a_device_too_small_for_some_tasks_runs_the_others() -> None:
