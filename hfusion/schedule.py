@@ -1,6 +1,6 @@
 """What happens when: the actions of a run, simulated or real, and the checks every run must pass.
 
-A device has three lanes that work at the same time, each on one action: compute (FORWARD, BACKWARD, STEP,
+A device has three lanes that work at the same time, each on one action: compute (FORWARD, RECOMPUTE, BACKWARD, STEP,
 EVALUATE), the link from the host (LOAD) and the link to it (EVICT).
 """
 
@@ -29,6 +29,7 @@ class Kind(StrEnum):
 
     LOAD = "LOAD"
     FORWARD = "FORWARD"
+    RECOMPUTE = "RECOMPUTE"
     BACKWARD = "BACKWARD"
     STEP = "STEP"
     EVALUATE = "EVALUATE"
@@ -252,6 +253,8 @@ def levels(changes: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
 def _computing(task: TaskPlan) -> Iterator[tuple[Kind, int, int]]:
     """What a task computes, in order: kind, step, shard."""
     for unit in map(task.unit, range(task.units)):
+        if unit.direction is Direction.BACKWARD and task.recomputes(unit.shard):
+            yield Kind.RECOMPUTE, unit.step, unit.shard
         if unit.direction in PASSES:
             yield PASSES[unit.direction], unit.step, unit.shard
         if unit.updates:
@@ -318,7 +321,7 @@ def _check_places(task: TaskPlan, actions: list[Action]) -> None:
 def _check_use(
     task: TaskPlan, action: Action, here: Action, gone: dict[int, Action], left_at: tuple[str, int] | None
 ) -> None:
-    ends = {Kind.STEP: Direction.UPDATE if task.clipped else Direction.BACKWARD}
+    ends = {Kind.RECOMPUTE: Direction.BACKWARD, Kind.STEP: Direction.UPDATE if task.clipped else Direction.BACKWARD}
     direction = {kind: way for way, kind in PASSES.items()} | ends
     needed = task.held_bytes(direction[action.kind], action.shard)
     if here.bytes < needed:

@@ -153,6 +153,15 @@ class TaskPlan:
             return self.resident or self.turns(shard)
         return self.resident or self.keeps(shard) or direction is not Direction.EVALUATE
 
+    def recomputes(self, shard: int) -> bool:
+        """Whether the backward of a shard begins with its forward again."""
+        return not (self.resident or self.turns(shard))
+
+    def again_bytes(self, shard: int) -> int:
+        """Bytes of a backward that recomputes which it takes for that; it takes the rest of its extra afterwards."""
+        part = self.shards[shard]
+        return min(part.peak, part.activations + part.workspace)
+
     def keeps(self, shard: int) -> bool:
         """Whether a shard of a spilled task stays loaded between its units."""
         return self.kept and self.turns(shard) and not self.resident
@@ -318,8 +327,7 @@ class TaskPlan:
     def backward_seconds(self, shard: int) -> float:
         """Seconds of the backward, with the recomputed forward of a spilled task; the step is not in it."""
         part = self.shards[shard]
-        again = 0.0 if self.resident or self.turns(shard) else part.forward
-        return part.backward + again
+        return part.backward + (part.forward if self.recomputes(shard) else 0.0)
 
     def pass_seconds(self, direction: Direction, shard: int) -> float:
         """Seconds a unit computes before the optimizer step that it may end with."""

@@ -30,14 +30,16 @@ _MOST_KEPT = 16
 class _Piece(NamedTuple):
     """A run as a shard: bytes, and seconds.
 
-    ``runs``, ``held``: while it runs backward, and when it is loaded for that; ``runs_forward``, ``held_forward``: the
-    same of its forward; ``weights``: what leaves first; ``state``: what stays, were it kept. ``forward``, ``backward``
-    compute; ``loads``, ``reloads`` copy for them, ``leaves`` writes back what changed, ``changes`` the weights of it.
+    ``runs``, ``held``: while it runs backward, and when it is loaded for that; ``begins``: while it recomputes, with
+    which its backward begins; ``runs_forward``, ``held_forward``: as the first two, of its forward; ``weights``: what
+    leaves first; ``state``: what stays, were it kept. ``forward``, ``backward`` compute; ``loads``, ``reloads`` copy
+    for them, ``leaves`` writes back what changed, ``changes`` the weights of it.
     """
 
     last: int
     runs: int
     held: int
+    begins: int
     runs_forward: int
     held_forward: int
     weights: int
@@ -55,9 +57,13 @@ class _Piece(NamedTuple):
 
     def waits(self, before: _Piece, budget: int) -> float:
         """Seconds for which computing waits between the two; also for this to leave, if ``before`` needs its room."""
-        missing = before.runs + self.held - budget
-        leaves = 0.0 if missing <= 0 else self.changes if missing <= self.weights else self.leaves
-        return leaves + max(0.0, self.loads - before.forward) + max(0.0, before.reloads - self.backward)
+        begins = self._leaves(before.begins + self.held - budget)
+        runs = self._leaves(before.runs + self.held - budget) - before.forward
+        return max(begins, runs) + max(0.0, self.loads - before.forward) + max(0.0, before.reloads - self.backward)
+
+    def _leaves(self, missing: int) -> float:
+        """Seconds until so many bytes of it have left."""
+        return 0.0 if missing <= 0 else self.changes if missing <= self.weights else self.leaves
 
     def staying(self) -> _Piece:
         """The same beside what is kept of it: it takes what it computes with, and never moves."""
@@ -197,6 +203,7 @@ def _pieces(runs: Runs, first: int, budget: int, rates: Rates) -> list[_Piece]:
                 run.last,
                 needed,
                 held,
+                held + min(run.peak, run.activations + run.workspace),
                 run.weights + entry + run.workspace + leaving,
                 comes,
                 run.weights,

@@ -17,7 +17,7 @@ from hfusion.simulate import simulate
 from tests.shards import plans, task
 
 PLAN = Plan((task("a", 2, steps=2), task("b", 2, steps=2, resident=False)), {"d": 25, "e": 20}, 1.0, 1.0)
-LOAD, FORWARD, BACKWARD, STEP, EVALUATE, EVICT = Kind
+LOAD, FORWARD, RECOMPUTE, BACKWARD, STEP, EVALUATE, EVICT = Kind
 
 
 @settings(deadline=None, max_examples=50)

@@ -98,12 +98,12 @@ def computed(**settings: Any) -> str:
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        ({"steps": 2}, "F00 F10 B10 S10 B00 S00 F01 F11 B11 S11 B01 S01"),
-        ({"steps": 2, "accumulate": 2}, "F00 F10 B10 B00 F01 F11 B11 S11 B01 S01"),
-        ({"steps": 2, "accumulate": 2, "epoch": 1}, "F00 F10 B10 S10 B00 S00 F01 F11 B11 S11 B01 S01"),
-        ({"steps": 1, "clipped": True}, "F00 F10 B10 B00 S00 S10"),
-        ({"steps": 2, "clipped": True, "accumulate": 2}, "F00 F10 B10 B00 F01 F11 B11 B01 S01 S11"),
-        ({"steps": 1, "evaluated": 2}, "F00 F10 B10 S10 B00 S00 E00 E10 E01 E11"),
+        ({"steps": 2}, "F00 F10 B10 S10 R00 B00 S00 F01 F11 B11 S11 R01 B01 S01"),
+        ({"steps": 2, "accumulate": 2}, "F00 F10 B10 R00 B00 F01 F11 B11 S11 R01 B01 S01"),
+        ({"steps": 2, "accumulate": 2, "epoch": 1}, "F00 F10 B10 S10 R00 B00 S00 F01 F11 B11 S11 R01 B01 S01"),
+        ({"steps": 1, "clipped": True}, "F00 F10 B10 R00 B00 S00 S10"),
+        ({"steps": 2, "clipped": True, "accumulate": 2}, "F00 F10 B10 R00 B00 F01 F11 B11 R01 B01 S01 S11"),
+        ({"steps": 1, "evaluated": 2}, "F00 F10 B10 S10 R00 B00 S00 E00 E10 E01 E11"),
     ],
 )
 def test_the_optimizer_steps_when_its_gradients_are_there(settings: dict[str, Any], wanted: str) -> None:

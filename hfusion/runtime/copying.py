@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from struct import Struct
 from threading import Lock
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -73,6 +74,7 @@ def copy_now(moves: Moves) -> None:
 # Words of a job and of a row in ``copier.c``, and where what it writes there lies.
 _JOB, _MOVED, _BEGAN = 6, 3, 5
 _ROW, _ENDED = 4, 3
+_TIME = Struct("d")
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,6 @@ class _NativeTicket:
         for target, source, size in moves:
             words += (target.data_ptr(), source.data_ptr(), size, 0)
         self._words = array("Q", words)
-        self._times: memoryview[float] = memoryview(self._words).cast("B").cast("d")
         self.job = self._words.buffer_info()[0]
 
     def done(self, moves: int | None = None) -> bool:
@@ -112,7 +113,12 @@ class _NativeTicket:
             self._moves = ()
         last = self._count if moves is None else moves
         ended = _JOB + _ROW * (last - 1) + _ENDED if last else _BEGAN
-        return self._times[_BEGAN] + self._thread.offset, self._times[ended] + self._thread.offset
+        return self._time(_BEGAN), self._time(ended)
+
+    def _time(self, word: int) -> float:
+        """A time in the job, as ``perf_counter`` counts."""
+        seconds: float = _TIME.unpack_from(self._words, word * _TIME.size)[0]
+        return seconds + self._thread.offset
 
 
 class _NativeThread:
@@ -125,7 +131,7 @@ class _NativeThread:
         library.copier_submit.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         library.copier_wait.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         library.copier_close.argtypes = [ctypes.c_void_p]
-        self.offset = perf_counter() - library.copier_now()
+        self.offset: float = perf_counter() - library.copier_now()
         self._tickets: deque[_NativeTicket] = deque()
         self._lock = Lock()
         self._handle: int | None = None
@@ -134,9 +140,13 @@ class _NativeThread:
     def idle(self) -> bool:
         """Whether all jobs are done."""
         with self._lock:
-            while self._tickets and self._tickets[0].done():
-                self._tickets.popleft()
+            self._forget()
             return not self._tickets
+
+    def _forget(self) -> None:
+        """Let go of what is done."""
+        while self._tickets and self._tickets[0].done():
+            self._tickets.popleft()
 
     def submit(self, ticket: _NativeTicket) -> None:
         with self._lock:
@@ -144,6 +154,7 @@ class _NativeThread:
                 self._handle = self._library.copier_open()
             if self._handle is None:
                 raise MemoryError("no thread could be started that copies")
+            self._forget()
             self._tickets.append(ticket)
             self._library.copier_submit(self._handle, ticket.job)
 
@@ -170,7 +181,7 @@ class NativeCopier:
         self._past = past
 
     def submit(self, moves: Moves) -> Ticket:
-        if self._thread.idle and sum(move.size for move in moves) <= _SMALL:
+        if sum(move.size for move in moves) <= _SMALL and self._thread.idle:
             began = perf_counter()
             copy_now(moves)
             return _Done((began, perf_counter()))

@@ -121,7 +121,8 @@ class Executor:
         run, traffic = self._traffic.runs[task], self._traffic
         unit = self._next(task)
         traffic.await_loads(worker, task, unit)
-        traffic.take(worker, run.fresh(unit))
+        now, later = run.fresh(unit)
+        traffic.take(worker, now, later)
         with self._changed:
             run.unit = self._dispatcher.begin(task)
             after = self._dispatcher.next(task)
@@ -134,6 +135,9 @@ class Executor:
                 self._queue(worker, chosen, staying=unit.shard if stays else None)
                 if goes_on and not run.plan.resident:
                     traffic.fetch_ahead(worker, task, self._dispatcher.rest(task))
+        if run.recomputes(unit):
+            self._recompute(worker, task, unit, now)
+            traffic.redeem(worker, later)
         self._compute(worker, task, unit, run.extra(unit))
         with self._changed:
             worker.lanes.ledger.give(run.freed(unit))
@@ -174,6 +178,13 @@ class Executor:
             worker.parked[task] = None
             if worker.queued is not None:
                 traffic.make_room(worker, worker.queued, self._next(worker.queued))
+
+    def _recompute(self, worker: Worker, task: int, unit: Unit, size: int) -> None:
+        """What a backward begins with, while some of the room for the rest of it may not be free yet."""
+        training, lanes = self._traffic.runs[task].training, worker.lanes
+        start = perf_counter()
+        lanes.compute(lambda: training.recompute(unit, lanes.device, self._gate))
+        self._act(Kind.RECOMPUTE, unit, worker, start, size)
 
     def _compute(self, worker: Worker, task: int, unit: Unit, extra: int) -> None:
         training, lanes = self._traffic.runs[task].training, worker.lanes

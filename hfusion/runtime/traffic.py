@@ -5,13 +5,13 @@ One condition guards what is shared; nobody who holds it computes, or waits for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
 
-from hfusion.plan import Plan, TaskPlan, Unit
+from hfusion.plan import Direction, Plan, TaskPlan, Unit
 from hfusion.runtime.copying import Ticket
 from hfusion.runtime.ending import Ending, Stopped
 from hfusion.runtime.lanes import Lanes
@@ -94,9 +94,15 @@ class Run:
         """Bytes that a unit takes while it runs."""
         return self.plan.extra_bytes(unit.direction, unit.shard)
 
-    def fresh(self, unit: Unit) -> int:
-        """What of these it takes when it begins."""
-        return self.plan.fresh_bytes(unit.direction, unit.shard)
+    def fresh(self, unit: Unit) -> tuple[int, int]:
+        """What of these it takes when it begins, and what later."""
+        size = self.plan.fresh_bytes(unit.direction, unit.shard)
+        now = self.plan.again_bytes(unit.shard) if self.recomputes(unit) else size
+        return now, size - now
+
+    def recomputes(self, unit: Unit) -> bool:
+        """Whether it begins with the forward of its shard again."""
+        return unit.direction is Direction.BACKWARD and self.plan.recomputes(unit.shard)
 
     def freed(self, unit: Unit) -> int:
         """What of these it gives back when it ends."""
@@ -217,14 +223,24 @@ class Traffic:
             if load is not None:
                 self.note(Kind.LOAD, load.unit, shard, worker, *load.wait(), load.size)
 
-    def take(self, worker: Worker, size: int) -> None:
-        """Wait until ``size`` more bytes fit, and take them. Raises Stopped when the run ends before."""
+    def take(self, worker: Worker, size: int, later: int = 0) -> None:
+        """Wait until ``size`` more bytes fit, take them, and promise ``later`` more, which `redeem` takes.
+
+        Raises Stopped when the run ends before.
+        """
+        self._until(worker, lambda: worker.lanes.ledger.take(size, later))
+
+    def redeem(self, worker: Worker, size: int) -> None:
+        """Wait until ``size`` bytes that were promised fit, and take them. Raises Stopped when the run ends before."""
+        self._until(worker, lambda: worker.lanes.ledger.redeem(size))
+
+    def _until(self, worker: Worker, taken: Callable[[], bool]) -> None:
         while True:
             with self._changed:
                 if self._ending.stopping:
                     raise Stopped
                 self._reap(worker)
-                if worker.lanes.ledger.take(size):
+                if taken():
                     return
                 first = next(iter(worker.leaving), None)
                 if first is None:

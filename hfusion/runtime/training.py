@@ -140,11 +140,18 @@ class Training:
         self._grads: dict[str, Tensor] = {}
         self._parked: Bundle | None = None
         self._started: set[str] = set()
+        self._sections: dict[tuple[Direction, int], tuple[Section, ...]] = {}
         self._norms: dict[str, Tensor] = {}
         self._factors: Tensor | None = None
 
     def sections(self, direction: Direction, shard: int) -> tuple[Section, ...]:
         """What a shard must have loaded for a unit."""
+        found = self._sections.get((direction, shard))
+        if found is None:
+            found = self._sections[direction, shard] = self._wanted(direction, shard)
+        return found
+
+    def _wanted(self, direction: Direction, shard: int) -> tuple[Section, ...]:
         if direction is Direction.FORWARD and not self.plan.whole(direction, shard):
             return (Section.WEIGHTS,)
         lasts = self.plan.resident or self.plan.keeps(shard)
@@ -179,6 +186,11 @@ class Training:
                 self._backward(unit, device)
             else:
                 self._evaluate(unit.shard, device)
+
+    def recompute(self, unit: Unit, device: torch.device, gate: Gate) -> None:
+        """Compute the forward of a shard again, for the backward that comes next."""
+        with gate.computing():
+            self._saved[unit.shard] = self._again(unit.shard, device)
 
     def update(self, unit: Unit, gate: Gate) -> None:
         """The optimizer's step of the unit's shard."""

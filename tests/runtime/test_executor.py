@@ -215,6 +215,33 @@ def test_a_unit_waits_for_no_more_room_than_it_needs(monkeypatch: pytest.MonkeyP
     assert early
 
 
+def test_a_backward_recomputes_while_the_room_for_the_rest_of_it_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(name: str, device: torch.device, threads: int) -> tuple[Copier, Copier]:
+        return ThreadCopier(f"{name} in", device, threads), Gradual()
+
+    monkeypatch.setattr(lanes, "copiers", slow)
+    array, expected = made(0)
+    one, on = task(array, WAYS[0], LOADER), machine()
+    plan = planned([one], on, [5], [False])
+    (shards,), (budget,) = plan.tasks, plan.devices.values()
+    way = Direction.BACKWARD
+    both = [shards.held_bytes(way, k) + shards.held_bytes(way, k + 1) for k in range(4)]
+    waits = [
+        k for k, size in enumerate(both) if size + shards.again_bytes(k) <= budget < size + shards.extra_bytes(way, k)
+    ]
+    report = assert_same([array], [one], [expected], on, plan)
+    actions = report.timeline.actions
+    left = {(a.step, a.shard): a.end for a in actions if a.kind is Kind.EVICT}
+    begun = {(a.kind, a.step, a.shard): a.start for a in actions if a.kind.lane == "compute"}
+    early = [
+        (step, k)
+        for step in range(len(LOADER))
+        for k in waits
+        if begun[Kind.RECOMPUTE, step, k] < left[step, k + 1] <= begun[Kind.BACKWARD, step, k]
+    ]
+    assert early
+
+
 @pytest.mark.parametrize("resident", [False, True], ids=["spilled", "resident"])
 def test_gradients_that_were_there_before_play_no_part(resident: bool) -> None:
     array, expected = made(0)
