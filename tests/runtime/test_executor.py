@@ -199,10 +199,12 @@ def now() -> tuple[float, float]:
     return perf_counter(), perf_counter()
 
 
-def test_a_unit_waits_for_no_more_room_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(name: str, device: torch.device, threads: int) -> tuple[Copier, Copier]:
-        return ThreadCopier(f"{name} in", device, threads), Gradual()
+def slow(name: str, device: torch.device, threads: int) -> tuple[Copier, Copier]:
+    """What leaves goes back gradually."""
+    return ThreadCopier(f"{name} in", device, threads), Gradual()
 
+
+def test_a_unit_waits_for_no_more_room_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "copiers", slow)
     array, expected = made(0)
     one, on = task(array, WAYS[0], LOADER), machine()
@@ -216,9 +218,6 @@ def test_a_unit_waits_for_no_more_room_than_it_needs(monkeypatch: pytest.MonkeyP
 
 
 def test_a_backward_recomputes_while_the_room_for_the_rest_of_it_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(name: str, device: torch.device, threads: int) -> tuple[Copier, Copier]:
-        return ThreadCopier(f"{name} in", device, threads), Gradual()
-
     monkeypatch.setattr(lanes, "copiers", slow)
     array, expected = made(0)
     one, on = task(array, WAYS[0], LOADER), machine()
