@@ -253,7 +253,7 @@ def levels(changes: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
 def _computing(task: TaskPlan) -> Iterator[tuple[Kind, int, int]]:
     """What a task computes, in order: kind, step, shard."""
     for unit in map(task.unit, range(task.units)):
-        if unit.direction is Direction.BACKWARD and task.recomputes(unit.shard):
+        if task.recomputes(unit.direction, unit.shard):
             yield Kind.RECOMPUTE, unit.step, unit.shard
         if unit.direction in PASSES:
             yield PASSES[unit.direction], unit.step, unit.shard

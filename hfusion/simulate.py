@@ -310,7 +310,7 @@ class _Simulation:
         worker.started, worker.computes = start, run.end
         worker.memory.change(start, cost.fresh)
         worker.memory.change(run.end, -cost.freed)
-        if unit.direction is Direction.BACKWARD and run.plan.recomputes(unit.shard):
+        if run.plan.recomputes(unit.direction, unit.shard):
             first, start = start, min(middle, start + run.plan.shards[unit.shard].forward)
             again = run.plan.again_bytes(unit.shard)
             self._act(Kind.RECOMPUTE, run, unit.shard, unit.step, worker, first, start, again)

@@ -153,9 +153,9 @@ class TaskPlan:
             return self.resident or self.turns(shard)
         return self.resident or self.keeps(shard) or direction is not Direction.EVALUATE
 
-    def recomputes(self, shard: int) -> bool:
-        """Whether the backward of a shard begins with its forward again."""
-        return not (self.resident or self.turns(shard))
+    def recomputes(self, direction: Direction, shard: int) -> bool:
+        """Whether a unit is a backward that begins with the forward of its shard again."""
+        return direction is Direction.BACKWARD and not (self.resident or self.turns(shard))
 
     def again_bytes(self, shard: int) -> int:
         """Bytes of a backward that recomputes which it takes for that; it takes the rest of its extra afterwards."""
@@ -327,7 +327,7 @@ class TaskPlan:
     def backward_seconds(self, shard: int) -> float:
         """Seconds of the backward, with the recomputed forward of a spilled task; the step is not in it."""
         part = self.shards[shard]
-        return part.backward + (part.forward if self.recomputes(shard) else 0.0)
+        return part.backward + (part.forward if self.recomputes(Direction.BACKWARD, shard) else 0.0)
 
     def pass_seconds(self, direction: Direction, shard: int) -> float:
         """Seconds a unit computes before the optimizer step that it may end with."""

@@ -128,10 +128,11 @@ def test_bytes_of_a_spilled_unit(
 def test_a_backward_that_recomputes_takes_its_room_in_two_steps() -> None:
     """Activations and workspace first: 50 + 7 of the 257 bytes of its peak, or all of a smaller one."""
     made = task("a", 3, resident=False, **SPILLED, **CUTS)
-    assert [made.recomputes(index) for index in range(3)] == [True, True, False]
+    assert [made.recomputes(BACKWARD, index) for index in range(3)] == [True, True, False]
+    assert not any(made.recomputes(way, 0) for way in (FORWARD, UPDATE, EVALUATE))
     assert made.again_bytes(1) == 57
     assert task("a", 3, resident=False, **(SPILLED | {"peak": 20})).again_bytes(1) == 20
-    assert not any(replace(made, resident=True).recomputes(index) for index in range(3))
+    assert not any(replace(made, resident=True).recomputes(BACKWARD, index) for index in range(3))
 
 
 def test_what_turns_leaves_its_activations_to_its_backward() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
 
-from hfusion.plan import Direction, Plan, TaskPlan, Unit
+from hfusion.plan import Plan, TaskPlan, Unit
 from hfusion.runtime.copying import Ticket
 from hfusion.runtime.ending import Ending, Stopped
 from hfusion.runtime.lanes import Lanes
@@ -102,7 +102,7 @@ class Run:
 
     def recomputes(self, unit: Unit) -> bool:
         """Whether it begins with the forward of its shard again."""
-        return unit.direction is Direction.BACKWARD and self.plan.recomputes(unit.shard)
+        return self.plan.recomputes(unit.direction, unit.shard)
 
     def freed(self, unit: Unit) -> int:
         """What of these it gives back when it ends."""
