@@ -12,6 +12,8 @@ from hfusion.machine import Rates
 from hfusion.passes.ahead import _MOST_PLACES, _UNIT_CALLS, Way, _Piece, _pieces, cut_ahead
 from hfusion.passes.cost import Line, Step, Storage, Weight
 from hfusion.passes.runs import Runs
+from hfusion.passes.shard import _shard
+from hfusion.plan import Direction, TaskPlan
 from tests.lines import crossing, lines
 
 RATES = Rates(flops=1.0, memory=9.0, load=2.0, evict=3.0, read=1.0, write=1.0, calls=1000.0)
@@ -110,6 +112,26 @@ def test_what_is_kept_fits_beside_the_shards_that_come_and_go(plain: Line, budge
     coming = [*pieces[:-1], pieces[-1].staying()]
     assert all(piece.runs <= left for piece in coming)
     assert all(b.follows(a, left) for a, b in pairwise(coming))
+
+
+@given(lines(), st.sampled_from([0, 2]), st.booleans(), st.data())
+def test_the_bytes_are_those_of_the_plan(plain: Line, state: float, carried: bool, data: st.DataObject) -> None:
+    runs = Runs(plain, state, carried)
+    cuts = tuple(sorted(data.draw(st.sets(st.integers(1, max(1, runs.count - 1)))) - {runs.count}))
+    pieces = pieces_of(runs, cuts, HUGE)
+    assert pieces is not None
+    parts = [_shard(runs, n, a, b, RATES) for n, (a, b) in enumerate(pairwise((0, *cuts, runs.count)))]
+    plan = TaskPlan("t", tuple(parts), 2, resident=False, accumulate=1 + carried, kept=True)
+    last = len(parts) - 1
+    for index, piece in enumerate(pieces[:-1]):
+        forward, backward = (plan.held_bytes(way, index) for way in (Direction.FORWARD, Direction.BACKWARD))
+        assert (piece.held_forward, piece.held) == (forward, backward)
+        assert piece.runs_forward == forward + plan.extra_bytes(Direction.FORWARD, index)
+        assert piece.begins == backward + plan.again_bytes(index)
+        assert piece.runs == backward + plan.extra_bytes(Direction.BACKWARD, index)
+    assert pieces[-1].state == plan.home_bytes(last)
+    turning = (plan.extra_bytes(way, last) for way in (Direction.FORWARD, Direction.BACKWARD))
+    assert pieces[-1].staying().runs == max(turning)
 
 
 def layers(count: int, weight: int, compute: float) -> Runs:
