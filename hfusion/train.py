@@ -107,7 +107,8 @@ def train(
     Args:
         tasks: with different names.
         machine: devices with budgets, host memory and a folder; `Machine.detect()` finds this one.
-        policy: which unit a device runs next; one of `hfusion.policy.POLICIES` or its name.
+        policy: which unit a device runs next; one of `hfusion.policy.POLICIES` or its name. Of more tasks than devices
+            none keeps a shard on its device unless the policy is patient.
         plan: what `plan` gave for these tasks and this machine, possibly changed; None: plan now.
         progress: show a bar per task.
 

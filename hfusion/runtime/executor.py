@@ -138,7 +138,7 @@ class Executor:
         if run.recomputes(unit):
             self._recompute(worker, task, unit, now)
             traffic.redeem(worker, later)
-        self._compute(worker, task, unit, run.extra(unit))
+        self._compute(worker, task, unit)
         with self._changed:
             worker.lanes.ledger.give(run.freed(unit))
             self._put_away(worker, task, unit, goes_on=goes_on, stays=stays, more=after is not None)
@@ -186,14 +186,14 @@ class Executor:
         lanes.compute(lambda: training.recompute(unit, lanes.device, self._gate))
         self._act(Kind.RECOMPUTE, unit, worker, start, size)
 
-    def _compute(self, worker: Worker, task: int, unit: Unit, extra: int) -> None:
-        training, lanes = self._traffic.runs[task].training, worker.lanes
+    def _compute(self, worker: Worker, task: int, unit: Unit) -> None:
+        run, lanes = self._traffic.runs[task], worker.lanes
         start = perf_counter()
         if unit.direction is not Direction.UPDATE:
-            lanes.compute(lambda: training.run(unit, lanes.device, self._gate))
-            start = self._act(PASSES[unit.direction], unit, worker, start, extra)
+            lanes.compute(lambda: run.training.run(unit, lanes.device, self._gate))
+            start = self._act(PASSES[unit.direction], unit, worker, start, run.extra(unit))
         if unit.updates:
-            lanes.compute(lambda: training.update(unit, self._gate))
+            lanes.compute(lambda: run.training.update(unit, self._gate))
             self._act(Kind.STEP, unit, worker, start, 0)
 
     def _act(self, kind: Kind, unit: Unit, worker: Worker, start: float, size: int) -> float:
