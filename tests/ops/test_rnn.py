@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -235,6 +236,11 @@ def test_autocast_leaves_it_to_torch() -> None:
     fused = hf.fuse(models)
     x = torch.randn(5, 2, 3)
     with torch.autocast("cpu", torch.bfloat16):
-        y = fused(x)[0]
-        for b, model in enumerate(models):
-            torch.testing.assert_close(y[b], model(x)[0])
+        try:
+            wanted = [model(x)[0] for model in models]
+        except RuntimeError as error:
+            # Some processors have no such LSTM; then the array has none, either.
+            with pytest.raises(RuntimeError, match=re.escape(str(error))):
+                fused(x)
+            return
+        torch.testing.assert_close(fused(x)[0], torch.stack(wanted))
