@@ -6,8 +6,6 @@ budgets on one GPU, or the CPU cut into ``cpu:0`` and ``cpu:1``; each is schedul
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import platform
@@ -23,12 +21,15 @@ from statistics import median
 
 import torch
 
+from hfusion.cache import cache_file, number, read_json, write_json
 from hfusion.errors import PlanError
 
 _UNITS = {"B": 0, "KIB": 1, "MIB": 2, "GIB": 3, "TIB": 4}
 _DECIMAL = {"KB": 1, "MB": 2, "GB": 3, "TB": 4}
 _CALLS = 256
 _RUNS = 5
+# Rates that a file may tell, per second.
+_PLAUSIBLE = (1.0, 1e24)
 
 
 def parse_bytes(text: str | int) -> int:
@@ -176,16 +177,6 @@ def host_memory() -> int:
     return min(total, int(text)) if text.isdigit() else total
 
 
-def cache_folder() -> Path:
-    """For calibrations and compiled kernels: ``$XDG_CACHE_HOME/hfusion``, by default ``~/.cache/hfusion``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfusion"
-
-
-def cache_file(kind: str, description: Mapping[str, str]) -> Path:
-    """The JSON file for what was measured on a machine of this description."""
-    return cache_folder() / f"{kind}-{hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16]}.json"
-
-
 def _gib(size: int) -> str:
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if size >= 1024**power:
@@ -226,23 +217,14 @@ def describe(device: torch.device) -> dict[str, str]:
 def _read(path: Path, description: Mapping[str, str]) -> Rates | None:
     """The rates kept at ``path``; None if there are none that can be used."""
     try:
-        kept = json.loads(path.read_text())
-        return Rates(**kept["rates"]) if kept["machine"] == description else None
-    except (OSError, ValueError, KeyError, TypeError, PlanError):
+        kept = read_json(path)
+        found = Rates(**{name: number(rate, *_PLAUSIBLE) for name, rate in kept["rates"].items()})
+        return found if kept["machine"] == description else None
+    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
         return None
-
-
-def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Write JSON so that another process sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file, indent=1)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    except OSError as error:
+        warnings.warn(f"the rates of the machine in {path} are measured anew: {error.strerror}", stacklevel=3)
+        return None
 
 
 def measure(device: torch.device, disk: Path) -> Rates:

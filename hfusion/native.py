@@ -14,13 +14,14 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from hfusion.machine import cache_folder
+from hfusion.cache import cache_folder, read_sealed, write_sealed
 
 # Without contraction a vector and what is left over at its end round alike. The two -fno- only spare what
 # nobody here looks at, errno and traps; the arithmetic stays that of IEEE 754.
@@ -46,8 +47,7 @@ def _loaded(source: Path) -> ctypes.CDLL | str:
         found = compiler()
         if found is None:
             return "no C compiler ($CC, cc, gcc, clang) was found"
-        made = build(source, found, cache_folder())
-        return ctypes.CDLL(str(made)) if isinstance(made, Path) else made
+        return build(source, found, cache_folder())
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -59,36 +59,69 @@ def compiler() -> list[str] | None:
     return next(([name] for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
 
 
-def build(source: Path, compiler: Sequence[str], directory: Path) -> Path | str:
-    """The shared library of ``source`` below ``directory``, compiled unless it is there; or why it is not.
+def build(source: Path, compiler: Sequence[str], directory: Path) -> ctypes.CDLL | str:
+    """The library of ``source`` kept in ``directory``, compiled unless it is there; or why there is none.
 
-    Raises OSError if ``directory`` cannot be written or the compiler not be run.
+    Raises OSError if the compiler cannot be run.
     """
     version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_SECONDS).stdout
-    identity = [source.read_bytes(), version, repr((compiler, _FLAGS, _EXTRAS, _processor())).encode()]
-    wanted = directory / f"{source.stem}-{hashlib.sha256(b'|'.join(identity)).hexdigest()[:24]}.so"
-    if wanted.exists() and _loads(wanted):
-        return wanted
-    directory.mkdir(parents=True, exist_ok=True)
-    # Another process may do the same: the file appears whole or not at all.
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
-        made = Path(folder) / wanted.name
+    identity = [b"sealed", source.read_bytes(), version, repr((compiler, _FLAGS, _EXTRAS, _processor())).encode()]
+    path = directory / f"{source.stem}-{hashlib.sha256(b'|'.join(identity)).hexdigest()[:24]}.so"
+    kept = _kept(path)
+    if kept is not None and (library := _load(kept, path)) is not None:
+        return library
+    return _compile(source, compiler, path)
+
+
+def _kept(path: Path) -> bytes | None:
+    try:
+        return read_sealed(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        warnings.warn(f"the compiled kernels in {path} are made anew: {error.strerror}", stacklevel=2)
+        return None
+
+
+def _compile(source: Path, compiler: Sequence[str], path: Path) -> ctypes.CDLL | str:
+    """The library of ``source``, kept as ``path``; or why it cannot be made."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, path.name)
         for extras in _EXTRAS:
             command = [*compiler, *_FLAGS, *extras, "-o", str(made), str(source), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
-            if done.returncode == 0 and _loads(made):
-                os.replace(made, wanted)
-                return wanted
+            if done.returncode == 0 and (library := _load(content := made.read_bytes(), path)) is not None:
+                _keep(path, content)
+                return library
     return f"{shlex.join(command)} failed: {done.stderr.strip()[-300:] or 'the library does not load'}"
 
 
-def _loads(made: Path) -> bool:
-    """Whether the libraries that the compiler linked are there at run time."""
+def _keep(path: Path, content: bytes) -> None:
     try:
-        ctypes.CDLL(str(made))
-    except OSError:
-        return False
-    return True
+        write_sealed(path, content)
+    except OSError as error:
+        warnings.warn(
+            f"cannot keep compiled kernels in {path.parent}: {error.strerror}; every process compiles them anew, "
+            "unless XDG_CACHE_HOME names a folder that can be written",
+            stacklevel=2,
+        )
+
+
+def _load(content: bytes, path: Path) -> ctypes.CDLL | None:
+    """The library of these bytes; None if what the compiler linked is not there at run time.
+
+    A private copy is loaded and its name removed: a file that is cut short while it is mapped ends the process. Some
+    systems run nothing that lies in their folder for temporary files.
+    """
+    for place in (None, path.parent):
+        try:
+            with tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as folder:
+                copy = Path(folder, path.name)
+                copy.write_bytes(content)
+                return ctypes.CDLL(str(copy))
+        except OSError:
+            continue
+    return None
 
 
 def _processor() -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +10,11 @@ from pathlib import Path
 
 import torch
 
-from hfusion.machine import cache_file, describe, write_json
+from hfusion.cache import cache_file, number, read_json, write_json
+from hfusion.machine import describe
+
+# Seconds that a file may tell.
+_PLAUSIBLE = (1e-12, 1e6)
 
 
 @dataclass
@@ -54,14 +56,14 @@ def times_on(device: torch.device) -> Iterator[Times]:
 def _read(path: Path, machine: dict[str, str]) -> tuple[dict[str, float], str]:
     """The seconds kept at ``path``, and what is wrong with it."""
     try:
-        kept = json.loads(path.read_text())
-        seconds = {str(key): float(value) for key, value in kept["seconds"].items()}
-        if kept["machine"] != machine or not all(math.isfinite(s) and s > 0 for s in seconds.values()):
-            raise ValueError("of another machine, or no times")
-    except (FileNotFoundError, NotADirectoryError):
+        kept = read_json(path)
+        seconds = {str(key): number(value, *_PLAUSIBLE) for key, value in kept["seconds"].items()}
+        if kept["machine"] != machine:
+            raise ValueError("of another machine")
+    except FileNotFoundError:
         return {}, ""
     except OSError as error:
         return {}, f"cannot be read: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         return {}, "are no valid JSON of them"
     return seconds, ""

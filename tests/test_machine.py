@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hfusion import machine as rooms
+from hfusion.cache import cache_folder, write, write_json
 from hfusion.errors import PlanError
-from hfusion.machine import Device, Machine, Rates, cache_folder, host_memory, parse_bytes
+from hfusion.machine import Device, Machine, Rates, host_memory, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -121,9 +124,38 @@ def test_a_cache_that_cannot_be_written_is_told_and_done_without(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="cannot keep the rates of cpu in .*XDG_CACHE_HOME"):
+    with pytest.warns(UserWarning, match="no cache folder can be used .*XDG_CACHE_HOME"):
         rates = Machine([Device("cpu", memory=1)], disk=tmp_path).calibrate()
     assert rates["cpu"].flops > 0
+
+
+def test_a_calibration_that_cannot_be_read_or_replaced_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine = Machine([Device("cpu", memory=1)], disk=tmp_path)
+    machine.calibrate()
+    (kept,) = cache_folder().iterdir()
+    kept.unlink()
+    os.mkfifo(kept)
+    with pytest.warns(UserWarning, match=r"the rates of the machine in .* are measured anew: it is no regular file"):
+        rates = machine.calibrate()
+    assert machine.calibrate() == rates
+    kept.unlink()
+    kept.mkdir()
+    with pytest.warns(UserWarning, match="it is no regular file"), pytest.warns(UserWarning, match="cannot keep the"):
+        machine.calibrate()
+
+
+ABSURD = ["NaN", "Infinity", "1e999", "-1", "0", '"1e9"', "true", "null", "[1]", "1e300", "1" + 400 * "0", 9000 * "["]
+
+
+@pytest.mark.parametrize("value", ABSURD, ids=lambda value: str(value)[:9])
+def test_absurd_rates_are_not_believed(value: str, tmp_path: Path) -> None:
+    rates = dict.fromkeys((field.name for field in fields(Rates)), 1e9)
+    path = tmp_path / "hfusion" / "rates.json"
+    write_json(path, {"machine": {}, "rates": rates})
+    assert rooms._read(path, {}) == Rates(**rates)
+    write(path, json.dumps({"machine": {}, "rates": rates | {"read": 12345.0}}).replace("12345.0", value).encode())
+    assert rooms._read(path, {}) is None
 
 
 def test_a_disk_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

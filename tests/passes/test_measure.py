@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.machine import cache_folder
+from hfusion.cache import cache_folder, write, write_json
+from hfusion.passes import times
 
 
 @pytest.fixture(autouse=True)
@@ -134,16 +137,40 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     fused = hf.fuse(models(), tune=True)
-    with pytest.warns(UserWarning, match=r"cannot be written.*XDG_CACHE_HOME"):
+    with pytest.warns(UserWarning, match=r"no cache folder can be used.*XDG_CACHE_HOME"):
         fused(X)
     assert "measured" in str(fused.report())
+
+
+@pytest.mark.parametrize("attack", [os.mkfifo, os.mkdir])
+def test_a_cache_that_cannot_be_read_is_told(attack: Callable[[Path], None]) -> None:
+    hf.fuse(models(), tune=True)(X)
+    path = kept()
+    path.unlink()
+    attack(path)
+    fused = hf.fuse(models(), tune=True)
+    with pytest.warns(UserWarning, match="cannot be read: it is no regular file"):
+        fused(X)
+    assert "measured" in str(fused.report())
+
+
+ABSURD = ["NaN", "Infinity", "1e999", "-1", "0", '"1e-3"', "true", "null", "1e300", "1" + 400 * "0", 9000 * "["]
+
+
+@pytest.mark.parametrize("value", ABSURD, ids=lambda value: str(value)[:9])
+def test_absurd_times_are_not_believed(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "hfusion" / "times.json"
+    write_json(path, {"machine": {}, "seconds": {"a": 1e-3}})
+    assert times._read(path, {}) == ({"a": 1e-3}, "")
+    write(path, f'{{"machine": {{}}, "seconds": {{"a": {value}}}}}'.encode())
+    assert times._read(path, {}) == ({}, "are no valid JSON of them")
 
 
 def test_nothing_is_measured_unasked() -> None:
     fused = hf.fuse(models())
     fused(X)
     assert "measured" not in str(fused.report())
-    assert not cache_folder().exists()
+    assert not list(cache_folder().iterdir())
 
 
 def test_a_first_call_without_gradients_is_tuned() -> None:

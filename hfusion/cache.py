@@ -1,0 +1,194 @@
+"""The user's cache folder. A file there is believed if nobody else can have written it, and it is whole."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 1 << 24
+
+# A link is not followed, and a pipe of that name does not block.
+_CAREFUL = sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
+# On Windows, where files have no such owner, the user's profile is guarded by the system.
+_HAS_OWNERS = hasattr(os, "geteuid")
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def cache_folder() -> Path:
+    """For calibrations and compiled kernels: ``$XDG_CACHE_HOME/hfusion``, by default ``~/.cache/hfusion``.
+
+    Where there is no such folder, or another user can write to it, a UserWarning says so, and this process has a
+    private one until it ends.
+    """
+    return _usable(_wanted())
+
+
+def _wanted() -> Path | None:
+    """A relative path is none, as the XDG Base Directory Specification says of its variables."""
+    try:
+        default = Path.home() / ".cache"
+    except RuntimeError:
+        default = Path()
+    bases = (Path(os.environ.get("XDG_CACHE_HOME", "")), default)
+    return next((base / "hfusion" for base in bases if base.is_absolute()), None)
+
+
+@cache
+def _usable(wanted: Path | None) -> Path:
+    trouble = "the user has no home folder"
+    if wanted is not None:
+        try:
+            _make(wanted)
+            with _opened(wanted):
+                return wanted
+        except OSError as error:
+            trouble = f"{wanted}: {error.strerror}"
+    private = _private()
+    warnings.warn(
+        f"no cache folder can be used ({trouble}): what is kept there, such as compiled kernels, is made anew by every "
+        "process; let XDG_CACHE_HOME name a folder of your own that can be written",
+        stacklevel=2,
+    )
+    return private
+
+
+@cache
+def _private() -> Path:
+    path, process = Path(tempfile.mkdtemp(prefix="hfusion-cache-")), os.getpid()
+
+    def remove() -> None:
+        # A child that was forked ends before its parent.
+        if os.getpid() == process:
+            shutil.rmtree(path, ignore_errors=True)
+
+    atexit.register(remove)
+    return path
+
+
+def _make(folder: Path) -> None:
+    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        missing.mkdir(0o700, exist_ok=True)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int | None]:
+    """A handle of a folder that only this user can write to; None where the system gives none."""
+    if not _HAS_OWNERS:
+        yield None
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _check_own(os.fstat(handle))
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _check_own(found: os.stat_result) -> None:
+    if _HAS_OWNERS and found.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}, not to user {os.geteuid()}")
+    if _HAS_OWNERS and found.st_mode & _OTHERS_WRITE:
+        mode = stat.S_IMODE(found.st_mode)
+        raise PermissionError(errno.EPERM, f"others can write to it (mode {mode:o}): chmod go-w")
+
+
+def read(path: Path) -> bytes:
+    """The content of a file of the cache folder.
+
+    Raises OSError, whose ``strerror`` says why, for one that is not there or that another user could have written.
+    """
+    with _opened(path.parent) as folder:
+        handle = os.open(path if folder is None else path.name, os.O_RDONLY | _CAREFUL, dir_fd=folder)
+        try:
+            # What is checked is what is read, whatever happens to the name.
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file")
+            _check_own(found)
+            with open(handle, "rb", closefd=False) as file:
+                content = file.read(MAX_BYTES + 1)
+        finally:
+            os.close(handle)
+    if len(content) > MAX_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {MAX_BYTES:,} bytes")
+    return content
+
+
+def write(path: Path, content: bytes) -> None:
+    """Keep ``content``: other processes, and those after a crash, see all of it or nothing. Raises OSError."""
+    _make(path.parent)
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    with _opened(path.parent) as folder:
+        new, final = (beside, path) if folder is None else (Path(beside.name), Path(path.name))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFUL
+        handle = os.open(new, flags, 0o600, dir_fd=folder)
+        try:
+            with open(handle, "wb") as file:
+                if folder is not None:
+                    os.fchmod(handle, 0o600)
+                file.write(content)
+                file.flush()
+                os.fsync(handle)
+            os.replace(new, final, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            os.unlink(new, dir_fd=folder)
+            raise
+        if folder is not None:
+            os.fsync(folder)
+
+
+def read_sealed(path: Path) -> bytes:
+    """What `write_sealed` kept under this name. Raises OSError as `read`, and for a file that is damaged."""
+    sealed = read(path)
+    content = sealed[: -hashlib.sha256().digest_size]
+    if sealed != content + _digest(path.name, content):
+        raise OSError(errno.EIO, "it is damaged, or was cut short")
+    return content
+
+
+def write_sealed(path: Path, content: bytes) -> None:
+    """Keep ``content`` with a digest of it and of the file's name. Raises OSError."""
+    write(path, content + _digest(path.name, content))
+
+
+def _digest(name: str, content: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + b"\0" + content).digest()
+
+
+def cache_file(kind: str, description: Mapping[str, str]) -> Path:
+    """The JSON file for what was measured on a machine of this description."""
+    return cache_folder() / f"{kind}-{hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16]}.json"
+
+
+def read_json(path: Path) -> Any:
+    """What JSON says in a file of the cache folder. Raises OSError as `read`, and ValueError for what is no JSON."""
+    content = read(path)
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Keep JSON. Raises OSError."""
+    write(path, json.dumps(content, indent=1).encode())
+
+
+def number(value: object, least: float, most: float) -> float:
+    """``value``, if it is a number from ``least`` to ``most``. Raises ValueError."""
+    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
+        raise ValueError(f"{str(value)[:40]} is no number from {least:g} to {most:g}")
+    return float(value)  # type: ignore[arg-type]
