@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test bench clean
+.PHONY: help demo test bench fuzz clean
 
 help:
 	@echo "make demo   run the main job: an array of CNNs on real handwritten digits"
 	@echo "make test   lint, types, import contracts, tests"
 	@echo "make bench  compare fused and unfused training (ARGS='--quick' passes arguments on)"
+	@echo "make fuzz   random programs, fused against alone (SECONDS=600 SEED=1 COMPILED=1)"
 	@echo "make clean  remove .venv and every cache"
 
 demo: $(STAMP)
@@ -25,6 +26,10 @@ test: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m hfusion.bench $(ARGS)
+
+SECONDS ?= 600
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(COMPILED),--compiled)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

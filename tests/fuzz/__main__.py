@@ -1,0 +1,103 @@
+"""Run random programs for a time, ``python -m tests.fuzz --seconds 600``; a difference is shrunk and printed."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from tests.fuzz.compare import Outcome, Verdict, outcome
+from tests.fuzz.generate import LARGE, SMALL, generate
+from tests.fuzz.program import Program
+from tests.fuzz.shrink import shrink
+
+
+@dataclass
+class Tally:
+    """What came of the programs so far."""
+
+    verdicts: Counter[Verdict] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    invalid: Counter[str] = field(default_factory=Counter)
+    faults: dict[str, list[int]] = field(default_factory=dict)
+
+    def add(self, program: Program, found: Outcome) -> None:
+        self.verdicts[found.verdict] += 1
+        if found.verdict is Verdict.REFUSED:
+            self.refusals[gist(found.words)] += 1
+        if found.verdict is Verdict.INVALID:
+            self.invalid[gist(found.words)] += 1
+        if found.bad:
+            self.faults.setdefault(gist(found.words), []).append(program.seed)
+
+
+def gist(words: str) -> str:
+    """Words without the numbers and names of one program."""
+    words = re.sub(r"\b(Block|Net|s|v|h|x)\d*\b(\.[\w.]+)?", "_", words)
+    return re.sub(r"[-\d.e]*\d[-\d.e+]*", "#", words)[:200]
+
+
+def same_fault(found: Outcome) -> str:
+    """What a smaller program must show, too."""
+    if found.verdict is Verdict.RAW:
+        return found.words.split(":")[0]
+    return "self-check" if "self-check" in found.words else "different"
+
+
+def shrunk(program: Program, found: Outcome, seconds: float) -> Program:
+    def faulty(candidate: Program) -> bool:
+        now = outcome(candidate)
+        return now.verdict is found.verdict and same_fault(now) == same_fault(found)
+
+    return shrink(program, faulty, seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=None, help="the first seed; a fresh one if it is left out")
+    parser.add_argument("--programs", type=int, default=sys.maxsize, help="at most so many")
+    parser.add_argument("--small", action="store_true", help="small programs, as in the tests")
+    parser.add_argument("--compiled", action="store_true", help="train by hf.train_step, compiled")
+    parser.add_argument("--shrink", type=float, default=120.0, help="seconds for one difference")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    first = time.time_ns() // 1000 % 10**9 if given.seed is None else given.seed
+    print(f"seeds from {first}", flush=True)
+    tally, start = Tally(), time.monotonic()
+    seed = first
+    while time.monotonic() < start + given.seconds and seed < first + given.programs:
+        program = generate(seed, SMALL if given.small else LARGE)
+        if given.compiled:
+            program = replace(program, joint="compiled")
+        found = outcome(program)
+        new = found.bad and gist(found.words) not in tally.faults
+        tally.add(program, found)
+        if new:
+            print(f"--- seed {seed}: {found.verdict}: {found.words}", flush=True)
+            small = shrunk(program, found, given.shrink)
+            print(f"{small.text()}\n--- {outcome(small).words}\n", flush=True)
+        seed += 1
+    _summary(tally, seed - first, time.monotonic() - start)
+    return 1 if tally.faults else 0
+
+
+def _summary(tally: Tally, programs: int, seconds: float) -> None:
+    print(f"{programs} programs in {seconds:.0f} s, {programs / seconds:.2f} per second")
+    for verdict, number in tally.verdicts.most_common():
+        print(f"{number:6} {verdict}")
+    for title, table in (("refused", tally.refusals), ("not runnable alone", tally.invalid)):
+        print(f"{title}:")
+        for words, number in table.most_common(40):
+            print(f"{number:6} {words}")
+    for words, seeds in tally.faults.items():
+        print(f"FAULT {len(seeds)} times: {words}\n      seeds {seeds[:10]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""All pieces, by group; a group is drawn first, then one of its pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tests.fuzz.pieces_functions import FUNCTIONS, REDUCTIONS, SHAPES
+from tests.fuzz.pieces_modules import ACTIVATIONS, LAYERS
+from tests.fuzz.pieces_state import ISLANDS, STATE
+from tests.fuzz.pieces_writes import VIEWS, WRITES
+from tests.fuzz.program import Piece
+
+GROUPS: Mapping[str, tuple[Piece, ...]] = {
+    "layers": LAYERS,
+    "activations": ACTIVATIONS,
+    "functions": FUNCTIONS,
+    "reductions": REDUCTIONS,
+    "shapes": SHAPES,
+    "views": VIEWS,
+    "writes": WRITES,
+    "state": STATE,
+    "islands": ISLANDS,
+}
+WEIGHTS: Mapping[str, int] = {
+    "layers": 26,
+    "activations": 10,
+    "functions": 16,
+    "reductions": 9,
+    "shapes": 14,
+    "views": 8,
+    "writes": 10,
+    "state": 6,
+    "islands": 2,
+}
