@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfusion.backend import random_states_kept
 from hfusion.errors import PlanError
 from hfusion.fuse import fuse
 from hfusion.machine import Machine, Rates
@@ -221,8 +222,7 @@ def _plan(
 
 def _first(task: Task) -> First:
     """The random state and the loaders are as before."""
-    fork = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
-    with fork, _undrawn(task.loader), _undrawn(task.eval_loader):
+    with random_states_kept(), _undrawn(task.loader), _undrawn(task.eval_loader):
         trained = _begin(task, "loader", task.loader)
         return First(trained, None if task.eval_loader is None else _begin(task, "eval_loader", task.eval_loader))
 

@@ -21,6 +21,7 @@ from statistics import median
 
 import torch
 
+from hfusion.backend import ACCELERATORS, accelerators, backend
 from hfusion.cache import cache_file, number, read_json, write_json
 from hfusion.errors import PlanError
 
@@ -68,8 +69,11 @@ class Device:
     memory: int
 
     def __init__(self, device: str, name: str | None = None, *, memory: str | int) -> None:
-        if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):
-            raise PlanError(f'device {device!r} is not known: give "cpu", "cpu:1", "cuda", "cuda:0" or the like')
+        if not re.fullmatch(rf"(cpu|{'|'.join(ACCELERATORS)})(:\d+)?", device):
+            known = ", ".join(ACCELERATORS)
+            raise PlanError(
+                f"device {device!r} is not known: give 'cpu', 'cpu:1', 'cuda:0' or the like; {known} are known"
+            )
         name = device if name is None else name
         if not name or any(character.isspace() for character in name):
             raise PlanError(f"device {name!r}: a name is one word without spaces")
@@ -81,7 +85,7 @@ class Device:
     def physical(self) -> torch.device:
         """Where tensors of this device really lie; equal for devices that share it."""
         kind, _, index = self.device.partition(":")
-        return torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(index or 0))
+        return torch.device("cpu") if kind == "cpu" else torch.device(kind, int(index or 0))
 
 
 @dataclass(frozen=True)
@@ -132,22 +136,21 @@ class Machine:
 
     @staticmethod
     def detect(disk: str | Path = "spill/") -> Machine:
-        """This machine: every CUDA device with the memory that is free there now and half of the host's.
+        """This machine: every accelerator with the memory that is free there now and half of the host's.
 
-        Without CUDA the CPU is the device, and shares the memory: half for it, a quarter for spilled state.
+        Without one the CPU is the device, and shares the memory: half for it, a quarter for spilled state.
         """
-        total = host_memory()
-        if not torch.cuda.is_available():
+        total, present = host_memory(), accelerators()
+        if not present:
             return Machine([Device("cpu", memory=total // 2)], total // 4, disk)
-        count = torch.cuda.device_count()
-        found = [Device(f"cuda:{i}", memory=torch.cuda.mem_get_info(i)[0]) for i in range(count)]
+        found = [Device(str(device), memory=backend(device).free_bytes()) for device in present]
         return Machine(found, total // 2, disk)
 
     def calibrate(self) -> dict[str, Rates]:
         """The rates of every device by name: medians of short runs, kept in the user's cache folder.
 
         They are kept per processor, number of threads, torch version and disk folder. An unreadable file is
-        measured anew. Raises PlanError where a CUDA device is missing, or the disk cannot be written.
+        measured anew. Raises PlanError where a device is missing, or the disk cannot be written.
         """
         made: dict[torch.device, Rates] = {}
         for device in self.devices:
@@ -185,8 +188,8 @@ def _gib(size: int) -> str:
 
 
 def _calibrated(device: torch.device, disk: Path) -> Rates:
-    if device.type == "cuda" and device.index >= torch.cuda.device_count():
-        raise PlanError(f"there is no device {device}: torch sees {torch.cuda.device_count()} CUDA devices")
+    if device.type != "cpu" and device not in (present := accelerators()):
+        raise PlanError(f"there is no device {device}: torch sees {', '.join(map(str, present)) or 'no accelerator'}")
     description = {**describe(device), "disk": str(disk.absolute())}
     path = cache_file("rates", description)
     kept = _read(path, description)
@@ -205,9 +208,8 @@ def _calibrated(device: torch.device, disk: Path) -> Rates:
 
 def describe(device: torch.device) -> dict[str, str]:
     """What times measured on ``device`` depend on: it, the processor, the number of threads, torch."""
-    cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return {
-        "device": f"{device.type} {cuda}".strip(),
+        "device": f"{device.type} {backend(device).name}".strip(),
         "processor": f"{platform.node()} {platform.machine()} {platform.processor()} x{os.cpu_count()}",
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
@@ -229,13 +231,13 @@ def _read(path: Path, description: Mapping[str, str]) -> Rates | None:
 
 def measure(device: torch.device, disk: Path) -> Rates:
     """The rates of ``device``, each the median of short runs; takes about a second. ``disk`` need not exist."""
-    large = device.type == "cuda"
+    large = device.type != "cpu"
     n, count = (4096, 2**26) if large else (512, 2**24)
     # Not the user's random numbers: what a seed gives must not hang on whether there was something to measure.
     draw = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(n, n, device=device, generator=draw) for _ in range(2))
     x, y = torch.zeros(count, device=device), torch.zeros(count, device=device)
-    host = torch.zeros(count, pin_memory=large)
+    host = torch.zeros(count, pin_memory=backend(device).pins)
     size = 4 * count
     seconds = partial(_seconds, device)
     write, read = _disk(disk, host[: 2**22])
@@ -262,18 +264,12 @@ def _seconds(device: torch.device, run: Callable[[], object]) -> float:
     """Median seconds of ``run``, after a first run that warms up."""
     times = []
     for _ in range(_RUNS + 1):
-        synchronize(device)
+        backend(device).wait()
         start = time.perf_counter()
         run()
-        synchronize(device)
+        backend(device).wait()
         times.append(time.perf_counter() - start)
     return max(median(times[1:]), 1e-9)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done everything that was queued; a CPU queues nothing."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _disk(folder: Path, content: torch.Tensor) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hfusion.arrange import Arrangement, arrange
 from hfusion.array import membership
+from hfusion.backend import backend
 from hfusion.compare import tensors
 from hfusion.errors import HFusionError, PlanError
 from hfusion.machine import Machine
@@ -182,7 +183,7 @@ class _Run:
         # Gradients of what the user did before are none of this run's.
         one.optimizer.zero_grad()
         files = [self._file(folder, index, shard.index, plan.home_bytes(shard.index)) for shard in plan.shards]
-        pinned = any(device.type == "cuda" for device in devices)
+        pinned = any(backend(device).pins for device in devices)
         state = State(own, held, one.optimizer, files, pinned=pinned, carried=plan.carried, together=plan.resident)
         stack.callback(state.close)
         seed = int(torch.randint(1 << 62, ())) if one.task.seed is None else one.task.seed

@@ -18,8 +18,8 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from hfusion.backend import backend, random_states_kept
 from hfusion.layout import Conversion, Layout, Listed
-from hfusion.machine import synchronize
 from hfusion.nest import change, leaves
 from hfusion.ops.rule import Call, Operand, PerMember, Scalar, Value, hint
 from hfusion.passes.candidates import route
@@ -174,12 +174,12 @@ def measure(trials: Sequence[Trial], device: torch.device) -> list[float]:
     best = [math.inf] * len(trials)
     for _ in range(RUNS):
         for k, trial in enumerate(trials):
-            synchronize(device)
+            backend(device).wait()
             start = time.perf_counter()
             outputs = _differentiable(trial.run())
             if outputs:
                 torch.autograd.grad(outputs, trial.leaves, grads[k], allow_unused=True)
-            synchronize(device)
+            backend(device).wait()
             best[k] = min(best[k], time.perf_counter() - start)
     return best
 
@@ -193,7 +193,7 @@ def _apart(device: torch.device) -> ExitStack:
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.enable_grad())
-    stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+    stack.enter_context(random_states_kept())
     return stack
 
 

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from hfusion.arrange import Arrangement
+from hfusion.backend import backend
 from hfusion.bench.shard_results import Lanes, Sample, steady, warm
 from hfusion.bench.workload import Unavailable
-from hfusion.machine import synchronize
 from hfusion.per_model import per_model
 from hfusion.plan import TaskPlan
 from hfusion.program import Kind, Part, Slot
@@ -40,7 +40,7 @@ class _Clock:
     def during(self, lane: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        synchronize(self.device)
+        backend(self.device).wait()
         self.steps[-1][lane] += time.perf_counter() - start
 
     @property
@@ -265,7 +265,7 @@ def _fsdp_run(alone: Alone, steps: int, device: torch.device, policy: CPUOffload
             loss.backward()
             optimizer.step()
             row.append(loss.detach().cpu())
-        synchronize(device)
+        backend(device).wait()
         ends.append(time.perf_counter())
         losses.append(torch.stack(row))
     return Sample(steady(ends), torch.stack(losses))

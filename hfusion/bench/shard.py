@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hfusion import optim
 from hfusion.arrange import arrange
+from hfusion.backend import backend
 from hfusion.bench.offload import Alone, ComputeOnly, LoadComputeEvict, fsdp_offload
 from hfusion.bench.progress import Meter
 from hfusion.bench.shard_cases import Case
@@ -40,7 +41,7 @@ from hfusion.bench.timing import collector_off
 from hfusion.bench.workload import Disagreement, Unavailable, check_agreement
 from hfusion.errors import PlanError
 from hfusion.fuse import fuse
-from hfusion.machine import Device, Machine, synchronize
+from hfusion.machine import Device, Machine
 from hfusion.module import FusedModule
 from hfusion.per_model import per_model
 from hfusion.plan import Direction, Plan, TaskPlan
@@ -139,7 +140,7 @@ class Workload:
             row = loss_of(array(inputs), target)
             row.sum().backward()
             optimizer.step()
-            synchronize(self.device)
+            backend(self.device).wait()
             ends.append(time.perf_counter())
             losses.append(row.detach().cpu())
         return Sample(steady(ends), torch.stack(losses), peak=need, moved=0.0, shards=1)

@@ -20,13 +20,13 @@ from torch import Tensor
 from torch._inductor.utils import fresh_cache
 
 import hfusion as hf
+from hfusion.backend import backend
 from hfusion.bench import cases, models, serial
 from hfusion.bench.contenders import eager_step
 from hfusion.bench.fuse import Settings
 from hfusion.bench.progress import Meter
 from hfusion.bench.table import Footnotes
 from hfusion.bench.workload import Workload
-from hfusion.machine import synchronize
 
 T = TypeVar("T")
 
@@ -103,10 +103,10 @@ def once(workload: Workload) -> Row:
 
 def _clocked(workload: Workload, call: Callable[[], T]) -> tuple[T, float]:
     """What ``call`` gives, and its milliseconds."""
-    synchronize(workload.device)
+    backend(workload.device).wait()
     start = time.perf_counter()
     result = call()
-    synchronize(workload.device)
+    backend(workload.device).wait()
     return result, 1e3 * (time.perf_counter() - start)
 
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from struct import Struct
 from threading import Lock
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hfusion import native
+from hfusion.backend import backend
 
 
 class Move(NamedTuple):
@@ -194,7 +196,7 @@ class NativeCopier:
 
 
 class _FutureTicket:
-    """Its moves are done together: a stream is awaited as a whole."""
+    """Its moves are done together: a queue is awaited as a whole."""
 
     def __init__(self, future: Future[tuple[float, float]]) -> None:
         self._future = future
@@ -207,13 +209,12 @@ class _FutureTicket:
 
 
 class ThreadCopier:
-    """Between any devices, by a thread of Python; on CUDA in a stream of its own."""
+    """Between any devices, by a thread of Python, in a queue of the device for itself."""
 
     def __init__(self, name: str, device: torch.device, threads: int) -> None:
         self._pool = ThreadPoolExecutor(1, name)
         self._threads = threads
-        # Kept: torch's allocator has a pool of memory for every stream.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._queue = backend(device).queue()
 
     def submit(self, moves: Moves) -> Ticket:
         return _FutureTicket(self._pool.submit(self._copy, moves))
@@ -223,10 +224,8 @@ class ThreadCopier:
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         began = perf_counter()
-        with torch.cuda.stream(self._stream):
-            copy_now(moves)
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._queue.run(partial(copy_now, moves))
+        self._queue.wait()
         return began, perf_counter()
 
     def close(self) -> None:

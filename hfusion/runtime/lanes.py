@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from hfusion.backend import backend
 from hfusion.runtime.copying import copiers
 from hfusion.runtime.memory import Ledger
 
@@ -14,8 +15,8 @@ from hfusion.runtime.memory import Ledger
 class Lanes:
     """A logical device: its ledger, and who copies to it (``into``) and from it (``out``).
 
-    ``later`` runs what must wait for room before it can be copied. On CUDA each lane has a stream of its own, and
-    ``compute`` waits for what it has issued.
+    ``later`` runs what must wait for room before it can be copied. Each lane has a queue of the device for itself, and
+    ``compute`` waits for what it has asked for.
     """
 
     def __init__(self, ledger: Ledger, device: torch.device, threads: int) -> None:
@@ -24,7 +25,7 @@ class Lanes:
         self._threads = threads
         self.into, self.out = copiers(ledger.name, device, threads)
         self.later = ThreadPoolExecutor(1, f"{ledger.name} later")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._queue = backend(device).queue()
 
     @property
     def name(self) -> str:
@@ -35,12 +36,8 @@ class Lanes:
         # A new thread begins with its own number of threads, and kernels may round by it.
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
-        if self._stream is None:
-            job()
-            return
-        with torch.cuda.stream(self._stream):
-            job()
-            self._stream.synchronize()
+        self._queue.run(job)
+        self._queue.wait()
 
     def close(self) -> None:
         """Wait for what runs, drop what waits; no thread is left."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Condition, RLock
 
 import torch
 from torch import Tensor
+
+from hfusion.backend import backend
 
 
 class Gate:
@@ -59,14 +61,15 @@ class Generators:
     def active(self, device: torch.device, *, advance: bool = True) -> Iterator[None]:
         """Let torch draw from here; without ``advance`` the next draws are the same again."""
         with _GENERATORS:
-            before = _read(device)
-            _write({kind: self._state(kind) for kind in before}, device)
+            asked = backend(device)
+            before = asked.random_states()
+            asked.set_random_states({kind: self._state(kind) for kind in before})
             try:
                 yield
             finally:
                 if advance:
-                    self.states.update(_read(device))
-                _write(before, device)
+                    self.states.update(asked.random_states())
+                asked.set_random_states(before)
 
     def copy(self) -> Generators:
         return Generators(self.seed, dict(self.states))
@@ -75,16 +78,3 @@ class Generators:
         if kind not in self.states:
             self.states[kind] = torch.Generator(kind).manual_seed(self.seed).get_state()
         return self.states[kind]
-
-
-def _read(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _write(states: Mapping[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
