@@ -20,11 +20,13 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from hfusion.compare import attributes, changed_attribute
 from hfusion.errors import FusionError
+from hfusion.kept import restored
+from hfusion.memo import rehearse
 from hfusion.passes.functional import functional
 from hfusion.program import Capture, Kind, Slot
 from hfusion.quiet import quiet
+from hfusion.rehearse import ALIKE, Outcome, difference, run_graph, runnable, twin
 
 _KINDS = {
     InputKind.PARAMETER: Kind.PARAMETER,
@@ -43,20 +45,45 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     Raises:
         FusionError: what keeps the module from being captured faithfully.
     """
-    with _watched(), _unchanged(module):
+    real = rehearse(module, args, kwargs) if runnable(module) else None
+    if real is not None and real.outside:
+        raise FusionError(real.outside)
+    with _watched(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         exported = _export(module, args, kwargs, varying)
     slots = tuple(_slot(spec, k) for k, spec in _numbered(exported.graph_signature.input_specs))
     flat = _inlined(exported.graph_module)
     placeholders = [node for node in flat.nodes if node.op == "placeholder"]
     writable = frozenset(n.name for n, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.BUFFER)
-    graph = functional(flat, writable)
+    try:
+        graph = functional(flat, writable)
+    except RuntimeError as error:
+        raise FusionError(f"the graph of forward cannot be written without in-place: {_first_line(error)}") from error
     for slot in slots:
         if slot.kind is Kind.CONSTANT and exported.constants[slot.name].requires_grad:
             raise FusionError(f"forward reads {slot.name}, a tensor that requires grad but is no parameter")
     constants: dict[str, Tensor] = {
         slot.name: exported.constants[slot.name] for slot in slots if slot.kind is Kind.CONSTANT
     }
-    return Capture(graph, slots, constants, exported.call_spec.out_spec, _guards(placeholders, slots))
+    found = Capture(graph, slots, constants, exported.call_spec.out_spec, _guards(placeholders, slots))
+    if real is not None:
+        _check_faithful(found, module, args, kwargs, real.outcome)
+    return found
+
+
+def _check_faithful(
+    found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], real: Outcome
+) -> None:
+    """Raise a FusionError where the graph does not give what the code gave: tracing loses what it does not see."""
+    try:
+        ours = run_graph(found, twin(module), args, kwargs)
+    except RuntimeError as error:
+        raise FusionError(f"the graph of forward fails where forward does not: {_first_line(error)}") from error
+    lost = difference(ours, real, ALIKE)
+    if lost is not None:
+        raise FusionError(
+            f"forward does what a graph would lose (a hook, a seed, random numbers or variables of its own, a write "
+            f"past autograd?): {lost} of the graph differs from that of the code"
+        )
 
 
 def _export(
@@ -69,7 +96,8 @@ def _export(
             args, kwargs = _aliases((args, dict(kwargs)))
             shapes = _varying(module, args, kwargs) if some else None
             try:
-                return torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
+                with restored(module):
+                    return torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
             except FusionError:
                 raise
             except Exception as error:
@@ -131,35 +159,6 @@ def _watched() -> Iterator[None]:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
     if _outer_random_state() != before:
         raise FusionError("forward draws from Python's or numpy's random numbers; draw from torch's instead")
-
-
-@contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Refuse a forward that changes Python attributes, which export restores and a graph would lose."""
-    states: list[dict[str, Any]] = []
-
-    def begin(module: nn.Module, args: Any) -> None:
-        states.append(attributes(module))
-
-    def end(module: nn.Module, args: Any, output: Any) -> None:
-        check_unchanged(states.pop(), module)
-
-    hooks = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def check_unchanged(before: Mapping[str, Any], module: nn.Module) -> None:
-    """Raise a FusionError if the attributes of ``module`` are not as ``before``."""
-    changed = changed_attribute(before, attributes(module))
-    if changed is not None:
-        raise FusionError(
-            f"forward changes the Python attribute {changed} (a counter, a cache, its own random numbers?), of which "
-            "a fused array has none; keep state in a registered buffer, and hand out results by return"
-        )
 
 
 def _outer_random_state() -> Any:

@@ -189,14 +189,9 @@ def fingerprint(model: nn.Module) -> Any:
     return flags, tuple(_attributes(model, _content).items())
 
 
-def changed_attribute(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    """The first attribute that two results of `attributes` differ in, by its path; None if they are equal."""
-    return next((name for name in [*after, *before] if after.get(name) != before.get(name)), None)
-
-
-def attributes(model: nn.Module) -> dict[str, Any]:
-    """Every Python attribute of ``model`` and its submodules by path, as a hashable value; tensors by identity."""
-    return _attributes(model, lambda tensor, where: ("tensor", id(tensor)))
+def contents(model: nn.Module) -> dict[str, Any]:
+    """Every Python attribute of ``model`` and its submodules by path, as a hashable value."""
+    return _attributes(model, lambda tensor, where: (*_digest(tensor), tensor.requires_grad))
 
 
 def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> dict[str, Any]:
@@ -278,11 +273,28 @@ class _Reader:
         return (type(value).__qualname__, self.read(parts, where) if parts else id(value))
 
 
+def results(model: nn.Module) -> list[Tensor]:
+    """The tensors in Python attributes that a computation with gradients left there."""
+    found: list[Tensor] = []
+    _attributes(model, lambda tensor, where: found.append(tensor) if tensor.grad_fn is not None else None)
+    return found
+
+
 def _content(value: Tensor, where: str) -> Any:
+    if value.grad_fn is not None:
+        # Left by an earlier call: capture refuses a forward that reads it.
+        return ("result", tuple(value.shape), value.dtype)
     if value.requires_grad:
         raise FusionError(
             f"attribute {where.strip('.')} is a tensor that requires grad but no parameter; make it an nn.Parameter"
         )
-    content = value.detach().cpu().resolve_conj().flatten().clone().view(torch.uint8)
+    return _digest(value)
+
+
+def _digest(value: Tensor) -> Any:
+    """A tensor by its value."""
+    if value.layout is not torch.strided or value.is_meta:
+        return ("tensor", id(value))
+    content = value.detach().cpu().resolve_conj().resolve_neg().flatten().clone().view(torch.uint8)
     digest = hashlib.sha256(content.numpy().tobytes()).hexdigest()
     return ("tensor", tuple(value.shape), value.dtype, digest)

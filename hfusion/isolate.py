@@ -12,9 +12,10 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from hfusion.capture import capture, check_unchanged
-from hfusion.compare import attributes
+from hfusion.capture import capture
 from hfusion.errors import FusionError
+from hfusion.kept import restored
+from hfusion.memo import rehearse
 from hfusion.opaque import Recorded, opaque
 
 Records = Mapping[str, list[Recorded]]
@@ -26,19 +27,14 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     Raises:
         FusionError: forward changes what an array cannot keep per member: Python attributes, parameters, its inputs.
     """
+    rehearse(model, args, kwargs)
     twin = copy.deepcopy(model)
-    before = attributes(twin)
-    versions = {name: parameter._version for name, parameter in twin.named_parameters()}
     records: dict[str, list[Recorded]] = {path: [] for path, _ in twin.named_modules()}
     hooks = [hook for path, module in twin.named_modules() for hook in _watch(module, records[path])]
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with restored(model), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         twin(*_copied(args), **_copied(dict(kwargs)))
     for hook in hooks:
         hook.remove()
-    check_unchanged(before, twin)
-    for name, parameter in twin.named_parameters():
-        if parameter._version != versions[name]:
-            raise FusionError(f"forward writes into the parameter {name}; keep what forward changes in a buffer")
     return records
 
 

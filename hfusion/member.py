@@ -8,13 +8,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from hfusion.compare import tensors
+from hfusion.compare import results, tensors
 from hfusion.errors import FusionError
 
 
 def skeleton(index: int, model: nn.Module) -> nn.Module:
     """A deep copy of ``model`` whose parameters and buffers are empty ``meta`` tensors; ``index`` is for errors."""
     memo: dict[int, Tensor] = {id(tensor): _empty(tensor) for _, tensor in tensors(model)}
+    memo |= {id(tensor): tensor.detach().clone().requires_grad_() for tensor in results(model)}
     try:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:

@@ -179,11 +179,6 @@ def count(self: Any, x: Tensor) -> Tensor:
     return self.fc(x) * float(np.asarray(self.state).sum())
 
 
-def remember(self: Any, x: Tensor) -> Tensor:
-    self.state = self.fc(x)
-    return self.state
-
-
 def append(self: Any, x: Tensor) -> Tensor:
     self.state.append(1)
     return self.fc(x) * len(self.state)
@@ -215,7 +210,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], Callable[[], Any], str]] = {
         lambda: np.random.default_rng(0),
         "Python attribute state",
     ),
-    "cache": (remember, lambda: None, "Python attribute state"),
     "write to the input": (write_input, lambda: None, "writes into its input"),
     "write to a parameter": (write_parameter, lambda: None, "writes into the parameter fc.weight"),
 }

@@ -1,0 +1,251 @@
+"""Values that forward keeps to save work are no state; what changes later results is, and is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfusion as hf
+from tests.alone import assert_alone, net, normal
+
+Forward = Callable[..., Any]
+
+SEQUENCES = (normal(2, 5, 4), normal(2, 7, 4), normal(2, 3, 4))
+
+
+def pair(forward: Forward, state: Any) -> list[Any]:
+    make = net(forward)
+    models = [make(), make()]
+    for one in models:
+        one.state = state() if callable(state) else state
+    return models
+
+
+def rows(n: int) -> Tensor:
+    return torch.arange(n, dtype=torch.float64).cos()[:, None]
+
+
+def table_that_grows(self: Any, x: Tensor) -> Tensor:
+    n = x.shape[1]
+    if self.state is None or self.state.shape[0] < n:
+        self.state = rows(n)
+    return self.fc(x) * self.state[:n]
+
+
+def table_of_a_size(self: Any, x: Tensor) -> Tensor:
+    if self.state is None or self.state[0] != tuple(x.shape):
+        self.state = (tuple(x.shape), rows(x.shape[1]).expand(x.shape))
+    return self.fc(x) * self.state[1]
+
+
+def table_per_size(self: Any, x: Tensor) -> Tensor:
+    n = x.shape[1]
+    if n not in self.state:
+        self.state[n] = rows(n)
+    return self.fc(x) * self.state[n]
+
+
+def flag(self: Any, x: Tensor) -> Tensor:
+    self.state = True
+    return self.fc(x)
+
+
+GLOBAL: dict[int, Tensor] = {}
+
+
+def global_table(self: Any, x: Tensor) -> Tensor:
+    n = x.shape[1]
+    if n not in GLOBAL:
+        GLOBAL[n] = rows(n)
+    return self.fc(x) * GLOBAL[n]
+
+
+@functools.cache
+def cached(n: int) -> Tensor:
+    return rows(n)
+
+
+def looped_table(self: Any, x: Tensor) -> Tensor:
+    y = table_that_grows(self, x)
+    return y * 2 if y.sum() > 0 else y
+
+
+KEPT: dict[str, tuple[Forward, Any]] = {
+    "table that grows": (table_that_grows, None),
+    "table given with the model": (table_that_grows, rows(6)),
+    "table of a size": (table_of_a_size, None),
+    "table per size": (table_per_size, dict),
+    "flag": (flag, False),
+    "global table": (global_table, None),
+    "lru_cache": (lambda self, x: self.fc(x) * cached(x.shape[1]), None),
+    "table in a loop": (looped_table, None),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_saves_work_is_no_state(name: str) -> None:
+    models = pair(*KEPT[name])
+    before = [one.state for one in models]
+    assert_alone(models, *SEQUENCES)
+    assert all(one.state is state for one, state in zip(models, before, strict=True))
+    assert all(type(table) is Tensor for table in (*GLOBAL.values(), cached(5)))
+
+
+class Biases(nn.Module):
+    """Keeps what follows from a parameter in eval mode only, and drops it for training, as LeViT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(normal(4))
+        self.kept: dict[str, Tensor] = {}
+
+    def train(self, mode: bool = True) -> Biases:
+        self.kept = {}
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return x * self.bias.sin()
+        if "cpu" not in self.kept:
+            self.kept["cpu"] = self.bias.sin()
+        return x * self.kept["cpu"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_train_drops_is_no_state(training: bool) -> None:
+    models = [Biases().train(training) for _ in range(2)]
+    with torch.set_grad_enabled(training):
+        assert_alone(models, normal(3, 4), normal(2, 4), grads=training)
+
+
+class Holder:
+    def put(self, value: Tensor) -> Holder:
+        self.value = torch.distributions.Normal(value, 1.0, validate_args=False)
+        return self
+
+
+def last_output(self: Any, x: Tensor) -> Tensor:
+    self.state = self.fc(x).softmax(-1)
+    return self.state @ self.fc.weight
+
+
+def distribution(self: Any, x: Tensor) -> Tensor:
+    return self.state.put(self.fc(x)).value.log_prob(x)
+
+
+@pytest.mark.parametrize(("forward", "state"), [(last_output, None), (distribution, Holder)])
+@pytest.mark.parametrize("warm", [False, True])
+def test_results_left_in_attributes_are_told(forward: Forward, state: Any, warm: bool) -> None:
+    models = pair(forward, state)
+    x = normal(3, 4)
+    expected = torch.stack([one(x) for one in models]).detach()
+    for one in models:
+        one.state = state() if callable(state) else state
+        if warm:
+            one(normal(3, 4))
+    fused = hf.fuse(models)
+    with pytest.warns(UserWarning, match="leaves results in the attribute state"):
+        torch.testing.assert_close(fused(x), expected, rtol=1e-9, atol=1e-12)
+
+
+def longest(self: Any, x: Tensor) -> Tensor:
+    self.state = max(self.state or 0, x.shape[1])
+    return self.fc(x) * self.state
+
+
+def old_weight(self: Any, x: Tensor) -> Tensor:
+    if self.state is None:
+        self.state = self.fc.weight.detach().norm()
+    return self.fc(x) / self.state
+
+
+def old_graph(self: Any, x: Tensor) -> Tensor:
+    if self.state is None:
+        self.state = self.fc.weight.norm()
+    return self.fc(x) / self.state
+
+
+def moving(self: Any, x: Tensor) -> Tensor:
+    h = self.fc(x)
+    self.state = h.detach() if self.state is None else 0.9 * self.state + 0.1 * h.detach().mean()
+    return h + self.state.mean()
+
+
+def rarely(self: Any, x: Tensor) -> Tensor:
+    h = self.fc(x)
+    y = h * 2 if self.state is not None and self.state.mean() > 100 else h
+    self.state = h.detach()
+    return y
+
+
+def first_batch(self: Any, x: Tensor) -> Tensor:
+    if self.state is None:
+        self.state = x.mean()
+    return self.fc(x) - self.state
+
+
+def counter(self: Any, x: Tensor) -> Tensor:
+    self.state = (self.state or 0) + 1
+    return self.fc(x)
+
+
+def weight_on_first_call(self: Any, x: Tensor) -> Tensor:
+    if self.state is None:
+        with torch.no_grad():
+            self.fc.bias.sub_(self.fc(x).mean((0, 1)))
+        self.state = True
+    return self.fc(x)
+
+
+def buffer(self: Any, x: Tensor) -> Tensor:
+    if not hasattr(self, "table"):
+        self.register_buffer("table", rows(1), persistent=False)
+    return self.fc(x) * self.table
+
+
+REFUSED: dict[str, tuple[Forward, str]] = {
+    "longest so far": (longest, "Python attribute state.* size 3 in place of 5"),
+    "value of a parameter": (old_weight, "Python attribute state.* changed parameters"),
+    "graph of a parameter": (old_graph, "Python attribute state.* second time"),
+    "moving average": (moving, "Python attribute state at every call"),
+    "last result that is read": (rarely, "Python attribute state.* the next call"),
+    "first batch": (first_batch, "Python attribute state.* other inputs"),
+    "counter that nothing reads": (counter, "Python attribute state at every call"),
+    "weights set by the first batch": (weight_on_first_call, "writes into the parameter fc.bias"),
+    "buffer": (buffer, "registers the tensor table"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_state_is_refused(name: str) -> None:
+    forward, message = REFUSED[name]
+    models = pair(forward, None)
+    with pytest.raises(hf.FusionError, match=message):
+        hf.fuse(models)(SEQUENCES[0])
+    assert all(one.state is None for one in models)
+
+
+COUNT = 0
+
+
+def count(self: Any, x: Tensor) -> Tensor:
+    global COUNT
+    COUNT += 1
+    return self.fc(x) * COUNT
+
+
+def test_state_outside_of_members_runs_their_code() -> None:
+    """Each call of each member counts, and nothing else does."""
+    models = pair(count, None)
+    x = normal(3, 4)
+    fused = hf.fuse(models)
+    for step in range(2):
+        ours = fused(x)
+        assert 2 * step + 2 == COUNT
+        theirs = [one.fc(x) * (2 * step + k) for k, one in enumerate(models, 1)]
+        torch.testing.assert_close(ours, torch.stack(theirs))
