@@ -30,6 +30,7 @@ from hfusion.passes.price import Model
 from hfusion.passes.regions import regions
 from hfusion.passes.times import times_on
 from hfusion.program import Capture, Kind, Program, Slot
+from hfusion.sandbox import apart
 
 # What a call may hold: tensors, and values that cannot change while a program built on them is kept.
 _NUMBERS = (str, int, float, complex, bytes, enum.Enum, types.NoneType)
@@ -160,7 +161,8 @@ class Compiler:
 
     def make(self, training: Any, arguments: Arguments) -> Compiled:
         """Capture, align and batch; raises FusionError where that is impossible."""
-        compiled = compile_array(self.subject, arguments, _any_training(training))
+        with apart():
+            compiled = compile_array(self.subject, arguments, _any_training(training))
         self.programs[training, arguments.key] = compiled
         self.families.setdefault((training, arguments.loose_key), []).append(compiled)
         return compiled

@@ -10,38 +10,32 @@ run with parameters moved by one rounding step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfusion.compare import tensors
 from hfusion.compile import Arguments, Compiled
 from hfusion.errors import FusionError
 from hfusion.inputs import StackedInput
 from hfusion.locate import first_difference
-from hfusion.ops.rule import is_random
-from hfusion.passes.candidates import by_name
 from hfusion.program import Kind
 from hfusion.random import recording
+from hfusion.replay import Replay, Unmatched
+from hfusion.sandbox import copies, without_trace
+from hfusion.shorten import shortened
 
 TIGHT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 WIDE = 1e-7
 GRADIENTS = 10.0
-FEW = 4
 WORST = 2
 NOISE_FACTOR = 50.0
 NOISE_RUNS = 3
-
-
-class _Unmatched(Exception):
-    """The member's code draws other random numbers than the program."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +61,32 @@ def verify(subject: Subject) -> str:
     members = subject.compiled.program.members
     if subject.compiled.opaque:
         return "self-check left out: the array runs members' own code, which may keep state"
-    subject = _shortened(subject)
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.enable_grad():
+    with without_trace():
         try:
-            suspects = _suspects(subject, TIGHT, range(members))
-            if suspects and not _agrees_wide(subject, _worst(suspects)):
-                _check_noise(subject, suspects)
-        except _Unmatched as reason:
+            _check(subject)
+        except Unmatched as reason:
             return f"self-check left out: {reason}"
     return f"self-check passed: outputs and gradients of {members} members"
+
+
+def _check(subject: Subject) -> None:
+    """Compare on a few samples, or on all where fewer do not do."""
+    few = shortened(subject.compiled, subject.arguments)
+    if few is not None:
+        try:
+            return _compare(replace(subject, arguments=few))
+        except (Unmatched, FusionError):
+            raise
+        except Exception:
+            # Code that cannot run on fewer samples says nothing of the batch; that is checked next.
+            pass
+    return _compare(subject)
+
+
+def _compare(subject: Subject) -> None:
+    suspects = _suspects(subject, TIGHT, range(subject.compiled.program.members))
+    if suspects and not _agrees_wide(subject, _worst(suspects)):
+        _check_noise(subject, suspects)
 
 
 @dataclass(frozen=True)
@@ -127,46 +138,37 @@ def _agrees_wide(subject: Subject, members: Sequence[int]) -> bool:
         return False
 
 
-def _shortened(subject: Subject) -> Subject:
-    """The same with a few samples, where the batch size may vary: the check should cost little."""
-    graph = subject.compiled.graph
-    examples = [node.meta.get("val") for node in graph.nodes if node.op == "placeholder"]
-    slots = subject.compiled.program.slots
-    inputs = [e for e, slot in zip(examples, slots, strict=True) if slot.kind is Kind.INPUT]
-    leaves = [_first(leaf, e) for leaf, e in zip(subject.arguments.leaves, inputs, strict=True)]
-    short = replace(subject, arguments=Arguments(tuple(leaves), subject.arguments.spec))
-    rows, _ = pytree.tree_flatten(short.arguments.of_member(0))
-    return short if subject.compiled.guards(rows) else subject
-
-
-def _first(leaf: Any, example: Any) -> Any:
-    if isinstance(leaf, StackedInput):
-        return (
-            StackedInput(_first(leaf.tensor.transpose(0, 1), example).transpose(0, 1))
-            if leaf.tensor.dim() > 1
-            else leaf
-        )
-    varies = isinstance(example, Tensor) and example.dim() > 0 and not isinstance(example.shape[0], int)
-    return leaf[:FEW] if varies else leaf
-
-
 def _widened(subject: Subject) -> Subject:
     once: dict[int, Tensor] = {}
     stacks = {name: once.setdefault(id(t), _wide(t)) for name, t in subject.stacks.items()}
-    leaves = tuple(
-        StackedInput(_wide(leaf.tensor)) if isinstance(leaf, StackedInput) else _wide(leaf)
-        for leaf in subject.arguments.leaves
-    )
+    arguments = _mapped(subject.arguments, _wide)
     constants = {name: _wide(t) for name, t in subject.compiled.constants.items()}
     compiled = replace(subject.compiled, constants=constants)
-    return replace(subject, compiled=compiled, stacks=stacks, arguments=Arguments(leaves, subject.arguments.spec))
+    return replace(subject, compiled=compiled, stacks=stacks, arguments=arguments)
 
 
 def _wide(value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     wide = value.detach().double()
-    return nn.Parameter(wide, value.requires_grad) if isinstance(value, nn.Parameter) else wide
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(wide, value.requires_grad)
+    return wide.clone().requires_grad_() if value.requires_grad else wide
+
+
+def _mapped(arguments: Arguments, fn: Callable[[Any], Any]) -> Arguments:
+    """``arguments`` with ``fn`` applied to what the program takes."""
+    values = (fn(leaf.tensor if isinstance(leaf, StackedInput) else leaf) for leaf in arguments.leaves)
+    pairs = zip(arguments.leaves, values, strict=True)
+    rows = tuple(StackedInput(value) if isinstance(leaf, StackedInput) else value for leaf, value in pairs)
+    return Arguments(rows, arguments.spec)
+
+
+def _copied(arguments: Arguments) -> Arguments:
+    """The same in memory of its own: what runs on it leaves no trace."""
+    tensors = [value for value in arguments.values if isinstance(value, Tensor)]
+    own = iter(copies(tensors))
+    return _mapped(arguments, lambda value: next(own) if isinstance(value, Tensor) else value)
 
 
 def _check_noise(subject: Subject, suspects: Sequence[Suspect]) -> None:
@@ -190,7 +192,7 @@ def _check_noise(subject: Subject, suspects: Sequence[Suspect]) -> None:
 def _array_outcome(subject: Subject) -> Outcome:
     given, leaves = _program_inputs(subject)
     program = subject.compiled.program
-    return _outcome(program.run(*given), leaves, program.members)
+    return _outcome(program.run(*given), leaves, program.members, nullcontext())
 
 
 def _program_inputs(subject: Subject) -> tuple[list[Any], dict[str, Tensor]]:
@@ -198,7 +200,7 @@ def _program_inputs(subject: Subject) -> tuple[list[Any], dict[str, Tensor]]:
     once: dict[int, Tensor] = {}
     leaves = {name: once.setdefault(id(t), _leaf(t)) for name, t in subject.stacks.items()}
     held = {**leaves, **subject.compiled.constants}
-    inputs = iter(subject.arguments.values)
+    inputs = iter(_copied(subject.arguments).values)
     slots = subject.compiled.program.slots
     return [next(inputs) if slot.kind is Kind.INPUT else held[slot.name] for slot in slots], leaves
 
@@ -210,14 +212,21 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-def _outcome(outputs: Sequence[Any], leaves: Mapping[str, Tensor], members: int | None) -> Outcome:
+def _outcome(
+    outputs: Sequence[Any],
+    leaves: Mapping[str, Tensor],
+    members: int | None,
+    backward: AbstractContextManager[Any],
+) -> Outcome:
     """Outputs, buffers after the run, and gradients, by name; ``members`` is None for one member alone."""
     found = {f"output {k}": o for k, o in enumerate(outputs) if isinstance(o, Tensor) and o.is_floating_point()}
-    total = sum((_projected(o, members) for o in found.values() if o.requires_grad), start=torch.zeros(()))
-    trained = {name: t for name, t in leaves.items() if t.requires_grad}
-    grads = (
-        torch.autograd.grad(total, list(trained.values()), allow_unused=True) if total.requires_grad and trained else ()
+    total = sum(
+        (_projected(o, members) for o in found.values() if o.requires_grad), start=torch.zeros((), device="cpu")
     )
+    trained = {name: t for name, t in leaves.items() if t.requires_grad}
+    with backward:
+        found_any = total.requires_grad and trained
+        grads = torch.autograd.grad(total, list(trained.values()), allow_unused=True) if found_any else ()
     outcome = {name: o.detach() for name, o in found.items()}
     outcome |= {f"gradient of {n}": g for n, g in zip(trained, grads, strict=False) if g is not None}
     outcome |= {n: t for n, t in leaves.items() if not isinstance(t, nn.Parameter) and not t.requires_grad}
@@ -227,8 +236,8 @@ def _outcome(outputs: Sequence[Any], leaves: Mapping[str, Tensor], members: int 
 def _projected(output: Tensor, members: int | None) -> Tensor:
     """A fixed random projection, the same for every member, so that all parameters get a gradient."""
     shape = output.shape if members is None else output.shape[1:]
-    generator = torch.Generator().manual_seed(len(shape))
-    weights = torch.randn(shape, generator=generator, dtype=torch.float32).to(output.device, output.dtype)
+    generator = torch.Generator(device="cpu").manual_seed(len(shape))
+    weights = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(output.device, output.dtype)
     return (output * weights).sum().cpu()
 
 
@@ -248,19 +257,19 @@ def _member_outcome(subject: Subject, member: int, draws: Sequence[Tensor], pert
         for n, t in rows.items()
     }
     model = subject.around(member, leaves)
-    args, kwargs = subject.arguments.of_member(member)
-    with _replayed(draws, member):
+    args, kwargs = _copied(subject.arguments).of_member(member)
+    replay = Replay(draws, member)
+    with replay.forward():
         outputs = pytree.tree_leaves(model(*args, **kwargs))
-    own = dict(tensors(model))
-    return _outcome(outputs, own, None)
+    return _outcome(outputs, dict(tensors(model)), None, replay.backward())
 
 
 def _moved(tensor: Tensor, run: int) -> Tensor:
     """A copy, for ``run`` > 0 with every value moved by at most one rounding step."""
     if run == 0 or not tensor.is_floating_point():
         return tensor.clone()
-    generator = torch.Generator().manual_seed(run)
-    step = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
+    generator = torch.Generator(device="cpu").manual_seed(run)
+    step = torch.randint(-1, 2, tensor.shape, generator=generator, device="cpu").to(tensor.device, tensor.dtype)
     return tensor * (1 + step * torch.finfo(tensor.dtype).eps)
 
 
@@ -271,42 +280,3 @@ def _difference(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
     gap = float(torch.where(same, zero, ours - theirs).double().norm())
     size = float(torch.where(theirs.isfinite(), theirs, zero).double().norm())
     return 0.0 if gap == 0.0 else gap / max(size, floor, torch.finfo(theirs.dtype).eps)
-
-
-class _Replay(TorchDispatchMode):
-    """Gives one member's row of the recorded draws in place of every random operator."""
-
-    def __init__(self, draws: Sequence[Tensor], member: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._rows = iter([draw[member] for draw in draws])
-
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not is_random(func, by_name(func, args, kwargs or {})):
-            return func(*args, **(kwargs or {}))
-        row = next(self._rows, None)
-        if row is None:
-            raise _Unmatched(f"a member's {func} draws random numbers that the program draws elsewhere")
-        return self._given(func, row, args)
-
-    def _given(self, func: OpOverload, row: Tensor, args: Any) -> Any:
-        if func is torch.ops.aten.native_dropout.default:
-            x, p, _ = args
-            return x * row * (0.0 if p == 1 else 1 / (1 - p)), row.bool()
-        if func._schema.is_mutable:
-            if args[0].shape != row.shape:
-                raise _Unmatched(f"a member's {func} draws {tuple(args[0].shape)}, the program {tuple(row.shape)}")
-            return args[0].copy_(row)
-        return row.clone()
-
-    @property
-    def left(self) -> int:
-        return len(list(self._rows))
-
-
-@contextmanager
-def _replayed(draws: Sequence[Tensor], member: int) -> Iterator[None]:
-    replay = _Replay(draws, member)
-    with replay:
-        yield
-    if replay.left:
-        raise _Unmatched(f"model {member} draws fewer random numbers than the program")

@@ -132,7 +132,8 @@ def is_random(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     off = any(arguments.get(name) is False for name in ("train", "training"))
-    return not off and not any(arguments.get(name) == 0 for name in ("p", "dropout", "dropout_p"))
+    rates = (arguments.get(name) for name in ("p", "dropout", "dropout_p"))
+    return not off and not any(isinstance(rate, int | float) and rate == 0 for rate in rates)
 
 
 def map_values(arguments: Any, fn: Callable[[Value], Any]) -> Any:

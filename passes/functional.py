@@ -228,7 +228,8 @@ def _functional_target(node: fx.Node) -> OpOverload:
 
 
 def _parameters(target: OpOverload) -> list[tuple[str, str]]:
-    return [(a.name, str(a.type)) for a in target._schema.arguments]
+    """Of each argument its name and type; the first, the tensor that a write is about, goes by several names."""
+    return [(a.name if k else "", str(a.type)) for k, a in enumerate(target._schema.arguments)]
 
 
 def _emit(state: _State, origin: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hfusion as hf
 from hfusion.array import membership
@@ -252,3 +253,47 @@ def test_a_branch_on_requires_grad_is_captured_for_both() -> None:
     assert fused(x.requires_grad_())[0, 0] == 2
     assert fused(hf.stacked(torch.ones(2, 4)))[0, 0] == 3
     assert fused(hf.stacked(torch.ones(2, 4).requires_grad_()))[0, 0] == 2
+
+
+class Counted(nn.Module):
+    """Writes into a buffer after the last tensor that backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x).sin()
+        self.calls.add_(1)
+        return y
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_first_call_inside_a_checkpoint(reentrant: bool) -> None:
+    models = [Counted() for _ in range(2)]
+    array, x = hf.fuse(models), normal(7, 4).requires_grad_()
+    for _ in range(2):
+        for module in (array, *models):
+            checkpoint(module, x, use_reentrant=reentrant).sin().sum().backward()
+        for name, parameter in array.named_parameters():
+            close(parameter.grad, [model.get_parameter(name).grad for model in models], name)  # type: ignore[misc, arg-type]
+        for name, buffer in array.named_buffers():
+            close(buffer, [model.get_buffer(name) for model in models], name)
+    assert "self-check passed" in str(array.report())
+
+
+def test_draws_inside_a_checkpoint_are_made_again_in_backward() -> None:
+    array, x = (
+        hf.fuse([nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 3)).double() for _ in range(2)]),
+        normal(7, 4),
+    )
+    found = []
+    for call in (lambda: checkpoint(array, x, use_reentrant=False), lambda: array(x)):
+        torch.manual_seed(1)
+        array.zero_grad()
+        y = call()
+        y.sin().sum().backward()
+        found.append([y, *(p.grad for p in array.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
