@@ -31,6 +31,7 @@ from hfusion.passes.regions import regions
 from hfusion.passes.times import times_on
 from hfusion.program import Capture, Kind, Program, Slot
 from hfusion.sandbox import apart
+from hfusion.usage import watched
 
 # What a call may hold: tensors, and values that cannot change while a program built on them is kept.
 _NUMBERS = (str, int, float, complex, bytes, enum.Enum, types.NoneType)
@@ -241,6 +242,8 @@ def bind(compiled: Compiled, owner: nn.Module) -> Callable[[list[Any]], Any]:
     """
     places = Source.of(compiled, owner).places
     run, spec = compiled.program.run, compiled.program.out_spec
+    if compiled.opaque:
+        run = watched(run, compiled.program.members)
     single = spec.is_leaf()
 
     def call(inputs: list[Any]) -> Any:

@@ -18,6 +18,7 @@ from hfusion.compare import tensors
 from hfusion.errors import FusionError
 from hfusion.layout import Layout, Listed
 from hfusion.ops.rule import Call, PerMember, RuleTable, Site, Value
+from hfusion.usage import join, running
 
 _library = torch.library.Library("hfusion", "DEF")
 _library.define("opaque(Tensor[] inputs, int call) -> Tensor[]")
@@ -125,7 +126,10 @@ def _stub(
 
 def run(numbers: Sequence[int], inputs: Sequence[Any]) -> list[Tensor]:
     """The members' own code, one after another; each result stacked ``[B, *S]``. ``numbers[b]`` is member b's call."""
-    rows = []
+    rows, watching = [], running()
+    for x in inputs:
+        if watching is not None and isinstance(x, Listed):
+            watching.took(x)
     for member, number in enumerate(numbers):
         given = [x[member] if isinstance(x, Listed) else x for x in inputs]
         rows.append(_run_member(_calls[number], member, given))
@@ -138,7 +142,7 @@ def _stack(call: OpaqueCall, parts: Sequence[Tensor]) -> Tensor:
         raise FusionError(
             f"{call.path or 'forward'} gave different shapes for the members: {shapes}; they cannot be stacked"
         )
-    return torch.stack(list(parts))
+    return join(parts)
 
 
 def _run_member(call: OpaqueCall, member: int, given: Sequence[Tensor]) -> list[Tensor]:

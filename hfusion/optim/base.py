@@ -10,6 +10,7 @@ hyper-parameters and step counts is one call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from itertools import repeat
 from operator import attrgetter, is_
@@ -25,9 +26,12 @@ from hfusion.errors import FusionError
 from hfusion.optim import native
 from hfusion.optim.cohort import Cohort, Cohorts, State, membership_of, same_objects
 from hfusion.optim.hyper import Hyper, Values, own, plain, read, unchanged
-from hfusion.optim.ready import Ready
+from hfusion.optim.ready import Ready, Work
+from hfusion.optim.resting import Resting, left_alone, together, without_gradient
 from hfusion.optim.rows import Row
+from hfusion.optim.scaled import divide, overflown
 from hfusion.optim.settings import Flags, Settings
+from hfusion.usage import any_absent
 
 _LAYOUT = attrgetter("layout")
 
@@ -50,6 +54,10 @@ class FusedOptimizer(Optimizer):
     """Whether torch's class has a ``step`` in its state."""
     kernel: ClassVar[str]
     """The name of the kernel in ``kernels.c``, and in ``gpu.py``."""
+
+    # So torch.amp.GradScaler leaves it to the optimizer which gradients to divide and who must not step, and gives it
+    # ``grad_scale`` and ``found_inf`` for the time of a step.
+    _step_supports_amp_scaling: ClassVar[bool] = True
 
     def __init__(self, params: Any, defaults: Mapping[str, Any]) -> None:
         self._known: dict[int, tuple[Settings, Cohorts | None]] = {}
@@ -121,13 +129,27 @@ class FusedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every member; returns what ``closure`` returns.
 
-        Parameters whose ``grad`` is None are skipped, as in torch. Raises ValueError if a hyper-parameter was
-        set to something out of range.
+        Parameters whose ``grad`` is None are skipped, as in torch, and a member that has not used a parameter, in a
+        branch on values, keeps its row of it. Under a torch.amp.GradScaler a member whose gradients are not all finite
+        does not step, and the others do. Raises ValueError if a hyper-parameter was set to something out of range,
+        FusionError if the state is no longer of the parameters' dtype, device and shapes.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        work = self._work()
+        resting = without_gradient(self._params()) if any_absent() else {}
+        if (found_inf := getattr(self, "found_inf", None)) is not None:
+            resting = together(resting, self._unscaled(found_inf))
+            work = self._work()
+        with torch.no_grad(), left_alone(resting, self.state) if resting else nullcontext():
+            for settings, cohort, grads in work:
+                self._update(settings, cohort, grads)
+        return loss
+
+    def _work(self) -> Work:
+        """The cohorts of this step with their gradients; whatever may fail has been checked, and nothing is written."""
         work = self._ready.work(self.param_groups, self.state) if self._ready is not None else None
         if work is None:
             before = [cohorts for _, cohorts in self._known.values()]
@@ -135,15 +157,27 @@ class FusedOptimizer(Optimizer):
             # Not at the first step of its kind: shards come and go.
             again = same_objects(before, [cohorts for _, cohorts in self._known.values()])
             self._ready = self._remembered() if again else None
-        for settings, cohort, grads in work:
-            if cohort.planned:
-                cohort.step(grads, settings)
-                continue
-            kernel = self.fused if cohort.fused else self.general
-            with torch.no_grad():
-                for row, values in cohort.rows(grads, settings):
-                    kernel(row, values, settings.flags)
-        return loss
+        return work
+
+    def _update(self, settings: Settings, cohort: Cohort, grads: list[Tensor]) -> None:
+        """Count a step of a cohort and make it."""
+        if cohort.planned:
+            cohort.step(grads, settings)
+            return
+        kernel = self.fused if cohort.fused else self.general
+        for row, values in cohort.rows(grads, settings):
+            kernel(row, values, settings.flags)
+
+    def _unscaled(self, found_inf: Tensor) -> Resting:
+        """Do what a GradScaler left to do: divide the gradients by its scale, and find who must not step."""
+        active = [param for param in self._params() if param.grad is not None]
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            divide(active, scale)
+        return overflown(active, self.members) if found_inf.item() else {}
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     @property
     def state_stacks(self) -> int:
@@ -262,7 +296,7 @@ class FusedOptimizer(Optimizer):
                         f"optimizer needs {list(wanted)}: load the state of an array with the same members"
                     )
 
-    def _prepare(self, index: int, group: Group) -> list[tuple[Settings, Cohort, list[Tensor]]]:
+    def _prepare(self, index: int, group: Group) -> Work:
         """Everything of a step that may fail, before anything is written: cohorts with their gradients."""
         before, cohorts = self._known.get(index, (None, None))
         settings = self._settings(group, before)
@@ -279,6 +313,7 @@ class FusedOptimizer(Optimizer):
             self._check_shared(active, settings)
         if cohorts is None or not held:
             cohorts = self._cohorts(active, state, names)
+        cohorts.check(grads)
         self._known[index] = (settings, cohorts)
         return [(settings, cohort, part) for cohort, part in cohorts.load(grads)]
 
@@ -297,7 +332,7 @@ class FusedOptimizer(Optimizer):
         ]
         keys = list(dict.fromkeys([*(hyper.key for hyper in self.hypers), *self.flags]))
         steady = (
-            all(param.grad is not None for group in groups for param in group["params"])
+            all(type(param.grad) is Tensor for group in groups for param in group["params"])
             and all(cohort.planned for _, cohorts in known for cohort in cohorts.all)
             and not isinstance(native.library(), str)
             and all(vector.is_contiguous() for settings, _ in known for vector in settings.vectors)

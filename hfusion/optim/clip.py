@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from hfusion.array import membership
 from hfusion.errors import FusionError
+from hfusion.optim.checks import check_gradient
 from hfusion.optim.hyper import HyperValue, member_vector
+from hfusion.usage import absent_rows
 
 
 @torch.no_grad()
@@ -26,7 +29,7 @@ def clip_grad_norm_(
     shared base, do not count. Raises ValueError for parameters of no fused module and for a ``max_norm`` of
     the wrong number or range, RuntimeError for a norm that is not finite if ``error_if_nonfinite``, and
     FusionError for the gradient of a parameter that several members share: it is the sum over the members,
-    and no member's own.
+    and no member's own. A member that has not used a parameter has no gradient of it.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     members, grads = _gradients(params)
@@ -37,7 +40,7 @@ def clip_grad_norm_(
         return torch.zeros(members)
     norm_type = float(norm_type)
     first = grads[0].device
-    norms = total_norm([grad_norms(grad, members, norm_type).to(first) for grad in grads], norm_type)
+    norms = total_norm([_norms_there(grad, members, norm_type).to(first) for grad in grads], norm_type)
     if error_if_nonfinite and not bool(norms.isfinite().all()):
         bad = {index: norm for index, norm in enumerate(norms.tolist()) if not torch.tensor(norm).isfinite()}
         raise RuntimeError(
@@ -54,6 +57,12 @@ def grad_norms(grad: Tensor, members: int, norm_type: float = 2.0) -> Tensor:
     """The norms ``[B]`` of one stacked gradient ``[B, *S]``."""
     norms: Tensor = torch.linalg.vector_norm(grad.reshape(members, -1), norm_type, dim=1)
     return norms
+
+
+def _norms_there(grad: Tensor, members: int, norm_type: float) -> Tensor:
+    """As ``grad_norms``; the zeros in the row of a member that has no gradient do not count, whatever the order."""
+    norms, absent = grad_norms(grad, members, norm_type), absent_rows(grad)
+    return norms if absent is None or norm_type >= 0 else norms.masked_fill(absent.to(norms.device), math.inf)
 
 
 def total_norm(norms: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -91,6 +100,7 @@ def _gradients(params: list[Tensor]) -> tuple[int, list[Tensor]]:
         members = found.members
         if param.grad is None or not param.grad.numel():
             continue
+        check_gradient(param, found, param.grad)
         if not found.stacked and members > 1:
             raise FusionError(
                 f"parameter {found.name!r} is one tensor for all {members} members and has a gradient, "

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hfusion.array import Membership, membership
 from hfusion.optim import gpu, native
+from hfusion.optim.checks import check_gradient, check_state
 from hfusion.optim.hyper import Values
 from hfusion.optim.rows import Row, RowPlan
 from hfusion.optim.settings import Settings, run_lengths
@@ -134,6 +135,8 @@ class Cohorts:
 
     def __init__(self, params: Sequence[Tensor], state: list[State], names: list[str], kernel: str) -> None:
         self._names = names
+        for param, entry in zip(params, state, strict=False):
+            check_state(param, membership_of(param), entry, names)
         alike: dict[object, list[int]] = {}
         for index, param in enumerate(params):
             counts = state[index]["step"].reshape(-1).tolist() if names else []
@@ -147,7 +150,6 @@ class Cohorts:
         self._params = list(params)
         self._state = state
         self._steps = [entry.get("step") for entry in state]
-        self._sizes = list(map(Tensor.numel, params))
         self._look()
         self._traits = _traits(self._tensors)
 
@@ -210,16 +212,15 @@ class Cohorts:
     @property
     def count(self) -> int:
         """How many parameters there are."""
-        return len(self._sizes)
+        return len(self._params)
+
+    def check(self, grads: Sequence[Tensor]) -> None:
+        """RuntimeError for a gradient that its parameter cannot have."""
+        for param, grad in zip(self._params, grads, strict=True):
+            check_gradient(param, membership_of(param), grad)
 
     def load(self, grads: list[Tensor]) -> list[tuple[Cohort, list[Tensor]]]:
-        """Each cohort with its gradients. RuntimeError for a gradient of another size than its parameter."""
-        if list(map(Tensor.numel, grads)) != self._sizes:
-            param, grad = next((p, g) for p, g in zip(self._tensors, grads, strict=False) if p.numel() != g.numel())
-            raise RuntimeError(
-                f"the gradient of {membership_of(param).name!r} has shape {list(grad.shape)}, the parameter "
-                f"{list(param.shape)}: one of them was replaced through .data"
-            )
+        """Each cohort with its gradients, which are as ``check`` wants them."""
         if len(self._cohorts) == 1:
             return [(self._cohorts[0], self._cohorts[0].gradients(grads))]
         return [
@@ -241,8 +242,12 @@ def membership_of(param: Tensor, index: int = 0) -> Membership:
 
 
 def _join_counts(state: Sequence[State]) -> Tensor:
-    """The step counts twice, ``[2, params, ...]``; every entry of ``state`` gets its row of the first."""
-    counts = torch.stack([torch.stack([entry["step"] for entry in state])] * 2)
+    """The step counts twice, float32 ``[2, params, ...]``; every entry of ``state`` gets its row of the first.
+
+    They are counted here, wherever and as whatever numbers they were loaded.
+    """
+    steps = torch.stack([entry["step"].detach().to("cpu", torch.float32) for entry in state])
+    counts = torch.stack([steps, steps])
     for entry, row in zip(state, counts[0], strict=True):
         entry["step"] = row
     return counts
@@ -257,6 +262,6 @@ def _tensors(params: Sequence[Tensor], state: Sequence[State]) -> list[Tensor]:
     return [*params, *chain.from_iterable(entry.values() for entry in state)]
 
 
-def _traits(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device, int, bool]]:
+def _traits(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]]:
     """What may change about a tensor, as far as kernels care, besides its address."""
-    return [(tensor.dtype, tensor.device, tensor.numel(), tensor.is_contiguous()) for tensor in tensors]
+    return [(tensor.dtype, tensor.device, tensor.shape, tensor.stride()) for tensor in tensors]

@@ -8,21 +8,22 @@ addresses, the same numbers in memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 from hfusion.optim.cohort import Cohort, Cohorts, State, same_objects
 from hfusion.optim.native import Memory
 from hfusion.optim.settings import Settings
 
 _GRAD = attrgetter("grad")
-_LAYOUT = attrgetter("layout")
 
 Group: TypeAlias = Mapping[str, Any]
+Work: TypeAlias = list[tuple[Settings, Cohort, list[Tensor]]]
+"""The cohorts of a step, each with the settings of its group and its gradients."""
 
 
 class Ready:
@@ -44,28 +45,27 @@ class Ready:
         self._objects = self._found(groups, state)
         params = [param for group in groups for param in group["params"]]
         vectors = [vector for settings, _ in known for vector in settings.vectors]
-        self._sized = [*params, *vectors]
         self._params = params
         self._tensors = [*vectors, *(tensor for _, cohorts in known for tensor in cohorts.tensors)]
         with torch._C.DisableTorchFunctionSubclass():
-            self._traits = self._now()
+            self._addresses = self._now()
+            self._once = list({id(tensor): tensor for tensor in self._tensors}.values())
+            self._kinds = _guards(self._once)
+            self._gradients = _guards(list(map(_GRAD, params)))
             rows = [pair for settings, _ in known for pair in zip(settings.vectors, settings.table, strict=True)]
             counts = [cohort.twice for _, cohorts in known for cohort in cohorts.all if cohort.twice]
             self._memory = Memory([*rows, *((first, second) for first, second in counts)])
 
-    def work(
-        self, groups: Sequence[Group], state: Mapping[Tensor, State]
-    ) -> list[tuple[Settings, Cohort, list[Tensor]]] | None:
+    def work(self, groups: Sequence[Group], state: Mapping[Tensor, State]) -> Work | None:
         """The cohorts of this step with their gradients; None if anything is not as it was."""
         if not same_objects(self._found(groups, state), self._objects):
             return None
         grads = list(map(_GRAD, self._params))
-        if not all(map(is_, map(type, grads), repeat(Tensor))) or not all(
-            map(is_, map(_LAYOUT, grads), repeat(torch.strided))
-        ):
+        # Of None this says no, too.
+        if not self._gradients.check(*grads):
             return None
         with torch._C.DisableTorchFunctionSubclass():
-            if self._now() != self._traits or not self._memory.same():
+            if self._now() != self._addresses or not self._kinds.check(*self._once) or not self._memory.same():
                 return None
         if len(self._known) == 1:
             settings, cohorts = self._known[0]
@@ -87,10 +87,13 @@ class Ready:
             found += self._values(group)
         return found
 
-    def _now(self) -> tuple[list[int], list[int], list[bool]]:
-        """Addresses and layouts."""
-        return (
-            list(map(Tensor.data_ptr, self._tensors)),
-            list(map(Tensor.numel, self._sized)),
-            list(map(Tensor.is_contiguous, self._params)),
-        )
+    def _now(self) -> list[int]:
+        """Where everything lies."""
+        return list(map(Tensor.data_ptr, self._tensors))
+
+
+def _guards(tensors: Sequence[Tensor]) -> TensorGuards:
+    """Torch's own guards: they tell whether tensors have the types, dtypes, devices, shapes and strides of these."""
+    sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
+    strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)

@@ -1,0 +1,53 @@
+"""What the kernels take for granted of the tensors they read and write as they lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hfusion.array import Membership
+from hfusion.errors import FusionError
+
+
+def check_state(param: Tensor, found: Membership, entry: Mapping[str, Tensor], names: Sequence[str]) -> None:
+    """FusionError unless the state of ``param`` is of its shape, dtype and device, and its counts are numbers."""
+    for name in names:
+        stack = entry[name]
+        if _kind(stack) != _kind(param):
+            raise FusionError(
+                f"the state {name!r} of parameter {found.name!r} is {_text(stack)}, the parameter {_text(param)}: one "
+                "of them was converted, moved or replaced after the other was made; bring the state to the parameters "
+                "by opt.load_state_dict(opt.state_dict()), or make a new optimizer"
+            )
+    steps, wanted = entry["step"], ((found.members,) if found.stacked else ())
+    if not isinstance(steps, Tensor) or tuple(steps.shape) != wanted or steps.is_meta:
+        told = _text(steps) if isinstance(steps, Tensor) else repr(steps)
+        raise FusionError(
+            f"the step counts of parameter {found.name!r} are {told}; they must be numbers of shape {list(wanted)}"
+        )
+
+
+def check_gradient(param: Tensor, found: Membership, grad: Tensor) -> None:
+    """RuntimeError for a gradient that ``param`` cannot have, or that is sparse."""
+    if grad.layout is not torch.strided:
+        raise RuntimeError(f"the gradient of {found.name!r} is sparse ({grad.layout}): hf.optim needs dense ones")
+    if grad.shape != param.shape:
+        told = f"has shape {list(grad.shape)}, the parameter {list(param.shape)}"
+    elif grad.device != param.device:
+        told = f"is on {grad.device}, the parameter on {param.device}"
+    elif not torch.can_cast(grad.dtype, param.dtype):
+        told = f"is {grad.dtype}, the parameter {param.dtype}"
+    else:
+        return
+    raise RuntimeError(f"the gradient of {found.name!r} {told}: one of them was replaced through .data")
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, torch.layout]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
+
+
+def _text(tensor: Tensor) -> str:
+    layout = "" if tensor.layout is torch.strided else f" ({tensor.layout})"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}{layout}"

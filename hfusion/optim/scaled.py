@@ -1,0 +1,48 @@
+"""A step under torch.amp.GradScaler, member by member: an overflow of one holds back that one only.
+
+Source: https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hfusion.errors import FusionError
+from hfusion.optim.cohort import membership_of
+from hfusion.optim.resting import Resting, of_members, together
+
+
+@torch.no_grad()
+def divide(params: Sequence[Tensor], scale: Tensor) -> None:
+    """Divide the gradients in place as ``GradScaler.unscale_`` does."""
+    inverse = scale.double().reciprocal().float()
+    for param in params:
+        assert param.grad is not None
+        param.grad.mul_(inverse.to(param.grad.device))
+
+
+@torch.no_grad()
+def overflown(params: Sequence[Tensor], members: int) -> Resting:
+    """Who has a gradient that is not finite: a member with all its parameters, a parameter of all members by itself.
+
+    FusionError if nobody has.
+    """
+    bad = torch.zeros(members, dtype=torch.bool)
+    alone: Resting = {}
+    for param in params:
+        assert param.grad is not None
+        finite = param.grad.isfinite()
+        if membership_of(param).stacked:
+            bad |= ~finite.reshape(members, -1).all(1).cpu()
+        elif not finite.all():
+            alone[param] = torch.ones((), dtype=torch.bool)
+    if not bad.any() and not alone:
+        raise FusionError(
+            "the GradScaler found gradients that are not finite, and there are none left: they were changed between "
+            "scaler.unscale_ and scaler.step (clip_grad_value_, nan_to_num_), so that the members they belong to are "
+            "unknown; clip with hf.optim.clip_grad_norm_, or change the gradients before scaler.unscale_"
+        )
+    return together(alone, of_members(params, bad))
