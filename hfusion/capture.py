@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from hfusion.errors import FusionError
 from hfusion.kept import restored
 from hfusion.memo import rehearse
+from hfusion.ops.random import LIKE
 from hfusion.passes.functional import functional
 from hfusion.program import Capture, Kind, Slot
 from hfusion.quiet import quiet
@@ -225,6 +226,9 @@ def _inline(graph: fx.Graph, module: fx.GraphModule, inputs: Sequence[Any] | Non
             env[node] = _region(graph, node, env, path)
         elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
             env[node] = env[node.args[0]][node.args[1]]
+        elif node.target in LIKE:
+            # torch's Python functions of these names ask for no gradient, the operators in a graph do.
+            env[node] = graph.node_copy(node, lambda n: _detached(graph, env[n]))
         else:
             env[node] = graph.node_copy(node, lambda n: env[n])
     raise FusionError("a captured region has no output")

@@ -185,11 +185,6 @@ def drawn(target: Any, *args: Any, **kwargs: Any) -> Tensor:
     return draw(lambda: target(*args, **kwargs))
 
 
-def drawn_like(target: Any, like: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Draws of which only the shape and kind is that of ``like``, so that no gradient is asked for."""
-    return draw(lambda: target(like.detach(), *args, **kwargs))
-
-
 def elementwise(site: Site, **arguments: Any) -> Call:
     """Draws of one number for each element of the operands, shared ones repeated for each member."""
     if has_per_member(arguments):
@@ -198,8 +193,7 @@ def elementwise(site: Site, **arguments: Any) -> Call:
         arguments["memory_format"] = None
     stacked = map_values(arguments, lambda v: v.to(STACKED, rank=site.rank))
     args, kwargs = in_order(site, stacked)
-    how = drawn_like if site.target in LIKE else drawn
-    return Call(how, (site.target, *args), STACKED, "own draws", kwargs)
+    return Call(drawn, (site.target, *args), STACKED, "own draws", kwargs)
 
 
 def factory(site: Site, size: Any, **arguments: Any) -> Call:
@@ -239,6 +233,7 @@ def multinomial_stacked(weights: Tensor, samples: int, replacement: bool) -> Ten
     return draw(lambda: torch.multinomial(rows, samples, replacement).view(*weights.shape[:-1], samples))
 
 
+# Only the shape and kind of their draws is that of a tensor.
 LIKE = (
     aten.rand_like.default,
     aten.randn_like.default,
