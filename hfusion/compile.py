@@ -16,12 +16,13 @@ from torch.utils import _pytree as pytree
 from hfusion.capture import capture
 from hfusion.errors import FusionError
 from hfusion.inputs import StackedInput, is_stacked
-from hfusion.isolate import culprits, record
+from hfusion.isolate import culprits
 from hfusion.layout import Layout
 from hfusion.opaque import RULES as OPAQUE_RULES
-from hfusion.opaque import OpaqueCall, opaque
+from hfusion.opaque import opaque
 from hfusion.ops import RULES as ATEN_RULES
 from hfusion.ops.rule import merge
+from hfusion.own_code import OpaqueCall
 from hfusion.passes.align import align, select
 from hfusion.passes.batch import batch
 from hfusion.passes.layouts import Choice, choose
@@ -30,6 +31,7 @@ from hfusion.passes.price import Model
 from hfusion.passes.regions import regions
 from hfusion.passes.times import times_on
 from hfusion.program import Capture, Kind, Program, Slot
+from hfusion.recorded import record
 from hfusion.sandbox import apart
 from hfusion.usage import watched
 

@@ -3,113 +3,150 @@
 from __future__ import annotations
 
 import copy
+import enum
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from hfusion.capture import capture
+from hfusion.compare import contents
 from hfusion.errors import FusionError
-from hfusion.kept import restored
-from hfusion.memo import rehearse
-from hfusion.opaque import Recorded, opaque
+from hfusion.opaque import opaque
+from hfusion.recorded import Island, Records
 
-Records = Mapping[str, list[Recorded]]
+# What a call that runs per member may take and give beside tensors: values that are the same for all members.
+_ARGUMENTS = (
+    str,
+    int,
+    float,
+    complex,
+    bytes,
+    enum.Enum,
+    type,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+_RESULTS = (str, int)
+
+WHOLE = Island("")
 
 
-def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Records:
-    """Run a copy of ``model`` once; for every submodule, the calls it got. Leaves inputs and random state as they were.
+def culprits(model: nn.Module, records: Records) -> dict[Island, str]:
+    """What must run in a loop, each with the reason: the smallest such. Empty if all can be captured.
 
     Raises:
-        FusionError: forward changes what an array cannot keep per member: Python attributes, parameters, its inputs.
+        FusionError: not even the whole forward can run in a loop.
     """
-    rehearse(model, args, kwargs)
-    twin = copy.deepcopy(model)
-    records: dict[str, list[Recorded]] = {path: [] for path, _ in twin.named_modules()}
-    hooks = [hook for path, module in twin.named_modules() for hook in _watch(module, records[path])]
-    with restored(model), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        twin(*_copied(args), **_copied(dict(kwargs)))
-    for hook in hooks:
-        hook.remove()
-    return records
+    found = _Search(model, records).culprits(WHOLE)
+    if WHOLE in found and (why := _unfit(model, WHOLE, records)) is not None:
+        raise FusionError(why)
+    return found
 
 
-def _watch(module: nn.Module, calls: list[Recorded]) -> Iterator[RemovableHandle]:
-    """Note the calls of ``module``, and whether they write into their inputs.
+@dataclass(frozen=True, eq=False)
+class _Search:
+    model: nn.Module
+    records: Records
+    known: dict[Island, dict[Island, str]] = field(default_factory=dict)
 
-    Not those inside torch.func's transforms, whose tensors mean nothing outside.
-    """
-    open_calls: list[list[int]] = []
+    def culprits(self, island: Island) -> dict[Island, str]:
+        """Those among ``island`` and what it calls."""
+        if island not in self.known:
+            # For an island that calls itself in turn.
+            self.known[island] = {}
+            self.known[island] = self._found(island)
+        return self.known[island]
 
-    def begin(module: nn.Module, given: Any, named: Any) -> None:
-        open_calls.append(_versions((given, named)))
+    def _found(self, island: Island) -> dict[Island, str]:
+        why = self._refusal(island, {})
+        if why is None:
+            return {}
+        found: dict[Island, str] = {}
+        for child in self.records.children(island):
+            found |= self.culprits(child)
+        if found and island not in found and self._refusal(island, found) is None:
+            return found
+        return {island: why}
 
-    def end(module: nn.Module, given: Any, named: Any, output: Any) -> None:
-        writes = _versions((given, named)) != open_calls.pop()
-        if not any(map(is_functorch_wrapped_tensor, _tensors((given, named, output)))):
-            calls.append(Recorded(given, named, output, writes))
-
-    yield module.register_forward_pre_hook(begin, with_kwargs=True)
-    yield module.register_forward_hook(end, with_kwargs=True)
-
-
-def _versions(values: Any) -> list[int]:
-    return [tensor._version for tensor in _tensors(values)]
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _copied(values: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), values)
-
-
-def culprits(model: nn.Module, records: Records, path: str = "") -> dict[str, str]:
-    """The submodules, from ``path`` down, that must run in a loop: path to reason. Empty if all can be captured."""
-    why = _refusal(model, records, path, {})
-    if why is None:
-        return {}
-    found: dict[str, str] = {}
-    for name, _ in model.get_submodule(path).named_children():
-        child = f"{path}.{name}" if path else name
-        if records.get(child):
-            found |= culprits(model, records, child)
-    if found and _refusal(model, records, path, found) is None:
-        return found
-    _check_results(path, records)
-    return {path: why}
+    def _refusal(self, island: Island, stubs: Mapping[Island, str]) -> str | None:
+        """Why ``island`` cannot be captured, with the ``stubs`` left out; None if it can."""
+        for stub in stubs:
+            why = _unfit(self.model, stub, self.records)
+            if why is not None:
+                return why
+        top = self.records.first(island)
+        twin = copy.deepcopy(self.model)
+        with opaque(twin, stubs, self.records, [twin], top):
+            module = twin.get_submodule(island.path)
+            target = module if island.method == "forward" else _Method(module, island.method)
+            try:
+                capture(target, top.args, top.kwargs, varying=not stubs)
+            except FusionError as error:
+                return str(error)
+        return None
 
 
-def _refusal(model: nn.Module, records: Records, path: str, stubs: dict[str, str]) -> str | None:
-    """Why the submodule at ``path`` cannot be captured, with the submodules ``stubs`` left out; None if it can."""
-    call = records[path][0]
-    twin = copy.deepcopy(model)
-    with opaque(twin, stubs, records, [twin]):
-        try:
-            capture(twin.get_submodule(path), call.args, call.kwargs, varying=not stubs)
-        except FusionError as error:
-            return str(error)
+class _Method(nn.Module):
+    """A module whose forward is another module's method."""
+
+    def __init__(self, module: nn.Module, method: str) -> None:
+        super().__init__()
+        self.module = module
+        self.method = method
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, self.method)(*args, **kwargs)
+
+
+def _unfit(model: nn.Module, island: Island, records: Records) -> str | None:
+    """Why ``island`` cannot run as the members' own code by itself; None if it can."""
+    who = f"{island} can only run in a loop over members, and"
+    for call in records.of(island):
+        for leaf in pytree.tree_leaves(call.output):
+            if leaf is not None and not isinstance(leaf, (Tensor, *_RESULTS)):
+                return (
+                    f"{who} gives {_told(leaf)} beside tensors; let it give tensors only, in tuples, lists, dicts or "
+                    "classes known to torch.utils._pytree"
+                )
+        for leaf in pytree.tree_leaves((call.args, call.kwargs)):
+            if island != WHOLE and leaf is not None and not isinstance(leaf, (Tensor, *_ARGUMENTS)):
+                return f"{who} takes {_told(leaf)}, which may hold what is a member's own; give it tensors and numbers"
+        if island == WHOLE and call.written:
+            return f"{who} writes into its input, which members may share; let it write into a copy"
+    held = next(_held(model, island), None)
+    if held is not None:
+        return (
+            f"{who} holds {held[1]} in its attribute {held[0]}, where the array cannot put its own tensor; "
+            "register it as a parameter, buffer or submodule"
+        )
     return None
 
 
-def _check_results(path: str, records: Records) -> None:
-    for call in records[path]:
-        if call.writes:
-            raise FusionError(
-                f"{path or 'forward'} can only run in a loop over members, and writes into its input, which members "
-                "may share; let it write into a copy"
-            )
-        odd = [leaf for leaf in pytree.tree_leaves(call.output) if not isinstance(leaf, Tensor | type(None))]
-        if odd:
-            raise FusionError(
-                f"{path or 'forward'} can only run in a loop over members, and gives {_told(odd[0])} beside tensors; "
-                "let it give tensors only, in tuples, lists, dicts or classes known to torch.utils._pytree"
-            )
+def _held(model: nn.Module, island: Island) -> Iterator[tuple[str, str]]:
+    """Plain attributes below ``island`` that hold a tensor of the model, or a module outside; and what they hold."""
+    prefix = f"{island.path}." if island.path else ""
+    modules = {path for path, _ in model.named_modules()}
+    for name, value in contents(model).items():
+        if name.startswith(prefix):
+            for own in _own(value):
+                if own not in modules or not f"{own}.".startswith(prefix):
+                    yield name, own or "the whole model"
+
+
+def _own(value: Any) -> Iterator[str]:
+    """The model's own tensors and modules in a value that `contents` gave."""
+    if isinstance(value, tuple):
+        if len(value) == 2 and value[0] == "own":
+            yield value[1]
+        else:
+            for part in value:
+                yield from _own(part)
 
 
 def _told(value: Any) -> str:

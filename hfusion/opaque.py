@@ -6,9 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,182 +14,171 @@ from torch.utils import _pytree as pytree
 
 from hfusion.compare import tensors
 from hfusion.errors import FusionError
-from hfusion.layout import Layout, Listed
+from hfusion.layout import Layout
 from hfusion.ops.rule import Call, PerMember, RuleTable, Site, Value
-from hfusion.usage import join, running
+from hfusion.own_code import TENSOR, OpaqueCall, Result, calls, run
+from hfusion.passes.islands import OPAQUE
+from hfusion.recorded import Island, Recorded, Records
 
-_library = torch.library.Library("hfusion", "DEF")
-_library.define("opaque(Tensor[] inputs, int call) -> Tensor[]")
 _numbers = itertools.count()
 
-# Not None, which is an argument like any other.
-_TENSOR = object()
 
-
-@dataclass(frozen=True)
-class Result:
-    """What a tensor is like."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclass(frozen=True, eq=False)
-class OpaqueCall:
-    """One call of a submodule in forward.
-
-    ``leaves`` are its flat arguments, `_TENSOR` where a tensor comes; ``keys`` its own tensors, which follow the
-    arguments in the graph; ``results`` what one member gave, ``bodies`` the submodule of every member.
-    """
-
-    path: str
-    why: str
-    leaves: tuple[Any, ...]
-    spec: Any
-    keys: tuple[str, ...]
-    results: tuple[Result, ...]
-    bodies: tuple[nn.Module, ...]
-
-
-_calls: WeakValueDictionary[int, OpaqueCall] = WeakValueDictionary()
-
-
-@torch.library.register_fake("hfusion::opaque", lib=_library)  # type: ignore[untyped-decorator]
-def _fake(inputs: Sequence[Tensor], call: int) -> list[Tensor]:
-    return [torch.empty(r.shape, dtype=r.dtype, device=r.device) for r in _calls[call].results]
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """What a submodule was called with in a real run, what it gave, and whether it wrote into its inputs."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-    writes: bool
+@torch.library.register_fake(OPAQUE)  # type: ignore[untyped-decorator]
+def _fake(
+    inputs: Sequence[Tensor],
+    fixed: Sequence[Tensor],
+    changing: Sequence[Tensor],
+    call: int,
+    written: Sequence[int],
+    links: Sequence[int],
+    apart: Sequence[int],
+    alive: Sequence[int],
+) -> list[Tensor]:
+    results = [result for result in calls[call].results if isinstance(result, Result)]
+    return [torch.empty(r.shape, dtype=r.dtype, device=r.device) for r in results]
 
 
 @contextmanager
 def opaque(
     model: nn.Module,
-    culprits: Mapping[str, str],
-    records: Mapping[str, Sequence[Recorded]],
+    culprits: Mapping[Island, str],
+    records: Records,
     members: Sequence[nn.Module],
+    top: Recorded | None = None,
 ) -> Iterator[list[OpaqueCall]]:
-    """While active, the submodules of ``model`` named in ``culprits`` (path to reason) trace as opaque calls.
+    """While active, the ``culprits`` of ``model``, each with the reason, trace as opaque calls.
 
-    Yields the calls met; they must be kept as long as the captured graph is used.
+    Yields the calls met; they must be kept as long as the captured graph is used. ``top`` is the recorded call that is
+    traced, by default that of the whole forward.
     """
-    calls: list[OpaqueCall] = []
-    patched = []
-    for path, why in culprits.items():
-        module = model.get_submodule(path)
-        bodies = tuple(member.get_submodule(path) for member in members)
-        stub = _stub(module, path, why, itertools.cycle(records[path]), bodies, calls)
-        module.forward = functools.wraps(module.forward)(stub)
-        patched.append(module)
+    met: list[OpaqueCall] = []
+    patched: list[tuple[nn.Module, str, Any]] = []
     try:
-        yield calls
+        for island, why in culprits.items():
+            module = model.get_submodule(island.path)
+            seen = itertools.cycle(records.within(top or records.top, island, culprits.keys()))
+            stub = _Stub(module, island, why, seen, records.changed, members, met)
+            patched.append((module, island.method, vars(module).get(island.method)))
+            vars(module)[island.method] = _traced(getattr(module, island.method), stub)
+        yield met
     finally:
-        for module in patched:
-            del module.forward
+        for module, name, before in patched:
+            if before is None:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = before
 
 
-def _stub(
-    module: nn.Module,
-    path: str,
-    why: str,
-    records: Iterator[Recorded],
-    bodies: tuple[nn.Module, ...],
-    calls: list[OpaqueCall],
-) -> Any:
-    def forward(*args: Any, **kwargs: Any) -> Any:
+def _traced(original: Any, stub: _Stub) -> Any:
+    @functools.wraps(original)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return stub.trace(args, kwargs)
+
+    traced.hfusion_opaque = True  # type: ignore[attr-defined]
+    return traced
+
+
+class _Stub:
+    """What stands for an island while forward is traced; ``seen`` are its recorded calls in turn."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        island: Island,
+        why: str,
+        seen: Iterator[Recorded],
+        changed: frozenset[str],
+        members: Sequence[nn.Module],
+        met: list[OpaqueCall],
+    ) -> None:
+        self._module, self._island, self._why, self._seen, self._met = module, island, why, seen, met
+        prefix = f"{island.path}." if island.path else ""
+        self._changed = frozenset(name.removeprefix(prefix) for name in changed if name.startswith(prefix))
+        self._bodies = tuple(member.get_submodule(island.path) for member in members)
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        own = dict(tensors(module))
-        output, out_spec = pytree.tree_flatten(next(records).output)
-        blanks = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        results = tuple(Result(tuple(t.shape), t.dtype, t.device) for t in output if isinstance(t, Tensor))
-        call = OpaqueCall(path, why, blanks, spec, tuple(own), results, bodies)
+        own = dict(tensors(self._module))
+        buffers = dict(self._module.named_buffers(remove_duplicate=False))
+        changing = [key for key in own if key in buffers or key in self._changed]
+        fixed = [key for key in own if key not in changing]
+        record = next(self._seen, None)
+        if record is None or record.count != len(given):
+            raise FusionError(f"{self._island} is called otherwise when it is captured than when it runs")
+        output, out_spec = pytree.tree_flatten(record.output)
+        call = OpaqueCall(
+            str(self._island),
+            self._island.method,
+            self._why,
+            tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+            spec,
+            tuple(fixed),
+            tuple(changing),
+            tuple(_like(leaf) for leaf in output),
+            record.written,
+            record.assigned,
+            self._changed,
+            torch.is_grad_enabled(),
+            self._bodies,
+        )
         number = next(_numbers)
-        _calls[number] = call
-        calls.append(call)
-        fresh = iter(torch.ops.hfusion.opaque([*given, *own.values()], number))
+        calls[number] = call
+        self._met.append(call)
+        written = [
+            *sorted(record.written),
+            *(len(given) + changing.index(key) for key in changing if key in record.wrote),
+        ]
+        links = _links(record, {key: len(given) + k for k, key in enumerate((*fixed, *changing))})
+        fresh = iter(OPAQUE(given, [own[k] for k in fixed], [own[k] for k in changing], number, written, links, [], []))
         return pytree.tree_unflatten([next(fresh) if isinstance(o, Tensor) else o for o in output], out_spec)
 
-    forward.hfusion_opaque = True  # type: ignore[attr-defined]
-    return forward
+
+def _like(leaf: Any) -> Any:
+    return Result(tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
 
 
-def run(numbers: Sequence[int], inputs: Sequence[Any]) -> list[Tensor]:
-    """The members' own code, one after another; each result stacked ``[B, *S]``. ``numbers[b]`` is member b's call."""
-    rows, watching = [], running()
-    for x in inputs:
-        if watching is not None and isinstance(x, Listed):
-            watching.took(x)
-    for member, number in enumerate(numbers):
-        given = [x[member] if isinstance(x, Listed) else x for x in inputs]
-        rows.append(_run_member(_calls[number], member, given))
-    return [_stack(_calls[numbers[0]], parts) for parts in zip(*rows, strict=True)]
-
-
-def _stack(call: OpaqueCall, parts: Sequence[Tensor]) -> Tensor:
-    if len({part.shape for part in parts}) > 1:
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        raise FusionError(
-            f"{call.path or 'forward'} gave different shapes for the members: {shapes}; they cannot be stacked"
-        )
-    return join(parts)
-
-
-def _run_member(call: OpaqueCall, member: int, given: Sequence[Tensor]) -> list[Tensor]:
-    count = len(given) - len(call.keys)
-    arguments = iter(given[:count])
-    leaves = [next(arguments) if leaf is _TENSOR else leaf for leaf in call.leaves]
-    args, kwargs = pytree.tree_unflatten(leaves, call.spec)
-    own = dict(zip(call.keys, given[count:], strict=True))
-    with _filled(call.bodies[member], own) as body:
-        output = body(*args, **kwargs)
-    found = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    for result, expected in zip(found, call.results, strict=True):
-        if tuple(result.shape) != expected.shape:
-            raise FusionError(
-                f"{call.path or 'forward'} of model {member} gave a result of shape {tuple(result.shape)}, where it "
-                f"gave {expected.shape} when it was captured; shapes that depend on values cannot be fused"
-            )
+def _links(record: Recorded, keys: Mapping[str, int]) -> list[int]:
+    """The recorded links as flat pairs of positions."""
+    sources = record.count + len(keys)
+    found = []
+    for result, source in sorted(record.links, key=str):
+        place = keys.get(source) if isinstance(source, str) else source if source >= 0 else sources - 1 - source
+        if place is not None:
+            found += [result, place]
     return found
 
 
-@contextmanager
-def _filled(body: nn.Module, own: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-    """``body`` around the tensors of ``own``; a buffer that it assigns anew is written back.
-
-    The tensors stay when the call is over: a checkpoint runs the body again in backward.
-    """
-    places = []
-    for key, tensor in own.items():
-        path, _, name = key.rpartition(".")
-        module = body.get_submodule(path)
-        holder = module._parameters if name in module._parameters else module._buffers
-        places.append((holder, name, tensor))
-        holder[name] = tensor  # type: ignore[assignment]
-    try:
-        yield body
-    finally:
-        for holder, name, tensor in places:
-            after = holder[name]
-            if after is not tensor and after is not None:
-                with torch.no_grad():
-                    tensor.copy_(after)
-                holder[name] = tensor  # type: ignore[assignment]
-
-
-def rule(site: Site, inputs: list[Value], call: int | PerMember) -> Call:
+def rule(
+    site: Site,
+    inputs: list[Value],
+    fixed: list[Value],
+    changing: list[Value],
+    call: int | PerMember,
+    written: Any,
+    links: Any,
+    apart: list[Any],
+    alive: list[Any],
+) -> Call:
     """A loop over members around the submodule's own code."""
     numbers = call.values if isinstance(call, PerMember) else (call,) * site.members
-    operands = [v if v.shared else v.to(Layout.LISTED) for v in inputs]
-    return Call(run, (numbers, operands), Layout.STACKED, f"loop over members: {_calls[numbers[0]].why}")
+    first = calls[numbers[0]]
+    for key, value in zip(first.changing, changing, strict=True):
+        if value.shared and key in first.changed:
+            raise FusionError(
+                f"{key} of {first.path} is one object in all members, but every member writes its own value into it; "
+                "give each model its own"
+            )
+    # What all members see is watched for all of them.
+    shared = [place for place, value in enumerate((*inputs, *changing)) if value.shared and place not in first.written]
+    watched = tuple(sorted({*shared, *_numbers_in(alive)}))
+    rows = [[v if v.shared else v.to(Layout.LISTED) for v in group] for group in (inputs, fixed, changing)]
+    how = f"loop over members, {first.path}: {first.why}"
+    return Call(run, (numbers, *rows, tuple(_numbers_in(apart)), watched), Layout.STACKED, how)
 
 
-RULES: RuleTable = {torch.ops.hfusion.opaque.default: rule}
+def _numbers_in(items: Sequence[Any]) -> list[int]:
+    return [n for item in items for n in (item.values if isinstance(item, PerMember) else (item,))]
+
+
+RULES: RuleTable = {OPAQUE: rule}

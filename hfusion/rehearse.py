@@ -43,7 +43,7 @@ class Outcome:
 
 def runnable(module: nn.Module) -> bool:
     """Whether ``module`` has values and its own code, which a submodule that is left out of a capture has not."""
-    stubs = any(hasattr(vars(part).get("forward"), "hfusion_opaque") for part in module.modules())
+    stubs = any(hasattr(value, "hfusion_opaque") for part in module.modules() for value in vars(part).values())
     return not stubs and not any(tensor.is_meta for _, tensor in tensors(module))
 
 

@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hfusion.errors import FusionError
+from hfusion.passes.islands import OPAQUE, Watched, checked
 
 aten = torch.ops.aten
 
@@ -61,6 +62,16 @@ RENAMED = {
 
 RUNNING_STATISTICS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
 
+# Where they drop nothing, as in eval mode, these give back their operand, though their schemas do not say so.
+DROPOUTS = frozenset(
+    {
+        aten.dropout.default,
+        aten.feature_dropout.default,
+        aten.alpha_dropout.default,
+        aten.feature_alpha_dropout.default,
+    }
+)
+
 
 @dataclass
 class _State:
@@ -89,16 +100,20 @@ def functional(graph: fx.Graph, writable: frozenset[str]) -> fx.Graph:
     Raises:
         FusionError: a write to any other placeholder, or a write that has no functional form.
     """
+    watched = checked(graph, _viewed, RUNNING_STATISTICS)
     state = _State(fx.Graph(), position={node: k for k, node in enumerate(graph.nodes)})
     for node in graph.nodes:
         if _differentiable(state, node, writable):
             state.differentiable.add(node)
+        if node.target is OPAQUE:
+            _call_members(state, node, watched[node])
+            continue
         if _writes(node):
             _write(state, node, writable)
             continue
-        state.current[node] = state.graph.node_copy(node, lambda n: state.current[n])
+        state.current[node] = new = state.graph.node_copy(node, lambda n: state.current[n])
         if node.target in RUNNING_STATISTICS:
-            _check_statistics(state, node)
+            _keep_statistics(state, node, new)
         source = _viewed(node)
         if source is not None:
             state.parent[node] = source
@@ -147,7 +162,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
         return None
     schema = node.target._schema
     aliased = schema.arguments and schema.arguments[0].alias_info is not None
-    if not aliased or not any(r.alias_info is not None for r in schema.returns):
+    if node.target not in DROPOUTS and not (aliased and any(r.alias_info is not None for r in schema.returns)):
         return None
     source = node.args[0]
     assert isinstance(source, fx.Node)
@@ -180,6 +195,14 @@ def _write(state: _State, node: fx.Node, writable: frozenset[str]) -> None:
         raise FusionError(f"{_where(node)}: {node.target} writes into several tensors; write it without in-place")
     _check_view(state, written, node)
     value = _functional_call(state, node)
+    _assign(state, written, value, node)
+    state.parent[node] = written
+    state.current[node] = value
+    _write_back(state, state.root(written), node, writable)
+
+
+def _assign(state: _State, written: fx.Node, value: fx.Node, node: fx.Node) -> None:
+    """From ``node`` on, ``written`` holds ``value``; so do the tensors that it is a view of, and their other views."""
     state.current[written] = value
     on_path = {written}
     below = written
@@ -192,9 +215,35 @@ def _write(state: _State, node: fx.Node, writable: frozenset[str]) -> None:
     for view in state.family(written):
         if view not in on_path and _used_later(state, view, node):
             state.current[view] = _replay(state, view)
-    state.parent[node] = written
-    state.current[node] = value
-    _write_back(state, state.root(written), node, writable)
+
+
+def _call_members(state: _State, node: fx.Node, watched: Watched) -> None:
+    """Members' own code changes its tensors where they lie; what is read of them later, is read anew."""
+    changing, call = node.args[2], node.args[3]
+    places = [_in_memory(state, tensor, node) for tensor in changing]  # type: ignore[union-attr, arg-type]
+    state.current[node] = new = state.graph.node_copy(node, lambda n: state.current[n])
+    new.args = (*new.args[:2], places, call, [], [], watched.apart, watched.alive)
+    for tensor, place in zip(changing, places, strict=True):  # type: ignore[arg-type]
+        assert isinstance(tensor, fx.Node)
+        # Once more a node of its own: what was made of the tensor before the call is not to be used again.
+        if any(_used_later(state, one, node) for one in state.family(tensor)):
+            _assign(state, tensor, _emit(state, node, aten.alias.default, (place,), {}), node)
+
+
+def _in_memory(state: _State, tensor: fx.Node, node: fx.Node) -> fx.Node:
+    """What holds the present value of ``tensor`` and may be written into: its placeholder, or a copy."""
+    below = tensor
+    while below in state.parent and (below.target in IDENTITY or _writes(below)):
+        below = state.parent[below]
+    if below.op == "placeholder":
+        return _placeholder(state, below)
+    _check_view(state, tensor, node)
+    return _emit(state, node, aten.clone.default, (state.current[tensor],), {})
+
+
+def _placeholder(state: _State, node: fx.Node) -> fx.Node:
+    found: fx.Node = next(n for n in state.graph.nodes if n.op == "placeholder" and n.name == node.name)
+    return found
 
 
 def _functional_call(state: _State, node: fx.Node) -> fx.Node:
@@ -217,8 +266,8 @@ def _functional_target(node: fx.Node) -> OpOverload:
     if target in RENAMED:
         renamed: OpOverload = RENAMED[target]
         return renamed
-    name = target._schema.name.split("::")[1]
-    plain = BITWISE.get(name, name[:-1] if name.endswith("_") else "")
+    space, name = target._schema.name.split("::")
+    plain = "" if space != "aten" else BITWISE.get(name, name[:-1] if name.endswith("_") else "")
     packet = getattr(aten, plain, None) if plain else None
     for overload in packet.overloads() if packet is not None else ():
         found: OpOverload = getattr(packet, overload)
@@ -271,7 +320,7 @@ def _check_view(state: _State, written: fx.Node, write: fx.Node) -> None:
                 f"{_where(write)}: {write.target} writes, unseen by autograd, into a tensor that gradients flow "
                 "through; write into a clone"
             )
-        undoable = node.target in IDENTITY or node.target in RESHAPES or node.target in _SCATTERS or _writes(node)
+        undoable = node.target in (*IDENTITY, *DROPOUTS, *RESHAPES, *_SCATTERS) or _writes(node)
         if not undoable:
             raise FusionError(
                 f"{_where(write)}: {write.target} writes through {node.target}, which hfusion cannot undo; "
@@ -285,7 +334,7 @@ Scatter = Callable[[_State, fx.Node, Any, Any], fx.Node]
 
 def _scatter(state: _State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
     """``whole`` with the region that ``view`` shows replaced by ``part``."""
-    if view.target in IDENTITY or _writes(view):
+    if view.target in IDENTITY or view.target in DROPOUTS or _writes(view):
         return part
     if view.target in RESHAPES:
         sizes = _sizes(state, view, whole)
@@ -355,15 +404,22 @@ def _write_back(state: _State, root: fx.Node, write: fx.Node, writable: frozense
             f"{_where(write)}: forward writes into {root.name}, a parameter, an input or a constant; "
             "write into a registered buffer or a copy instead"
         )
-    original = next(n for n in state.graph.nodes if n.op == "placeholder" and n.name == root.name)
+    original = _placeholder(state, root)
     state.graph.call_function(aten.copy_.default, (original, state.current[root])).meta["val"] = original.meta["val"]
 
 
-def _check_statistics(state: _State, node: fx.Node) -> None:
+def _keep_statistics(state: _State, node: fx.Node, new: fx.Node) -> None:
     """Norms update their running statistics unseen; those must be the buffers themselves."""
     for statistic in node.args[3:5]:
-        if isinstance(statistic, fx.Node) and state.current[statistic].op != "placeholder":
+        if not isinstance(statistic, fx.Node):
+            continue
+        now = state.current[statistic]
+        # Where gradients are off, and after members' own code, as views of the buffers.
+        while now.target in IDENTITY:
+            now = now.args[0]
+        if now.op != "placeholder":
             raise FusionError(f"{_where(node)}: running statistics that forward also writes itself cannot be fused")
+        new.replace_input_with(state.current[statistic], now)
 
 
 def _where(node: fx.Node) -> str:

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from hfusion.layout import Layout, Listed
 from hfusion.ops.rule import Memberwise, each
 from hfusion.passes.candidates import pick
-from hfusion.passes.functional import has_effect
+from hfusion.passes.functional import DROPOUTS, has_effect
 
 
 class Region(nn.Module):
@@ -77,8 +77,8 @@ def _buffers(node: fx.Node) -> set[fx.Node]:
     """The inputs that a call may write to or must read in turn: those it takes as they are, or as views."""
     found = set()
     for source in node.all_input_nodes:
-        while source.meta.get("transition") and len(source.all_input_nodes) == 1:
-            (source,) = source.all_input_nodes
+        while _may_view(source):
+            source = source.all_input_nodes[0]
         if source.op == "placeholder" and any(_effect(user) for user in _users(source)):
             found.add(source)
     return found
@@ -87,8 +87,20 @@ def _buffers(node: fx.Node) -> set[fx.Node]:
 def _users(node: fx.Node) -> Iterator[fx.Node]:
     for user in node.users:
         yield user
-        if user.meta.get("transition"):
+        if _may_view(user) and user.all_input_nodes[0] is node:
             yield from _users(user)
+
+
+def _may_view(node: fx.Node) -> bool:
+    """Whether a value may lie in the memory of the first that it is made of."""
+    if not node.all_input_nodes:
+        return False
+    if node.meta.get("transition") or node.target in (pick, operator.getitem):
+        return True
+    origin = node.meta.get("origin")
+    if origin is None or not isinstance(origin.target, OpOverload) or origin.target._schema.is_mutable:
+        return False
+    return origin.target in DROPOUTS or any(r.alias_info is not None for r in origin.target._schema.returns)
 
 
 def _effect(node: fx.Node) -> bool:

@@ -1,0 +1,276 @@
+"""Calls that run the members' own code, and what they may do to memory that the rest of a graph uses.
+
+`OPAQUE` stands in a graph for one call of a submodule. The code behind it is seen in a recorded run of one member only:
+which inputs it wrote into, and which of its results lie in the memory of its inputs, of its own tensors or of one
+another. Where a graph would be wrong because of that, `checked` refuses it. What would make it wrong, should another
+member do it at run time, `checked` gives to the call to watch for.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from hfusion.errors import FusionError
+from hfusion.program import source_line
+
+_library = torch.library.Library("hfusion", "DEF")
+# ``fixed`` and ``changing`` are the submodule's own tensors. ``written`` and ``links`` are what was seen: positions
+# among inputs and changing; pairs of a result and a source. ``apart`` and ``alive`` are what `checked` asks for.
+_library.define(
+    "opaque(Tensor[] inputs, Tensor[] fixed, Tensor(a!)[] changing, int call, int[] written, int[] links, "
+    "int[] apart, int[] alive) -> Tensor[]",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+OPAQUE: OpOverload = torch.ops.hfusion.opaque.default
+
+Viewed = Callable[[fx.Node], fx.Node | None]
+Edges = Mapping[fx.Node, Iterable[fx.Node]]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a call must not do when it runs.
+
+    ``apart``: flat pairs of a result and a source (inputs, fixed, changing, results, counted through) that must not
+    share memory; ``alive``: positions among inputs and changing that must not change.
+    """
+
+    apart: list[int]
+    alive: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One `OPAQUE` node by its parts; ``results`` by position, as far as they are used."""
+
+    node: fx.Node
+    inputs: Sequence[fx.Node]
+    changing: Sequence[fx.Node]
+    sources: Sequence[fx.Node]
+    written: frozenset[int]
+    links: frozenset[tuple[int, int]]
+    results: Mapping[int, fx.Node]
+
+    @staticmethod
+    def of(node: fx.Node) -> _Call:
+        inputs, fixed, changing, _, written, links, *_ = node.args
+        results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        pairs = frozenset(zip(links[::2], links[1::2], strict=True))  # type: ignore[index, arg-type]
+        own = (*inputs, *fixed, *changing)  # type: ignore[misc]
+        return _Call(node, inputs, changing, own, frozenset(written), pairs, results)  # type: ignore[arg-type]
+
+    def source(self, place: int) -> fx.Node | None:
+        count = len(self.sources)
+        return self.sources[place] if place < count else self.results.get(place - count)
+
+    def seen(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Results with the sources whose memory they shared."""
+        for result, place in self.links:
+            one, other = self.results.get(result), self.source(place)
+            if one is not None and other is not None:
+                yield one, other
+
+    def possible(self) -> Iterator[tuple[int, int, fx.Node, fx.Node]]:
+        """Every pair of a result and a source, by position and as nodes."""
+        for k, result in self.results.items():
+            yield from ((k, place, result, source) for place, source in enumerate(self.sources))
+            count = len(self.sources)
+            yield from ((k, count + other, result, node) for other, node in self.results.items() if other < k)
+
+
+@dataclass(frozen=True, eq=False)
+class _Memory:
+    """Which nodes lie in one memory: as views, as calls were seen to give back, as calls might."""
+
+    position: Mapping[fx.Node, int]
+    views: dict[fx.Node, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
+    seen: dict[fx.Node, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
+    possible: dict[fx.Node, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
+
+    def read_after(self, node: fx.Node, write: _Write) -> bool:
+        """Whether what ``node`` holds matters once ``write`` has happened."""
+        if node.op == "placeholder" or any(self.position[user] > self.position[write.node] for user in node.users):
+            return True
+        return write.node.target is OPAQUE and _reads(write, node)
+
+
+@dataclass(frozen=True, eq=False)
+class _Write:
+    node: fx.Node
+    target: fx.Node
+
+
+def _reads(write: _Write, node: fx.Node) -> bool:
+    """Whether the call that writes takes ``node`` beside what it writes into."""
+    inputs: Sequence[fx.Node] = write.node.args[0]  # type: ignore[assignment]
+    return inputs.count(node) > (1 if node is write.target else 0)
+
+
+def checked(graph: fx.Graph, viewed: Viewed, statistics: frozenset[Any]) -> dict[fx.Node, Watched]:
+    """What to watch at run time, for every call of members' own code in a ``graph`` with in-place operators.
+
+    Args:
+        viewed: the node that a node is a view of.
+        statistics: operators that write into their arguments 3 and 4.
+
+    Raises:
+        FusionError: a call was seen to share memory in a way that the graph would lose.
+    """
+    calls = [_Call.of(node) for node in graph.nodes if node.target is OPAQUE]
+    if not calls:
+        return {}
+    memory = _memory(graph, calls, viewed)
+    surely, maybe = _writes(graph, calls, statistics)
+    for call in calls:
+        _check_written(call, memory)
+        _check_seen(call, memory, surely)
+    return {call.node: Watched(_apart(call, memory, [*surely, *maybe]), _alive(call, memory)) for call in calls}
+
+
+def _memory(graph: fx.Graph, calls: Sequence[_Call], viewed: Viewed) -> _Memory:
+    memory = _Memory({node: k for k, node in enumerate(graph.nodes)})
+    for node in graph.nodes:
+        source = _written(node) if _in_place(node) else viewed(node)
+        if source is not None:
+            _join(memory.views, node, source)
+    for edges in (memory.seen, memory.possible):
+        edges.update({node: set(others) for node, others in memory.views.items()})
+    for call in calls:
+        for one, other in call.seen():
+            _join(memory.seen, one, other)
+        for _, _, one, other in call.possible():
+            _join(memory.possible, one, other)
+    return memory
+
+
+def _join(edges: dict[fx.Node, set[fx.Node]], one: fx.Node, other: fx.Node) -> None:
+    if one is not other:
+        edges[one].add(other)
+        edges[other].add(one)
+
+
+def _in_place(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target is not OPAQUE and node.target._schema.is_mutable
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    target = node.args[0] if node.args else None
+    return target if isinstance(target, fx.Node) else None
+
+
+def _writes(graph: fx.Graph, calls: Sequence[_Call], statistics: frozenset[Any]) -> tuple[list[_Write], list[_Write]]:
+    """What is written for sure, or was seen to be; and what calls might write besides: their own tensors."""
+    surely, maybe = [], []
+    for node in graph.nodes:
+        if _in_place(node) and (target := _written(node)) is not None:
+            surely.append(_Write(node, target))
+        if node.target in statistics:
+            surely += [_Write(node, s) for s in node.args[3:5] if isinstance(s, fx.Node)]
+    for call in calls:
+        for place, target in enumerate((*call.inputs, *call.changing)):
+            if place in call.written:
+                surely.append(_Write(call.node, target))
+            elif place >= len(call.inputs):
+                maybe.append(_Write(call.node, target))
+    return surely, maybe
+
+
+def _reached(edges: Edges, start: fx.Node, without: Callable[[fx.Node, fx.Node], bool]) -> set[fx.Node]:
+    found, waiting = {start}, [start]
+    while waiting:
+        node = waiting.pop()
+        for other in edges.get(node, ()):
+            if other not in found and not without(node, other):
+                found.add(other)
+                waiting.append(other)
+    return found
+
+
+def _check_written(call: _Call, memory: _Memory) -> None:
+    """An input that a call writes into must be of no use afterwards: what is left in it stays with the call."""
+    results = set(call.results.values())
+    for place in call.written:
+        if place < len(call.inputs):
+            write = _Write(call.node, call.inputs[place])
+            around = _reached(memory.seen, write.target, lambda a, b: b in results)
+            if any(memory.read_after(node, write) for node in around):
+                raise FusionError(
+                    f"{_where(call.node)}: a call that runs in a loop over members writes into its input, which is "
+                    "used afterwards; let it write into a copy"
+                )
+        else:
+            write = _Write(call.node, call.changing[place - len(call.inputs)])
+            around = _reached(memory.seen, write.target, lambda a, b: b in results)
+            if any(_reads(write, node) for node in around):
+                raise FusionError(
+                    f"{_where(call.node)}: a call that runs in a loop over members is given a tensor of its own and "
+                    "writes into it; give it a copy"
+                )
+
+
+def _check_seen(call: _Call, memory: _Memory, writes: Sequence[_Write]) -> None:
+    for one, other in call.seen():
+        if _matters(memory, memory.seen, call.node, one, other, writes):
+            raise FusionError(
+                f"{_where(call.node)}: a call that runs in a loop over members gives back memory that is changed in "
+                "place later (its input, a view of it, a tensor of its own, or one tensor twice); give back a copy"
+            )
+
+
+def _matters(
+    memory: _Memory, edges: Edges, call: fx.Node, one: fx.Node, other: fx.Node, writes: Sequence[_Write]
+) -> bool:
+    """Whether one of ``one`` and ``other``, in one memory since ``call``, is written and the other read thereafter."""
+
+    def without(a: fx.Node, b: fx.Node) -> bool:
+        return {a, b} == {one, other}
+
+    sides = _reached(edges, one, without), _reached(edges, other, without)
+    for near, far in (sides, sides[::-1]):
+        for write in writes:
+            later = memory.position[write.node] > memory.position[call]
+            if later and write.target in near and any(memory.read_after(node, write) for node in far):
+                return True
+    return False
+
+
+def _apart(call: _Call, memory: _Memory, writes: Sequence[_Write]) -> list[int]:
+    """The pairs of a result and a source that share no memory, as far as seen, and must not."""
+    found: list[int] = []
+    around: set[fx.Node] = set()
+    for result in call.results.values():
+        around |= _reached(memory.possible, result, lambda a, b: False)
+    concerned = [write for write in writes if write.target in around]
+    if concerned:
+        for k, place, one, other in call.possible():
+            if (k, place) not in call.links and _matters(memory, memory.possible, call.node, one, other, concerned):
+                found += [k, place]
+    return found
+
+
+def _alive(call: _Call, memory: _Memory) -> list[int]:
+    """The inputs that matter after the call; of the changing, those with results elsewhere that would change, too."""
+    results = set(call.results.values())
+    found = []
+    for place, node in enumerate(call.inputs):
+        around = _reached(memory.possible, node, lambda a, b: b in results)
+        if place not in call.written and any(memory.read_after(n, _Write(call.node, node)) for n in around):
+            found.append(place)
+    for place, node in enumerate(call.changing, start=len(call.inputs)):
+        views = _reached(memory.views, node, lambda a, b: False)
+        others = _reached(memory.seen, node, lambda a, b: b in results) - views
+        if place not in call.written and any(memory.read_after(n, _Write(call.node, node)) for n in others):
+            found.append(place)
+    return found
+
+
+def _where(node: fx.Node) -> str:
+    return source_line(node) or node.name
