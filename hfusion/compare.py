@@ -152,11 +152,11 @@ def _check_tensors(model: nn.Module, index: int, other: nn.Module) -> None:
             if a != b:
                 a, b = (tuple(a), tuple(b)) if what == "shape" else (a, b)
                 raise FusionError(f"{name} has {what} {a} in model 0 and {b} in model {index}; make them equal")
-    if _ties(ours) != _ties(theirs):
-        raise FusionError(f"model 0 and model {index} tie different tensors: {_ties(ours)} and {_ties(theirs)}")
+    if ties(ours) != ties(theirs):
+        raise FusionError(f"model 0 and model {index} tie different tensors: {ties(ours)} and {ties(theirs)}")
 
 
-def _ties(named: Mapping[str, Tensor]) -> dict[str, str]:
+def ties(named: Mapping[str, Tensor]) -> dict[str, str]:
     """The names of tied tensors, each with the first name of the same tensor."""
     first: dict[int, str] = {}
     return {name: first[id(t)] for name, t in named.items() if first.setdefault(id(t), name) != name}
@@ -186,7 +186,12 @@ def fingerprint(model: nn.Module) -> Any:
         FusionError: an attribute holds a submodule, or a tensor to be trained, that is not registered.
     """
     flags = tuple((path, module.training) for path, module in model.named_modules(remove_duplicate=False))
-    return flags, tuple(_attributes(model, _content).items())
+    return flags, contents(model)
+
+
+def contents(model: nn.Module) -> Any:
+    """As `fingerprint`, but for train and eval modes."""
+    return tuple(_attributes(model, _content).items())
 
 
 def contents(model: nn.Module) -> dict[str, Any]:

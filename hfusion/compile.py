@@ -176,7 +176,7 @@ class Compiler:
 
 
 def _any_training(training: Any) -> bool:
-    return any(training) if isinstance(training, tuple) else bool(training)
+    return any(flag is True for flag in training) if isinstance(training, tuple) else bool(training)
 
 
 def compile_array(subject: Subject, arguments: Arguments, training: bool) -> Compiled:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,17 +13,30 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.array import Membership, mark
-from hfusion.compare import Comparison, tensors
+from hfusion.compare import Comparison, contents, tensors
 from hfusion.compile import Arguments, Compiled, Compiler, Subject, bind
 from hfusion.errors import FusionError
 from hfusion.inline import finder, inline
-from hfusion.member import materialize
+from hfusion.member import materialize, skeleton
+from hfusion.modes import Change, Left, Switch, own_modes
 from hfusion.report import Report, describe
 from hfusion.verify import Subject as Check
 from hfusion.verify import verify
 
 _STATE = frozenset(
-    {"_original", "_fixed", "_array", "_branches", "_compiler", "_bound", "_checks", "_found"},
+    {
+        "_original",
+        "_fixed",
+        "_array",
+        "_branches",
+        "_compiler",
+        "_bound",
+        "_checks",
+        "_found",
+        "_states",
+        "_number",
+        "_place",
+    },
 )
 _STANDARD = frozenset(nn.Module().__dict__)
 
@@ -58,6 +73,26 @@ class Tree(nn.Module):
                 raise AttributeError(f"the fused {self._original} has no submodule {target}")
             found = child
         return found
+
+    def train(self, mode: bool = True) -> Tree:
+        """As of nn.Module; where members have a train or eval of their own, as these decide."""
+        return self._switched(lambda module: module.train(mode)) or super().train(mode)
+
+    def eval(self) -> Tree:
+        """See `train`."""
+        return self._switched(lambda module: module.eval()) or super().train(False)
+
+    def _switched(self, change: Change) -> Tree | None:
+        """This module after the members' own train or eval; None where they have none."""
+        root, path = self.__dict__.get("_place") or (None, "")
+        array = root() if root is not None else None
+        if array is None:
+            return None
+        array._switch(path, change)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_place"}
 
     def extra_repr(self) -> str:
         return ", ".join(
@@ -110,6 +145,15 @@ class Array:
         vars(self).update(state, origins=WeakIdKeyDictionary())
 
 
+@dataclass(frozen=True, eq=False)
+class State:
+    """The members with such Python attributes as a train or eval of their own has left, and the programs for them."""
+
+    number: int
+    array: Array
+    compiler: Compiler
+
+
 class FusedModule(Tree):
     """B models of one shape as one module; made by `hfusion.fuse` and `hfusion.build`.
 
@@ -128,14 +172,21 @@ class FusedModule(Tree):
         """Everything that follows from the tensors and the array."""
         array = self._array
         self._branches = [module for _, module in self.named_modules()]
-        name = self._original
-        comparison = array.comparison
-        subject = Subject(name, array.members, comparison.variants, comparison.shared, self._member, tune=array.tune)
-        self._compiler = Compiler(subject)
+        self._states: dict[Any, State] = {}
+        self._number = 0
+        self._compiler = self._new_compiler()
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
         self._checks: dict[int, str] = {}
         self._found = finder(self, self._ready)
         self._mark()
+        for path, module in self.named_modules():
+            own = own_modes(array.skeletons[0].get_submodule(path))
+            object.__setattr__(module, "_place", (weakref.ref(self), path) if own else None)
+
+    def _new_compiler(self) -> Compiler:
+        array = self._array
+        variants, shared = array.comparison.variants, array.comparison.shared
+        return Compiler(Subject(self._original, array.members, variants, shared, self._member, tune=array.tune))
 
     def _mark(self) -> None:
         for name, tensor in tensors(self):
@@ -184,8 +235,9 @@ class FusedModule(Tree):
         pattern = self._pattern()
         return self._compiler.find(pattern, arguments) or self._compiler.make(pattern, arguments)
 
-    def _pattern(self) -> tuple[bool, ...]:
-        return tuple([branch.training for branch in self._branches])
+    def _pattern(self) -> tuple[int, ...]:
+        """What programs hang on besides arguments: train and eval modes, and which `State` the members are in."""
+        return (*[branch.training for branch in self._branches], self._number)
 
     def check(self, compiled: Compiled, arguments: Arguments) -> None:
         """The self-check of a program, once, unless it was turned off. Raises FusionError."""
@@ -201,10 +253,74 @@ class FusedModule(Tree):
         return Report(
             tuple(
                 describe(compiled.program, self._checks.get(id(compiled), "self-check not run"))
-                for family in self._compiler.families.values()
+                for compiler in self._compilers()
+                for family in compiler.families.values()
                 for compiled in family
             )
         )
+
+    def _compilers(self) -> list[Compiler]:
+        return [state.compiler for state in self._states.values()] or [self._compiler]
+
+    def _switch(self, path: str, change: Change) -> None:
+        """Let the members' own train or eval decide. Raises FusionError where an array cannot follow."""
+        views = list(self)
+        before = tuple(map(contents, views))
+        left = Switch(views, self._array.comparison.shared).run(path, change)
+        stacks = dict(tensors(self))
+        with torch.no_grad():
+            for (name, index), tensor in left.moved.items():
+                stacks[name].detach()[index].copy_(tensor)
+        for name, trained in left.trained.items():
+            stacks[name].requires_grad_(trained)
+        self._adopt(before, left, views)
+
+    def _adopt(self, before: tuple[Any, ...], left: Left, views: Sequence[nn.Module]) -> None:
+        """Flags and attributes as the members have them now; programs of each state are kept."""
+        for path, training in left.training.items():
+            self.get_submodule(path).training = training
+        if left.contents == before:
+            return
+        self._states.setdefault(before, State(self._number, self._array, self._compiler))
+        if left.contents not in self._states:
+            self._array = _renewed(self._array, left.contents, views)
+            self._states[left.contents] = State(len(self._states), self._array, self._new_compiler())
+        self._enter(self._states[left.contents])
+
+    def _enter(self, state: State) -> None:
+        self._number, self._array, self._compiler = state.number, state.array, state.compiler
+        for path, module in state.array.skeletons[0].named_modules():
+            object.__setattr__(self.get_submodule(path), "_fixed", _fixed_attributes(module))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """In eval mode inside, afterwards as before.
+
+        Raises:
+            FusionError: the members' own eval changes tensors.
+        """
+        modes = [(branch, branch.training) for branch in self._branches]
+        state = State(self._number, self._array, self._compiler)
+        if own_modes(self._array.skeletons[0]):
+            views = list(self)
+            before, trained = tuple(map(contents, views)), {name: t.requires_grad for name, t in tensors(self)}
+            switch = Switch(views, self._array.comparison.shared)
+            left = switch.run("", lambda module: module.eval())
+            if left.moved or left.written or left.trained != trained:
+                switch.undo()
+                raise FusionError(
+                    f"the own eval of {self._original} changes parameters or buffers, and this evaluation uses them as "
+                    "training has them; evaluate the trained models by themselves"
+                )
+            self._adopt(before, left, views)
+        else:
+            self.eval()
+        try:
+            yield
+        finally:
+            for branch, training in modes:
+                branch.training = training
+            self._enter(state)
 
     def __getitem__(self, index: int) -> nn.Module:
         """Member ``index`` as a module of its own class, whose parameters and buffers are live views of row ``index``.
@@ -252,7 +368,8 @@ class FusedModule(Tree):
 
     def _forget(self) -> None:
         """Drop the programs: tensors of another dtype or device want others."""
-        self._compiler.clear()
+        for compiler in self._compilers():
+            compiler.clear()
         self._bound.clear()
         self._checks.clear()
 
@@ -264,12 +381,20 @@ class FusedModule(Tree):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_compiler", "_bound", "_checks", "_branches", "_found")
-        return {name: value for name, value in vars(self).items() if name not in own}
+        own = ("_compiler", "_bound", "_checks", "_branches", "_found", "_states", "_number")
+        return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._prepare()
+
+
+def _renewed(array: Array, found: Sequence[Any], views: Sequence[nn.Module]) -> Array:
+    """``array`` of members that have changed; ``found[b]`` is what forward can read of member b besides tensors."""
+    prints: dict[Any, int] = {}
+    variants = tuple(prints.setdefault(content, len(prints)) for content in found)
+    skeletons = tuple(skeleton(variants.index(v), views[variants.index(v)]) for v in range(len(prints)))
+    return replace(array, skeletons=skeletons, comparison=replace(array.comparison, variants=variants))
 
 
 def _fixed_attributes(module: nn.Module) -> frozenset[str]:

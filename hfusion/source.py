@@ -127,13 +127,8 @@ class Evaluated:
 
     def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
         """Captured; the array is then in the mode that it was in."""
-        modes = {module: module.training for module in self.array.modules()}
-        self.array.eval()
-        try:
+        with self.array.evaluating():
             compiled = self.array.compiled(minibatch.arguments)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
         cuts = recut(compiled.program, self.names, self.held, self.samples)
         return compiled, split(compiled.program, cuts, self.samples)
 
