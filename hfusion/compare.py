@@ -186,10 +186,10 @@ def fingerprint(model: nn.Module) -> Any:
         FusionError: an attribute holds a submodule, or a tensor to be trained, that is not registered.
     """
     flags = tuple((path, module.training) for path, module in model.named_modules(remove_duplicate=False))
-    return flags, contents(model)
+    return flags, modeless_fingerprint(model)
 
 
-def contents(model: nn.Module) -> Any:
+def modeless_fingerprint(model: nn.Module) -> Any:
     """As `fingerprint`, but for train and eval modes."""
     return tuple(_attributes(model, _content).items())
 

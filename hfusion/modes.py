@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfusion.compare import check_alone, contents, tensors, ties
+from hfusion.compare import check_alone, modeless_fingerprint, tensors, ties
 from hfusion.errors import FusionError
 from hfusion.nest import leaves
 
@@ -105,7 +105,7 @@ class Switch:
                 raise FusionError(_shared_write(index, name))
         training = {path: module.training for path, module in view.named_modules(remove_duplicate=False)}
         trained = {name: tensor.requires_grad for name, tensor in tensors(view)}
-        return Left(training, trained, (contents(view),), moved, frozenset())
+        return Left(training, trained, (modeless_fingerprint(view),), moved, frozenset())
 
 
 def _structure(view: nn.Module) -> Any:

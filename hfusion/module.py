@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.array import Membership, mark
-from hfusion.compare import Comparison, contents, tensors
+from hfusion.compare import Comparison, modeless_fingerprint, tensors
 from hfusion.compile import Arguments, Compiled, Compiler, Subject, bind
 from hfusion.errors import FusionError
 from hfusion.inline import finder, inline
 from hfusion.member import materialize, skeleton
 from hfusion.modes import Change, Left, Switch, own_modes
+from hfusion.optim import coupling
 from hfusion.report import Report, describe
 from hfusion.verify import Subject as Check
 from hfusion.verify import verify
@@ -179,6 +180,7 @@ class FusedModule(Tree):
         self._checks: dict[int, str] = {}
         self._found = finder(self, self._ready)
         self._mark()
+        coupling.watch()
         for path, module in self.named_modules():
             own = own_modes(array.skeletons[0].get_submodule(path))
             object.__setattr__(module, "_place", (weakref.ref(self), path) if own else None)
@@ -265,7 +267,7 @@ class FusedModule(Tree):
     def _switch(self, path: str, change: Change) -> None:
         """Let the members' own train or eval decide. Raises FusionError where an array cannot follow."""
         views = list(self)
-        before = tuple(map(contents, views))
+        before = tuple(map(modeless_fingerprint, views))
         left = Switch(views, self._array.comparison.shared).run(path, change)
         stacks = dict(tensors(self))
         with torch.no_grad():
@@ -303,7 +305,10 @@ class FusedModule(Tree):
         state = State(self._number, self._array, self._compiler)
         if own_modes(self._array.skeletons[0]):
             views = list(self)
-            before, trained = tuple(map(contents, views)), {name: t.requires_grad for name, t in tensors(self)}
+            before, trained = (
+                tuple(map(modeless_fingerprint, views)),
+                {name: t.requires_grad for name, t in tensors(self)},
+            )
             switch = Switch(views, self._array.comparison.shared)
             left = switch.run("", lambda module: module.eval())
             if left.moved or left.written or left.trained != trained:

@@ -19,6 +19,7 @@ from hfusion.captured import captured
 from hfusion.compile import Arguments, Place, Source
 from hfusion.joint import Call
 from hfusion.module import FusedModule
+from hfusion.optim import coupling
 from hfusion.per_model import per_model
 from hfusion.state import read_state
 from hfusion.step_program import StepProgram, Unprofitable, make
@@ -330,6 +331,7 @@ def train_step(fused: FusedModule, loss_fn: Callable[..., Any], opt: Optimizer, 
     Raises:
         ValueError: ``opt`` holds parameters that are none of ``fused``; at a step, a loss that is not one number per
             member.
+        FusionError: ``opt`` is one that would couple the members, such as torch.optim.LBFGS.
 
     Example:
         >>> import torch, torch.nn.functional as F, hfusion as hf
@@ -346,4 +348,5 @@ def train_step(fused: FusedModule, loss_fn: Callable[..., Any], opt: Optimizer, 
             f"{strange} parameters of the {type(opt).__name__} belong to no member of the fused {fused._original}; "
             "make it of fused.parameters()"
         )
+    coupling.check(opt)
     return TrainStep(fused, loss_fn, opt, compile)

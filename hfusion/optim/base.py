@@ -23,7 +23,7 @@ from torch.optim import optimizer as optimizer_module
 
 from hfusion.array import mark, membership
 from hfusion.errors import FusionError
-from hfusion.optim import native
+from hfusion.optim import coupling, native
 from hfusion.optim.cohort import Cohort, Cohorts, State, membership_of, same_objects
 from hfusion.optim.hyper import Hyper, Values, own, plain, read, unchanged
 from hfusion.optim.ready import Ready, Work
@@ -55,6 +55,7 @@ class FusedOptimizer(Optimizer):
     kernel: ClassVar[str]
     """The name of the kernel in ``kernels.c``, and in ``gpu.py``."""
 
+    keeps_members_apart: ClassVar[bool] = True
     # So torch.amp.GradScaler leaves it to the optimizer which gradients to divide and who must not step, and gives it
     # ``grad_scale`` and ``found_inf`` for the time of a step.
     _step_supports_amp_scaling: ClassVar[bool] = True
@@ -357,7 +358,7 @@ def _observed(optimizer: Optimizer) -> bool:
         torch._C._autograd._profiler_enabled()
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or optimizer_module._global_optimizer_pre_hooks
+        or len(optimizer_module._global_optimizer_pre_hooks) > coupling.hooks()
         or optimizer_module._global_optimizer_post_hooks
     )
 

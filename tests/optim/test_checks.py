@@ -138,7 +138,7 @@ def test_state_that_does_not_fit(name: str, options: dict[str, Any], steps: int,
     fused, array = begun(name, options, steps)
     before = [param.detach().clone() for param in array.params]
     change(state(fused, array))
-    with pytest.raises(hf.FusionError, match="of parameter 'p0' (is|are) "):
+    with pytest.raises(hf.FusionError, match=r"of parameter 'p0' (is|are) "):
         fused.step()
     assert all(map(torch.equal, array.params, before))
 
@@ -207,7 +207,7 @@ def test_an_array_that_moves_to_a_gpu(name: str, options: dict[str, Any]) -> Non
     fused, array = begun(name, options, 3)
     for param in array.params:
         convert(param, device="cuda")
-    with pytest.raises(hf.FusionError, match="on cpu, the parameter .* on cuda:0"):
+    with pytest.raises(hf.FusionError, match=r"on cpu, the parameter .* on cuda:0"):
         fused.step()
     saved = fused.state_dict()
     for entry in saved["state"].values():
@@ -218,7 +218,7 @@ def test_an_array_that_moves_to_a_gpu(name: str, options: dict[str, Any]) -> Non
 
 
 def test_a_learning_rate_of_another_kind() -> None:
-    fused, array = begun("Adam", {}, 3)
+    fused, _ = begun("Adam", {}, 3)
     for value in (torch.tensor([0.1, 0.2, 0.3], dtype=torch.float16), [torch.tensor(0.1)] * 3, torch.tensor(1)):
         fused.param_groups[0]["lr"] = value
         fused.step()

@@ -1,0 +1,169 @@
+"""Every optimizer of torch on a whole array: equal to one per member, or refused; the replacement is right."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import hfusion as hf
+from hfusion.optim import coupling
+from tests.optim.arrays import Array
+
+ELEMENTWISE: dict[str, dict[str, Any]] = {
+    "Adadelta": {"lr": 1.0},
+    "Adagrad": {"lr_decay": 0.1},
+    "Adam": {"amsgrad": True},
+    "Adamax": {},
+    "AdamW": {},
+    "ASGD": {"t0": 2.0, "weight_decay": 0.1},
+    "NAdam": {"weight_decay": 0.1},
+    "RAdam": {},
+    "RMSprop": {"centered": True, "momentum": 0.9},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9, "nesterov": True},
+}
+COUPLING: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
+    "LBFGS": (lambda params: torch.optim.LBFGS(params, lr=0.1), "one direction and one step length"),
+    "Adafactor": (torch.optim.Adafactor, "norms over a whole tensor"),
+    "Muon": (torch.optim.Muon, "orthogonalises"),
+}
+
+
+@pytest.fixture(autouse=True)
+def watched() -> None:
+    coupling.watch()
+
+
+def test_every_optimizer_of_torch_is_decided_on() -> None:
+    known = {name for name, cls in vars(torch.optim).items() if isinstance(cls, type) and issubclass(cls, Optimizer)}
+    assert known - {"Optimizer"} == {*ELEMENTWISE, *COUPLING, "SparseAdam"}
+
+
+@pytest.mark.parametrize(("name", "options"), ELEMENTWISE.items(), ids=ELEMENTWISE)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_elementwise_ones_equal_alone(name: str, options: dict[str, Any], foreach: bool) -> None:
+    array = Array(3, shapes=[(4, 3), (5,), ()])
+    make = getattr(torch.optim, name)
+    optimizers = [make(params, foreach=foreach, **options) for params in (array.params, *array.members)]
+    for _ in range(5):
+        array.draw_grads()
+        for optimizer in optimizers:
+            optimizer.step()
+    array.assert_equal(1e-12)
+
+
+def test_sparse_adam_refuses_dense_gradients_by_itself() -> None:
+    array = Array(2, shapes=[(4, 3)])
+    array.draw_grads()
+    with pytest.raises(RuntimeError, match="does not support dense gradients"):
+        torch.optim.SparseAdam(array.params).step()
+
+
+class Scale(nn.Module):
+    """Its stack is a matrix, which Muon takes for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize(("make", "why"), COUPLING.values(), ids=COUPLING)
+def test_coupling_ones_are_refused(make: Callable[[Any], Optimizer], why: str) -> None:
+    fused = hf.fuse([Scale() for _ in range(3)])
+    optimizer = make(fused.parameters())
+    losses = hf.per_model(nn.functional.mse_loss)
+    x, target = torch.ones(2, 3).double(), torch.zeros(2, 3).double()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        total: Tensor = losses(fused(x), target).sum()
+        total.backward()
+        return total
+
+    closure()
+    before = fused.get_parameter("weight").detach().clone()
+    told = rf"torch.optim.{type(optimizer).__name__} .*{why}.*'weight' holds 3 members.*docs/what-couples-members.md"
+    with pytest.raises(hf.FusionError, match=told):
+        optimizer.step(closure)  # type: ignore[arg-type]
+    with pytest.raises(hf.FusionError, match=told):
+        hf.train_step(fused, nn.functional.mse_loss, optimizer)
+    assert torch.equal(fused.get_parameter("weight"), before)
+
+
+def test_an_optimizer_for_each_member_over_its_live_views() -> None:
+    """The replacement that docs/what-couples-members.md shows."""
+    models = [nn.Linear(3, 4, bias=False).double() for _ in range(3)]
+    fused = hf.fuse(copy.deepcopy(models))
+    members = list(fused)
+    optimizers = [torch.optim.Adafactor(member.parameters()) for member in members]
+    alone = [torch.optim.Adafactor(model.parameters()) for model in models]
+    x = torch.randn(5, 3).double()
+    for _ in range(3):
+        fused.zero_grad()
+        (fused(x) ** 2).flatten(1).mean(1).sum().backward()
+        for index, (member, optimizer) in enumerate(zip(members, optimizers, strict=True)):
+            for own, stack in zip(member.parameters(), fused.parameters(), strict=True):
+                assert stack.grad is not None
+                own.grad = stack.grad[index]
+            optimizer.step()
+        for model, optimizer in zip(models, alone, strict=True):
+            optimizer.zero_grad()
+            (model(x) ** 2).mean().backward()
+            optimizer.step()
+    for index, model in enumerate(models):
+        torch.testing.assert_close(fused[index].get_parameter("weight"), model.weight, rtol=1e-9, atol=0)
+
+
+class Ours(torch.optim.SGD):
+    """Of a third party."""
+
+
+class Apart(torch.optim.SGD):
+    keeps_members_apart = True
+
+
+def step(kind: type[Optimizer], params: Sequence[Tensor]) -> None:
+    optimizer: Any = kind(params, lr=0.1)  # type: ignore[call-arg]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def test_an_unknown_one_is_warned_of_once() -> None:
+    array = Array(2, shapes=[(3,)])
+    with pytest.warns(UserWarning, match="Ours is not known to hfusion.*every element by itself") as found:
+        step(Ours, array.params)
+    assert found[0].filename == __file__
+    step(Ours, array.params)
+    step(Apart, array.params)
+
+
+def test_models_alone_are_left_in_peace() -> None:
+    array = Array(2, shapes=[(3, 3)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for make, _ in COUPLING.values():
+            optimizer: Any = make([array.members[0][0]])
+            array.members[0][0].grad = torch.ones(3, 3).double()
+            optimizer.step(lambda: 0.0)
+        step(type("Other", (torch.optim.SGD,), {}), array.members[1])
+
+
+def test_fused_ones_keep_their_short_way() -> None:
+    array = Array(2, shapes=[(3,)])
+    fused = hf.optim.SGD(array.params)
+    for _ in range(3):
+        array.draw_grads()
+        fused.step()
+    assert fused._ready is not None or not coupling.hooks()
+    assert coupling.hooks() == 1
