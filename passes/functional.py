@@ -21,7 +21,17 @@ from hfusion.passes.islands import OPAQUE, Watched, checked
 
 aten = torch.ops.aten
 
-IDENTITY = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
+# They give the input itself where they drop nothing. Their traces say that they copy it.
+DROPOUTS = frozenset(
+    {
+        aten.dropout.default,
+        aten.feature_dropout.default,
+        aten.alpha_dropout.default,
+        aten.feature_alpha_dropout.default,
+    }
+)
+# Those of them that are views at all show the whole.
+IDENTITY = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default}) | DROPOUTS
 RESHAPES = frozenset(
     {
         aten.view.default,
@@ -61,16 +71,6 @@ RENAMED = {
 
 
 RUNNING_STATISTICS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
-
-# Where they drop nothing, as in eval mode, these give back their operand, though their schemas do not say so.
-DROPOUTS = frozenset(
-    {
-        aten.dropout.default,
-        aten.feature_dropout.default,
-        aten.alpha_dropout.default,
-        aten.feature_alpha_dropout.default,
-    }
-)
 
 
 @dataclass
@@ -156,17 +156,35 @@ def _writes(node: fx.Node) -> bool:
 
 def _viewed(node: fx.Node) -> fx.Node | None:
     """The node that ``node`` is a view of; one of several side by side is a view of what those are views of."""
-    if node.target is operator.getitem and getattr(node.args[0], "target", None) in LISTS:
-        return _viewed(node.args[0])  # type: ignore[arg-type]
+    if node.target is operator.getitem:
+        call = node.args[0]
+        assert isinstance(call, fx.Node)
+        return _viewed(call) if call.target in LISTS else _handed_on(call, node)
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
     schema = node.target._schema
     aliased = schema.arguments and schema.arguments[0].alias_info is not None
-    if node.target not in DROPOUTS and not (aliased and any(r.alias_info is not None for r in schema.returns)):
-        return None
+    if not aliased or not any(r.alias_info is not None for r in schema.returns):
+        return _handed_on(node, node)
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return source if _shares_storage(node, source) else None
+
+
+def _handed_on(call: fx.Node, result: fx.Node) -> fx.Node | None:
+    """The operand that a composite operator gives back, or a view of it, though its schema does not say so."""
+    target = call.target
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+        return None
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
+        return None
+    example = _infer(target, call.args, call.kwargs) if target in DROPOUTS else result.meta.get("val")
+    return next((operand for operand in call.all_input_nodes if _same_storage(operand.meta.get("val"), example)), None)
+
+
+def _same_storage(a: Any, b: Any) -> bool:
+    both = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return both and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _shares_storage(node: fx.Node, source: fx.Node) -> bool:
@@ -176,7 +194,7 @@ def _shares_storage(node: fx.Node, source: fx.Node) -> bool:
         return True
     result = _infer(node.target, node.args, node.kwargs)
     parts = result if isinstance(result, list | tuple) else [result]
-    return any(part.untyped_storage()._cdata == example.untyped_storage()._cdata for part in parts)
+    return any(_same_storage(part, example) for part in parts)
 
 
 def _infer(target: Any, args: Any, kwargs: Any) -> Any:
@@ -320,10 +338,12 @@ def _check_view(state: _State, written: fx.Node, write: fx.Node) -> None:
                 f"{_where(write)}: {write.target} writes, unseen by autograd, into a tensor that gradients flow "
                 "through; write into a clone"
             )
-        undoable = node.target in (*IDENTITY, *DROPOUTS, *RESHAPES, *_SCATTERS) or _writes(node)
+        view = node.args[0] if node.target is operator.getitem else node
+        assert isinstance(view, fx.Node)
+        undoable = view.target in IDENTITY | RESHAPES | LISTS or view.target in _SCATTERS or _writes(view)
         if not undoable:
             raise FusionError(
-                f"{_where(write)}: {write.target} writes through {node.target}, which hfusion cannot undo; "
+                f"{_where(write)}: {write.target} writes through {view.target}, which hfusion cannot undo; "
                 "write into the tensor itself, or use torch.where"
             )
         node = above
@@ -334,7 +354,7 @@ Scatter = Callable[[_State, fx.Node, Any, Any], fx.Node]
 
 def _scatter(state: _State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
     """``whole`` with the region that ``view`` shows replaced by ``part``."""
-    if view.target in IDENTITY or view.target in DROPOUTS or _writes(view):
+    if view.target in IDENTITY or _writes(view):
         return part
     if view.target in RESHAPES:
         sizes = _sizes(state, view, whole)

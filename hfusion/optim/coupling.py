@@ -56,7 +56,8 @@ def check(optimizer: Optimizer) -> None:
     for known, why in _COUPLING.items():
         if isinstance(optimizer, known):
             raise FusionError(f"{name} {why}, and {where}, which it would couple; {_REMEDY}")
-    _warn(kind, f"{name} is not known to hfusion, and {where}: it is right only if it treats every element by itself")
+    told = f"{name} is not known to hfusion, and {where}: it is right only if it treats every element by itself"
+    _warn(kind, told)  # type: ignore[arg-type]
 
 
 def watch() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
@@ -15,6 +17,7 @@ from hfusion.capture import capture
 from hfusion.errors import FusionError
 from hfusion.program import Capture, Kind
 
+WHOLE = ("alias", "kept whole", "new")
 # Views of a [4, 4] tensor, and writes into any of them.
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "row": lambda x: x[1],
@@ -26,6 +29,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "unbind": lambda x: x.unbind(0)[0],
     "split": lambda x: x.split([1, x.shape[0] - 1])[1],
     "alias": lambda x: x.view_as(x),
+    "kept whole": lambda x: F.dropout(x, 0.5, training=False),
     "new": lambda x: x * 1,
 }
 WRITES: dict[str, Callable[[Tensor, float], Any]] = {
@@ -57,7 +61,7 @@ class Steps(nn.Module):
         known = [x.clone(), x * 2]
         for name, place, number in self.steps:
             target = known[place % len(known)]
-            if name in VIEWS and (target.dim() == 2 or name in ("alias", "new")) and target.shape[0] > 1:
+            if name in VIEWS and (target.dim() == 2 or name in WHOLE) and target.shape[0] > 1:
                 known.append(_viewed(name, target))
             elif name in WRITES:
                 WRITES[name](target, number)
@@ -88,6 +92,55 @@ def test_random_views_and_writes(steps: list[Step]) -> None:
 
 def _mutable(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+# What hands on its input, or a view of it, though the operator's schema does not say so.
+HANDED_ON: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout of nothing": lambda x: F.dropout(x, 0.0, training=True),
+    "dropout in evaluation": lambda x: F.dropout(x, 0.5, training=False),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.5, training=False),
+    "channels": lambda x: F.dropout1d(x[None], 0.5, training=False)[0],
+    "feature alpha dropout": lambda x: F.feature_alpha_dropout(x, 0.0, training=True),
+    "einsum": lambda x: torch.einsum("ij->ji", x),
+    "hsplit": lambda x: torch.hsplit(x, 2)[1],
+    "vsplit": lambda x: torch.vsplit(x, 2)[0],
+    "meshgrid": lambda x: torch.meshgrid(x[0], indexing="ij")[0],
+    "broadcast": lambda x: torch.broadcast_tensors(x, x[0])[0],
+    "three dims": lambda x: torch.atleast_3d(x)[..., 0],
+    "product of one": lambda x: torch.cartesian_prod(x[0]),
+    "unsafe chunk": lambda x: x.unsafe_chunk(2, 1)[0],
+}
+
+
+class HandsOn(nn.Module):
+    def __init__(self, view: Callable[[Tensor], Tensor], write: str) -> None:
+        super().__init__()
+        self.view, self.write = view, write
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        whole = x * 2
+        part = self.view(whole)
+        (part if self.write == "view" else whole).add_(1.0)
+        return whole, part
+
+
+@pytest.mark.parametrize("write", ["whole", "view"])
+@pytest.mark.parametrize("view", HANDED_ON)
+def test_views_that_no_schema_tells_of(view: str, write: str) -> None:
+    x = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
+    module = HandsOn(HANDED_ON[view], write)
+    expected = module(x)
+    found = None
+    with suppress(FusionError):
+        found = capture(module, (x,), {}, varying=False)
+    if found is None:
+        # Broadcasting hands on the whole itself.
+        assert write == "view" or view == "broadcast"
+        with pytest.raises(FusionError, match="cannot undo"):
+            capture(module, (x,), {}, varying=False)
+        return
+    for ours, theirs in zip(run(found, x, {}), expected, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 class Buffered(nn.Module):
