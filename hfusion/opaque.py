@@ -109,6 +109,7 @@ class _Stub:
         output, out_spec = pytree.tree_flatten(record.output)
         call = OpaqueCall(
             str(self._island),
+            self._island.path,
             self._island.method,
             self._why,
             tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves),

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.errors import FusionError
 from hfusion.layout import Listed
+from hfusion.repeat import next_call, seeded
 from hfusion.usage import join, running
 
 # Not None, which is an argument like any other.
@@ -39,14 +40,15 @@ class Result:
 class OpaqueCall:
     """One call of a submodule in forward.
 
-    ``path`` names it, ``method`` is what is called. ``leaves`` are its flat arguments, `TENSOR` where a tensor comes;
-    ``fixed`` and ``changing`` the keys of its own tensors; ``results`` what one member gave, flat, values that are no
-    tensors as they are; ``written`` the positions of the inputs that it writes into; ``assigned`` the keys of the
-    buffers that it assigns anew; ``changed`` the keys of its own tensors that a run of forward changed; ``grad``
-    whether autograd is on there; ``bodies`` every member's submodule.
+    ``path`` names it, ``place`` is the submodule's path and ``method`` what is called of it. ``leaves`` are its flat
+    arguments, `TENSOR` where a tensor comes; ``fixed`` and ``changing`` the keys of its own tensors; ``results`` what
+    one member gave, flat, values that are no tensors as they are; ``written`` the positions of the inputs that it
+    writes into; ``assigned`` the keys of the buffers that it assigns anew; ``changed`` the keys of its own tensors that
+    a run of forward changed; ``grad`` whether autograd is on there; ``bodies`` every member's submodule.
     """
 
     path: str
+    place: str
     method: str
     why: str
     leaves: tuple[Any, ...]
@@ -90,17 +92,17 @@ def run(
     given = [_own_rows(x, members) for x in (*inputs, *changing)]
     memory = [x if isinstance(x, Listed) else Listed([x] * members) for x in (*inputs, *changing)]
     shared = [x for x in alive if not isinstance([*inputs, *changing][x], Listed)]
-    first = calls[numbers[0]]
+    first, place = calls[numbers[0]], next_call()
     rows = []
     with _unchanged([memory[x][0] for x in shared], f"{first.path} of a model"):
         for member, number in enumerate(numbers):
             call = calls[number]
             own = [memory[x][member] for x in alive if x not in shared]
             weights = [x[member] if isinstance(x, Listed) else x for x in fixed]
-            with _unchanged(own, f"{call.path} of model {member}"):
+            with _unchanged(own, f"{call.path} of model {member}"), seeded(place, member):
                 rows.append(_run_member(call, member, [x[member] for x in given], weights, apart, alive))
-            for place, row in list(zip(given, memory, strict=True))[len(inputs) :]:
-                _tell_version(place[member], row[member])
+            for mine, row in list(zip(given, memory, strict=True))[len(inputs) :]:
+                _tell_version(mine[member], row[member])
     return [_stack(first, parts) for parts in zip(*rows, strict=True)]
 
 
