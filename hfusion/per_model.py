@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hfusion.broadcast import hinting, warn_as_alone, warn_of_unstacked
 from hfusion.compare import tensors
 from hfusion.compile import Arguments, Compiled, Compiler, Source, Subject, bind, check_members
 from hfusion.errors import FusionError
@@ -66,13 +67,17 @@ class PerModel:
     def _prepare(self, state: Any, arguments: Arguments) -> Callable[[Arguments], Any]:
         members = _members(arguments)
         check_members(members, arguments)
+        warn_of_unstacked(self._name, arguments, members)
         try:
             compiler = self._compiler(state, members)
             training = self._function.training if isinstance(self._function, nn.Module) else True
-            compiled = compiler.find(training, arguments) or compiler.make(training, arguments)
+            with hinting(arguments, members):
+                compiled = compiler.find(training, arguments) or compiler.make(training, arguments)
         except FusionError as error:
             self._loops[state, arguments.key] = str(error)
             return functools.partial(_looped, self._module, members)
+        # In a loop over members the function warns by itself.
+        warn_as_alone(self._function, arguments)
         self._compiled[state, arguments.key] = compiled
         return functools.partial(_run, bind(compiled, self._module))
 
@@ -148,9 +153,10 @@ def _run(program: Callable[[list[Any]], Any], arguments: Arguments) -> Any:
 def _looped(function: Callable[..., Any], members: int, arguments: Arguments) -> Any:
     """The function, called member by member."""
     rows = []
-    for member in range(members):
-        args, kwargs = arguments.of_member(member)
-        rows.append(pytree.tree_flatten(function(*args, **kwargs)))
+    with hinting(arguments, members):
+        for member in range(members):
+            args, kwargs = arguments.of_member(member)
+            rows.append(pytree.tree_flatten(function(*args, **kwargs)))
     leaves = [
         torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0]
         for parts in zip(*(flat for flat, _ in rows), strict=True)

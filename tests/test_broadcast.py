@@ -1,0 +1,120 @@
+"""Targets of sizes that a loss broadcasts: warned of as alone, and where they were surely meant to be stacked."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+
+B, N = 3, 5
+
+
+class Flat(nn.Module):
+    """Gives ``[N]``, or ``[N, 1]``."""
+
+    def __init__(self, keep: bool = False) -> None:
+        super().__init__()
+        self.fc, self.keep = nn.Linear(2, 1), keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        return y if self.keep else y.squeeze(-1)
+
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "module": nn.MSELoss(),
+    "of the user": lambda output, target: F.mse_loss(output, target) + 1,
+}
+
+
+def told(call: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in found if warning.category is UserWarning]
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_torchs_own_warnings(loss: Callable[..., Any]) -> None:
+    outputs = torch.randn(B, N, 1)
+    for target in (torch.randn(N), torch.randn(B, N, N)):
+        alone = told(lambda target=target: loss(outputs[0], target))
+        ours = told(lambda target=target: hf.per_model(loss)(outputs, target))
+        assert len(alone) == 1
+        assert [text for text in ours if "hf.stacked" not in text] == alone
+    stacked = told(lambda: hf.per_model(loss)(outputs, hf.stacked(torch.randn(B, N))))
+    assert stacked == told(lambda: loss(outputs[0], torch.randn(N)))
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+@pytest.mark.parametrize("loss", [F.mse_loss, lambda output, target: ((output - target) ** 2).mean()])
+def test_a_target_for_each_member_that_was_not_stacked(loss: Callable[..., Any]) -> None:
+    outputs, target = torch.randn(B, N), torch.randn(B, N)
+    message = rf"has shape \[{B}, {N}\], a member's output \[{N}\].*give hf.stacked\(target\)"
+    with pytest.warns(UserWarning, match=message) as found:
+        hf.per_model(loss)(outputs, target)
+    assert all(warning.filename == __file__ for warning in found)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+def test_train_step_and_tasks_warn_too() -> None:
+    xs, target = hf.stacked(torch.randn(B, N, 2)), torch.randn(B, N)
+    for compile in (False, True):
+        fused = hf.fuse([Flat() for _ in range(B)])
+        optimizer = hf.optim.SGD(fused.parameters())
+        with pytest.warns(UserWarning, match=r"give hf.stacked\(target\)"):
+            hf.train_step(fused, F.mse_loss, optimizer, compile=compile)(xs, target)
+    task = hf.Task([Flat() for _ in range(B)], F.mse_loss, hf.optim.SGD, [(xs, target)])
+    with pytest.warns(UserWarning, match=r"give hf.stacked\(target\)"):
+        hf.train([task], hf.Machine([hf.Device("cpu", memory="1GiB")]))
+
+
+class Quiet(nn.Module):
+    """Counts its calls, which nobody may add to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return ((output - target) ** 2).mean()
+
+
+def test_what_fits_is_quiet() -> None:
+    outputs = torch.randn(B, N)
+    classes = torch.randn(B, N, N)
+    for call in (
+        lambda: hf.per_model(F.mse_loss)(outputs, torch.randn(N)),
+        lambda: hf.per_model(F.mse_loss)(outputs, hf.stacked(torch.randn(B, N))),
+        lambda: hf.per_model(F.cross_entropy)(classes, torch.randint(N, (N,))),
+        lambda: hf.per_model(F.cross_entropy)(classes, hf.stacked(torch.randint(N, (B, N)))),
+        lambda: hf.per_model(F.mse_loss)(torch.randn(B, B, B), torch.randn(B, B)),
+        lambda: hf.per_model(lambda output: output.mean())(outputs),
+        lambda: hf.per_model(lambda output, scale: (output * scale).mean())(outputs, torch.tensor(2.0)),
+        lambda: hf.per_model(Quiet())(outputs[..., None], torch.randn(N)),
+    ):
+        assert told(call) == []
+
+
+def test_a_look_at_the_sizes_runs_nothing_of_the_loss() -> None:
+    loss = Quiet()
+    hf.per_model(loss)(torch.randn(B, N, 1), torch.randn(N))
+    alone = Quiet()
+    alone(torch.randn(N, 1), torch.randn(N))
+    assert loss.get_buffer("calls") in (alone.get_buffer("calls"), B * alone.get_buffer("calls"))
+
+
+def test_the_classes_of_all_members_are_pointed_out_in_torchs_error() -> None:
+    with pytest.raises((RuntimeError, ValueError, IndexError)) as found:
+        hf.per_model(F.cross_entropy)(torch.randn(B, N, 4), torch.randint(4, (B, N)))
+    assert any("hf.stacked" in note for note in found.value.__notes__)
