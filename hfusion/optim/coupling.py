@@ -56,8 +56,14 @@ def check(optimizer: Optimizer) -> None:
     for known, why in _COUPLING.items():
         if isinstance(optimizer, known):
             raise FusionError(f"{name} {why}, and {where}, which it would couple; {_REMEDY}")
-    told = f"{name} is not known to hfusion, and {where}: it is right only if it treats every element by itself"
-    _warn(kind, told)  # type: ignore[arg-type]
+    if name not in _warned:
+        _warned.add(name)
+        told = f"{name} is not known to hfusion, and {where}: it is right only if it treats every element by itself"
+        # check, the hook, torch's wrapper of step, and who called it.
+        warnings.warn(f"{told}; if not, {_REMEDY}", stacklevel=4)
+
+
+_warned: set[str] = set()
 
 
 def watch() -> None:
@@ -73,12 +79,6 @@ def hooks() -> int:
 @cache
 def _hook() -> Any:
     return register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: check(optimizer))
-
-
-@cache
-def _warn(kind: Any, text: str) -> None:
-    # check, the hook, torch's wrapper of step, and who called it.
-    warnings.warn(f"{text}; if not, {_REMEDY}", stacklevel=5)
 
 
 def _first_stack(optimizer: Optimizer) -> Membership | None:

@@ -36,13 +36,24 @@ class MemberVector(torch.Tensor):
         return self
 
     def __float__(self) -> float:
+        return float(self.item())
+
+    def item(self) -> Any:
+        """The value, if there is one member; FusionError for several."""
         if self.numel() == 1:
-            return float(self.item())
+            return super().item()
         raise FusionError(
             f"this hyper-parameter holds one value for each of {self.numel()} members, and one number was "
-            "asked for (ReduceLROnPlateau does so: it cannot drive an array); use another scheduler, or "
-            "write group['lr'][member] yourself"
+            "asked for: take value.tolist(), and log or compare each member's own (for LearningRateMonitor, "
+            "log_dict them by hand); of the schedulers, hf.optim.lr_scheduler.ReduceLROnPlateau drives an array"
         )
+
+    def __format__(self, spec: str) -> str:
+        """As of a number, for each member: ``f"{lr:.3e}"``."""
+        if not spec:
+            return str(self)
+        values = [format(value, spec) for value in self.tolist()]
+        return values[0] if len(values) == 1 else f"[{', '.join(values)}]"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MemberVector:
         memo[id(self)] = copied = self.clone().as_subclass(MemberVector)

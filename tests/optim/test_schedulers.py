@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import lr_scheduler as ls
+from torch.optim.swa_utils import SWALR
 
+import hfusion as hf
 from hfusion import FusionError
 from tests.optim.arrays import Array, Per, run, start
 
@@ -27,8 +29,20 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "CyclicLR": lambda o: ls.CyclicLR(o, 0.01, 0.1, step_size_up=3),
     "CosineAnnealingWarmRestarts": lambda o: ls.CosineAnnealingWarmRestarts(o, 3),
     "ChainedScheduler": lambda o: ls.ChainedScheduler([ls.LinearLR(o, 0.1), ls.ExponentialLR(o, 0.9)], o),
+    "OneCycleLR-phases": lambda o: ls.OneCycleLR(o, 0.5, total_steps=12, three_phase=True, anneal_strategy="linear"),
+    "CyclicLR-exp": lambda o: ls.CyclicLR(o, 0.01, 0.1, step_size_up=3, mode="exp_range", gamma=0.9),
+    "CosineAnnealingWarmRestarts-longer": lambda o: ls.CosineAnnealingWarmRestarts(o, 2, 2, eta_min=0.001),
     "SequentialLR": lambda o: ls.SequentialLR(o, [ls.LinearLR(o, 0.1), ls.StepLR(o, 2)], [3]),
+    "SequentialLR-restart": lambda o: ls.SequentialLR(o, [ls.ConstantLR(o, 0.1, 2), ls.CosineAnnealingLR(o, 5)], [2]),
+    "SWALR": lambda o: SWALR(o, 0.05, anneal_epochs=3),
+    "SWALR-linear": lambda o: SWALR(o, 0.05, anneal_epochs=4, anneal_strategy="linear"),
 }
+
+
+def test_every_scheduler_of_torch_is_tried() -> None:
+    kinds = {name for name, cls in vars(ls).items() if isinstance(cls, type) and issubclass(cls, ls.LRScheduler)}
+    kinds = {name for name in kinds if not name.startswith("_")}
+    assert kinds - {"LRScheduler", "ReduceLROnPlateau"} <= {name.partition("-")[0] for name in MAKERS}
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -92,5 +106,139 @@ def test_plateau_is_refused_in_words() -> None:
     fused, _ = start("SGD", {"lr": 0.1}, array)
     scheduler = ls.ReduceLROnPlateau(fused, patience=0)
     scheduler.step(1.0)
-    with pytest.raises(FusionError, match=r"one value for each of 3 members, .*ReduceLROnPlateau"):
+    with pytest.raises(FusionError, match=r"one value for each of 3 members, .*lr_scheduler.ReduceLROnPlateau"):
         scheduler.step(2.0)
+
+
+METRICS = torch.rand(14, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+METRICS[5, 1] = float("nan")
+
+PLATEAUS: dict[str, dict[str, Any]] = {
+    "defaults": {"patience": 1},
+    "per member": {
+        "mode": ["min", "max", "min"],
+        "factor": [0.5, 0.1, 0.9],
+        "patience": [0, 1, 2],
+        "threshold": [1e-4, 0.1, 0.0],
+        "threshold_mode": ["rel", "abs", "abs"],
+        "cooldown": (0, 1, 2),
+        "min_lr": torch.tensor([0.0, 1e-3, 1e-2]),
+        "eps": [1e-8, 1e-3, 0.0],
+    },
+}
+
+
+def alone(options: dict[str, Any], member: int) -> dict[str, Any]:
+    values = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+    return {key: value[member] if isinstance(value, list | tuple) else value for key, value in values.items()}
+
+
+@pytest.mark.parametrize("options", PLATEAUS.values(), ids=PLATEAUS)
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_plateaus_equal_alone(options: dict[str, Any], name: str) -> None:
+    array = Array(3, shapes=[(3,)])
+    fused, optimizers = start(name, {"lr": Per(0.1, 0.5)}, array)
+    scheduler = hf.optim.lr_scheduler.ReduceLROnPlateau(fused, **options)
+    assert isinstance(scheduler, ls.ReduceLROnPlateau)
+    theirs = [ls.ReduceLROnPlateau(o, **alone(options, member)) for member, o in enumerate(optimizers)]
+    for epoch, metrics in enumerate(METRICS):
+        run(array, fused, optimizers, 1)
+        if epoch == 4:
+            # Another hand at the learning rates, and another group.
+            fused.param_groups[0]["lr"] = [0.3, 0.2, 0.1]
+            for optimizer, lr in zip(optimizers, [0.3, 0.2, 0.1], strict=True):
+                optimizer.param_groups[0]["lr"] = lr
+        if epoch == 7:
+            file = io.BytesIO()
+            torch.save(scheduler.state_dict(), file)
+            file.seek(0)
+            scheduler = hf.optim.lr_scheduler.ReduceLROnPlateau(fused)
+            scheduler.load_state_dict(torch.load(file, weights_only=True))
+        scheduler.step(metrics if epoch % 2 else metrics.tolist())
+        for one, metric in zip(theirs, metrics, strict=True):
+            one.step(metric)
+        assert fused.param_groups[0]["lr"].tolist() == [o.param_groups[0]["lr"] for o in optimizers]
+        assert scheduler.get_last_lr()[0].tolist() == [one.get_last_lr()[0] for one in theirs]
+        assert scheduler.in_cooldown.tolist() == [one.in_cooldown for one in theirs]
+        assert scheduler.last_epoch == epoch + 1
+    array.assert_equal()
+    assert len(set(fused.param_groups[0]["lr"].tolist())) == 3
+
+
+CYCLES: dict[str, dict[str, Any]] = {
+    "rates": {"max_lr": [0.5, 0.1, 0.02], "total_steps": 12},
+    "all": {
+        "max_lr": (0.5, 0.1, 0.02),
+        "total_steps": [12, 10, 14],
+        "pct_start": [0.3, 0.4, 0.5],
+        "anneal_strategy": ["cos", "linear", "cos"],
+        "base_momentum": [0.8, 0.7, 0.6],
+        "div_factor": torch.tensor([25.0, 10.0, 5.0]),
+        "three_phase": [True, False, True],
+    },
+}
+
+
+@pytest.mark.parametrize("options", CYCLES.values(), ids=CYCLES)
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_one_cycle_for_each_member(options: dict[str, Any], name: str) -> None:
+    array = Array(3, shapes=[(3,)])
+    fused, optimizers = start(name, {"momentum": 0.9} if name == "SGD" else {}, array)
+    scheduler = hf.optim.lr_scheduler.OneCycleLR(fused, **options)
+    theirs = [ls.OneCycleLR(o, **alone(options, member)) for member, o in enumerate(optimizers)]
+    for step in range(9):
+        run(array, fused, optimizers, 1)
+        if step == 4:
+            saved = scheduler.state_dict()
+            scheduler = hf.optim.lr_scheduler.OneCycleLR(fused, **options)
+            scheduler.load_state_dict(saved)
+        scheduler.step()
+        for one in theirs:
+            one.step()
+        assert fused.param_groups[0]["lr"].tolist() == [o.param_groups[0]["lr"] for o in optimizers]
+        assert scheduler.get_last_lr()[0].tolist() == [one.get_last_lr()[0] for one in theirs]
+    array.assert_equal()
+
+
+def test_torchs_one_cycle_takes_a_vector() -> None:
+    array = Array(3, shapes=[(3,)])
+    fused, optimizers = start("Adam", {}, array)
+    scheduler = ls.OneCycleLR(fused, max_lr=torch.tensor([0.5, 0.1, 0.02], dtype=torch.float64), total_steps=12)
+    theirs = [ls.OneCycleLR(o, max_lr, total_steps=12) for o, max_lr in zip(optimizers, [0.5, 0.1, 0.02], strict=True)]
+    for _ in range(9):
+        run(array, fused, optimizers, 1)
+        for one in (scheduler, *theirs):
+            one.step()
+        rates = [o.param_groups[0]["lr"] for o in optimizers]
+        assert fused.param_groups[0]["lr"].tolist() == pytest.approx(rates, rel=1e-12)
+    array.assert_equal()
+
+
+def test_what_does_not_fit_is_told() -> None:
+    array = Array(3, shapes=[(3,)])
+    fused, optimizers = start("Adam", {}, array)
+    plateau = hf.optim.lr_scheduler.ReduceLROnPlateau
+    with pytest.raises(ValueError, match="factor has 2 values for an array of 3 members"):
+        plateau(fused, factor=[0.1, 0.2])
+    with pytest.raises(TypeError, match=r"Adam is no optimizer of hf.optim: use torch's ReduceLROnPlateau"):
+        plateau(optimizers[0])
+    with pytest.raises(ValueError, match=r"metrics have shape \[\] for an array of 3 members"):
+        plateau(fused).step(1.0)  # type: ignore[arg-type]
+    other, _ = start("Adam", {}, Array(2, shapes=[(3,)]))
+    with pytest.raises(FusionError, match="of 2 members does not fit one of 3"):
+        plateau(fused).load_state_dict(plateau(other).state_dict())
+
+
+def test_readers_of_one_learning_rate() -> None:
+    array = Array(2, shapes=[(3,)])
+    fused, _ = start("SGD", {"lr": Per(0.1, 0.5)}, array)
+    scheduler = ls.StepLR(fused, 2)
+    lr, (last,) = fused.param_groups[0]["lr"], scheduler.get_last_lr()
+    assert f"{lr:.3e} {last:.1f}" == "[1.000e-01, 5.000e-02] [0.1, 0.1]"
+    assert "0.1000" in f"{lr}"
+    for read in (float, lambda lr: lr.item(), lambda lr: "%.3e" % lr):  # noqa: UP031
+        with pytest.raises(FusionError, match=r"one value for each of 2 members.*value\.tolist\(\)"):
+            read(lr)
+    single, _ = start("SGD", {"lr": 0.25}, Array(1, shapes=[(3,)]))
+    lr = single.param_groups[0]["lr"]
+    assert (f"{lr:.2f}", float(lr), lr.item(), "%.2f" % lr) == ("0.25", 0.25, 0.25, "0.25")  # noqa: UP031
