@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.errors import FusionError
 
@@ -28,11 +29,19 @@ class Comparison:
     """What comparing B models found.
 
     ``variants[b]`` numbers member b's set of scalars (dropout p, eps, ...): members of one variant share a capture.
-    ``shared`` are the keys of the tensors that are one object in all models.
+    ``shared`` are the keys of the tensors that are one object in all models, ``partly`` those of buffers that are one
+    object in some: an array keeps a row of those for each member, so none may write to them.
     """
 
     variants: tuple[int, ...]
     shared: frozenset[str]
+    partly: frozenset[str] = frozenset()
+
+    def of_members(self, chosen: Sequence[int]) -> tuple[Comparison, list[int]]:
+        """The same of some of the members; and which of the variants are left, in their new order."""
+        left = list(dict.fromkeys(self.variants[member] for member in chosen))
+        variants = tuple(left.index(self.variants[member]) for member in chosen)
+        return Comparison(variants, self.shared, self.partly), left
 
 
 def compare(models: Sequence[nn.Module]) -> Comparison:
@@ -49,7 +58,11 @@ def compare(models: Sequence[nn.Module]) -> Comparison:
         check_pair(models[0], index, model)
     prints: dict[Any, int] = {}
     variants = tuple(prints.setdefault(fingerprint(model), len(prints)) for model in models)
-    return Comparison(variants, shared_keys(models))
+    sharing = Sharing()
+    for index, model in enumerate(models):
+        sharing.add(index, model)
+    _check_memory(models)
+    return Comparison(variants, sharing.keys, sharing.partly)
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -162,18 +175,56 @@ def ties(named: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: first[id(t)] for name, t in named.items() if first.setdefault(id(t), name) != name}
 
 
-def shared_keys(models: Sequence[nn.Module]) -> frozenset[str]:
-    """The keys of the tensors that are one object in all models; none for a single model."""
-    if len(models) == 1:
-        return frozenset()
-    rows = [dict(tensors(model)) for model in models]
-    same = {name for name, tensor in rows[0].items() if all(row[name] is tensor for row in rows)}
-    for name in sorted(set(rows[0]) - same):
-        if len({id(row[name]) for row in rows}) < len(rows):
-            raise FusionError(
-                f"{name} is one object in some models but not in all; share it among all members or among none"
-            )
-    return frozenset(same)
+def _check_memory(models: Sequence[nn.Module]) -> None:
+    """Raise a FusionError where a model's training would change another's parameters unseen."""
+    places: dict[tuple[torch.device, int], tuple[int, str, Tensor]] = {}
+    for index, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad or not parameter.numel():
+                continue
+            other, what, met = places.setdefault((parameter.device, parameter.data_ptr()), (index, name, parameter))
+            if met is not parameter and other != index:
+                raise FusionError(
+                    f"{what} of model {other} and {name} of model {index} lie in the same memory, so that training one "
+                    "changes the other; give each model its own, by copy.deepcopy"
+                )
+
+
+class Sharing:
+    """Which tensors are one object in several models; learnt model by model, of which none is kept alive.
+
+    ``keys``: those of tensors that are one object in all; ``partly``: those of buffers that are one object in some.
+    """
+
+    def __init__(self) -> None:
+        self.keys: frozenset[str] = frozenset()
+        self.partly: frozenset[str] = frozenset()
+        self._first: dict[str, Tensor] = {}
+        self._owners = WeakIdKeyDictionary()
+
+    def add(self, index: int, model: nn.Module) -> None:
+        """Look at model ``index``; the first must have been the first.
+
+        Raises:
+            FusionError: a tensor that is trained is one object in some models but not in all.
+        """
+        named = dict(tensors(model))
+        if index == 0:
+            self._first = named
+        same = frozenset(name for name, tensor in named.items() if index and self._first[name] is tensor)
+        keys = same if index == 1 else self.keys & same
+        met = frozenset(name for name, tensor in named.items() if self._owners.get(tensor, index) != index)
+        some = ((self.keys | same | met) - keys) if index else frozenset()
+        for name in sorted(some):
+            if isinstance(named[name], nn.Parameter) and (named[name].requires_grad or self._first[name].requires_grad):
+                raise FusionError(
+                    f"{name} is one object in some models but not in all, and is trained; "
+                    "share it among all members or among none"
+                )
+        self.keys = keys
+        self.partly |= frozenset(name for name in some if not isinstance(named[name], nn.Parameter))
+        for tensor in named.values():
+            self._owners.setdefault(tensor, index)
 
 
 def fingerprint(model: nn.Module) -> Any:

@@ -25,6 +25,7 @@ from hfusion.ops.rule import merge
 from hfusion.own_code import OpaqueCall
 from hfusion.passes.align import align, select
 from hfusion.passes.batch import batch
+from hfusion.passes.functional import written_inputs
 from hfusion.passes.layouts import Choice, choose
 from hfusion.passes.measure import Measured
 from hfusion.passes.price import Model
@@ -137,6 +138,15 @@ class Compiled:
     constants: dict[str, Tensor]
     opaque: tuple[OpaqueCall, ...]
     guards: Callable[[Sequence[Any]], bool]
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The keys of buffers that forward may write to."""
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        names = {n: slot.name for n, slot in zip(placeholders, self.program.slots, strict=True)}
+        found = {names[node] for call in self.graph.nodes for node in written_inputs(call) if node in names}
+        own = {f"{call.path}.{key}".strip(".") for call in self.opaque for key in call.keys}
+        return frozenset(found | own)
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.allocator import keep_large_blocks
-from hfusion.compare import Comparison, check_alone, check_pair, compare, fingerprint, shared_keys, tensors
+from hfusion.compare import Comparison, Sharing, check_alone, check_pair, compare, fingerprint, tensors
 from hfusion.errors import FusionError
 from hfusion.member import skeleton
 from hfusion.module import Array, FusedModule, empty_stack
@@ -19,7 +19,8 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False
 
     Args:
         models: B modules of one structure; they stay as they are, their tensors are copied. A frozen tensor that is one
-            object in all of them is used where it lies, without a copy.
+            object in all of them is used where it lies, without a copy; one that is the same object in some gets a row
+            for each.
         verify: compare the outputs and gradients of the members with their original code, on a few samples of the
             first training batch of every signature.
         tune: measure the ways in which operators can run, at the first call of every signature, instead of estimating
@@ -94,26 +95,38 @@ def build(
     check_alone(0, first)
     bones, variants = [skeleton(0, first)], [0]
     prints = {fingerprint(first): 0}
-    shared: frozenset[str] | None = None
+    sharing = Sharing()
+    sharing.add(0, first)
     stacks: dict[str, Tensor] = {}
     for index, seed in enumerate(seeds[1:], start=1):
         model = _made(make_model, seed)
         _check_made(index, model, first)
         check_alone(index, model)
         check_pair(first, index, model)
-        now = shared_keys([first, model])
-        if shared is None:
-            shared, stacks = now, _room(first, len(seeds), now)
-        if now != shared:
-            names = ", ".join(sorted(now ^ shared))
-            raise FusionError(f"{names}: one object in some models but not in all; share it among all or among none")
-        _fill(stacks, index, model, shared)
+        before = sharing.keys
+        sharing.add(index, model)
+        if index == 1:
+            stacks = _room(first, len(seeds), sharing.keys)
+        else:
+            _part(stacks, before - sharing.keys, index, len(seeds))
+        _fill(stacks, index, model, sharing.keys)
         variants.append(prints.setdefault(fingerprint(model), len(prints)))
         if variants[-1] == len(bones):
             bones.append(skeleton(index, model))
-    shared = shared or frozenset()
-    stacks = stacks or _room(first, 1, shared)
-    return FusedModule(Array(len(seeds), tuple(bones), Comparison(tuple(variants), shared), verify, tune), stacks)
+    stacks = stacks or _room(first, 1, sharing.keys)
+    comparison = Comparison(tuple(variants), sharing.keys, sharing.partly)
+    return FusedModule(Array(len(seeds), tuple(bones), comparison, verify, tune), stacks)
+
+
+def _part(stacks: dict[str, Tensor], names: frozenset[str], index: int, members: int) -> None:
+    """Give each member a row of the tensors ``names``, which the models before ``index`` share."""
+    once: dict[int, Tensor] = {}
+    for name in sorted(names):
+        tensor = stacks[name]
+        if id(tensor) not in once:
+            once[id(tensor)] = stack = empty_stack(tensor, members)
+            stack.detach()[:index].copy_(tensor.detach())
+        stacks[name] = once[id(tensor)]
 
 
 def _check_made(index: int, model: object, first: nn.Module | None) -> None:

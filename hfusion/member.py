@@ -7,9 +7,13 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.utils import dlpack
 
 from hfusion.compare import results, tensors
 from hfusion.errors import FusionError
+
+# Whose memory one tensor can take over from another.
+_DEVICES = ("cpu", "cuda")
 
 
 def skeleton(index: int, model: nn.Module) -> nn.Module:
@@ -32,6 +36,19 @@ def materialize(bones: nn.Module, rows: Mapping[str, Tensor], training: Mapping[
     for path, module in model.named_modules():
         module.training = training[path]
     return model
+
+
+def live_rows(stack: Tensor, rows: int | slice | None) -> Tensor:
+    """A live view of a member's row or of several, a parameter where the stack is one; of all of it for None.
+
+    Its storage ends where it ends, so that saving it writes no more; writes still count as writes to the stack.
+    """
+    view = stack.detach()
+    if rows is not None:
+        view = view[rows]
+        if view.is_contiguous() and view.numel() > 0 and type(view) is Tensor and view.device.type in _DEVICES:
+            view.data = dlpack.from_dlpack(view)
+    return nn.Parameter(view, requires_grad=stack.requires_grad) if isinstance(stack, nn.Parameter) else view
 
 
 def _empty(tensor: Tensor) -> Tensor:

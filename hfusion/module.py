@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,112 +18,13 @@ from hfusion.compare import Comparison, modeless_fingerprint, tensors
 from hfusion.compile import Arguments, Compiled, Compiler, Subject, bind
 from hfusion.errors import FusionError
 from hfusion.inline import finder, inline
-from hfusion.member import materialize, skeleton
+from hfusion.member import live_rows, materialize, skeleton
 from hfusion.modes import Change, Left, Switch, own_modes
 from hfusion.optim import coupling
 from hfusion.report import Report, describe
+from hfusion.tree import Tree, fixed_attributes, grow
 from hfusion.verify import Subject as Check
 from hfusion.verify import verify
-
-_STATE = frozenset(
-    {
-        "_original",
-        "_fixed",
-        "_array",
-        "_branches",
-        "_compiler",
-        "_bound",
-        "_checks",
-        "_found",
-        "_states",
-        "_number",
-        "_place",
-    },
-)
-_STANDARD = frozenset(nn.Module().__dict__)
-
-
-class Tree(nn.Module):
-    """One of the members' modules in a fused module: its stacked tensors and submodules, under the same names.
-
-    ``original`` is its class; ``fixed`` are the attributes that forward reads, which were captured.
-    """
-
-    def __init__(self, original: str, fixed: frozenset[str] = frozenset()) -> None:
-        super().__init__()
-        self._original = original
-        self._fixed = fixed
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _STATE:
-            # Past nn.Module, which would refuse the name where a member has a submodule or tensor of this name.
-            object.__setattr__(self, name, value)
-            return
-        if name in self.__dict__.get("_fixed", ()) or (name in self._modules and value is not self._modules[name]):
-            raise FusionError(
-                f"setting {name} on a fused {self._original} would have no effect on what it computes; "
-                "set it on the models of unfuse(), and fuse them again"
-            )
-        super().__setattr__(name, value)
-
-    def get_submodule(self, target: str) -> nn.Module:
-        """As of nn.Module, also where a submodule has the name of a method."""
-        found: nn.Module = self
-        for name in target.split(".") if target else ():
-            child = found._modules.get(name)
-            if child is None:
-                raise AttributeError(f"the fused {self._original} has no submodule {target}")
-            found = child
-        return found
-
-    def train(self, mode: bool = True) -> Tree:
-        """As of nn.Module; where members have a train or eval of their own, as these decide."""
-        return self._switched(lambda module: module.train(mode)) or super().train(mode)
-
-    def eval(self) -> Tree:
-        """See `train`."""
-        return self._switched(lambda module: module.eval()) or super().train(False)
-
-    def _switched(self, change: Change) -> Tree | None:
-        """This module after the members' own train or eval; None where they have none."""
-        root, path = self.__dict__.get("_place") or (None, "")
-        array = root() if root is not None else None
-        if array is None:
-            return None
-        array._switch(path, change)
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_place"}
-
-    def extra_repr(self) -> str:
-        return ", ".join(
-            f"{name} {tuple(t.shape)}"
-            for name, t in [*self._parameters.items(), *self._buffers.items()]
-            if t is not None
-        )
-
-    def _get_name(self) -> str:
-        return f"Fused[{self._original}]"
-
-
-class Branch(Tree):
-    """A submodule of a fused module: a place for tensors, which cannot be called or hooked by itself."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise FusionError(
-            f"a fused {self._original} cannot be called by itself; call the whole fused module, or a member's: fused[i]"
-        )
-
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        raise FusionError(
-            f"hooks on the {self._original} inside a fused module never run; register them on the fused module itself"
-        )
-
-    register_forward_pre_hook = register_forward_hook
-    register_full_backward_hook = register_forward_hook
-    register_full_backward_pre_hook = register_forward_hook
-    register_backward_hook = register_forward_hook
 
 
 @dataclass(frozen=True)
@@ -164,9 +66,9 @@ class FusedModule(Tree):
     """
 
     def __init__(self, array: Array, stacks: Mapping[str, Tensor]) -> None:
-        super().__init__(type(array.skeletons[0]).__name__, _fixed_attributes(array.skeletons[0]))
+        super().__init__(type(array.skeletons[0]).__name__, fixed_attributes(array.skeletons[0]))
         self._array = array
-        _grow(self, array.skeletons[0], stacks)
+        grow(self, array.skeletons[0], stacks)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -235,7 +137,17 @@ class FusedModule(Tree):
     def compiled(self, arguments: Arguments) -> Compiled:
         """The program for such a call; made if there is none. Raises FusionError."""
         pattern = self._pattern()
-        return self._compiler.find(pattern, arguments) or self._compiler.make(pattern, arguments)
+        return self._compiler.find(pattern, arguments) or self._made(pattern, arguments)
+
+    def _made(self, pattern: Any, arguments: Arguments) -> Compiled:
+        compiled = self._compiler.make(pattern, arguments)
+        for name in sorted(compiled.written & self._array.comparison.partly):
+            self._compiler.clear()
+            raise FusionError(
+                f"forward writes into the buffer {name}, which some models share but not all; give each model "
+                "its own, by copy.deepcopy"
+            )
+        return compiled
 
     def _pattern(self) -> tuple[int, ...]:
         """What programs hang on besides arguments: train and eval modes, and which `State` the members are in."""
@@ -292,7 +204,7 @@ class FusedModule(Tree):
     def _enter(self, state: State) -> None:
         self._number, self._array, self._compiler = state.number, state.array, state.compiler
         for path, module in state.array.skeletons[0].named_modules():
-            object.__setattr__(self.get_submodule(path), "_fixed", _fixed_attributes(module))
+            object.__setattr__(self.get_submodule(path), "_fixed", fixed_attributes(module))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -327,19 +239,58 @@ class FusedModule(Tree):
                 branch.training = training
             self._enter(state)
 
-    def __getitem__(self, index: int) -> nn.Module:
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> FusedModule: ...
+    def __getitem__(self, index: int | slice) -> nn.Module:
         """Member ``index`` as a module of its own class, whose parameters and buffers are live views of row ``index``.
 
-        Training the view or the array changes both. Raises IndexError out of range.
+        Of a slice, as of a tensor: an array of those members, whose stacks are live views of their rows. Training a
+        view or the array changes both; a gradient belongs to the one that computed it. Views stay with the memory that
+        they were taken of, which converting the array to another dtype or device replaces.
+
+        Raises:
+            IndexError: out of range, or a slice of no member.
+            TypeError: neither an integer nor a slice.
+            ValueError: a slice with another step than 1.
         """
-        members = len(self)
+        if isinstance(index, slice):
+            return self._some(index)
+        members, index = len(self), operator.index(index)
         if not -members <= index < members:
             raise IndexError(f"member {index} of an array of {members}")
         return self._member(index % members)
 
+    def _some(self, rows: slice) -> FusedModule:
+        chosen = range(*rows.indices(len(self)))
+        if chosen.step != 1:
+            raise ValueError(
+                f"a slice of an array with step {chosen.step}: it must be 1, so that the stacks are contiguous; "
+                "hf.fuse([fused[i] for i in ...]) copies any members"
+            )
+        if not chosen:
+            raise IndexError(f"{rows} takes none of the {len(self)} members of the array")
+        array = self._array
+        comparison, left = array.comparison.of_members(chosen)
+        skeletons = tuple(array.skeletons[variant] for variant in left)
+        part = replace(
+            array, members=len(chosen), skeletons=skeletons, comparison=comparison, origins=WeakIdKeyDictionary()
+        )
+        for parameter, (member, name) in array.origins.items():
+            if member in chosen:
+                part.origins[parameter] = (chosen.index(member), name)
+        once: dict[int, Tensor] = {}
+        shared = comparison.shared
+        stacks = {n: once.setdefault(id(t), live_rows(t, None if n in shared else rows)) for n, t in tensors(self)}
+        found = FusedModule(part, stacks)
+        for path, module in self.named_modules():
+            found.get_submodule(path).training = module.training
+        return found
+
     def _member(self, index: int) -> nn.Module:
         shared = self._array.comparison.shared
-        rows = {name: _row(t, None if name in shared else index) for name, t in tensors(self)}
+        rows = {name: live_rows(t, None if name in shared else index) for name, t in tensors(self)}
         return self._around(index, rows)
 
     def _around(self, index: int, rows: Mapping[str, Tensor]) -> nn.Module:
@@ -400,34 +351,6 @@ def _renewed(array: Array, found: Sequence[Any], views: Sequence[nn.Module]) -> 
     variants = tuple(prints.setdefault(content, len(prints)) for content in found)
     skeletons = tuple(skeleton(variants.index(v), views[variants.index(v)]) for v in range(len(prints)))
     return replace(array, skeletons=skeletons, comparison=replace(array.comparison, variants=variants))
-
-
-def _fixed_attributes(module: nn.Module) -> frozenset[str]:
-    return frozenset(vars(module)) - _STANDARD
-
-
-def _grow(branch: Tree, bones: nn.Module, stacks: Mapping[str, Tensor]) -> None:
-    """Give ``branch`` the tree of ``bones`` with the tensors of ``stacks``; submodules used twice stay one."""
-    grown: dict[int, Branch] = {}
-    for path, module in bones.named_modules(remove_duplicate=False):
-        place: Tree = branch
-        if path:
-            parent, _, leaf = path.rpartition(".")
-            place = grown.setdefault(id(module), Branch(type(module).__name__, _fixed_attributes(module)))
-            branch.get_submodule(parent)._modules[leaf] = place
-        prefix = f"{path}." if path else ""
-        place.training = module.training
-        place._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-        for name, tensor in module._parameters.items():
-            place._parameters[name] = None if tensor is None else stacks[prefix + name]  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            place._buffers[name] = None if buffer is None else stacks[prefix + name]
-
-
-def _row(tensor: Tensor, index: int | None) -> Tensor:
-    """A live view of one member's row, a parameter where the stack is one."""
-    row = tensor.detach() if index is None else tensor.detach()[index]
-    return nn.Parameter(row, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else row
 
 
 def _copy(tensor: Tensor, index: int | None) -> Tensor:

@@ -150,6 +150,14 @@ def has_effect(node: fx.Node) -> bool:
     return target in (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 
 
+def written_inputs(node: fx.Node) -> list[fx.Node]:
+    """The operands that a call writes to."""
+    if node.target in RUNNING_STATISTICS:
+        training = node.args[5] if len(node.args) > 5 else True
+        return [a for a in node.args[3:5] if isinstance(a, fx.Node)] if training else []
+    return [node.args[0]] if _writes(node) and isinstance(node.args[0], fx.Node) else []
+
+
 def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
