@@ -95,8 +95,8 @@ def _export(
         failures = []
         for some in (True, False) if varying else (False,):
             args, kwargs = _aliases((args, dict(kwargs)))
-            shapes = _varying(module, args, kwargs) if some else None
             try:
+                shapes = _varying(module, args, kwargs) if some else None
                 with restored(module):
                     return torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
             except FusionError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 from torch.utils.weak import WeakIdKeyDictionary
@@ -20,6 +20,8 @@ from hfusion.errors import FusionError
 
 # The references of nn.RNNBase to its own parameters are renewed by its forward.
 _OWN = frozenset(nn.Module().__dict__) | {"_flat_weights", "_flat_weight_refs"}
+# The code of a graph module is compared as that of its class.
+_OF_GRAPH = _OWN | frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -130,10 +132,12 @@ def _same_class(mine: nn.Module | None, path: str, index: int, module: nn.Module
     where = path or "(root)"
     if mine is None:
         raise FusionError(f"model {index} has a module {where} ({type(module).__name__}) that model 0 lacks")
-    if _class(mine) is not _class(module):
+    if not _alike(_class(mine), _class(module)):
+        names = (_class(mine).__name__, _class(module).__name__)
+        other = f"{names[1]}, a class with other code," if names[0] == names[1] else names[1]
         raise FusionError(
-            f"module {where} is {_class(mine).__name__} in model 0 and {_class(module).__name__} in model {index}; "
-            "only models of one structure are fused"
+            f"module {where} is {names[0]} in model 0 and {other} in model {index}; only models of one structure are "
+            "fused"
         )
     if mine.training != module.training:
         raise FusionError(
@@ -146,6 +150,33 @@ def _class(module: nn.Module) -> type[nn.Module]:
     if parametrize.is_parametrized(module):
         return parametrize.type_before_parametrizations(module)
     return type(module)
+
+
+def _alike(mine: type, theirs: type) -> bool:
+    """Whether two classes are one, or were made twice by the same code, as a graph module's is for every instance."""
+    if mine is theirs:
+        return True
+    if (mine.__module__, mine.__qualname__) != (theirs.__module__, theirs.__qualname__):
+        return False
+    if len(mine.__bases__) != len(theirs.__bases__) or not all(map(_alike, mine.__bases__, theirs.__bases__)):
+        return False
+    ours, others = ({k: _code(v) for k, v in vars(c).items() if k not in _MADE} for c in (mine, theirs))
+    return ours == others
+
+
+# What a class statement puts into every class, and what `torch.fx` keeps there.
+_MADE = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "_fx_wrapped"})
+
+
+def _code(value: Any) -> Any:
+    """What a function does, without the values it was closed over; `fingerprint` holds those."""
+    if isinstance(value, types.FunctionType):
+        return value.__code__
+    if isinstance(value, staticmethod | classmethod):
+        return (type(value), _code(value.__func__))
+    if isinstance(value, property):
+        return tuple(map(_code, (value.fget, value.fset, value.fdel)))
+    return value if isinstance(value, _PLAIN | float | complex | None) else type(value)
 
 
 def _mode(module: nn.Module) -> str:
@@ -242,7 +273,19 @@ def fingerprint(model: nn.Module) -> Any:
 
 def modeless_fingerprint(model: nn.Module) -> Any:
     """As `fingerprint`, but for train and eval modes."""
-    return tuple(_attributes(model, _content).items())
+    return tuple(_attributes(model, _content).items()), tuple(_closures(model))
+
+
+def _closures(model: nn.Module) -> Iterator[Any]:
+    """What the functions of classes that are made per instance were closed over, in a comparable form."""
+    reader = _Reader({}, _content, {})
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, function in vars(type(module)).items() if "<locals>" in type(module).__qualname__ else ():
+            if isinstance(function, types.FunctionType):
+                cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+                values = [cell.cell_contents for free, cell in cells if free != "__class__"]
+                if values:
+                    yield path, name, reader.read(values, f"{path}.{name}")
 
 
 def contents(model: nn.Module) -> dict[str, Any]:
@@ -258,7 +301,8 @@ def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> 
         f"{path}.{name}".strip("."): reader.read(value, f"{path}.{name}")
         for path, module in model.named_modules(remove_duplicate=False)
         for name, value in vars(module).items()
-        if name not in _OWN and not hasattr(value, "hfusion_opaque")
+        if name not in (_OF_GRAPH if isinstance(module, fx.GraphModule) else _OWN)
+        and not hasattr(value, "hfusion_opaque")
     }
 
 
@@ -289,6 +333,8 @@ class _Reader:
     def _read_new(self, value: Any, where: str) -> Any:
         if isinstance(value, Tensor):
             return self.read_tensor(value, where)
+        if isinstance(value, nn.Module) and next(tensors(value), None) is None:
+            return (type(value), value.training, self.read(vars(value), where))
         if isinstance(value, nn.Module):
             raise FusionError(
                 f"attribute {where.strip('.')} holds a {type(value).__name__} that is not registered as a submodule; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 _FOREIGN = frozenset({"torch", "builtins", "typing", "abc", "numpy", "collections", "functools", "hfusion"})
 _PLAIN = (str, bool, int, float, complex, bytes, types.NoneType, torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (list, dict, set, deque)
+# Classes that derive from these may have rules of their own.
+_MAPPINGS = (dict, OrderedDict, defaultdict)
 _VALUES = (*_PLAIN, *_CONTAINERS, Tensor)
 _ATOMS = (*_PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType)
 MOST_ITEMS = 1000
@@ -114,10 +116,10 @@ def _remember(value: Any, undo: list[Callable[[], object]], met: dict[int, Any],
         met[id(item)] = item
         if isinstance(item, torch.Generator):
             undo.append(functools.partial(item.set_state, item.get_state()))
-        elif isinstance(item, dict):
+        elif type(item) in _MAPPINGS:
             undo.append(functools.partial(_refill_dict, item, dict(item)))
             waiting += item.values()
-        elif isinstance(item, list | set | deque):
+        elif type(item) in (list, set, deque):
             undo.append(functools.partial(_refill, item, list(item)))
             waiting += item
         elif isinstance(item, tuple):

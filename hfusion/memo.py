@@ -44,9 +44,9 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     with restored(module) as back:
         subject = _Subject(module, args, kwargs, back)
         first = subject.member()
-        before, around = contents(first), variables(first)
+        before, around, registered = contents(first), variables(first), _Registered.of(first)
         outcome = run(first, args, kwargs)
-        _check_registered(module, first)
+        _check_registered(module, registered, first)
         changed = _changed(before, contents(first))
         varied = _changed(around, variables(first))
         if changed:
@@ -95,18 +95,50 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [name for name in {**after, **before} if after.get(name) != before.get(name)]
 
 
-def _check_registered(before: nn.Module, after: nn.Module) -> None:
-    """Raise for tensors that forward registers or takes away, and for parameters that it changes."""
-    ours, theirs = dict(tensors(before)), dict(tensors(after))
-    for name in {**theirs, **ours}:
-        if (name in ours) != (name in theirs):
-            verb = "registers" if name in theirs else "takes away"
-            raise FusionError(f"forward {verb} the tensor {name}; let __init__ do so")
-    for name, parameter in before.named_parameters():
-        now = theirs[name].detach()
-        if theirs[name].requires_grad != parameter.requires_grad:
-            raise FusionError(f"forward sets requires_grad of the parameter {name}; set it before fusing")
-        if now.shape != parameter.shape or not bool(((now == parameter) | (now != now)).all()):
+@dataclass(frozen=True)
+class _Registered:
+    """The parameters and buffers of a member before a call: the objects, and where their memory lies."""
+
+    named: dict[str, Tensor]
+    memory: dict[str, int]
+    ties: frozenset[tuple[str, str]]
+
+    @staticmethod
+    def of(member: nn.Module) -> _Registered:
+        named = dict(tensors(member))
+        return _Registered(named, {name: t.data_ptr() for name, t in named.items()}, _ties(named))
+
+
+def _ties(named: Mapping[str, Tensor]) -> frozenset[tuple[str, str]]:
+    """Pairs of names whose tensors share memory."""
+    first: dict[int, str] = {}
+    held = {name: t.untyped_storage().data_ptr() for name, t in named.items() if t.layout is torch.strided}
+    return frozenset((first.setdefault(place, name), name) for name, place in held.items() if place)
+
+
+def _check_registered(module: nn.Module, before: _Registered, member: nn.Module) -> None:
+    """Raise for what forward did to tensors that a stack cannot follow, and for parameters that it changed."""
+    now = dict(tensors(member))
+    for name in {**now, **before.named}:
+        if name not in now or name not in before.named:
+            verb = "registers" if name in now else "takes away"
+            raise FusionError(f"forward {verb} the tensor {name}; let __init__ do so, or keep a table as an attribute")
+        old, new = before.named[name], now[name]
+        for what in ("shape", "dtype", "device", "requires_grad"):
+            a, b = getattr(dict(tensors(module))[name], what), getattr(new, what)
+            if a != b and not (what == "requires_grad" and not isinstance(old, nn.Parameter)):
+                raise FusionError(
+                    f"forward changes {what} of {name} from {a} to {b}, where an array has one stack for all calls; "
+                    "set it before fusing, or keep a table that grows as an attribute, not as a buffer"
+                )
+        if new is old and new.data_ptr() != before.memory[name]:
+            raise FusionError(f"forward assigns {name}.data, which no stack can follow; write {name}.copy_(...)")
+    for one, other in _ties(now) - before.ties:
+        if one != other:
+            raise FusionError(f"forward makes {one} and {other} share memory; assign a clone() to one of them")
+    for name, parameter in module.named_parameters():
+        value = now[name].detach()
+        if now[name] is not before.named[name] or not bool(((value == parameter) | (value != value)).all()):
             raise FusionError(f"forward writes into the parameter {name}; keep what forward changes in a buffer")
 
 

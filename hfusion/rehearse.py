@@ -118,7 +118,7 @@ def _outcome(outputs: Sequence[Any], leaves: Mapping[str, Tensor], own: Mapping[
         grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     except RuntimeError as error:
         return Outcome(kept, values | flags, str(error).partition("\n")[0])
-    found = {f"gradient of {name}": g.detach() for name, g in zip(leaves, grads, strict=True) if g is not None}
+    found = {f"gradient of {name}": _dense(g.detach()) for name, g in zip(leaves, grads, strict=True) if g is not None}
     return Outcome(kept, values | flags | found)
 
 
@@ -128,7 +128,7 @@ def _tensors(outputs: Sequence[Any]) -> list[tuple[int, Tensor]]:
 
 def _projected(output: Tensor) -> Tensor:
     """A number that every element of ``output`` has a part in."""
-    dense = output if output.layout is torch.strided else output.to_dense()
+    dense = _dense(output)
     real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     weights = torch.arange(1, real.numel() + 1, dtype=torch.float64, device=real.device).cos().view(real.shape)
     return (real * weights.to(real.dtype)).sum()
@@ -152,13 +152,16 @@ def difference(ours: Outcome, theirs: Outcome, limits: Mapping[torch.dtype, floa
     return "backward" if ours.failed != theirs.failed else None
 
 
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
 def _alike(a: Any, b: Any, limits: Mapping[torch.dtype, float], floor: float, looser: float) -> bool:
     if not isinstance(a, Tensor):
         return type(a) is type(b) and bool(a == b)
     if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
         return False
-    if a.layout is not torch.strided:
-        a, b = a.to_dense(), b.to_dense()
+    a, b = _dense(a), _dense(b)
     same = (a == b) | ((a != a) & (b != b))
     if bool(same.all()):
         return True

@@ -7,7 +7,7 @@ those. Writes to buffers stay, as one ``copy_`` of the new value into the buffer
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +118,47 @@ def functional(graph: fx.Graph, writable: frozenset[str]) -> fx.Graph:
         if source is not None:
             state.parent[node] = source
     remove_dead(state.graph)
+    _keep_old_values(state.graph, writable)
     return state.graph
+
+
+def _keep_old_values(graph: fx.Graph, writable: frozenset[str]) -> None:
+    """Read a copy of a buffer where its value before the write is needed after it: by backward, or by the caller."""
+    gradients = _with_gradients(graph, writable)
+    for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in writable]:
+        writes = [user for user in node.users if user.target is aten.copy_.default and user.args[0] is node]
+        if not writes:
+            continue
+        readers = [user for user in _readers(node) if user not in writes]
+        passed: set[fx.Node] = set()
+        for one in reversed(graph.nodes):
+            passed.add(one)
+            if one is writes[0]:
+                break
+        if any(user in gradients or user in passed or user.op == "output" for user in readers):
+            with graph.inserting_after(node):
+                old = graph.call_function(aten.clone.default, (node,))
+            old.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(old, lambda user: user is not old and user not in writes)
+            for write in writes:
+                write.update_arg(0, node)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Those who use ``node`` or a view of it."""
+    for user in node.users:
+        yield user
+        if _viewed(user) is node:
+            yield from _readers(user)
+
+
+def _with_gradients(graph: fx.Graph, writable: frozenset[str]) -> set[fx.Node]:
+    """The calls that a gradient may flow through."""
+    state = _State(graph)
+    for node in graph.nodes:
+        if _differentiable(state, node, writable):
+            state.differentiable.add(node)
+    return state.differentiable
 
 
 def _differentiable(state: _State, node: fx.Node, writable: frozenset[str]) -> bool:
