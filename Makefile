@@ -5,13 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test bench fuzz clean
+.PHONY: help demo test bench fuzz ops-sweep clean
 
 help:
 	@echo "make demo   run the main job: an array of CNNs on real handwritten digits"
 	@echo "make test   lint, types, import contracts, tests"
 	@echo "make bench  compare fused and unfused training (ARGS='--quick' passes arguments on)"
 	@echo "make fuzz   random programs, fused against alone (SECONDS=600 SEED=1 COMPILED=1)"
+	@echo "make ops-sweep  compare every operator of PyTorch's database, and write docs/coverage.md"
 	@echo "make clean  remove .venv and every cache"
 
 demo: $(STAMP)
@@ -30,6 +31,9 @@ bench: $(STAMP)
 SECONDS ?= 600
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(COMPILED),--compiled)
+
+ops-sweep: $(STAMP)
+	$(BIN)/python -m tests.ops_sweep --docs docs/coverage.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

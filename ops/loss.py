@@ -80,6 +80,8 @@ def rows(rank: int, shared: tuple[str, ...] = ()) -> Rule:
         if has_per_member(arguments) or not all(value.shared for value in fixed):
             return loop(site, arguments)
         first = next(v for v in arguments.values() if isinstance(v, Value))
+        if first.rank == 0:
+            return loop(site, arguments)
         operands = {
             name: v.to(STACKED) if isinstance(v, Value) and name not in shared else v for name, v in arguments.items()
         }

@@ -43,9 +43,9 @@ def batch_norm(site: Site, **arguments: Any) -> Call | None:
     """``input [N, C, *S]``; in training the running statistics are written in place."""
     x, mean, training = arguments["input"], arguments["running_mean"], arguments["training"]
     once = x.shared and not has_per_member(arguments)
-    if training and mean is not None and mean.shared:
-        _refuse(site, arguments)
-    if not once and _loops(arguments):
+    if training and _written_by_all(site, arguments):
+        return loop(site, arguments)
+    if (not once and _loops(arguments)) or _half_shared(arguments):
         return loop(site, arguments)
     layout = x.layout
     if once and (training or mean is None or mean.shared):
@@ -161,10 +161,9 @@ def scale(y: Tensor, weight: Maybe, bias: Maybe) -> Tensor:
 
 def instance_norm(site: Site, **arguments: Any) -> Call | None:
     """``input [N, C, *S]``; with ``use_input_stats`` the running statistics, if any, are written in place."""
-    mean = arguments["running_mean"]
-    if arguments["use_input_stats"] and mean is not None and mean.shared:
-        _refuse(site, arguments)
-    if _loops(arguments):
+    if arguments["use_input_stats"] and _written_by_all(site, arguments):
+        return loop(site, arguments)
+    if _loops(arguments) or _half_shared(arguments):
         return loop(site, arguments)
     if _only_input_differs(arguments):
         return _fold(site, arguments)
@@ -259,9 +258,19 @@ def _fold(site: Site, arguments: Mapping[str, Any]) -> Call:
     return Call(folded, (site.target, 1, *args), Layout.STACKED, "folded: shared weights")
 
 
-def _refuse(site: Site, arguments: Mapping[str, Any]) -> None:
+def _half_shared(arguments: Mapping[str, Any]) -> bool:
+    """Whether one of the running statistics is shared and the other is not."""
+    statistics = [v for v in (arguments["running_mean"], arguments["running_var"]) if v is not None]
+    return len({v.shared for v in statistics}) > 1
+
+
+def _written_by_all(site: Site, arguments: Mapping[str, Any]) -> bool:
+    """Whether statistics are written that are not each member's own; refused but for a single member."""
+    statistics = [v for v in (arguments["running_mean"], arguments["running_var"]) if v is not None and v.shared]
+    if not statistics or site.members == 1:
+        return bool(statistics)
     raise FusionError(
-        f"{site.target} is in training mode and its running statistics ({arguments['running_mean'].node}) "
+        f"{site.target} is in training mode and its running statistics ({statistics[0].node}) "
         f"are one tensor for all {site.members} models, which cannot hold the statistics of each; give every "
         "model its own buffers, or put this layer in eval() mode"
     )

@@ -43,6 +43,7 @@ true_divide where zero
 
 # Tagged, but with a rule of their own, several results, random numbers, or several promotions inside.
 _NOT_PLAIN = frozenset({"clone", "equal", "frexp", "ldexp", "rrelu", "masked_fill"})
+_BOUNDED = (aten.clamp.Tensor, aten.clip.Tensor)
 
 
 def _tagged() -> Iterator[OpOverload]:
@@ -128,6 +129,14 @@ def with_casts(
     """``target`` with the marked positional operands cast to ``dtype``."""
     cast = [a.to(dtype) if mark else a for a, mark in zip(args, casts, strict=True)]
     return target(*cast, **kwargs)
+
+
+def clamp(site: Site, *, self: Value, min: Value | None, max: Value | None) -> Call | None:
+    """By tensors; torch 2.13 does not broadcast ``min`` of fewer dims than ``max``."""
+    arguments = {"self": self, "min": min, "max": max}
+    if min is not None and max is not None and min.shared is not max.shared:
+        return loop(site, arguments)
+    return elementwise(site, **arguments)
 
 
 def masked_fill(site: Site, *, self: Value, mask: Value, value: Any) -> Call | None:
@@ -258,6 +267,7 @@ def first_member(x: Any, layout: str, members: int) -> Tensor:
 RULES: RuleTable = {
     **table(_tagged(), elementwise),
     **table(_untagged(), elementwise),
+    **table(_BOUNDED, clamp),
     **table((aten.clone.default, aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout), cast),
     **table(
         (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default),

@@ -343,7 +343,25 @@ def as_strided(
 def strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
     """Stacked ``x`` as each member's contiguous memory read in ``size`` and ``stride`` from ``offset`` on."""
     flat = x.reshape(x.shape[0], -1).contiguous()
-    return flat.as_strided((x.shape[0], *size), (flat.shape[1], *stride), offset)
+    return flat.as_strided((x.shape[0], *size), (flat.shape[1], *stride), flat.storage_offset() + offset)
+
+
+def as_strided_scatter(
+    site: Site, *, self: Value, src: Value, size: Sequence[Any], stride: Sequence[Any], storage_offset: Any = None
+) -> Call | None:
+    """As `as_strided`: the addresses are those of a member's memory."""
+    if not self.example.is_contiguous() or self.example.storage_offset() != 0:
+        strides(site)
+    operands = (self.to(Layout.STACKED), src.to(Layout.STACKED))
+    return Call(scattered, (*operands, list(size), list(stride), storage_offset or 0), Layout.STACKED, "stacked")
+
+
+def scattered(x: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """Stacked ``x`` with ``src [B, *size]`` where `strided` would read it."""
+    flat = x.reshape(x.shape[0], -1)
+    places = torch.arange(flat.shape[1], device=x.device).as_strided(size, stride, offset).reshape(1, -1)
+    put = flat.scatter(1, places.expand(x.shape[0], -1), src.reshape(x.shape[0], -1))
+    return put.view(x.shape)
 
 
 _SPLITS = (
@@ -394,6 +412,7 @@ RULES: RuleTable = {
     aten.sym_size.int: size,
     aten.sym_numel.default: like,
     aten.as_strided.default: as_strided,
+    aten.as_strided_scatter.default: as_strided_scatter,
     **table((aten.sym_stride.int, aten.sym_storage_offset.default), strides),
     **table((aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default), like),
 }

@@ -27,6 +27,7 @@ from hfusion.ops.rule import (
     Value,
     has_per_member,
     is_random,
+    loop,
     values,
 )
 from hfusion.passes.functional import RUNNING_STATISTICS
@@ -53,11 +54,22 @@ def candidates(node: fx.Node, env: Mapping[fx.Node, Result], members: int, rules
     if not batched and not is_random(target, arguments) and not _writes_shared(target, arguments):
         return (Call(target, args, Layout.SHARED, "shared", kwargs),)
     site = Site(target, members, node.meta.get("val"))
+    if _empty(site, arguments):
+        return (loop(site, arguments),)
     rule = rules.get(target)
     answer = rule(site, **arguments) if rule is not None else None
     if answer is None:
         return (generic(site, arguments),)
     return answer if isinstance(answer, tuple) else (answer,)
+
+
+def _empty(site: Site, arguments: Mapping[str, Any]) -> bool:
+    """Whether an operand has no elements: nothing to compute, and a trap for sizes that are inferred."""
+    target = site.target
+    writes = target._schema.is_mutable or target in RUNNING_STATISTICS
+    if writes or target.namespace != "aten" or is_random(target, arguments) or not holds(site.example, torch.Tensor):
+        return False
+    return any(isinstance(size, int) and size == 0 for v in values(arguments) for size in v.shape)
 
 
 def result(new: fx.Node, layout: Layout, example: Any) -> Result:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -251,7 +252,8 @@ def _infer(target: Any, args: Any, kwargs: Any) -> Any:
     fakes = [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, FakeTensor)]
     if not fakes:
         return target(*values[0], **values[1])
-    with fakes[0].fake_mode:
+    # Sizes that vary need the operators' Python forms.
+    with enable_python_dispatcher(), fakes[0].fake_mode:
         return target(*values[0], **values[1])
 
 

@@ -9,6 +9,10 @@ from tests.oracle import Case, check, t
 aten = torch.ops.aten
 
 CASES = [
+    # Without elements, no size can be inferred.
+    Case(aten.matmul.default, (t(5, 2, 0), t(0, 3)), members=(1, 3)),
+    Case(aten.matmul.default, (t(2, 0, 3), t(3, 4)), members=(2,)),
+    Case(aten.linear.default, (t(2, 0, 4), t(5, 4), t(5)), members=(2,)),
     Case(aten.linear.default, (t(3, 4), t(5, 4), t(5))),
     Case(aten.linear.default, (t(3, 4), t(5, 4))),
     Case(aten.linear.default, (t(4), t(5, 4), t(5))),

@@ -31,6 +31,8 @@ CASES = [
         for r in REDUCTIONS
         for case in (
             Case(aten.cross_entropy_loss.default, (t(5, 4), labels(5), None, r)),
+            Case(aten.multi_margin_loss.default, (t(), t(kind="integers", high=1), 1, 1, None, r), members=FEW),
+            Case(aten.multilabel_margin_loss.default, (t(), t(kind="integers", high=1), r), members=FEW),
             Case(aten.cross_entropy_loss.default, (t(5, 4), labels(5), None, r, 2), members=FEW),
             Case(aten.cross_entropy_loss.default, (t(5, 4), labels(5), None, r, 2, 0.1), members=FEW),
             Case(aten.cross_entropy_loss.default, (t(5, 20), labels(5, high=20), None, r, 2), members=FEW),

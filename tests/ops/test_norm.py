@@ -15,7 +15,11 @@ from tests.oracle import Case, check, member_graph, t
 
 aten = torch.ops.aten
 
+STATISTICS = (t(3, grad=False), t(3, kind="positive", grad=False))
+
 CASES = [
+    Case(aten.batch_norm.default, (t(4, 3, 2, 3), t(3), None, *STATISTICS, False, 0.1, 1e-5, False), members=(1, 3)),
+    Case(aten.instance_norm.default, (t(4, 3, 5), None, t(3), *STATISTICS, False, 0.1, 1e-5, False), members=(3,)),
     Case(aten.batch_norm.default, (t(4, 3, 2, 3), t(3), t(3), None, None, True, 0.1, 1e-5, False)),
     Case(aten.batch_norm.default, (t(4, 3, 5), None, t(3), None, None, True, 0.1, 1e-5, False)),
     Case(aten.batch_norm.default, (t(4, 3), t(3), None, None, None, True, 0.1, 1e-3, False)),

@@ -61,6 +61,8 @@ CASES = [
     *(Case(op(name), (UNIT,), members=(2,)) for name in IN_UNIT.split()),
     *(Case(op(name), (t(2, 3), t(3))) for name in BINARY.split()),
     *(Case(aten.mul.Tensor, (X, y)) for y in PARTNERS),
+    Case(aten.clamp.Tensor, (X, X, X), members=(1, 3)),
+    Case(aten.clamp.Tensor, (X, t(4), None), members=(3,)),
     *(Case(aten.sub.Tensor, (y, X), {"alpha": 2}) for y in PARTNERS),
     *(Case(op(name), (INTS, 3 if name.endswith("Scalar") else INTS), members=(2,)) for name in INTEGERS.split()),
     Case(aten.bitwise_not.default, (INTS,)),

@@ -1,0 +1,92 @@
+"""What a sweep found, in words: docs/coverage.md."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from tests.ops_sweep.verdicts import Finding, Verdict
+
+NAMES = {
+    Verdict.RIGHT: "right",
+    Verdict.LOOPED: "right, in a loop over members",
+    Verdict.REFUSED: "refused",
+    Verdict.ERROR: "error",
+    Verdict.WRONG: "wrong",
+    Verdict.NONE: "nothing to compare",
+}
+
+INTRODUCTION = """# Coverage of PyTorch's operators
+
+Written by `make ops-sweep`, with torch {version}: {operators} of PyTorch's operator database
+(`torch.testing._internal.common_methods_invocations.op_db`), each called by a small module with up to {samples} of the
+database's samples. A pair is an operator and a pattern: one or three members, and which tensor arguments are stacked:
+none, each alone, all. The array must give the outputs and gradients of the members alone, in float64 (relative 1e-9),
+or refuse in words. Of several samples the worst counts.
+
+{table}
+
+{share:.1%} of the pairs of functions on float64 that can be compared are right.
+"""
+
+REASONS = {
+    Verdict.WRONG: "Wrong",
+    Verdict.ERROR: "Errors that are not told in words",
+    Verdict.REFUSED: "Refused",
+    Verdict.LOOPED: "Right, but with operators that run in a loop over members",
+    Verdict.NONE: "Nothing to compare",
+}
+
+
+def worst(findings: Iterable[Finding]) -> list[Finding]:
+    """Of every pair the worst finding, in the order of the first."""
+    pairs: dict[tuple[str, int, str], Finding] = {}
+    for found in findings:
+        key = (found.operator, found.pattern.members, found.pattern.label)
+        if key not in pairs or found.verdict > pairs[key].verdict:
+            pairs[key] = found
+    return list(pairs.values())
+
+
+def document(findings: Iterable[Finding], samples: int) -> str:
+    """The whole of docs/coverage.md."""
+    pairs = worst(findings)
+    plain = Counter(found.verdict for found in pairs if found.group == "function, float64")
+    compared = sum(plain.values()) - plain[Verdict.NONE]
+    told = INTRODUCTION.format(
+        version=torch.__version__.partition("+")[0],
+        operators=len({found.operator for found in pairs}),
+        samples=samples,
+        table=table(pairs),
+        share=(plain[Verdict.RIGHT] + plain[Verdict.LOOPED]) / max(compared, 1),
+    )
+    parts = [f"\n## {title}\n\n{reasons(pairs, verdict)}" for verdict, title in REASONS.items()]
+    return told + "".join(parts)
+
+
+def table(pairs: Sequence[Finding]) -> str:
+    """How many pairs got which verdict, by kind of call."""
+    groups = list(dict.fromkeys(sorted(found.group for found in pairs)))
+    counts = Counter((found.group, found.verdict) for found in pairs)
+    lines = [f"| pairs | {' | '.join(groups)} |", f"|---|{'---:|' * len(groups)}"]
+    for verdict, name in NAMES.items():
+        lines.append(f"| {name} | {' | '.join(str(counts[group, verdict]) for group in groups)} |")
+    return "\n".join(lines)
+
+
+def reasons(pairs: Sequence[Finding], verdict: Verdict) -> str:
+    """One line per reason, with the operators and patterns that it concerns."""
+    lines: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for found in pairs:
+        if found.verdict is verdict:
+            lines[found.reason][found.operator].append(str(found.pattern))
+    if not lines:
+        return "None.\n"
+    return "".join(f"- {reason}: {_operators(where)}\n" for reason, where in sorted(lines.items()))
+
+
+def _operators(where: dict[str, list[str]]) -> str:
+    """Operators, with their patterns where these are few."""
+    return ", ".join(f"{name} ({'; '.join(p)})" if len(p) <= 2 else name for name, p in sorted(where.items()))
