@@ -145,7 +145,7 @@ class Compiled:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         names = {n: slot.name for n, slot in zip(placeholders, self.program.slots, strict=True)}
         found = {names[node] for call in self.graph.nodes for node in written_inputs(call) if node in names}
-        own = {f"{call.path}.{key}".strip(".") for call in self.opaque for key in call.keys}
+        own = {f"{call.place}.{key}".strip(".") for call in self.opaque for key in call.changing}
         return frozenset(found | own)
 
 

@@ -137,12 +137,17 @@ def _keep_old_values(graph: fx.Graph, writable: frozenset[str]) -> None:
             if one is writes[0]:
                 break
         if any(user in gradients or user in passed or user.op == "output" for user in readers):
-            with graph.inserting_after(node):
-                old = graph.call_function(aten.clone.default, (node,))
-            old.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(old, lambda user: user is not old and user not in writes)
-            for write in writes:
-                write.update_arg(0, node)
+            _read_copy(graph, node, writes)
+
+
+def _read_copy(graph: fx.Graph, buffer: fx.Node, writes: list[fx.Node]) -> None:
+    """Let all but ``writes`` use a copy of ``buffer``."""
+    with graph.inserting_after(buffer):
+        old = graph.call_function(aten.clone.default, (buffer,))
+    old.meta["val"] = buffer.meta["val"]
+    buffer.replace_all_uses_with(old, lambda user: user is not old and user not in writes)
+    for write in writes:
+        write.update_arg(0, buffer)
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
