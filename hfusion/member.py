@@ -47,7 +47,8 @@ def live_rows(stack: Tensor, rows: int | slice | None) -> Tensor:
     if rows is not None:
         view = view[rows]
         if view.is_contiguous() and view.numel() > 0 and type(view) is Tensor and view.device.type in _DEVICES:
-            view.data = dlpack.from_dlpack(view)
+            with torch.inference_mode(False):
+                view.data = dlpack.from_dlpack(view)
     return nn.Parameter(view, requires_grad=stack.requires_grad) if isinstance(stack, nn.Parameter) else view
 
 

@@ -17,6 +17,7 @@ from hfusion.array import Membership, mark
 from hfusion.compare import Comparison, modeless_fingerprint, tensors
 from hfusion.compile import Arguments, Compiled, Compiler, Subject, bind
 from hfusion.errors import FusionError
+from hfusion.exported import exported
 from hfusion.inline import finder, inline
 from hfusion.member import live_rows, materialize, skeleton
 from hfusion.modes import Change, Left, Switch, own_modes
@@ -116,6 +117,8 @@ class FusedModule(Tree):
         """
         if torch.compiler.is_dynamo_compiling():
             return inline(self, self._found, self._pattern(), args, kwargs)
+        if torch.compiler.is_exporting():
+            return exported(self, self._exportable, args, kwargs)
         arguments = Arguments.of(args, kwargs)
         compiled = self._ready(arguments)
         bound = self._bound.get(id(compiled))
@@ -148,6 +151,12 @@ class FusedModule(Tree):
                 "its own, by copy.deepcopy"
             )
         return compiled
+
+    def _exportable(self, arguments: Arguments) -> Compiled:
+        """A program without loops over members' own code; a new one is not kept, as an export hides the tensors."""
+        compiler = Compiler(replace(self._compiler.subject, loops=False))
+        pattern = self._pattern()
+        return self._compiler.find(pattern, arguments) or compiler.make(pattern, arguments)
 
     def _pattern(self) -> tuple[int, ...]:
         """What programs hang on besides arguments: train and eval modes, and which `State` the members are in."""

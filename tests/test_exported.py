@@ -1,0 +1,104 @@
+"""`torch.export` of an array, with a batch size that may vary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfusion as hf
+from tests.alone import net, normal
+
+
+class Table(nn.Module):
+    """Holds a tensor that is no buffer, and gives a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scales = nn.Linear(4, 3).double(), torch.arange(3.0).double()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"scaled": self.fc(x) * self.scales, "sizes": torch.ones(x.shape[0])}
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(4, 4, batch_first=True).double(), nn.Linear(4, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, _ = self.rnn(x)
+        return self.out(h[:, -1])
+
+
+class Island(nn.Module):
+    """A branch on values, which runs member by member."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)).double()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (mlp, (4,)),
+    "cnn": (cnn, (2, 4, 4)),
+    "lstm": (Last, (5, 4)),
+    "transformer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).double(), (5, 4)),
+    "constants and nests": (Table, (4,)),
+}
+
+
+def export(array: hf.FusedModule, *args: Any, strict: bool = False) -> Callable[..., Any]:
+    shapes = {"args": tuple({0: torch.export.Dim("batch")} for _ in args)}
+    made: Callable[..., Any] = torch.export.export(array, args, dynamic_shapes=shapes, strict=strict).module()
+    return made
+
+
+@pytest.mark.parametrize(("name", "called"), [*((name, False) for name in CASES), ("mlp", True)])
+def test_export_with_a_dynamic_batch(name: str, called: bool) -> None:
+    make, shape = CASES[name]
+    array = hf.fuse([make().eval() for _ in range(3)])
+    if called:
+        array(normal(3, *shape))
+    program = export(array, normal(7, *shape))
+    for samples in (2, 7, 9):
+        x = normal(samples, *shape)
+        torch.testing.assert_close(program(x), array(x), rtol=1e-9, atol=1e-11)
+
+
+def test_what_the_program_takes_for_granted_of_sizes_is_kept() -> None:
+    make = net(lambda self, x: self.fc(x) if x.shape[0] < 10 else x)
+    array = hf.fuse([make().eval(), make().eval()])
+    shapes = {"args": ({0: torch.export.Dim.AUTO},)}
+    program = torch.export.export(array, (normal(7, 4),), dynamic_shapes=shapes).module()
+    x = normal(9, 4)
+    torch.testing.assert_close(program(x), array(x))
+    with pytest.raises(AssertionError, match="Guard failed"):
+        program(normal(10, 4))
+
+
+def test_an_array_works_after_its_export() -> None:
+    array = hf.fuse([mlp() for _ in range(2)])
+    export(array.eval(), normal(7, 4))
+    array.train()
+    y = array(normal(5, 4))
+    y.sum().backward()
+    assert "self-check passed" in str(array.report())
+
+
+def test_export_of_what_runs_member_by_member_is_refused_in_words() -> None:
+    array = hf.fuse([nn.Sequential(nn.Linear(4, 4).double(), Island()) for _ in range(2)]).eval()
+    for words in (r"torch.export cannot take what runs member by member: ", r"torch.export cannot take 1, which runs"):
+        with pytest.raises(hf.FusionError, match=words):
+            export(array, normal(7, 4))
+        array(normal(7, 4))
