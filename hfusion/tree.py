@@ -51,6 +51,20 @@ class Tree(nn.Module):
             )
         super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if any(name in table for table in (self._parameters, self._buffers, self._modules)):
+            raise FusionError(
+                f"{name} of a fused {self._original} cannot be deleted or reparametrized, as what it computes was "
+                "captured; do so on the models of unfuse(), and fuse them again"
+            )
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of nn.Module, where there is such a parameter. Raises FusionError for another one."""
+        if name not in self._parameters:
+            raise _added(name, self)
+        super().register_parameter(name, param)
+
     def get_submodule(self, target: str) -> nn.Module:
         """As of nn.Module, also where a submodule has the name of a method."""
         found: nn.Module = self
@@ -100,6 +114,19 @@ class Branch(Tree):
             f"a fused {self._original} cannot be called by itself; call the whole fused module, or a member's: fused[i]"
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module) and name not in self._modules:
+            raise _added(name, self)
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        raise _added(name, self)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        if name not in self._buffers:
+            raise _added(name, self)
+        super().register_buffer(name, tensor, persistent)
+
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
         raise FusionError(
             f"hooks on the {self._original} inside a fused module never run; register them on the fused module itself"
@@ -109,6 +136,13 @@ class Branch(Tree):
     register_full_backward_hook = register_forward_hook
     register_full_backward_pre_hook = register_forward_hook
     register_backward_hook = register_forward_hook
+
+
+def _added(name: str, tree: Tree) -> FusionError:
+    return FusionError(
+        f"{name}, added to a fused {tree._original}, would have no effect on what it computes; add it to the models of "
+        "unfuse(), and fuse them again"
+    )
 
 
 def fixed_attributes(module: nn.Module) -> frozenset[str]:

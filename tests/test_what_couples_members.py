@@ -1,0 +1,157 @@
+"""The rows of docs/what-couples-members.md that are not about optimizers: these are in tests/optim."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, parametrizations, prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import hfusion as hf
+
+MEMBERS = 3
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm, self.out = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.norm(self.fc(x)).relu())
+        return y
+
+
+def pair() -> tuple[hf.FusedModule, list[nn.Module]]:
+    models = [Normed().double() for _ in range(MEMBERS)]
+    return hf.fuse(copy.deepcopy(models)), list(models)
+
+
+def inputs(count: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(count):
+        yield torch.randn(6, 3, generator=generator, dtype=torch.float64)
+
+
+def backward(fused: hf.FusedModule, models: list[nn.Module], x: Tensor) -> None:
+    for model in (fused, *models):
+        model.zero_grad()
+    fused(x).square().flatten(1).mean(1).sum().backward()
+    for model in models:
+        model(x).square().mean().backward()
+
+
+def assert_equal(fused: nn.Module, models: list[Any], of: Callable[[nn.Module], Any] = nn.Module.state_dict) -> None:
+    for key, stack in of(fused).items():
+        rows = torch.stack([of(model)[key] for model in models])
+        torch.testing.assert_close(stack, rows if stack.dim() == rows.dim() else rows[0], rtol=1e-9, atol=1e-12)
+
+
+def test_update_bn_member_by_member() -> None:
+    fused, models = pair()
+    before = copy.deepcopy(fused.state_dict())
+    update_bn(inputs(3), fused)
+    assert all(torch.equal(value, before[key]) for key, value in fused.state_dict().items())
+    for member, model in zip(fused, models, strict=True):
+        update_bn(inputs(3), member)
+        update_bn(inputs(3), model)
+    assert_equal(fused, models)
+    assert fused.get_buffer("norm.num_batches_tracked").tolist() == [3] * MEMBERS
+
+
+@pytest.mark.parametrize("options", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True}])
+def test_averages(options: dict[str, Any]) -> None:
+    fused, models = pair()
+    optimizers = [hf.optim.SGD(fused.parameters(), lr=0.1)]
+    optimizers += [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]  # type: ignore[list-item]
+    averages = [AveragedModel(model, **options) for model in (fused, *models)]
+    for x in inputs(3):
+        backward(fused, models, x)
+        for optimizer, average, model in zip(optimizers, averages, (fused, *models), strict=True):
+            optimizer.step()
+            average.update_parameters(model)
+    assert_equal(averages[0], averages[1:])
+    with torch.no_grad():
+        (x,) = inputs(1)
+        outputs = torch.stack([average.eval()(x) for average in averages[1:]])
+        torch.testing.assert_close(averages[0].eval()(x), outputs, rtol=1e-9, atol=1e-12)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {key: param.grad for key, param in model.named_parameters()}
+
+
+def test_clipping() -> None:
+    fused, models = pair()
+    (x,) = inputs(1)
+    backward(fused, models, x)
+    clip_grad_value_(fused.parameters(), 0.05)
+    for model in models:
+        clip_grad_value_(model.parameters(), 0.05)
+    assert_equal(fused, models, gradients)
+    norms = hf.optim.clip_grad_norm_(fused.parameters(), 0.01)
+    alone = torch.stack([clip_grad_norm_(model.parameters(), 0.01) for model in models])
+    torch.testing.assert_close(norms, alone)
+    assert_equal(fused, models, gradients)
+    assert clip_grad_norm_(fused.parameters(), 10.0).dim() == 0
+
+
+def test_vectors_and_penalties() -> None:
+    fused, models = pair()
+    assert parameters_to_vector(fused.parameters()).shape == (MEMBERS * 34,)
+    for member, model in zip(fused, models, strict=True):
+        assert torch.equal(parameters_to_vector(member.parameters()), parameters_to_vector(model.parameters()))
+    for model in (fused, *models):
+        torch.stack([param.square().sum() for param in model.parameters()]).sum().backward()
+    assert_equal(fused, models, gradients)
+
+
+def test_initialisation_member_by_member() -> None:
+    fused, models = pair()
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.kaiming_uniform_(module.weight)
+            nn.init.zeros_(module.bias)
+
+    before = fused.get_parameter("fc.weight").detach().clone()
+    fused.apply(init)
+    assert torch.equal(fused.get_parameter("fc.weight"), before)
+    for group in (fused, models):
+        torch.manual_seed(7)
+        for model in group:
+            model.apply(init)
+    assert_equal(fused, models)
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "weight norm": parametrizations.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+    "pruning": lambda module: prune.l1_unstructured(module, "weight", amount=0.5),
+    "a submodule": lambda module: module.add_module("more", nn.ReLU()),
+    "an attribute": lambda module: setattr(module, "more", nn.ReLU()),
+    "a parameter": lambda module: module.register_parameter("more", nn.Parameter(torch.ones(2))),
+    "a buffer": lambda module: module.register_buffer("more", torch.ones(2)),
+    "a deletion": lambda module: delattr(module, "weight"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_would_change_a_captured_module_is_refused(change: Callable[[nn.Module], Any]) -> None:
+    fused, models = pair()
+    with pytest.raises(hf.FusionError, match=r"fused Linear.*fuse them again"):
+        change(fused.get_submodule("fc"))
+    (x,) = inputs(1)
+    torch.testing.assert_close(fused(x), torch.stack([model(x) for model in models]))
+
+
+def test_a_parameter_may_be_given_anew() -> None:
+    fused, _ = pair()
+    fc = fused.get_submodule("fc")
+    fc.weight = nn.Parameter(torch.zeros_like(fc.get_parameter("weight")))
+    assert not fused.get_parameter("fc.weight").any()
