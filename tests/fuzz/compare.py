@@ -365,7 +365,8 @@ def _note(seen: Seen, out: Any) -> None:
     for k, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             seen.values[f"output {k}"] = leaf.detach().clone()
-            seen.plain[f"output {k} requires grad"] = leaf.requires_grad
+            # Not requires_grad, which a view taken in torch.no_grad inherits without a way back.
+            seen.plain[f"output {k} has a gradient"] = leaf.grad_fn is not None
         else:
             seen.plain[f"output {k}"] = leaf
 

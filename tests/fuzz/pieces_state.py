@@ -74,7 +74,7 @@ STATE = (
     piece(
         "buffer in part",
         "vec->vec",
-        "{s}[:3] = {0}.detach()[0, 3:]\n{o} = {0} * {s}\n{s}[4].add_(1.0)",
+        "{s}[:3] = {0}.detach()[0, 3:]\n{o} = {0} * {s}.clone()\n{s}[4].add_(1.0)",
         init=_BUFFER,
         f="zeros",
     ),

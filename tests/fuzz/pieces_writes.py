@@ -49,11 +49,8 @@ _OF_VEC = (
     "{0}[:, ::2].mul_(0.5)",
     "{0}.t()[0].mul_(0.5)",
     "{0}.t().add_(0.1)",
-    "{0}.chunk(2, 1)[0].neg_()",
-    "{0}.split([2, 4], 1)[1].add_(0.5)",
     "{0}.view(-1)[::2].mul_(0.1)",
     "{0}.view(-1, 2, 3)[:, 0].sin_()",
-    "{0}.unbind(1)[1].zero_()",
     "{0}.diagonal().add_(1.0)",
     "{0}[:, None].squeeze(1).add_(0.2)",
     "{0}.select(1, 2).fill_(0.4)",
@@ -117,7 +114,12 @@ _TWO = {
 
 WRITES = (
     *(piece(f"write {code}", "vec->", code, writes=True) for code in _OF_VEC),
-    *(piece(f"write {kinds} {code}", kinds, code, writes=True) for kinds, codes in _TWO.items() for code in codes),
+    # The other operand as a copy: what overlaps what is written has no defined value.
+    *(
+        piece(f"write {kinds} {code}", kinds, code.replace("{1}", "{1}.clone()"), writes=True)
+        for kinds, codes in _TWO.items()
+        for code in codes
+    ),
     *(
         piece(f"write {kind} {code}", f"{kind}->", code, writes=True)
         for kind, codes in {
@@ -136,7 +138,7 @@ WRITES = (
                 "{0}.flatten(2)[:, :, :4].sin_()",
                 "F.hardtanh_({0})",
             ),
-            "sig": ("{0}.chunk(2, 1)[1].add_(0.5)", "{0}.tanh_()", "{0}.permute(2, 0, 1)[3].fill_(0.2)"),
+            "sig": ("{0}.tanh_()", "{0}.permute(2, 0, 1)[3].fill_(0.2)"),
             "mat": ("{0}.diagonal(dim1=1, dim2=2).add_(1.0)", "{0}.tril_()", "{0}.mT.mul_(0.5)"),
         }.items()
         for code in codes
