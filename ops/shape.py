@@ -346,22 +346,9 @@ def strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) 
     return flat.as_strided((x.shape[0], *size), (flat.shape[1], *stride), flat.storage_offset() + offset)
 
 
-def as_strided_scatter(
-    site: Site, *, self: Value, src: Value, size: Sequence[Any], stride: Sequence[Any], storage_offset: Any = None
-) -> Call | None:
-    """As `as_strided`: the addresses are those of a member's memory."""
-    if not self.example.is_contiguous() or self.example.storage_offset() != 0:
-        strides(site)
-    operands = (self.to(Layout.STACKED), src.to(Layout.STACKED))
-    return Call(scattered, (*operands, list(size), list(stride), storage_offset or 0), Layout.STACKED, "stacked")
-
-
-def scattered(x: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """Stacked ``x`` with ``src [B, *size]`` where `strided` would read it."""
-    flat = x.reshape(x.shape[0], -1)
-    places = torch.arange(flat.shape[1], device=x.device).as_strided(size, stride, offset).reshape(1, -1)
-    put = flat.scatter(1, places.expand(x.shape[0], -1), src.reshape(x.shape[0], -1))
-    return put.view(x.shape)
+def as_strided_scatter(site: Site, **arguments: Any) -> Call | None:
+    """Refused: torch's derivative of it reads memory of the gradient that a row of a stack does not begin (2.13)."""
+    raise FusionError(f"{site.target}: forward writes at addresses of a tensor's memory; write by index or by slices")
 
 
 _SPLITS = (

@@ -116,5 +116,7 @@ def _output(emitter: Emitter, node: fx.Node, env: dict[fx.Node, Result]) -> None
     results = []
     for item in node.args[0]:  # type: ignore[union-attr]
         bound = bind(item, env)
+        if isinstance(bound, Value) and bound.example.layout is not torch.strided:
+            raise FusionError(f"forward returns a tensor of layout {bound.example.layout}, which cannot be stacked")
         results.append(bound.to(Layout.STACKED) if isinstance(bound, Value) else bound)
     emitter.graph.output(tuple(emitter.lower(results)))

@@ -54,6 +54,7 @@ def candidates(node: fx.Node, env: Mapping[fx.Node, Result], members: int, rules
     if not batched and not is_random(target, arguments) and not _writes_shared(target, arguments):
         return (Call(target, args, Layout.SHARED, "shared", kwargs),)
     site = Site(target, members, node.meta.get("val"))
+    _check_strided(site)
     if _empty(site, arguments):
         return (loop(site, arguments),)
     rule = rules.get(target)
@@ -61,6 +62,16 @@ def candidates(node: fx.Node, env: Mapping[fx.Node, Result], members: int, rules
     if answer is None:
         return (generic(site, arguments),)
     return answer if isinstance(answer, tuple) else (answer,)
+
+
+def _check_strided(site: Site) -> None:
+    """Refuse a result per member that is sparse or nested, which no stack can hold."""
+    found = next((x for x in leaves(site.example, torch.Tensor) if x.layout is not torch.strided), None)
+    if found is not None:
+        raise FusionError(
+            f"{site.target} gives a tensor of layout {found.layout}, which differs between members and cannot be "
+            "stacked; work on dense tensors"
+        )
 
 
 def _empty(site: Site, arguments: Mapping[str, Any]) -> bool:

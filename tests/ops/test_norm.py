@@ -135,6 +135,14 @@ def test_one_set_of_statistics_cannot_serve_momenta_that_differ() -> None:
         run(aten.batch_norm.default, (5, 4), (Layout.SHARED, Layout.STACKED, Layout.SHARED), True, scalars)
 
 
+@pytest.mark.parametrize("layouts", [(Layout.STACKED, Layout.SHARED), (Layout.SHARED, Layout.STACKED)], ids=str)
+def test_one_of_two_statistics_cannot_be_shared(layouts: tuple[Layout, Layout]) -> None:
+    case = Case(aten.batch_norm.default, (t(5, 4), None, None, t(4), t(4), True, 0.1, 1e-5, False))
+    graph = member_graph(case, [torch.zeros(5, 4), torch.zeros(4), torch.ones(4)])
+    with pytest.raises(FusionError, match="give every model its own buffers"):
+        batch(graph, [Layout.STACKED, *layouts], 2)
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_batch_norm_in_every_order_of_memory(order: tuple[int, ...]) -> None:
     x = torch.randn(3, 4, 5, 6, dtype=torch.float64)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 
 from hfusion.capture import capture
+from hfusion.errors import FusionError
 from hfusion.layout import Layout
 from hfusion.passes.batch import batch
 from hfusion.program import Kind
@@ -72,3 +74,13 @@ def test_shared_outputs_are_stacked() -> None:
 
     (output,) = batched(Same(), torch.zeros(2, 4), own=False)(torch.zeros(2, 4))
     assert output.shape == (3, 2, 4)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_sparse_results_are_refused(own: bool) -> None:
+    class Sparse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to_sparse()
+
+    with pytest.raises(FusionError, match="layout torch.sparse_coo"):
+        batched(Sparse(), torch.eye(3), own)

@@ -198,3 +198,14 @@ def transpose_under_a_view(h: Tensor) -> None:
 def test_writes_that_cannot_be_undone_are_refused(write: Callable[[Tensor], Any], message: str) -> None:
     with pytest.raises(FusionError, match=message):
         capture(Writing(write), (torch.randn(3, 4),), {})
+
+
+@pytest.mark.parametrize("name", ["addcdiv_", "addcmul_"])
+def test_writes_broadcast_where_sizes_vary(name: str) -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Any:
+            return getattr(x.clone(), name)(a, b, value=2)
+
+    given = tuple(torch.rand(*shape, dtype=torch.float64) + 1 for shape in ((5, 5), (5, 1), (1, 5)))
+    (got,) = fx.GraphModule(nn.Module(), capture(Net(), given, {}).graph)(*given)
+    assert torch.equal(got, Net()(*given))
