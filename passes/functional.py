@@ -237,7 +237,8 @@ def _handed_on(call: fx.Node, result: fx.Node) -> fx.Node | None:
 
 
 def _same_storage(a: Any, b: Any) -> bool:
-    both = isinstance(a, Tensor) and isinstance(b, Tensor)
+    # A sparse tensor has several storages, and is no view.
+    both = all(isinstance(x, Tensor) and x.layout is torch.strided for x in (a, b))
     return both and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 

@@ -231,7 +231,7 @@ def _compare(case: Case, operands: Operands, outputs: Any, alone: Alone, members
             if any(x is not None and x.any() for x in (a, b)):
                 raise Differs(f"gradient {k}: only {'the array' if b is None else 'the members'} have one")
             continue
-        _check(case, a, b, f"gradient {k}", coarsest)
+        _check(case, a, b, f"gradient {k}", max(coarsest, _relative(b)))
 
 
 def _relative(value: Any) -> float:
