@@ -21,8 +21,9 @@ from hfusion.passes.shard import Sharding, sharding
 from hfusion.per_model import PerModel
 from hfusion.plan import Plan, TaskPlan
 from hfusion.program import Program
-from hfusion.reading import reading
+from hfusion.reading import generators, reading
 from hfusion.runtime.training import Recipe
+from hfusion.sharing import check_loaders, check_tensors
 from hfusion.source import Evaluated, Minibatch, Stream, Trained
 from hfusion.task import Task, length, optimizer_of, shapes
 
@@ -92,15 +93,12 @@ def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tu
         PlanError: names that repeat, a task that fits in no way, a loader that cannot be used.
         FusionError: models that cannot be captured.
     """
-    if not tasks:
-        raise PlanError("there is no task: give at least one hf.Task")
-    for index, task in enumerate(tasks):
-        if any(task.name == other.name for other in tasks[:index]):
-            raise PlanError(f"two tasks are named {task.name!r}: give each its own name")
+    check_tensors(tasks)
     rates = machine.calibrate()
     largest = max(machine.devices, key=lambda device: device.memory)
     room = Room(largest.memory, rates[largest.name], keep)
     found = [one for task in tasks for one in _arrays(task, room)]
+    check_loaders([(one.plan.name, (one.task.loader, one.task.eval_loader)) for one in found])
     loads = [rate.load for rate in rates.values()]
     evicts = [rate.evict for rate in rates.values()]
     budgets = {device.name: device.memory for device in machine.devices}
@@ -109,6 +107,14 @@ def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tu
 
 def _arrays(task: Task, room: Room) -> list[Arrangement]:
     """The arrays of one task; several where shapes differ, or where all members at once are too many."""
+    try:
+        return _made(task, room)
+    except Exception as error:
+        error.add_note(f"in the task {task.name!r}")
+        raise
+
+
+def _made(task: Task, room: Room) -> list[Arrangement]:
     first = _first(task)
     if isinstance(task.models, FusedModule):
         return [_arranged(task, task.models, range(len(task.models)), first, room, task.name)]
@@ -246,10 +252,7 @@ def _begin(task: Task, role: str, loader: Iterable[Any]) -> Any:
 @contextmanager
 def _undrawn(loader: Iterable[Any] | None) -> Iterator[None]:
     """The generators that a DataLoader and its samplers draw from are afterwards as before."""
-    batches = getattr(loader, "batch_sampler", None)
-    parts = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    found = [getattr(part, "generator", None) for part in parts]
-    states = [(each, each.get_state()) for each in found if isinstance(each, torch.Generator)]
+    states = [(each, each.get_state()) for each in generators(loader)]
     try:
         yield
     finally:

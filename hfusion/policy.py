@@ -155,12 +155,13 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-DEFAULT = "sharded-lrtf"
+# Of `hfusion.simulate` and `hfusion.train`.
+DEFAULT = "patient-lrtf"
 POLICIES: dict[str, Policy] = {
     policy.name: policy
     for policy in (
-        Policy(DEFAULT, "longest remaining time first (Hydra, arXiv:2110.08633)", _longest, best),
-        Policy("patient-lrtf", "the same, but a task is only interrupted when it must be", _longest, patient, True),
+        Policy("sharded-lrtf", "longest remaining time first (Hydra, arXiv:2110.08633)", _longest, best),
+        Policy(DEFAULT, "the same, but a task is only interrupted when it must be", _longest, patient, True),
         Policy("fifo", "in the order of the plan", _position, best),
         Policy("round-robin", "the task that has waited longest", _since, best),
         random(0),

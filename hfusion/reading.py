@@ -1,15 +1,27 @@
-"""Reading a loader so that whatever it started for that ends with it."""
+"""Reading a loader so that whatever it started for that ends with it, and nobody waits for one that never answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, Generic, TypeAlias, TypeVar
 
+import torch
+from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+T = TypeVar("T")
 
 # A thread that feeds a process which died with its queue full is never done.
 _PATIENCE = 5.0
+# Seconds that a reader has to end once it was stopped, and once more when the processes that it waits for are gone.
+_GRACE = 1.5
+_GLANCE = 0.1
 
 
 @contextmanager
@@ -17,15 +29,162 @@ def reading(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
     """What the loader gives; afterwards the processes and threads that read for it have ended.
 
     A DataLoader by itself ends its workers when nobody holds its iterator any longer, which an error's traceback may,
-    and does not await the threads that send to them. With ``persistent_workers`` they stay, as the user asked.
+    and does not await the threads that send to them. With ``persistent_workers`` they stay, as the user asked. At
+    Ctrl-C they are not asked.
     """
     iterator = iter(loader)
     try:
         yield iterator
+    except KeyboardInterrupt:
+        end_workers(iterator)
+        raise
     finally:
-        if isinstance(iterator, _MultiProcessingDataLoaderIter) and not iterator._persistent_workers:
-            iterator._shutdown_workers()
-            for queue in iterator._index_queues:
-                feeder = getattr(queue, "_thread", None)
-                if feeder is not None:
-                    feeder.join(_PATIENCE)
+        if isinstance(iterator, _MultiProcessingDataLoaderIter):
+            _shut_down(loader, iterator)
+
+
+def _shut_down(loader: Any, iterator: _MultiProcessingDataLoaderIter) -> None:
+    alive = all(worker.is_alive() for worker in iterator._workers)
+    if iterator._persistent_workers and alive:
+        return
+    iterator._shutdown_workers()
+    for queue in iterator._index_queues:
+        feeder = getattr(queue, "_thread", None)
+        if feeder is not None:
+            feeder.join(_PATIENCE)
+    if iterator._persistent_workers:
+        # With workers that died the loader could not be read again.
+        loader._iterator = None
+
+
+def end_workers(iterator: object) -> bool:
+    """Kill the processes that read for a DataLoader's iterator, whatever they do; whether there were any.
+
+    Tried on torch 2.11 to 2.13, whose names these are.
+    """
+    if not isinstance(iterator, _MultiProcessingDataLoaderIter):
+        return False
+    if iterator._worker_pids_set:
+        # Else torch takes their end for an error, and raises it wherever the main thread is.
+        signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
+        iterator._worker_pids_set = False
+    for worker in iterator._workers:
+        worker.kill()
+    for worker in iterator._workers:
+        worker.join(_GRACE)
+    # Who waits for a result sees the end of it, not only at its next glance at the workers.
+    writer = getattr(iterator._worker_result_queue, "_writer", None)
+    if writer is not None:
+        writer.close()
+    return True
+
+
+def generators(loader: Any) -> list[torch.Generator]:
+    """The generators of their own that a DataLoader and its samplers draw from, each once."""
+    batches = getattr(loader, "batch_sampler", None)
+    parts = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = [getattr(part, "generator", None) for part in parts]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+
+_Job: TypeAlias = "tuple[Future[T], Callable[[], T]]"
+
+
+class Reader(Generic[T]):
+    """Advances ``items`` in a thread of its own, which is left behind if it never comes back.
+
+    Args:
+        items: what to read; it runs with the settings of torch of the thread that asks.
+        name: of the thread.
+        interrupt: ends what ``items`` may wait for, and says whether there was anything.
+    """
+
+    def __init__(self, items: Generator[T, None, None], name: str, interrupt: Callable[[], bool]) -> None:
+        self._items = items
+        self._name = name
+        self._interrupt = interrupt
+        self._lock = Lock()
+        self._jobs: SimpleQueue[_Job[T] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._awaited: Future[T] | None = None
+        self._ended: Future[None] = Future()
+        self._deadline: float | None = None
+
+    def next(self) -> T:
+        """The next item, StopIteration after the last; CancelledError if `stop` is called before it is there."""
+        with self._lock:
+            if self._deadline is not None:
+                raise CancelledError
+            if self._thread is None:
+                self._thread = Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+            awaited = self._awaited = Future()
+            self._jobs.put((awaited, _here(self._items)))
+        try:
+            return awaited.result()
+        finally:
+            self._awaited = None
+            del awaited
+
+    def stop(self) -> None:
+        """Read no more: whoever waits gives up, and `close` will not wait for long."""
+        with self._lock:
+            if self._deadline is None:
+                self._deadline = time.monotonic() + _GRACE
+                self._jobs.put(None)
+            if self._awaited is not None:
+                self._awaited.cancel()
+
+    def close(self) -> None:
+        """End ``items``, and the thread. Raises what ``items`` raises at its end."""
+        if self._thread is None:
+            self._items.close()
+            return
+        self._jobs.put(None)
+        if self._left_by(self._deadline) or (self._interrupt() and self._left_by(time.monotonic() + _GRACE)):
+            self._thread.join()
+            self._ended.result()
+
+    def _left_by(self, deadline: float | None) -> bool:
+        """Whether ``items`` has ended, at the latest at this time."""
+        # A signal just before the wait begins does not end it.
+        while not self._ended.done() and (deadline is None or time.monotonic() < deadline):
+            with suppress(TimeoutError):
+                self._ended.exception(_GLANCE)
+        return self._ended.done()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            _answer(*job)
+            del job
+        try:
+            self._items.close()
+        except BaseException as error:
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+
+
+def _answer(awaited: Future[T], read: Callable[[], T]) -> None:
+    try:
+        answer = partial(awaited.set_result, read())
+    except BaseException as error:
+        answer = partial(awaited.set_exception, error)
+    # Nobody awaits it any longer if the reader was stopped.
+    with suppress(InvalidStateError):
+        answer()
+
+
+def _here(items: Iterator[T]) -> Callable[[], T]:
+    """Advance ``items`` with this thread's number of threads and CUDA stream, wherever that is called."""
+    threads = torch.get_num_threads()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def read() -> T:
+        # A new thread begins with its own number of threads, and kernels may round by it.
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            return next(items)
+
+    return read

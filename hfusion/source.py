@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from hfusion.compile import Arguments, Compiled
-from hfusion.errors import PlanError
+from hfusion.errors import HFusionError, PlanError
 from hfusion.inputs import StackedInput, is_stacked
 from hfusion.layout import Layout
 from hfusion.module import FusedModule
@@ -23,7 +23,7 @@ from hfusion.passes.split import input_names, split
 from hfusion.per_model import PerModel
 from hfusion.plan import Shard
 from hfusion.program import Part, Program
-from hfusion.reading import reading
+from hfusion.reading import Reader, end_workers, reading
 from hfusion.runtime.training import Batch, Recipe
 from hfusion.task import Task, length
 
@@ -158,18 +158,26 @@ class Stream:
         self._programs = programs
         self._samples = samples
         self._devices = devices
-        self._minibatches = self._read()
+        self._open: Iterator[Any] | None = None
+        self._reader = Reader(self._read(), f"{task.name} reads", lambda: end_workers(self._open))
         self._latest: Minibatch
         self._recipes: dict[Any, Recipe] = {}
 
     def next(self) -> Batch:
         """The next minibatch. Raises PlanError if an epoch of the loader was not as long as it says."""
-        self._latest = found = next(self._minibatches)
+        self._latest = found = self._reader.next()
         return Batch(tuple(_detached(value) for value in found.arguments.values), found.target, found.key)
 
     def close(self) -> None:
-        """Read no more; processes and threads that read for the loader have ended then."""
-        self._minibatches.close()
+        """Read no more; processes and threads that read for the loader have ended then.
+
+        After `stop`, the thread of a loader that does not answer is left behind.
+        """
+        self._reader.close()
+
+    def stop(self) -> None:
+        """Whoever waits for a minibatch gives up, by a CancelledError."""
+        self._reader.stop()
 
     def find(self, batch: Batch) -> Recipe | None:
         """The recipe for batches like this one, if there is one."""
@@ -189,7 +197,7 @@ class Stream:
         compiled, parts = self._programs.make(minibatch)
         program = compiled.program
         for device in self._devices:
-            self._losses(program, _examples(program, minibatch.samples, device), minibatch.target)
+            self._check_loss(program, _examples(program, minibatch.samples, device), minibatch.target)
         recipe = Recipe(
             parts,
             input_names(program),
@@ -205,8 +213,8 @@ class Stream:
         for epoch in range(self._task.epochs):
             given = 0
             # To its very end, as a plain loop does: a loader may draw random numbers there.
-            with reading(self._loader) as minibatches:
-                for found in minibatches:
+            with reading(self._loader) as self._open:
+                for found in self._open:
                     given += 1
                     if given > said:
                         break
@@ -217,6 +225,25 @@ class Stream:
                     f"task {self._task.name!r}: the loader gave {count} minibatches in epoch {epoch}, but its length "
                     f"is {said}: give one whose length is the number of its minibatches"
                 )
+
+    def _check_loss(self, program: Program, outputs: Sequence[Any], target: Any) -> None:
+        """Raise PlanError if the loss fails, or could train nothing."""
+        try:
+            with torch.enable_grad():
+                losses = self._losses(program, outputs, target)
+        except HFusionError:
+            raise
+        except Exception as error:
+            shapes = ", ".join(str(list(value.shape)) for value in outputs if isinstance(value, Tensor))
+            raise PlanError(
+                f"task {self._task.name!r}: the loss failed at its first call, with zeros of shape {shapes} as outputs "
+                f"of {len(self._members)} members: {type(error).__name__}: {error}"
+            ) from error
+        if not losses.is_floating_point() or not losses.requires_grad:
+            raise PlanError(
+                f"task {self._task.name!r}: the losses, of dtype {losses.dtype}, have no gradient, so nothing would be "
+                "trained: let the loss compute floating-point numbers from the outputs, without detach() or item()"
+            )
 
     def _losses(self, program: Program, outputs: Sequence[Any], target: Any) -> Tensor:
         value = outputs[0] if program.out_spec.is_leaf() else pytree.tree_unflatten(list(outputs), program.out_spec)

@@ -18,6 +18,11 @@ from hfusion.optim.hyper import HyperValue, MemberVector
 
 Factory: TypeAlias = Callable[[list[nn.Parameter]], FusedOptimizer]
 
+_REMEDY = (
+    "give one of hf.optim, or a function that makes one from parameters, such as lambda params: hf.optim.Adam(params, "
+    "lr=1e-3); hf.optim.fuse takes over running optimizers of torch"
+)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -93,6 +98,9 @@ class Task:
         for role, loader in (("loader", self.loader), ("eval_loader", self.eval_loader)):
             if loader is not None:
                 self._check_loader(role, loader)
+        if not isinstance(self.optimizer, FusedOptimizer) and not callable(self.optimizer):
+            kind = type(self.optimizer).__name__
+            raise PlanError(f"task {self.name!r}: the optimizer is a {kind}; {_REMEDY}")
         if isinstance(self.optimizer, FusedOptimizer) and not isinstance(self.models, FusedModule):
             raise PlanError(
                 f"task {self.name!r}: an optimizer that exists fits an array that exists; give a function that makes "
@@ -161,12 +169,9 @@ def optimizer_of(task: Task, array: FusedModule, members: Sequence[int]) -> Fuse
     if isinstance(task.optimizer, FusedOptimizer):
         optimizer = task.optimizer
     elif len(members) == task.members:
-        optimizer = task.optimizer(list(array.parameters()))
+        optimizer = _made(task, task.optimizer, list(array.parameters()))
     else:
-        optimizer = _sliced(task, array, members)
-    if not isinstance(optimizer, FusedOptimizer):
-        kind = type(optimizer).__name__
-        raise PlanError(f"task {task.name!r}: the optimizer is a {kind}; give one of hf.optim, such as hf.optim.Adam")
+        optimizer = _sliced(task, task.optimizer, array, members)
     own = {id(param) for param in array.parameters()}
     for group in optimizer.param_groups:
         if not all(id(param) in own for param in group["params"]):
@@ -174,9 +179,17 @@ def optimizer_of(task: Task, array: FusedModule, members: Sequence[int]) -> Fuse
     return optimizer
 
 
-def _sliced(task: Task, array: FusedModule, members: Sequence[int]) -> FusedOptimizer:
+def _made(task: Task, make: Factory, params: list[nn.Parameter]) -> FusedOptimizer:
+    """What the task's function makes. Raises PlanError if it is no fused optimizer."""
+    found = make(params)
+    if not isinstance(found, FusedOptimizer):
+        kind = type(found).__qualname__
+        raise PlanError(f"task {task.name!r}: the function that makes its optimizer gave a {kind}; {_REMEDY}")
+    return found
+
+
+def _sliced(task: Task, make: Factory, array: FusedModule, members: Sequence[int]) -> FusedOptimizer:
     """Let the task make one for all its members, over parameters without memory; take these members' rows."""
-    assert not isinstance(task.optimizer, FusedOptimizer)
     real: dict[int, nn.Parameter] = {}
     stand_ins = []
     for param in array.parameters():
@@ -187,7 +200,7 @@ def _sliced(task: Task, array: FusedModule, members: Sequence[int]) -> FusedOpti
         mark(stand_in, Membership(found.name, task.members, found.stacked))
         real[id(stand_in)] = param
         stand_ins.append(stand_in)
-    whole = task.optimizer(stand_ins)
+    whole = _made(task, make, stand_ins)
     groups = []
     for group in whole.param_groups:
         own = {key: _rows(value, members) for key, value in group.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,19 +22,18 @@ from hfusion.module import FusedModule
 from hfusion.optim.hyper import member_vector
 from hfusion.per_model import per_model
 from hfusion.plan import Direction, Plan, Unit
-from hfusion.policy import Policy, named
+from hfusion.policy import DEFAULT, Policy, named
 from hfusion.runtime.ending import TaskFailed
 from hfusion.runtime.executor import Executor
 from hfusion.runtime.spill import SpillFolder
 from hfusion.runtime.state import State, holdings
 from hfusion.runtime.training import Training
 from hfusion.schedule import Timeline
+from hfusion.sharing import listed
 from hfusion.task import Evaluation, Step, Task
 
 # Seconds from one drawing of the progress bars to the next.
 _REDRAW = 0.1
-
-DEFAULT = "patient-lrtf"
 
 
 class TrainError(HFusionError):
@@ -87,16 +86,16 @@ class Report(Mapping[str, TaskReport]):
         return len(self.tasks)
 
 
-def plan(tasks: Sequence[Task], machine: Machine) -> Plan:
-    """How `train` would train ``tasks``: which members together, resident or spilled, in how many shards.
+def plan(tasks: Task | Iterable[Task], machine: Machine) -> Plan:
+    """How `train` would train one task or several: which members together, resident or spilled, in how many shards.
 
     Captures the models, but trains nothing. Raises PlanError and FusionError.
     """
-    return arrange(tasks, machine)[1]
+    return arrange(listed(tasks), machine)[1]
 
 
 def train(
-    tasks: Sequence[Task],
+    tasks: Task | Iterable[Task],
     machine: Machine,
     policy: str | Policy = DEFAULT,
     *,
@@ -106,7 +105,7 @@ def train(
     """Train all tasks, each exactly as if alone, within the memory of every device.
 
     Args:
-        tasks: with different names.
+        tasks: one, or several with different names, none of which reaches memory that another trains in place.
         machine: devices with budgets, host memory and a folder; `Machine.detect()` finds this one.
         policy: which unit a device runs next; one of `hfusion.policy.POLICIES` or its name. Of more tasks than devices
             none keeps a shard on its device unless the policy is patient.
@@ -114,11 +113,11 @@ def train(
         progress: show a bar per task.
 
     Raises:
-        PlanError: the tasks fit the machine in no way.
+        PlanError: the tasks fit the machine in no way, or cannot be trained at once, or not with their loss.
         FusionError: models that cannot be captured.
         TrainError: a task failed; ``error.report`` has the finished ones, ``error.__cause__`` what happened.
     """
-    chosen = named(policy)
+    chosen, tasks = named(policy), listed(tasks)
     # Tasks that take turns would load and evict what they keep at every turn.
     arrangements, made = arrange(tasks, machine, keep=chosen.patient or len(tasks) <= len(machine.devices))
     made = made if plan is None else _checked(plan, made)
@@ -156,7 +155,7 @@ class _Run:
     def _prepared(self, index: int, folder: SpillFolder, stack: ExitStack) -> Training:
         try:
             return self._training(index, folder, stack)
-        except HFusionError as error:
+        except Exception as error:
             error.add_note(f"in the task {self.plan.tasks[index].name!r}")
             raise
 

@@ -54,6 +54,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "empty": ({"loader": []}, "'mine': the loader, a list, gives no minibatch"),
     "empty evaluation": ({"eval_loader": []}, "'mine': the eval_loader, a list, gives no minibatch"),
     "endless evaluation": ({"eval_loader": iter([PAIR])}, "'mine': the eval_loader, a list_iterator, has no length"),
+    "an optimizer of torch": (
+        {"optimizer": torch.optim.SGD(linear().parameters(), lr=0.1)},
+        "'mine': the optimizer is a SGD; give one of hf.optim, or a function that makes one .*hf.optim.fuse takes over",
+    ),
+    "no optimizer": ({"optimizer": None}, "'mine': the optimizer is a NoneType; give one of hf.optim"),
     "an optimizer of another array": (
         {"optimizer": of_existing()},
         "'mine': an optimizer that exists fits an array that exists; give a function that makes one .* or fuse",
@@ -136,7 +141,17 @@ def too_many(params: list[nn.Parameter]) -> hf.optim.SGD:
 @pytest.mark.parametrize(
     ("make", "kind", "words"),
     [
-        (torchs, PlanError, "'mine': the optimizer is a SGD; give one of hf.optim, such as hf.optim.Adam"),
+        (
+            torchs,
+            PlanError,
+            "'mine': the function that makes its optimizer gave a SGD; give one of hf.optim, or a function",
+        ),
+        (
+            torch.optim.Adam,
+            PlanError,
+            "'mine': the function that makes its optimizer gave a Adam; give one of hf.optim",
+        ),
+        (lambda params: None, PlanError, "'mine': the function that makes its optimizer gave a NoneType; give one of"),
         (foreign, PlanError, "'mine': the optimizer has parameters that are not the array's"),
         (too_many, ValueError, "lr has 3 values for an array of 1 members"),
     ],
@@ -148,5 +163,5 @@ def test_an_optimizer_that_does_not_fit(make: Any, kind: type[Exception], words:
 
 def test_an_optimizer_that_does_not_fit_some_members() -> None:
     models = [linear(), linear(5)]
-    with pytest.raises(PlanError, match="the optimizer is a SGD; give one of"):
+    with pytest.raises(PlanError, match="its optimizer gave a SGD; give one of"):
         hf.plan([task(models=models, optimizer=torchs)], machine())

@@ -21,9 +21,13 @@ class TaskFailed(Exception):
 
 
 class Ending:
-    """Whether a run goes on, and the first error. ``changed`` guards what its threads share, and wakes who waits."""
+    """Whether a run goes on, and the first error. ``changed`` guards what its threads share, and wakes who waits.
 
-    def __init__(self) -> None:
+    ``release`` is called at the end, for those who wait for something else.
+    """
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
         self.changed = Condition()
         self.error: TaskFailed | None = None
         self.stopping = False
@@ -33,6 +37,7 @@ class Ending:
         with self.changed:
             self.stopping = True
             self.changed.notify_all()
+        self._release()
 
     def failed(self, task: int, error: BaseException) -> Stopped:
         """End the run by the error of a task; what to raise."""

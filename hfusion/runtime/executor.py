@@ -39,7 +39,8 @@ class Executor:
     ) -> None:
         self._plan = plan
         self._after = after
-        self._ending = Ending()
+        self._trainings = trainings
+        self._ending = Ending(self._release)
         self._changed = self._ending.changed
         self._dispatcher = Dispatcher(plan, policy)
         self._gate = Gate()
@@ -86,6 +87,11 @@ class Executor:
         run = self._traffic.runs[task]
         ended = all(leaving.ended for leaving in run.gone.values())
         return self._dispatcher.next(task) is None and not run.loaded and ended
+
+    def _release(self) -> None:
+        """Nobody waits for a loader any longer."""
+        for training in self._trainings:
+            training.stop()
 
     def _work(self, worker: Worker) -> None:
         """The thread of one device."""

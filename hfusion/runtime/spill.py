@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
+import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from hfusion.errors import SpillError
+
+try:
+    import fcntl
+except ImportError:  # On Windows, where what killed runs have left stays.
+    fcntl = None  # type: ignore[assignment]
 
 _PREFIX = "hfusion-run-"
 _LOCK = "lock"
@@ -46,8 +52,10 @@ class SpillFolder:
         # Somebody may have cleaned up before.
         if self._path is not None and self._path.exists():
             shutil.rmtree(self._path)
-        if self._made_parent and self._parent.exists() and not any(self._parent.iterdir()):
-            self._parent.rmdir()
+        if self._made_parent:
+            # Another run may use it by now, or have removed it.
+            with suppress(OSError):
+                self._parent.rmdir()
         self._lock = self._path = None
 
     def _make(self) -> Path:
@@ -56,26 +64,31 @@ class SpillFolder:
         self._made_parent = new
         remove_abandoned(self._parent)
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
-        self._lock = (path / "new").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Another run that sees the lock finds it held.
-        (path / "new").rename(path / _LOCK)
+        if fcntl is not None:
+            self._lock = (path / "new").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            # Another run that sees the lock finds it held.
+            (path / "new").rename(path / _LOCK)
         return path
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the folders of runs whose process has ended."""
-    for path in parent.glob(f"{_PREFIX}*"):
+    """Remove the folders of this user's runs whose process has ended."""
+    for path in parent.glob(f"{_PREFIX}*") if fcntl is not None else ():
         try:
-            lock = os.open(path / _LOCK, os.O_RDWR)
+            found = path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            lock = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
-            # Another run is making it, or removing it; or it is another user's.
+            # Another run is making it, or removing it.
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError:
             continue
         else:
-            shutil.rmtree(path)
+            # Another run may remove it at the same time.
+            shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(lock)

@@ -88,6 +88,9 @@ class Source(Protocol):
     def next(self) -> Batch:
         """The next minibatch. May draw from torch's random numbers."""
 
+    def stop(self) -> None:
+        """Whoever waits for the next minibatch gives up, by a CancelledError."""
+
     def find(self, batch: Batch) -> Recipe | None:
         """The recipe for a batch like this one, if there is one already."""
 
@@ -143,6 +146,12 @@ class Training:
         self._sections: dict[tuple[Direction, int], tuple[Section, ...]] = {}
         self._norms: dict[str, Tensor] = {}
         self._factors: Tensor | None = None
+
+    def stop(self) -> None:
+        """Wait for no minibatch any longer."""
+        for source in (self._source, self._evaluation):
+            if source is not None:
+                source.stop()
 
     def sections(self, direction: Direction, shard: int) -> tuple[Section, ...]:
         """What a shard must have loaded for a unit."""

@@ -185,7 +185,7 @@ def test_processes_that_read_for_a_loader_are_gone(fails: bool, on: hf.Machine) 
     assert set(multiprocessing.active_children()) <= set(before)
 
 
-@pytest.mark.parametrize("where", ["factory", "first minibatch", "loss from the start"])
+@pytest.mark.parametrize("where", ["factory", "first minibatch"])
 def test_a_fault_before_anything_runs_is_raised_as_it_is(where: str, on: hf.Machine) -> None:
     def fail(*args: Any) -> Any:
         raise LookupError(where)
@@ -201,12 +201,38 @@ def test_a_fault_before_anything_runs_is_raised_as_it_is(where: str, on: hf.Mach
             return iter(map(fail, range(2)))
 
     before = state_of(array(0))
-    bad = hf.Task(
-        array(0),
-        fail if where == "loss from the start" else nn.functional.cross_entropy,
-        factory,
-        Unread() if where == "first minibatch" else LOADER,
-    )
-    with nothing_left(on), pytest.raises(LookupError, match=where):
-        hf.train([bad], on)
+    loader = Unread() if where == "first minibatch" else LOADER
+    bad = hf.Task(array(0), nn.functional.cross_entropy, factory, loader, name="bad")
+    with nothing_left(on), pytest.raises(LookupError, match=where) as told:
+        hf.train(bad, on)
+    assert told.value.__notes__ == ["in the task 'bad'"]
+    assert equal_states(array(0), before)
+
+
+def fails(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    raise LookupError("no such word")
+
+
+LOSSES: dict[str, tuple[Any, str]] = {
+    "fails": (
+        fails,
+        r"failed at its first call, with zeros of shape \[3, 6, 3\] as .* 3 members: LookupError: no such",
+    ),
+    "no function": (1, "failed at its first call, .*: TypeError: 'int' object is not callable"),
+    "nothing": (lambda y, t: None, "of 3 members have NoneType; the loss must reduce to one number per member"),
+    "a number": (lambda y, t: y.sum().item(), "of 3 members have float; the loss must reduce to one number per member"),
+    "of samples": (lambda y, t: y.sum(1), r"of 3 members have shape \[3, 6\]; the loss must reduce to one number"),
+    "two": (lambda y, t: (y.sum(), t), "of 3 members have tuple; the loss must reduce to one number per member"),
+    "whole numbers": (lambda y, t: y.argmax(), "of dtype torch.int64, have no gradient, so nothing would be trained"),
+    "detached": (lambda y, t: y.detach().sum(), "of dtype torch.float64, have no gradient"),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_loss_that_cannot_be_used(case: str, on: hf.Machine) -> None:
+    loss, words = LOSSES[case]
+    before = state_of(array(0))
+    with nothing_left(on), pytest.raises(PlanError, match=f"^task 'bad': the loss.*{words}") as told:
+        hf.train(task(array(0), WAY, LOADER, "bad", loss=loss), on)
+    assert isinstance(told.value.__cause__, LookupError) or case != "fails"
     assert equal_states(array(0), before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import resource
 import signal
 import subprocess
@@ -9,18 +10,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import hfusion as hf
 from hfusion.errors import SpillError
 from hfusion.plan import Plan
 from hfusion.task import Step
-from tests.faults.arrays import LOADER, WAY, array, by_loop, equal_states, nothing_left, state_of
+from tests.faults.arrays import LOADER, WAY, Pair, array, by_loop, equal_states, nothing_left, state_of
 from tests.trained import BATCHES, EPOCHS, assert_same, fused, machine, plain, planned, task
 
 
@@ -169,6 +172,67 @@ def test_ctrl_c(resident: bool, times: int, on: hf.Machine) -> None:
     array(0).load_state_dict(before)
     with nothing_left(on):
         assert_same([array(0)], [task(array(0), WAY, LOADER)], [by_loop(0)], on, plan)
+
+
+@dataclass(frozen=True)
+class Blocks(Dataset[Pair]):
+    """Sample ``at`` never comes; says so before. A process that reads it ignores what asks it to end."""
+
+    at: int
+    process: bool
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Pair:
+        if index == self.at:
+            if self.process:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            print("blocks", flush=True)
+            threading.Event().wait()
+        return LOADER[0][0][0], LOADER[0][1][0]
+
+
+def blocking(where: str) -> DataLoader[Any]:
+    """A loader that blocks where its name says: in the thread that reads, in a worker, or while this is planned."""
+    # Workers read ahead, but planning does not wait for that.
+    data = Blocks(0 if where == "plan" else 10, where != "thread")
+    return DataLoader(data, 2, num_workers=int(data.process))
+
+
+def train_until_blocked(disk: str, *places: str) -> None:
+    """Train two tasks on two devices, the loader of one of which blocks; tell what is left once that is interrupted."""
+    for where in places:
+        steady = task(array(0), WAY, LOADER, "steady", epochs=1000)
+        tasks = [steady, task(array(1), WAY, blocking(where), "blocks")]  # type: ignore[arg-type]
+        try:
+            hf.train(tasks, machine(2, disk=disk))
+        except KeyboardInterrupt:
+            left = {thread.name for thread in threading.enumerate() if thread.name != "MainThread"}
+            print(f"interrupted, left: {left or '{}'} {multiprocessing.active_children()}", flush=True)
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_a_loader_blocks(tmp_path: Path) -> None:
+    """It ends the run, and those that read for it; only a thread that never comes back is left to the process's end."""
+    code = "import sys; from tests.faults import test_outside; test_outside.train_until_blocked(*sys.argv[1:])"
+    places = {"thread": "{'blocks reads'}", "worker": "{'blocks reads'}", "plan": "{'blocks reads'}"}
+    command = [sys.executable, "-c", code, str(tmp_path / "disk"), *places]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            for left in places.values():
+                assert child.stdout.readline() == "blocks\n"
+                child.send_signal(signal.SIGINT)
+                assert child.stdout.readline() == f"interrupted, left: {left} []\n"
+            _, errors = child.communicate(timeout=60)
+        finally:
+            child.kill()
+    assert errors.rstrip().endswith("KeyboardInterrupt"), errors
+    assert child.returncode == -signal.SIGINT
+    assert not (tmp_path / "disk").exists()
 
 
 def test_progress(capsys: pytest.CaptureFixture[str], on: hf.Machine) -> None:
