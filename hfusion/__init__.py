@@ -12,6 +12,8 @@ from hfusion.step import train_step
 from hfusion.task import Evaluation, Step, Task
 from hfusion.train import TrainError, plan, train
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CheckpointError",
     "Device",

@@ -10,11 +10,11 @@ class FusionError(HFusionError):
 
 
 class PlanError(HFusionError):
-    """No plan fits the machine."""
+    """Tasks cannot be planned: they fit the machine in no way, or not one another, or cannot be used as they are."""
 
 
 class CheckpointError(HFusionError):
-    """A checkpoint is missing, damaged, or of another array."""
+    """What was kept of an array or its optimizer is missing, damaged, or of another array."""
 
 
 class SpillError(HFusionError):

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hfusion.compile import BATCHED, Arguments, Place, Source, of_member
@@ -162,6 +160,9 @@ def trace_member(forward: Source, loss: Source, call: Call, member: int) -> Join
 
 def _trace(forward: Source, loss: Source, tensors: Tensors, given: Sequence[Tensor], call: Call) -> Joint:
     """The step of programs that take ``given`` in place of the tensors at ``tensors``."""
+    # sympy comes with it.
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     mode = FakeTensorMode(shape_env=ShapeEnv())
     own = [mode.from_tensor(tensor, static_shapes=True) for tensor in given]
     count = len(own)
@@ -200,6 +201,9 @@ def _misdescribed() -> bool:
 
 def _fake(mode: FakeTensorMode, position: int, leaf: Any) -> Tensor:
     """A fake input whose number of samples is a symbol."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
     # A copy: where a row lies in its stack would be a guard.
     tensor = (leaf.tensor if is_stacked(leaf) else leaf).detach().clone(memory_format=torch.contiguous_format)
     sizes = [DimDynamic.STATIC] * tensor.dim()

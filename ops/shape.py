@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from hfusion.errors import FusionError
 from hfusion.layout import Layout
@@ -88,6 +87,11 @@ def _each(dim: Any, change: Callable[[int], int]) -> Any:
 
 def equal(a: Any, b: Any) -> bool:
     """Whether two sizes are always equal; sizes that vary are never guarded."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    # sympy comes with it.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
     return bool(statically_known_true(a == b))
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from hfusion.ops.shape import equal
 
 aten = torch.ops.aten
 
@@ -54,4 +55,4 @@ def _one_per_row(node: fx.Node) -> bool:
 
 def _same(node: Any, sizes: list[Any]) -> bool:
     shape = node.meta["val"].shape
-    return len(shape) == len(sizes) and all(statically_known_true(a == b) for a, b in zip(shape, sizes, strict=True))
+    return len(shape) == len(sizes) and all(equal(a, b) for a, b in zip(shape, sizes, strict=True))

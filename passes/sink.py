@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from hfusion.ops.shape import equal
 from hfusion.passes.functional import IDENTITY
 
 aten = torch.ops.aten
@@ -98,5 +98,5 @@ def _sunk(node: fx.Node, views: dict[fx.Node, Transposed]) -> FakeTensor | None:
     with val.fake_mode:
         found: FakeTensor = node.target(*args, **kwargs)  # type: ignore[operator]
         strides = found.transpose(*views[node.all_input_nodes[0]].dims).stride()
-    same = all(statically_known_true(a == b) for a, b in zip(strides, val.stride(), strict=True))
+    same = all(equal(a, b) for a, b in zip(strides, val.stride(), strict=True))
     return found if same else None

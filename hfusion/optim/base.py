@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
 from hfusion.array import mark, membership
-from hfusion.errors import FusionError
+from hfusion.errors import CheckpointError
 from hfusion.optim import coupling, native
 from hfusion.optim.cohort import Cohort, Cohorts, State, membership_of, same_objects
 from hfusion.optim.hyper import Hyper, Values, own, plain, read, unchanged
@@ -205,12 +205,12 @@ class FusedOptimizer(Optimizer):
         return {**found, "state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As torch's, but the state is copied; FusionError if it is the state of another array."""
+        """As torch's, but the state is copied; CheckpointError if it is the state of another array."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
             try:
                 self._settings({**saved, "params": group["params"]})
             except (KeyError, ValueError) as error:
-                raise FusionError(
+                raise CheckpointError(
                     f"the state is not one of this array and of {type(self).__name__}: {error}"
                 ) from error
         self._check_shapes(state_dict)
@@ -292,7 +292,7 @@ class FusedOptimizer(Optimizer):
             for name, value in state_dict["state"].get(key, {}).items():
                 wanted = _counts_shape(param) if name == "step" else param.shape
                 if value.shape != wanted:
-                    raise FusionError(
+                    raise CheckpointError(
                         f"the state {name!r} of parameter {key} has shape {list(value.shape)}, this "
                         f"optimizer needs {list(wanted)}: load the state of an array with the same members"
                     )

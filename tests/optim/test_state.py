@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hfusion import FusionError, optim
+from hfusion import CheckpointError, optim
 from hfusion.optim.hyper import MemberVector
 from tests.optim.arrays import CASES, Array, for_array, run, start
 
@@ -104,13 +104,13 @@ def test_state_of_another_array_is_refused() -> None:
     fused, alone = start("Adam", {"lr": 0.1}, array)
     run(array, fused, alone, 1)
     smaller = optim.Adam(other.params, lr=[0.1, 0.2])
-    with pytest.raises(FusionError, match="lr has 3 values for an array of 2 members"):
+    with pytest.raises(CheckpointError, match="lr has 3 values for an array of 2 members"):
         smaller.load_state_dict(fused.state_dict())
     assert smaller.param_groups[0]["lr"].tolist() == [0.1, 0.2]
-    with pytest.raises(FusionError, match="not one of this array and of SGD: 'momentum'"):
+    with pytest.raises(CheckpointError, match="not one of this array and of SGD: 'momentum'"):
         optim.SGD(array.params).load_state_dict(fused.state_dict())
     reshaped = Array(3, shapes=[(4, 2), (), (5,), (2, 1, 3), (0,)])
-    with pytest.raises(FusionError, match=r"state 'exp_avg' of parameter 0 has shape \[3, 4, 3\].*\[3, 4, 2\]"):
+    with pytest.raises(CheckpointError, match=r"state 'exp_avg' of parameter 0 has shape \[3, 4, 3\].*\[3, 4, 2\]"):
         optim.Adam(reshaped.params).load_state_dict(fused.state_dict())
 
 
