@@ -65,7 +65,8 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     constants: dict[str, Tensor] = {
         slot.name: exported.constants[slot.name] for slot in slots if slot.kind is Kind.CONSTANT
     }
-    found = Capture(graph, slots, constants, exported.call_spec.out_spec, _guards(placeholders, slots))
+    modes = {} if real is None else real.modes
+    found = Capture(graph, slots, constants, exported.call_spec.out_spec, _guards(placeholders, slots), modes)
     if real is not None:
         _check_faithful(found, module, args, kwargs, real.outcome)
     return found

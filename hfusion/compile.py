@@ -130,7 +130,7 @@ class Compiled:
     """A program with what it was made of.
 
     ``graph`` is the members' common graph, ``constants`` the tensors that the program holds by itself, ``opaque`` the
-    calls that run the members' own code.
+    calls that run the members' own code; ``modes`` as of `Capture`.
     """
 
     program: Program
@@ -138,6 +138,7 @@ class Compiled:
     constants: dict[str, Tensor]
     opaque: tuple[OpaqueCall, ...]
     guards: Callable[[Sequence[Any]], bool]
+    modes: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def written(self) -> frozenset[str]:
@@ -208,7 +209,11 @@ def compile_array(subject: Subject, arguments: Arguments, training: bool) -> Com
     def guards(inputs: Sequence[Any]) -> bool:
         return all(c.guards(inputs) for c in captures)
 
-    return Compiled(program, graph, constants, calls, guards)
+    if any(c.modes != first.modes for c in captures):
+        raise FusionError(
+            f"forward of {subject.name} changes train and eval modes, other ones in some members than in all"
+        )
+    return Compiled(program, graph, constants, calls, guards, first.modes)
 
 
 def of_member(compiled: Compiled, member: int) -> Compiled:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from hfusion.compare import contents, tensors
 from hfusion.errors import FusionError
 from hfusion.kept import restored, variables
-from hfusion.rehearse import EQUAL, Outcome, copied, difference, run, twin
+from hfusion.rehearse import EQUAL, Outcome, changed_modes, copied, difference, run, twin
 
 REMEDY = "keep state in a registered buffer, and hand out results by return"
 # Sizes of the inputs that are tried shortened.
@@ -28,9 +28,13 @@ MOST_SIZES = 4
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a member's code gave; ``outside`` says in words which state it keeps in variables of classes and files."""
+    """What a member's code gave; ``outside`` says in words which state it keeps in variables of classes and files.
+
+    ``modes``: the submodules, by path, that it left in train (True) or eval mode and had met in the other.
+    """
 
     outcome: Outcome
+    modes: Mapping[str, bool]
     outside: str = ""
 
 
@@ -46,6 +50,7 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         first = subject.member()
         before, around, registered = contents(first), variables(first), _Registered.of(first)
         outcome = run(first, args, kwargs)
+        modes = changed_modes(module, first)
         _check_registered(module, registered, first)
         changed = _changed(before, contents(first))
         varied = _changed(around, variables(first))
@@ -55,8 +60,8 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             try:
                 _judge(subject, varied, outcome)
             except FusionError as error:
-                return Rehearsal(outcome, str(error))
-        return Rehearsal(outcome)
+                return Rehearsal(outcome, modes, str(error))
+        return Rehearsal(outcome, modes)
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class FusedModule(Tree):
         self._compiler = self._new_compiler()
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
         self._checks: dict[int, str] = {}
-        self._found = finder(self, self._ready)
+        self._found = finder(self, self._traced)
         self._mark()
         coupling.watch()
         for path, module in self.named_modules():
@@ -96,6 +96,8 @@ class FusedModule(Tree):
     def _mark(self) -> None:
         for name, tensor in tensors(self):
             mark(tensor, Membership(name, self._array.members, name not in self._array.comparison.shared))
+        # An export puts others in their place while it runs.
+        self._real = weakref.WeakValueDictionary(tensors(self))
 
     def __len__(self) -> int:
         return self._array.members
@@ -124,13 +126,44 @@ class FusedModule(Tree):
         bound = self._bound.get(id(compiled))
         if bound is None:
             bound = self._bound[id(compiled)] = bind(compiled, self)
-        return bound(arguments.values)
+        found = bound(arguments.values)
+        self._leave(compiled)
+        return found
+
+    def _leave(self, compiled: Compiled) -> None:
+        """Take over the train and eval modes that forward sets by itself."""
+        for path, training in compiled.modes.items():
+            self.get_submodule(path).training = training
+
+    def steady(self, arguments: Arguments) -> Compiled:
+        """The program for such a call and for those after it, which meet the modes that it leaves.
+
+        Raises:
+            FusionError: forward changes modes, and what it computes with them.
+        """
+        first = self.compiled(arguments)
+        if not first.modes:
+            return first
+        self._leave(first)
+        again = self.compiled(arguments)
+        if again.modes or str(again.graph) != str(first.graph):
+            raise FusionError(
+                f"forward of {self._original} leaves {next(iter(first.modes)) or '(root)'} in another mode, so that "
+                "its next call computes something else; set modes before training"
+            )
+        return again
 
     def _ready(self, arguments: Arguments) -> Compiled:
         """The program for such a call, checked if it is a call in training."""
         compiled = self.compiled(arguments)
         if self.training and torch.is_grad_enabled():
             self.check(compiled, arguments)
+        return compiled
+
+    def _traced(self, arguments: Arguments) -> Compiled:
+        """As `_ready`, when Dynamo traces the call; it traces again where modes have changed."""
+        compiled = self._ready(arguments)
+        self._leave(compiled)
         return compiled
 
     def find(self, arguments: Arguments) -> Compiled | None:
@@ -154,7 +187,8 @@ class FusedModule(Tree):
 
     def _exportable(self, arguments: Arguments) -> Compiled:
         """A program without loops over members' own code; a new one is not kept, as an export hides the tensors."""
-        compiler = Compiler(replace(self._compiler.subject, loops=False))
+        subject = replace(self._compiler.subject, loops=False, member=lambda index: self._member(index, self._real))
+        compiler = Compiler(subject)
         pattern = self._pattern()
         return self._compiler.find(pattern, arguments) or compiler.make(pattern, arguments)
 
@@ -297,9 +331,10 @@ class FusedModule(Tree):
             found.get_submodule(path).training = module.training
         return found
 
-    def _member(self, index: int) -> nn.Module:
-        shared = self._array.comparison.shared
-        rows = {name: live_rows(t, None if name in shared else index) for name, t in tensors(self)}
+    def _member(self, index: int, stacks: Mapping[str, Tensor] | None = None) -> nn.Module:
+        """Member ``index`` around its rows of ``stacks``, the array's own tensors unless given."""
+        shared, own = self._array.comparison.shared, stacks or dict(tensors(self))
+        rows = {name: live_rows(t, None if name in shared else index) for name, t in own.items()}
         return self._around(index, rows)
 
     def _around(self, index: int, rows: Mapping[str, Tensor]) -> nn.Module:
@@ -346,7 +381,7 @@ class FusedModule(Tree):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_compiler", "_bound", "_checks", "_branches", "_found", "_states", "_number")
+        own = ("_compiler", "_real", "_bound", "_checks", "_branches", "_found", "_states", "_number")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ class Capture:
     """One member's forward as a graph of ATen operators without in-place writes.
 
     ``slots`` describe the placeholders in order; ``constants`` are the tensors that the graph holds by itself.
-    ``guards`` tells whether the graph holds for other sizes of the inputs.
+    ``guards`` tells whether the graph holds for other sizes of the inputs; ``modes`` are the submodules whose train or
+    eval mode forward changes, by path.
     """
 
     graph: fx.Graph
@@ -45,6 +46,7 @@ class Capture:
     constants: dict[str, Tensor]
     out_spec: TreeSpec
     guards: Callable[[Sequence[Any]], bool]
+    modes: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

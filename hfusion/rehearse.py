@@ -58,6 +58,13 @@ def twin(module: nn.Module) -> nn.Module:
         ) from error
 
 
+def changed_modes(before: nn.Module, after: nn.Module) -> dict[str, bool]:
+    """The submodules of ``after``, a copy of ``before`` that was called, in another mode than those of ``before``."""
+    met = {path: part.training for path, part in before.named_modules(remove_duplicate=False)}
+    left = {path: part.training for path, part in after.named_modules(remove_duplicate=False)}
+    return {path: training for path, training in left.items() if met.get(path, training) != training}
+
+
 def run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
     """One call of ``module`` and its backward. Arguments and random numbers stay as they were."""
     args, kwargs = copied((args, dict(kwargs)))

@@ -98,7 +98,7 @@ class Trained:
 
     def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
         """Captured, and checked against the members."""
-        compiled = self._array.compiled(minibatch.arguments)
+        compiled = self._array.steady(minibatch.arguments)
         self._array.check(compiled, minibatch.arguments)
         self._check_same(compiled.program)
         return compiled, split(compiled.program, self._shards, self._samples)

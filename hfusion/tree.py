@@ -17,6 +17,7 @@ _STATE = frozenset(
         "_array",
         "_branches",
         "_compiler",
+        "_real",
         "_bound",
         "_checks",
         "_found",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.compile import Arguments
 from tests.alone import close, normal
 
 Make = Callable[[], nn.Module]
@@ -255,6 +256,39 @@ def test_a_compiled_step_follows() -> None:
             torch.optim.SGD(model.parameters(), lr=0.1).step()
     for name, parameter in array.named_parameters():
         close(parameter, [model.get_parameter(name) for model in alone], name)
+
+
+class Sets(nn.Module):
+    """Its forward sets modes itself, before or after it uses them, or puts them back."""
+
+    def __init__(self, before: bool, after: bool | None) -> None:
+        super().__init__()
+        self.fc, self.bn, self.before, self.after = nn.Linear(4, 4), nn.BatchNorm1d(4), before, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        met = self.bn.training
+        if self.before:
+            self.bn.eval()
+        y = self.bn(self.fc(x))
+        self.bn.train(met if self.after is None else self.after)
+        return y
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, False), (True, None), (True, True)])
+def test_modes_that_forward_sets_are_taken_over(before: bool, after: bool | None) -> None:
+    models = [Sets(before, after).double() for _ in range(2)]
+    alone, array, x = copy.deepcopy(models), hf.fuse(models), normal(6, 4)
+    for change in (lambda m: m.train(), lambda m: None, lambda m: m.train(), lambda m: m.eval()):
+        for module in (array, *alone):
+            change(module)
+        compare(array, alone, x)
+    if before:
+        array.train()
+        assert array.steady(Arguments.of((x,), {})) is not None
+    elif after is False:
+        array.train()
+        with pytest.raises(hf.FusionError, match="forward of Sets leaves bn in another mode"):
+            array.steady(Arguments.of((x,), {}))
 
 
 class Freezing(nn.Module):
