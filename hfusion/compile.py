@@ -296,11 +296,22 @@ def _captured(subject: Subject, member: int, arguments: Arguments) -> tuple[Capt
     try:
         records = record(model, args, kwargs)
         found = culprits(model, records)
+        _check_modes(records.modes, [island.path for island in found])
         bodies = [subject.member(b) for b in range(subject.members)]
         with opaque(model, found, records, bodies) as calls:
-            return capture(model, args, kwargs, varying=False), calls
+            return replace(capture(model, args, kwargs, varying=False), modes=records.modes), calls
     except FusionError as error:
         raise FusionError(f"{subject.name}, model {member}: {error}") from refusal
+
+
+def _check_modes(modes: Mapping[str, bool], looped: Sequence[str]) -> None:
+    """Raise a FusionError where what runs member by member, at the paths ``looped``, changes its own modes."""
+    for name in modes:
+        if any(not path or name == path or name.startswith(f"{path}.") for path in looped):
+            raise FusionError(
+                f"forward leaves {name or '(root)'} in another mode (train or eval), and can only run in a loop over "
+                "members there, whose modes an array cannot follow; set modes by train and eval"
+            )
 
 
 def _check_signature(subject: Subject, arguments: Arguments) -> None:

@@ -61,10 +61,14 @@ class Recorded:
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """The calls of one run in the order in which they began; ``changed`` are the model's tensors that it changed."""
+    """The calls of one run in the order in which they began; ``changed`` are the model's tensors that it changed.
+
+    ``modes`` as of `Capture`.
+    """
 
     calls: Sequence[Recorded]
     changed: frozenset[str]
+    modes: Mapping[str, bool]
 
     @property
     def top(self) -> Recorded:
@@ -103,7 +107,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     Raises:
         FusionError: forward changes what an array cannot keep per member: Python attributes, parameters.
     """
-    rehearse(model, args, kwargs)
+    modes = rehearse(model, args, kwargs).modes
     member = twin(model)
     own = dict(tensors(member))
     versions = {name: tensor._version for name, tensor in own.items()}
@@ -114,7 +118,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     after, originals = dict(tensors(member)), dict(tensors(model))
     changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
     changed |= {name for name in own if own[name] is not after[name] or own[name]._version != versions[name]}
-    return Records([call for call in recorder.calls if call is not None], frozenset(changed))
+    return Records([call for call in recorder.calls if call is not None], frozenset(changed), modes)
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:

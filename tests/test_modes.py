@@ -291,6 +291,34 @@ def test_modes_that_forward_sets_are_taken_over(before: bool, after: bool | None
             array.steady(Arguments.of((x,), {}))
 
 
+class Branching(Sets):
+    """The same beside, or around, a branch on values."""
+
+    def __init__(self, around: bool) -> None:
+        super().__init__(False, False)
+        self.branch, self.around = Branch(), around
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(self.branch(x))
+        return -y if self.around and y.sum() > 0 else y
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+def test_modes_that_forward_sets_beside_a_loop() -> None:
+    models = [Branching(False).double() for _ in range(2)]
+    alone, array, x = copy.deepcopy(models), hf.fuse(models), normal(6, 4)
+    for change in (lambda m: m.train(), lambda m: None, lambda m: m.train()):
+        for module in (array, *alone):
+            change(module)
+        compare(array, alone, x)
+    with pytest.raises(hf.FusionError, match=r"forward leaves bn in another mode .* loop over members"):
+        hf.fuse([Branching(True).double() for _ in range(2)])(x)
+
+
 class Freezing(nn.Module):
     """Keeps the first ``count`` norms in eval mode."""
 
