@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -148,17 +149,10 @@ def test_the_smallest_is_looped(name: str) -> None:
 
 
 def test_code_that_never_repeats_itself_is_not_checked() -> None:
-    class Drifting(nn.Module):
-        """Reads a clock, as it were."""
-
+    class Clock(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x * float(torch.empty(1).data_ptr() % 1_000_003 + id(object()) % 17) if x.sum() < 1e9 else x
+            return x * (time.perf_counter_ns() % 1_000_003) if x.sum() < 1e9 else x
 
-    models = [nn.Sequential(nn.Linear(4, 4), Drifting()) for _ in range(2)]
-    assert "another result at every run" in _check(models) or "passed" in _check(models)
-
-
-def _check(models: list[nn.Module]) -> str:
-    array = hf.fuse(models)
+    array = hf.fuse([nn.Sequential(nn.Linear(4, 4), Clock()) for _ in range(2)])
     array(torch.ones(3, 4))
-    return array.report().parts[0].check
+    assert "another result at every run" in array.report().parts[0].check

@@ -123,7 +123,7 @@ def buffer_between(self: Any, x: Tensor) -> tuple[Tensor, ...]:
     a = self.inner(self.fc(x))
     b = self.fc(x) * self.inner.n.clone()
     self.inner.n.mul_(2)
-    c = self.inner(a) + view.sum()
+    c = self.inner(a.tanh()) + view.sum()
     return a, b, c, self.inner.n * view.sum()
 
 
