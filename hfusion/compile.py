@@ -260,7 +260,7 @@ def bind(compiled: Compiled, owner: nn.Module) -> Callable[[list[Any]], Any]:
     places = Source.of(compiled, owner).places
     run, spec = compiled.program.run, compiled.program.out_spec
     if compiled.opaque:
-        run = watched(run, compiled.program.members)
+        run = watched(run)
     single = spec.is_leaf()
 
     def call(inputs: list[Any]) -> Any:

@@ -17,12 +17,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from hfusion.array import membership
 
 _ABSENT = "_hfusion_absent_rows"
+_MISSING = "_hfusion_missing_rows"
 # A backward pass that breaks off leaves its notes behind.
 _MOST_PASSES = 16
 
@@ -33,13 +34,28 @@ def absent_rows(grad: Tensor) -> Tensor | None:
     return found
 
 
-def mark_absent(grad: Tensor, rows: Tensor) -> None:
+def mark_absent(grad: Tensor, rows: Tensor | None) -> None:
     """Note on a gradient what `absent_rows` gives."""
-    if rows.any():
+    if rows is not None and rows.any():
         setattr(grad, _ABSENT, rows)
         _seen.set()
     elif hasattr(grad, _ABSENT):
         delattr(grad, _ABSENT)
+
+
+def mark_found(leaf: Tensor, grad: Tensor) -> None:
+    """Note on ``grad``, that torch.autograd.grad has just found for ``leaf``, which rows stand for no gradient."""
+    missing = vars(leaf).pop(_MISSING, None)
+    if missing is not None:
+        mark_absent(grad, missing & _zero_rows(grad, missing))
+
+
+def _zero_rows(grad: Tensor, asked: Tensor) -> Tensor:
+    """Which rows ``[B]`` of ``grad`` are zero; another one comes from elsewhere, such as a penalty on the parameter.
+
+    Nothing is read where none is ``asked`` for.
+    """
+    return ~grad.detach().reshape(len(grad), -1).any(1).cpu() if asked.any() else asked
 
 
 _seen = threading.Event()
@@ -75,20 +91,24 @@ class _Pass:
                 self.before.setdefault(leaf, (leaf.grad, 0 if leaf.grad is None else leaf.grad._version))
         self.reached[sink][list(members)] = True
 
-    def live(self, sinks: Sequence[_Sink], grad: Tensor) -> Tensor:
-        """The members, bool ``[B]``, of which some sink was reached, or whose row of ``grad`` comes from elsewhere."""
+    def live(self, sinks: Sequence[_Sink], members: int) -> Tensor:
+        """The members, bool ``[B]``, of which some sink was reached."""
         found = [self.reached[sink] for sink in sinks if sink in self.reached]
-        live = torch.stack(found).any(0) if found else torch.zeros(len(grad), dtype=torch.bool)
-        return live if live.all() else live | grad.detach().reshape(len(grad), -1).any(1).cpu()
+        return torch.stack(found).any(0) if found else torch.zeros(members, dtype=torch.bool)
 
     def finish(self) -> None:
         """Note on the gradients that were made or added to which rows were never reached."""
         for leaf, (before, version) in self.before.items():
             grad = leaf.grad
-            # The pass did not accumulate here, as in torch.autograd.grad.
-            if grad is None or (grad is before and grad._version == version) or grad.layout is not torch.strided:
+            missing = ~self.live([sink for sink in self.reached if leaf in sink.leaves], len(leaf))
+            if grad is None or (grad is before and grad._version == version):
+                # The pass did not accumulate here, as in torch.autograd.grad.
+                if not isinstance(leaf, nn.Parameter):
+                    setattr(leaf, _MISSING, missing)
                 continue
-            absent = ~self.live([sink for sink in self.reached if leaf in sink.leaves], grad)
+            if grad.layout is not torch.strided:
+                continue
+            absent = missing & _zero_rows(grad, missing)
             earlier = absent if before is None else absent_rows(before)
             mark_absent(grad, torch.zeros_like(absent) if earlier is None else absent & earlier)
 
@@ -127,8 +147,11 @@ class Run:
                 places.setdefault(row.grad_fn, []).append((member, row.output_nr))
         self._watch(_Sink(len(rows)), places)
 
-    def gave(self, results: Sequence[Any], members: int) -> None:
+    def gave(self, results: Sequence[Any]) -> None:
         """The run is over, and the caller gets ``results``: from the graph follows what depends on what."""
+        if not self._sinks:
+            return
+        members = self._sinks[0][0].members
         for result in results:
             if isinstance(result, Tensor) and result.grad_fn is not None:
                 self._watch(_Sink(members), {result.grad_fn: [(m, result.output_nr) for m in range(members)]})
@@ -187,8 +210,9 @@ class Join(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
-        live = _pass().live(ctx.sinks, grad).tolist()
-        return tuple(row if alive else None for row, alive in zip(grad.unbind(), live, strict=True))
+        missing = ~_pass().live(ctx.sinks, len(grad))
+        absent = (missing & _zero_rows(grad, missing)).tolist()
+        return tuple(None if gone else row for row, gone in zip(grad.unbind(), absent, strict=True))
 
 
 _active = threading.local()
@@ -205,15 +229,15 @@ def join(parts: Sequence[Tensor]) -> Tensor:
     return Join.apply(*parts) if watched else torch.stack(list(parts))  # type: ignore[no-untyped-call]
 
 
-def watched(run: Callable[..., list[Any]], members: int) -> Callable[..., list[Any]]:
-    """``run``, the run of a program with looped submodules, with an eye on what its members use."""
+def watched(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, the run of a program that may have looped submodules, with an eye on what its members use."""
 
-    def call(*inputs: Any) -> list[Any]:
+    def call(*inputs: Any) -> Any:
         if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
             return run(*inputs)
         with _running() as found:
             results = run(*inputs)
-        found.gave(results, members)
+        found.gave(results)
         return results
 
     return call

@@ -355,3 +355,23 @@ def test_a_run_without_backward_leaves_nothing() -> None:
     assert nodes() > before
     del outputs
     assert nodes() == before
+
+
+@pytest.mark.parametrize(("memory", "accumulate"), [("1GiB", 1), ("1GiB", 2), ("400KiB", 1)])
+@pytest.mark.parametrize("make", [Alone, Before])
+def test_hf_train(make: Callable[[], nn.Module], memory: str, accumulate: int) -> None:
+    pair = Pair(make, "AdamW", {})
+    batches = [(hf.stacked(batch(*keys)), torch.zeros(5, 4, dtype=torch.float64)) for keys in KEYS]
+    machine = hf.Machine([hf.Device("cpu", memory=memory)])
+    loss = nn.functional.mse_loss
+    hf.train([hf.Task(pair.fused, loss, pair.optimizer, batches, accumulate=accumulate)], machine)
+    for model, optimizer, member in zip(pair.models, pair.alone, range(MEMBERS), strict=True):
+        for k, (xs, target) in enumerate(batches):
+            one = loss(model(xs.tensor[member]), target)
+            if one.requires_grad:
+                (one / accumulate).backward()
+            if (k + 1) % accumulate == 0 or k + 1 == len(batches):
+                optimizer.step()
+                optimizer.zero_grad()
+    for key, param in pair.fused.named_parameters():
+        close(param, [model.get_parameter(key) for model in pair.models], key)

@@ -15,6 +15,7 @@ from threading import Lock
 import torch
 from torch import Tensor, nn
 
+from hfusion.array import mark, membership
 from hfusion.optim.base import FusedOptimizer
 from hfusion.program import Kind, Slot
 from hfusion.runtime.copying import Move, Ticket, copy_now
@@ -148,6 +149,12 @@ class State:
     def trains(self, name: str) -> bool:
         """Whether a parameter gets gradients."""
         return name in self._trained
+
+    def leaf(self, name: str, tensor: Tensor) -> Tensor:
+        """``tensor``, a parameter where it lies now, as the leaf of a graph of its own."""
+        found = tensor.detach().requires_grad_(self.trains(name))
+        known = membership(self._tensors[name])
+        return found if known is None else mark(found, known)
 
     def load(self, shard: int, sections: tuple[Section, ...], device: torch.device) -> list[Move]:
         """Take memory for a shard on a device; the shards it borrows from must be there or at home.

@@ -28,6 +28,7 @@ from hfusion.runtime.home import Section
 from hfusion.runtime.process import Gate, Generators
 from hfusion.runtime.state import State
 from hfusion.runtime.values import Bundle, Restored, spill, tracked
+from hfusion.usage import absent_rows, mark_absent, mark_found, watched
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ class Training:
         self._grads: dict[str, Tensor] = {}
         self._parked: Bundle | None = None
         self._started: set[str] = set()
+        self._absent: dict[str, Tensor] = {}
         self._sections: dict[tuple[Direction, int], tuple[Section, ...]] = {}
         self._norms: dict[str, Tensor] = {}
         self._factors: Tensor | None = None
@@ -207,6 +209,8 @@ class Training:
             shard = unit.shard
             names = [name for name in self.state.shards[shard].trained if name in self._started]
             grads = {name: self._gradient(shard, name) for name in names}
+            for name in names:
+                mark_absent(grads[name], self._absent.pop(name, None))
             if self._clip is not None and self._norms:
                 self._clip_by_norm(grads)
             if grads:
@@ -315,10 +319,10 @@ class Training:
             name = self._names[slot.name]
             tensor = buffers[name] if name in buffers else self.state.tensor(shard, name)
             if slot.kind is Kind.PARAMETER:
-                tensor = tensor.detach().requires_grad_(self.state.trains(name))
+                tensor = self.state.leaf(name, tensor)
                 params[name] = tensor
             keys.append(tensor)
-        outputs = part.on(device)(*keys, *inputs.values())
+        outputs = watched(part.on(device))(*keys, *inputs.values())
         if not self._turns(shard):
             return _Saved(inputs, params, dict(zip(part.gives, outputs, strict=True)))
         return _Saved(inputs, params, {}, self._recipe.losses(outputs, self._batch.target))
@@ -345,6 +349,8 @@ class Training:
             outputs, seeds = zip(*roots, strict=True)
             found = torch.autograd.grad(outputs, [*wanted.values()], seeds, allow_unused=True)
             grads = {place: grad for place, grad in zip(wanted, found, strict=True) if grad is not None}
+            for place, grad in grads.items():
+                mark_found(wanted[place], grad)
             self._collect(shard, grads)
         if self.plan.closes(unit.step) and self._clip is not None:
             for name in self.state.shards[shard].trained:
@@ -363,6 +369,7 @@ class Training:
             grad = grads.get(f"param {name}")
             if grad is None:
                 continue
+            self._note_absent(name, grad)
             if not self._carried:
                 self._grads[f"own {name}"] = grad
             elif name in self._started:
@@ -374,6 +381,15 @@ class Training:
             self._started.add(name)
         own = {f"param {name}" for name in self.state.shards[shard].trained}
         self._grads |= {place: grad for place, grad in grads.items() if place not in own}
+
+    def _note_absent(self, name: str, grad: Tensor) -> None:
+        """Keep whose rows stand for no gradient in any minibatch so far: gradients change their memory."""
+        absent = absent_rows(grad)
+        if name in self._started:
+            before = self._absent.pop(name, None)
+            absent = None if absent is None or before is None else absent & before
+        if absent is not None:
+            self._absent[name] = absent
 
     def _gradient(self, shard: int, name: str) -> Tensor:
         return self.state.gradient(shard, name) if self._carried else self._grads[f"own {name}"]
