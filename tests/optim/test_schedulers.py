@@ -229,6 +229,14 @@ def test_what_does_not_fit_is_told() -> None:
         plateau(fused).load_state_dict(plateau(other).state_dict())
 
 
+def test_torch_takes_a_list_for_one_value_per_param_group() -> None:
+    fused, _ = start("Adam", {}, Array(3, shapes=[(3,)]))
+    with pytest.raises(ValueError, match="max_lr has 3 values, param_groups has 1"):
+        ls.OneCycleLR(fused, max_lr=[0.1, 0.2, 0.3], total_steps=9)
+    with pytest.raises(ValueError, match="Expected 1 lr_lambdas, but got 3"):
+        ls.LambdaLR(fused, [lambda epoch: 1.0] * 3)
+
+
 def test_readers_of_one_learning_rate() -> None:
     array = Array(2, shapes=[(3,)])
     fused, _ = start("SGD", {"lr": Per(0.1, 0.5)}, array)
