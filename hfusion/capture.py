@@ -5,29 +5,36 @@ Source: https://docs.pytorch.org/docs/stable/export.html
 
 from __future__ import annotations
 
-import io
 import operator
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from hfusion.errors import FusionError
+from hfusion.exclusive import tracing
+from hfusion.guards import Guards
 from hfusion.kept import restored
+from hfusion.lengths import open_lengths, original
 from hfusion.memo import rehearse
 from hfusion.ops.random import LIKE
 from hfusion.passes.functional import functional
 from hfusion.program import Capture, Kind, Slot
 from hfusion.quiet import quiet
 from hfusion.rehearse import ALIKE, Outcome, difference, run_graph, runnable, twin
+
+# Captures of one module while other threads draw from Python's or numpy's random numbers.
+MOST_TRIES = 3
 
 _KINDS = {
     InputKind.PARAMETER: Kind.PARAMETER,
@@ -37,20 +44,37 @@ _KINDS = {
 }
 
 
-def capture(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, varying: bool = True) -> Capture:
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    varying: bool = True,
+    dims: Sequence[Collection[int]] = (),
+) -> Capture:
     """The forward of ``module`` in its present training mode.
 
     Args:
         varying: the first dim of every input may vary later, unless forward needs to know it.
+        dims: for each leaf of the arguments, other dims that may vary, too.
 
     Raises:
         FusionError: what keeps the module from being captured faithfully.
     """
+    with tracing:
+        return _capture(module, args, kwargs, _attempts(varying, dims))
+
+
+def _capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    attempts: Sequence[Sequence[Collection[int]] | None],
+) -> Capture:
     real = rehearse(module, args, kwargs) if runnable(module) else None
     if real is not None and real.outside:
         raise FusionError(real.outside)
-    with _watched(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        exported = _export(module, args, kwargs, varying)
+    exported = _drawless(lambda: _export(module, args, kwargs, attempts))
     slots = tuple(_slot(spec, k) for k, spec in _numbered(exported.graph_signature.input_specs))
     flat = _inlined(exported.graph_module)
     placeholders = [node for node in flat.nodes if node.op == "placeholder"]
@@ -59,6 +83,10 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
         graph = functional(flat, writable)
     except RuntimeError as error:
         raise FusionError(f"the graph of forward cannot be written without in-place: {_first_line(error)}") from error
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), FakeTensor):
+            # A constant's own tensor, which the graph shall not keep alive.
+            node.meta["val"].constant = None
     for slot in slots:
         if slot.kind is Kind.CONSTANT and exported.constants[slot.name].requires_grad:
             raise FusionError(f"forward reads {slot.name}, a tensor that requires grad but is no parameter")
@@ -76,6 +104,7 @@ def _check_faithful(
     found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], real: Outcome
 ) -> None:
     """Raise a FusionError where the graph does not give what the code gave: tracing loses what it does not see."""
+    args, kwargs = _aliases((args, dict(kwargs)))
     try:
         ours = run_graph(found, twin(module), args, kwargs)
     except RuntimeError as error:
@@ -88,17 +117,25 @@ def _check_faithful(
         )
 
 
+def _attempts(varying: bool, dims: Sequence[Collection[int]]) -> list[Sequence[Collection[int]] | None]:
+    """Which dims are left open, the most first; None for fixed sizes."""
+    return [*([dims] if any(dims) else []), (), None] if varying else [None]
+
+
 def _export(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], varying: bool
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    attempts: Sequence[Sequence[Collection[int]] | None],
 ) -> torch.export.ExportedProgram:
-    """Export with a varying first dim; where forward needs to know it, with fixed sizes."""
-    with _quiet(), torch.enable_grad(), _no_autocast(args, kwargs):
+    """Export with dims that vary; where forward needs to know them, with fewer of them."""
+    with quiet(), torch.enable_grad(), _no_autocast(args, kwargs):
         failures = []
-        for some in (True, False) if varying else (False,):
+        for dims in attempts:
             args, kwargs = _aliases((args, dict(kwargs)))
             try:
-                shapes = _varying(module, args, kwargs) if some else None
-                with restored(module):
+                shapes = None if dims is None else _varying(module, args, kwargs, dims)
+                with restored(module), open_lengths():
                     return torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
             except FusionError:
                 raise
@@ -107,29 +144,29 @@ def _export(
     raise FusionError(f"torch.export cannot capture it: {_first_line(failures[-1])}") from failures[-1]
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Export warns of attributes it restores itself, and prints the graph on errors, which are raised all the same."""
-    silence = io.StringIO()
-    with quiet(), redirect_stdout(silence), redirect_stderr(silence):
-        yield
-
-
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
 
 
 def _aliases(arguments: Any) -> Any:
-    """The arguments in other tensor objects: a failed export leaves marks of varying dims on its inputs."""
-    return pytree.tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), arguments)
+    """The arguments in other tensor objects: a failed export leaves marks of varying dims on its inputs.
+
+    Contiguous, as programs serve tensors of any strides.
+    """
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().contiguous().requires_grad_(x.requires_grad), arguments)
 
 
-def _varying(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _varying(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Sequence[Collection[int]]
+) -> Any:
     shapes = torch.export.ShapesCollection()
-    for leaf in pytree.tree_leaves((args, dict(kwargs))):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] > 1:
-            shapes[leaf] = {0: torch.export.Dim.AUTO}
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    for leaf, more in zip_longest(leaves, dims, fillvalue=()):
+        # A size of 0 or 1 is no symbol.
+        found = [dim for dim in {0, *more} if isinstance(leaf, Tensor) and dim < leaf.dim() and leaf.shape[dim] > 1]
+        if found:
+            shapes[leaf] = dict.fromkeys(found, torch.export.Dim.AUTO)
     return shapes.dynamic_shapes(module, args, dict(kwargs))
 
 
@@ -142,9 +179,23 @@ def _no_autocast(args: Any, kwargs: Any) -> Iterator[None]:
         yield
 
 
+def _drawless(export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
+    """What ``export`` gives; refused where Python's or numpy's random numbers are drawn, which a graph would lose.
+
+    Those are the process's: where other threads may have drawn, it is tried again.
+    """
+    for _ in range(1 if threading.active_count() == 1 else MOST_TRIES):
+        before = _outer_random_state()
+        with _watched(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            exported = export()
+        if _outer_random_state() == before:
+            return exported
+    raise FusionError("forward draws from Python's or numpy's random numbers; draw from torch's instead")
+
+
 @contextmanager
 def _watched() -> Iterator[None]:
-    """Refuse what a graph would silently lose: a custom backward, and Python's or numpy's random numbers."""
+    """Refuse what a graph would silently lose: a custom backward."""
     apply = torch.autograd.Function.__dict__["apply"]
     here = threading.get_ident()
 
@@ -153,14 +204,11 @@ def _watched() -> Iterator[None]:
             return apply.__get__(None, cls)(*args, **kwargs)
         raise FusionError(f"{cls.__qualname__} is a custom autograd.Function, whose backward a graph would lose")
 
-    before = _outer_random_state()
     torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-    if _outer_random_state() != before:
-        raise FusionError("forward draws from Python's or numpy's random numbers; draw from torch's instead")
 
 
 def _outer_random_state() -> Any:
@@ -184,23 +232,10 @@ def _slot(spec: Any, position: int) -> Slot:
     return Slot(kind, str(position) if kind is Kind.INPUT else spec.target)
 
 
-def _guards(placeholders: Sequence[fx.Node], slots: Sequence[Slot]) -> Callable[[Sequence[Any]], bool]:
-    """Whether other inputs meet all that the capture has assumed of the sizes."""
+def _guards(placeholders: Sequence[fx.Node], slots: Sequence[Slot]) -> Callable[[Sequence[Sequence[Any]]], bool]:
+    """Whether inputs of other shapes meet all that the capture has assumed of the sizes."""
     examples = [n.meta["val"] for n, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.INPUT]
-    fakes = [e for e in examples if isinstance(e, Tensor)]
-
-    def holds(inputs: Sequence[Any]) -> bool:
-        tensors = [x for x in inputs if isinstance(x, Tensor)]
-        if not fakes or not all(_fits(f, x) for f, x in zip(fakes, tensors, strict=True)):
-            return not fakes
-        shape_env = fakes[0].fake_mode.shape_env  # type: ignore[attr-defined]
-        return shape_env is None or bool(shape_env.evaluate_guards_for_args(fakes, tensors, ignore_static=False))
-
-    return holds
-
-
-def _fits(fake: Tensor, real: Tensor) -> bool:
-    return all(not isinstance(a, int) or a == b for a, b in zip(fake.shape, real.shape, strict=True))
+    return Guards(tuple(examples)).hold
 
 
 def _inlined(module: fx.GraphModule) -> fx.Graph:
@@ -232,6 +267,7 @@ def _inline(graph: fx.Graph, module: fx.GraphModule, inputs: Sequence[Any] | Non
             env[node] = graph.node_copy(node, lambda n: _detached(graph, env[n]))
         else:
             env[node] = graph.node_copy(node, lambda n: env[n])
+            env[node].target = original(node.target)
     raise FusionError("a captured region has no output")
 
 

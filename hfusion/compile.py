@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 
 from hfusion.capture import capture
 from hfusion.errors import FusionError
+from hfusion.exclusive import tracing
+from hfusion.guards import open_dims
 from hfusion.inputs import StackedInput, is_stacked
 from hfusion.isolate import culprits
 from hfusion.layout import Layout
@@ -42,6 +44,9 @@ _NAMES = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torc
 BATCHED = (Tensor, StackedInput)
 _LEAVES = (*BATCHED, *_NUMBERS, *_NAMES)
 
+
+# Kinds of calls whose program is told at a glance; those of others by its guards.
+MOST_KEYS = 4096
 
 RULES = merge(ATEN_RULES, OPAQUE_RULES)
 
@@ -88,9 +93,20 @@ class Arguments:
         return args, kwargs
 
     @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the leaves as a member sees them; empty for what is no tensor."""
+        return [_shape(leaf) for leaf in self.leaves]
+
+    @property
     def values(self) -> list[Any]:
         """What the program takes."""
         return [leaf.tensor if isinstance(leaf, StackedInput) else leaf for leaf in self.leaves]
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    if isinstance(leaf, StackedInput):
+        return tuple(leaf.tensor.shape[1:])
+    return tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
 
 
 def _leaf_key(leaf: Any) -> Any:
@@ -137,7 +153,7 @@ class Compiled:
     graph: fx.Graph
     constants: dict[str, Tensor]
     opaque: tuple[OpaqueCall, ...]
-    guards: Callable[[Sequence[Any]], bool]
+    guards: Callable[[Sequence[Sequence[Any]]], bool]
     modes: Mapping[str, bool] = field(default_factory=dict)
 
     @property
@@ -149,14 +165,42 @@ class Compiled:
         own = {f"{call.place}.{key}".strip(".") for call in self.opaque for key in call.changing}
         return frozenset(found | own)
 
+    @property
+    def dims(self) -> list[frozenset[int]]:
+        """For each input, the dims whose sizes are left open."""
+        nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
+        pairs = zip(nodes, self.program.slots, strict=True)
+        return [open_dims(node.meta.get("val")) for node, slot in pairs if slot.kind is Kind.INPUT]
+
+
+@dataclass
+class Sizes:
+    """The sizes of one kind of call: ``dims[k]`` are the dims of leaf k that were met with two sizes."""
+
+    first: tuple[tuple[int, ...], ...]
+    dims: tuple[set[int], ...]
+
+    @staticmethod
+    def of(shapes: Sequence[tuple[int, ...]]) -> Sizes:
+        return Sizes(tuple(shapes), tuple(set() for _ in shapes))
+
+    def meet(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        for dims, first, now in zip(self.dims, self.first, shapes, strict=True):
+            dims.update(dim for dim, (a, b) in enumerate(zip(first, now, strict=True)) if a != b)
+
 
 @dataclass
 class Compiler:
-    """The programs of one subject, per training pattern and signature."""
+    """The programs of one subject, per training pattern and signature.
+
+    The first is for the sizes that it was made for, but for the number of samples. What is met with two sizes is left
+    open in those to come.
+    """
 
     subject: Subject
     programs: dict[Any, Compiled] = field(default_factory=dict)
     families: dict[Any, list[Compiled]] = field(default_factory=dict)
+    sizes: dict[Any, Sizes] = field(default_factory=dict)
 
     def find(self, training: Any, arguments: Arguments) -> Compiled | None:
         """The program for this call if there is one already; also for sizes not met before, where the guards hold."""
@@ -165,20 +209,39 @@ class Compiler:
         if found is None:
             found = self._fitting(training, arguments)
             if found is not None:
-                self.programs[key] = found
+                self._keep(key, found)
         return found
 
+    def _keep(self, key: Any, found: Compiled) -> None:
+        if len(self.programs) == MOST_KEYS:
+            self.programs.clear()
+        self.programs[key] = found
+
     def _fitting(self, training: Any, arguments: Arguments) -> Compiled | None:
-        rows, _ = pytree.tree_flatten(arguments.of_member(0))
+        shapes = arguments.shapes
         family = self.families.get((training, arguments.loose_key), [])
-        return next((compiled for compiled in family if compiled.guards(rows)), None)
+        # The latest is the most general.
+        return next((compiled for compiled in reversed(family) if compiled.guards(shapes)), None)
+
+    def get(self, training: Any, arguments: Arguments) -> Compiled:
+        """The program for this call, made if there is none. Raises FusionError."""
+        found = self.find(training, arguments)
+        if found is not None:
+            return found
+        with tracing:
+            # Another thread may have made it meanwhile.
+            return self.find(training, arguments) or self.make(training, arguments)
 
     def make(self, training: Any, arguments: Arguments) -> Compiled:
         """Capture, align and batch; raises FusionError where that is impossible."""
+        loose = arguments.loose_key
+        shapes = arguments.shapes
+        sizes = self.sizes.setdefault(loose, Sizes.of(shapes))
+        sizes.meet(shapes)
         with apart():
-            compiled = compile_array(self.subject, arguments, _any_training(training))
-        self.programs[training, arguments.key] = compiled
-        self.families.setdefault((training, arguments.loose_key), []).append(compiled)
+            compiled = compile_array(self.subject, arguments, _any_training(training), sizes.dims)
+        self._keep((training, arguments.key), compiled)
+        self.families.setdefault((training, loose), []).append(compiled)
         return compiled
 
     def clear(self) -> None:
@@ -190,11 +253,13 @@ def _any_training(training: Any) -> bool:
     return any(flag is True for flag in training) if isinstance(training, tuple) else bool(training)
 
 
-def compile_array(subject: Subject, arguments: Arguments, training: bool) -> Compiled:
-    """The program of ``subject`` for calls like ``arguments``."""
+def compile_array(
+    subject: Subject, arguments: Arguments, training: bool, dims: Sequence[Collection[int]] = ()
+) -> Compiled:
+    """The program of ``subject`` for calls like ``arguments``; ``dims`` of its leaves may have other sizes."""
     check_members(subject.members, arguments)
     _check_signature(subject, arguments)
-    found = [_captured(subject, member, arguments) for member in representatives(subject.variants)]
+    found = [_captured(subject, member, arguments, dims) for member in representatives(subject.variants)]
     captures = [one for one, _ in found]
     first = captures[0]
     graph = align([c.graph for c in captures], subject.variants) if len(captures) > 1 else first.graph
@@ -206,8 +271,11 @@ def compile_array(subject: Subject, arguments: Arguments, training: bool) -> Com
     program = Program(subject.name, subject.members, training, module, code, first.slots, layouts, first.out_spec)
     calls = tuple(call for _, calls in found for call in calls)
 
-    def guards(inputs: Sequence[Any]) -> bool:
-        return all(c.guards(inputs) for c in captures)
+    # Of the captures nothing more, as they hold tensors.
+    held = [c.guards for c in captures]
+
+    def guards(shapes: Sequence[Sequence[Any]]) -> bool:
+        return all(hold(shapes) for hold in held)
 
     if any(c.modes != first.modes for c in captures):
         raise FusionError(
@@ -283,12 +351,14 @@ def representatives(variants: Sequence[int]) -> list[int]:
     return [variants.index(variant) for variant in range(max(variants) + 1)]
 
 
-def _captured(subject: Subject, member: int, arguments: Arguments) -> tuple[Capture, list[OpaqueCall]]:
+def _captured(
+    subject: Subject, member: int, arguments: Arguments, dims: Sequence[Collection[int]]
+) -> tuple[Capture, list[OpaqueCall]]:
     """One member's graph, and the calls in it that stay in a loop over members."""
     args, kwargs = arguments.of_member(member)
     model = subject.member(member)
     try:
-        return capture(model, args, kwargs), []
+        return capture(model, args, kwargs, dims=dims), []
     except FusionError as error:
         if not subject.loops:
             raise

@@ -6,20 +6,21 @@ to inductor as it is, past Dynamo: what Dynamo would guard, the caller checks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hfusion.compile import BATCHED, Arguments, Place, Source, of_member
+from hfusion.guards import Guards, open_dims
 from hfusion.inputs import StackedInput, is_stacked
 from hfusion.layout import Layout
 from hfusion.passes.at_once import at_once
@@ -84,31 +85,36 @@ class Joint:
 
     ``module`` takes the tensors of the array, then those of the inputs and of the target; all inputs contiguous. It
     gives the losses ``[B]`` and the gradients of the tensors numbered ``trained``, contiguous and each in memory of its
-    own. It writes to buffers in place, never to parameters. ``examples`` are its inputs as fake tensors.
+    own. It writes to buffers in place, never to parameters. ``own`` and ``batch`` are its inputs as fake tensors.
     """
 
     module: fx.GraphModule
     trained: tuple[int, ...]
-    examples: tuple[Tensor, ...]
+    own: tuple[Tensor, ...]
+    batch: tuple[Tensor, ...]
+
+    @property
+    def examples(self) -> tuple[Tensor, ...]:
+        return (*self.own, *self.batch)
+
+    @property
+    def dims(self) -> list[frozenset[int]]:
+        """For each tensor of the batch, the dims whose sizes are left open."""
+        return list(map(open_dims, self.batch))
 
     @property
     def operators(self) -> list[Any]:
         """The operators that it calls, one for each call."""
         return [node.target for node in self.module.graph.nodes if node.op == "call_function"]
 
+    @cached_property
+    def guards(self) -> Guards:
+        """What the graph, and what inductor made of it, take for granted of the sizes of the batch."""
+        return Guards(self.batch)
+
     def fits(self, batch: Sequence[Tensor]) -> bool:
-        """Whether the graph, and what inductor made of it, holds for a ``batch`` of other sizes."""
-        fakes = self.examples[len(self.examples) - len(batch) :]
-        if not all(_alike(fake, real) for fake, real in zip(fakes, batch, strict=True)):
-            return False
-        env = self.examples[0].fake_mode.shape_env  # type: ignore[attr-defined]
-        return bool(env.evaluate_guards_for_args(fakes, batch, ignore_static=False))
-
-
-def _alike(fake: Tensor, real: Tensor) -> bool:
-    # A symbol was never 0 or 1, which ShapeEnv treats apart.
-    sizes = zip(fake.shape, real.shape, strict=True)
-    return all(a == b if isinstance(a, int) else b > 1 for a, b in sizes)
+        """Whether it holds for a ``batch`` of other sizes."""
+        return self.guards.hold([tensor.shape for tensor in batch])
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,10 +148,10 @@ def row(tensor: Tensor, member: int) -> Tensor:
 
 
 def trace(forward: Source, loss: Source, call: Call) -> Joint:
-    """The step of the whole array for calls like ``call``, with the number of samples left open.
+    """The step of the whole array for calls like ``call``, with the sizes left open that its programs leave open.
 
     An autocast that is active holds for forward and loss; the gradients follow the dtypes that it gave.
-    Raises whatever keeps the programs from being traced, of many types.
+    Raises OtherSizes where the programs are none for this call, and whatever keeps them from being traced.
     """
     tensors = Tensors.of(forward, loss)
     return _trace(forward, loss, tensors, tensors.all(), call)
@@ -166,7 +172,11 @@ def _trace(forward: Source, loss: Source, tensors: Tensors, given: Sequence[Tens
     mode = FakeTensorMode(shape_env=ShapeEnv())
     own = [mode.from_tensor(tensor, static_shapes=True) for tensor in given]
     count = len(own)
-    batch = [_fake(mode, k, leaf) for k, leaf in enumerate(call.leaves)]
+    batch = [
+        _fake(mode, k, leaf, dims)
+        for k, (leaf, dims) in enumerate(zip(call.leaves, captured_dims(forward, loss, call), strict=True))
+    ]
+    _check(forward, refilled(call, batch).inputs.shapes)
     trained = [k for k, fake in enumerate(own) if fake.requires_grad]
     ids = [id(holder[name]) for holder, name in tensors.places]
     reached: list[int] = []
@@ -181,7 +191,7 @@ def _trace(forward: Source, loss: Source, tensors: Tensors, given: Sequence[Tens
     # Programs pick their ways by strides and sizes, which the fake tensors have.
     with quiet(), torch.enable_grad(), _attention(given), mode, enable_python_dispatcher():
         module = onehot(turn(sink(make_fx(joint, decomposition_table=DECOMPOSITIONS)(*own, *batch))))
-    return Joint(module, tuple(reached), (*own, *batch))
+    return Joint(module, tuple(reached), tuple(own), tuple(batch))
 
 
 def _attention(given: Sequence[Tensor]) -> AbstractContextManager[None]:
@@ -199,17 +209,37 @@ def _misdescribed() -> bool:
     return kept.dtype is not torch.float64
 
 
-def _fake(mode: FakeTensorMode, position: int, leaf: Any) -> Tensor:
-    """A fake input whose number of samples is a symbol."""
+class OtherSizes(Exception):
+    """The programs that a step is traced of are none for the sizes of this call."""
+
+
+def _check(source: Source, shapes: Sequence[Sequence[Any]]) -> None:
+    """What a program was captured for holds for the traced step, too: asked of symbols, it is noted there."""
+    with disable_proxy_modes_tracing():
+        if not source.compiled.guards(shapes):
+            raise OtherSizes
+
+
+def captured_dims(forward: Source, loss: Source, call: Call) -> list[frozenset[int]]:
+    """For each tensor of a call, the dims that a member sees and whose sizes the captures leave open."""
+    outputs = forward.compiled.program.out_spec.num_leaves
+    dims = (*forward.compiled.dims, *loss.compiled.dims[outputs:])
+    leaves = (*call.inputs.leaves, *call.target.leaves)
+    return [found for leaf, found in zip(leaves, dims, strict=True) if isinstance(leaf, BATCHED)]
+
+
+def _fake(mode: FakeTensorMode, position: int, leaf: Any, dims: Collection[int]) -> Tensor:
+    """A fake input of which the number of samples and ``dims`` that a member sees are symbols."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
     # A copy: where a row lies in its stack would be a guard.
     tensor = (leaf.tensor if is_stacked(leaf) else leaf).detach().clone(memory_format=torch.contiguous_format)
     sizes = [DimDynamic.STATIC] * tensor.dim()
-    samples = 1 if is_stacked(leaf) else 0
-    if samples < tensor.dim():
-        sizes[samples] = DimDynamic.DYNAMIC
+    first = 1 if is_stacked(leaf) else 0
+    for dim in {0, *dims}:
+        if first + dim < tensor.dim():
+            sizes[first + dim] = DimDynamic.DYNAMIC
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input_{position}"))
 
@@ -228,6 +258,8 @@ def refilled(call: Call, tensors: Sequence[Tensor]) -> Call:
 
 def _losses(forward: Source, loss: Source, held: Mapping[int, Tensor], call: Call) -> Tensor:
     outputs = _run(forward, held, call.inputs.values)
+    rows = [out.shape[1:] if isinstance(out, Tensor) else () for out in outputs]
+    _check(loss, [*rows, *call.target.shapes])
     # The loss takes the outputs' leaves, then the target's, whatever their nesting.
     (losses,) = _run(loss, held, [*outputs, *call.target.values])
     found: Tensor = losses

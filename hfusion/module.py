@@ -17,6 +17,7 @@ from hfusion.array import Membership, mark
 from hfusion.compare import Comparison, modeless_fingerprint, tensors
 from hfusion.compile import Arguments, Compiled, Compiler, Subject, bind
 from hfusion.errors import FusionError
+from hfusion.exclusive import tracing
 from hfusion.exported import exported
 from hfusion.inline import finder, inline
 from hfusion.member import live_rows, materialize, skeleton
@@ -173,17 +174,20 @@ class FusedModule(Tree):
     def compiled(self, arguments: Arguments) -> Compiled:
         """The program for such a call; made if there is none. Raises FusionError."""
         pattern = self._pattern()
-        return self._compiler.find(pattern, arguments) or self._made(pattern, arguments)
+        found = self._compiler.find(pattern, arguments)
+        if found is None:
+            found = self._compiler.get(pattern, arguments)
+            self._check_partly_shared(found)
+        return found
 
-    def _made(self, pattern: Any, arguments: Arguments) -> Compiled:
-        compiled = self._compiler.make(pattern, arguments)
+    def _check_partly_shared(self, compiled: Compiled) -> None:
+        """Raise a FusionError where a program writes to a buffer that only some members share."""
         for name in sorted(compiled.written & self._array.comparison.partly):
             self._compiler.clear()
             raise FusionError(
                 f"forward writes into the buffer {name}, which some models share but not all; give each model "
                 "its own, by copy.deepcopy"
             )
-        return compiled
 
     def _exportable(self, arguments: Arguments) -> Compiled:
         """A program without loops over members' own code; a new one is not kept, as an export hides the tensors."""
@@ -199,7 +203,9 @@ class FusedModule(Tree):
     def check(self, compiled: Compiled, arguments: Arguments) -> None:
         """The self-check of a program, once, unless it was turned off. Raises FusionError."""
         if self._array.verify and id(compiled) not in self._checks:
-            self._checks[id(compiled)] = self._verify(compiled, arguments)
+            with tracing:
+                if id(compiled) not in self._checks:
+                    self._checks[id(compiled)] = self._verify(compiled, arguments)
 
     def _verify(self, compiled: Compiled, arguments: Arguments) -> str:
         shared = self._array.comparison.shared

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +15,12 @@ from torch.utils import _pytree as pytree
 
 from hfusion.broadcast import hinting, warn_as_alone, warn_of_unstacked
 from hfusion.compare import tensors
-from hfusion.compile import Arguments, Compiled, Compiler, Source, Subject, bind, check_members
+from hfusion.compile import Arguments, Compiler, Source, Subject, bind, check_members
 from hfusion.errors import FusionError
 from hfusion.inputs import StackedInput, is_stacked, stacked
 from hfusion.program import Program
 from hfusion.report import Report, describe
-from hfusion.state import read_state
+from hfusion.state import read_state, root, tensors_of
 
 
 class _Function(nn.Module):
@@ -33,6 +36,53 @@ class _Function(nn.Module):
 
 # States of one function that are worth a program each; one that changes more often runs in a loop.
 MOST_STATES = 16
+# The same for a function that is made anew at its calls.
+MOST_REMADE = 16
+# Functions whose programs are kept when the functions are gone.
+MOST_KEPT = 64
+# Kinds of calls that are told at a glance.
+MOST_CALLS = 1024
+
+
+class _Kept:
+    """The programs of functions by what these read: a function that is made anew finds those of its like.
+
+    Only the latest are kept, and none longer than the tensors that its function reads.
+    """
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Any, tuple[dict[Any, Any], ...]] = OrderedDict()
+        self._watches: dict[Any, list[Any]] = {}
+        self._left: dict[Any, float] = {}
+        self._lock = threading.RLock()
+
+    def of(self, state: Any, members: int, origin: Any) -> tuple[dict[Any, Any], ...]:
+        """The tables of a `Compiler`. Raises FusionError where functions of one ``origin`` have too many states."""
+        key = (state, members)
+        with self._lock:
+            left = self._left.get(origin, float(MOST_REMADE))
+            if key in self._found:
+                self._found.move_to_end(key)
+                # So that states that come again do not count.
+                self._left[origin] = min(left + 1 / MOST_STATES, MOST_REMADE)
+                return self._found[key]
+            if left < 1:
+                raise FusionError(f"what it reads by itself has changed {MOST_REMADE} times")
+            self._left[origin] = left - 1
+            found = self._found[key] = ({}, {}, {})
+            drop = functools.partial(self._drop, key)
+            self._watches[key] = [weakref.ref(tensor, drop) for tensor in tensors_of(state)]
+            if len(self._found) > MOST_KEPT:
+                self._drop(next(iter(self._found)))
+            return found
+
+    def _drop(self, key: Any, gone: Any = None) -> None:
+        with self._lock:
+            self._found.pop(key, None)
+            self._watches.pop(key, None)
+
+
+_kept = _Kept()
 
 
 class PerModel:
@@ -42,9 +92,8 @@ class PerModel:
         self._function = function
         self._module = _Function(function)
         self._name = getattr(function, "__name__", type(function).__name__)
-        self._compilers: dict[Any, Compiler] = {}
         self._programs: dict[Any, Callable[[Arguments], Any]] = {}
-        self._compiled: dict[Any, Compiled] = {}
+        self._compilers: dict[Any, Compiler] = {}
         self._loops: dict[Any, str] = {}
 
     def __repr__(self) -> str:
@@ -55,12 +104,15 @@ class PerModel:
         key = (read_state(self._function), arguments.key)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._prepare(key[0], arguments)
+            program = self._prepare(key[0], arguments)
+            if len(self._programs) == MOST_CALLS:
+                self._programs.clear()
+            self._programs[key] = program
         return program(arguments)
 
     @property
     def programs(self) -> list[Program]:
-        """The programs that calls have made so far."""
+        """The programs of the function as it was at its calls so far."""
         families = [family for compiler in self._compilers.values() for family in compiler.families.values()]
         return [compiled.program for family in families for compiled in family]
 
@@ -70,37 +122,40 @@ class PerModel:
         warn_of_unstacked(self._name, arguments, members)
         try:
             compiler = self._compiler(state, members)
-            training = self._function.training if isinstance(self._function, nn.Module) else True
             with hinting(arguments, members):
-                compiled = compiler.find(training, arguments) or compiler.make(training, arguments)
+                compiled = compiler.get(self._training, arguments)
         except FusionError as error:
-            self._loops[state, arguments.key] = str(error)
+            self._loops[state, arguments.loose_key] = str(error)
             return functools.partial(_looped, self._module, members)
         # In a loop over members the function warns by itself.
         warn_as_alone(self._function, arguments)
-        self._compiled[state, arguments.key] = compiled
         return functools.partial(_run, bind(compiled, self._module))
 
     def found(self, outputs: Any, *args: Any, **kwargs: Any) -> Source | str:
         """The program that such a call, the last one, has run; or why it ran in a loop over members."""
         arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
-        key = (read_state(self._function), arguments.key)
-        compiled = self._compiled.get(key)
+        state = read_state(self._function)
+        compiler = self._compilers.get((state, _members(arguments)))
+        compiled = None if compiler is None else compiler.find(self._training, arguments)
         if compiled is None:
-            return self._loops.get(key, "it changes, at each call, what it reads by itself")
+            return self._loops.get((state, arguments.loose_key), "it changes, at each call, what it reads by itself")
         return Source.of(compiled, self._module)
+
+    @property
+    def _training(self) -> bool:
+        return self._function.training if isinstance(self._function, nn.Module) else True
 
     def _compiler(self, state: Any, members: int) -> Compiler:
         """The compiler for the function as it is now. Raises FusionError where its state is not worth a program."""
         if state is None:
             raise FusionError("it reads more by itself than can be compared on every call")
-        states = {known for known, _ in self._compilers}
-        if state not in states and len(states) == MOST_STATES:
-            raise FusionError(f"what it reads by itself has changed {MOST_STATES} times")
         if (state, members) not in self._compilers:
+            if len({known for known, _ in self._compilers} | {state}) > MOST_STATES:
+                raise FusionError(f"what it reads by itself has changed {MOST_STATES} times")
+            kept = _kept.of(state, members, root(self._function))
             keys = frozenset(name for name, _ in tensors(self._module))
             subject = Subject(self._name, members, (0,) * members, keys, lambda _: self._module, loops=False)
-            self._compilers[state, members] = Compiler(subject)
+            self._compilers[state, members] = Compiler(subject, *kept)
         return self._compilers[state, members]
 
     def report(self) -> Report:

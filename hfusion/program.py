@@ -37,15 +37,15 @@ class Capture:
     """One member's forward as a graph of ATen operators without in-place writes.
 
     ``slots`` describe the placeholders in order; ``constants`` are the tensors that the graph holds by itself.
-    ``guards`` tells whether the graph holds for other sizes of the inputs; ``modes`` are the submodules whose train or
-    eval mode forward changes, by path.
+    ``guards`` tells whether the graph holds for inputs of other shapes, empty for what is no tensor; ``modes`` are the
+    submodules whose train or eval mode forward changes, by path.
     """
 
     graph: fx.Graph
     slots: tuple[Slot, ...]
     constants: dict[str, Tensor]
     out_spec: TreeSpec
-    guards: Callable[[Sequence[Any]], bool]
+    guards: Callable[[Sequence[Sequence[Any]]], bool]
     modes: Mapping[str, bool] = field(default_factory=dict)
 
 

@@ -1,21 +1,92 @@
-"""Run torch's tracers without what they say: what matters of it is raised."""
+"""Run torch's tracers without what they say: what matters of it is raised.
+
+Only in the thread that traces. The filters of warnings and loggers are the process's, so ours tell threads apart.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+
+class _Hush(logging.Filter):
+    """Matches every warning, and drops every log up to errors, of threads that are quiet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here = threading.local()
+
+    @property
+    def active(self) -> bool:
+        return getattr(self.here, "depth", 0) > 0
+
+    def match(self, text: str) -> bool:
+        """As a warning filter's pattern."""
+        return self.active
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (self.active and record.levelno <= logging.ERROR)
+
+
+_HUSH = _Hush()
+_WARNINGS: Any = ("ignore", _HUSH, Warning, None, 0)
+_LOCK = threading.Lock()
+_quiet_threads = 0
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings, and no logs up to errors."""
-    level = logging.root.manager.disable
-    logging.disable(logging.ERROR)
+    """No warnings, no logs of torch's up to errors, and no graphs printed on errors, by this thread."""
+    global _quiet_threads
+    with _LOCK:
+        _quiet_threads += 1
+        _install()
+    _HUSH.here.depth = getattr(_HUSH.here, "depth", 0) + 1
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
-        logging.disable(level)
+        _HUSH.here.depth -= 1
+        with _LOCK:
+            _quiet_threads -= 1
+            if not _quiet_threads:
+                _remove()
+
+
+def _install() -> None:
+    # The list is another one inside warnings.catch_warnings. One that is left behind there is silent.
+    if not warnings.filters or warnings.filters[0] is not _WARNINGS:
+        warnings.filters.insert(0, _WARNINGS)  # type: ignore[attr-defined]
+    for logger in _loggers():
+        if _HUSH not in logger.filters:
+            logger.addFilter(_HUSH)
+    # Export prints the graph of a failure, which is raised all the same.
+    _exporter()["print"] = _print
+
+
+def _remove() -> None:
+    while _WARNINGS in warnings.filters:
+        warnings.filters.remove(_WARNINGS)  # type: ignore[attr-defined]
+    for logger in _loggers():
+        logger.removeFilter(_HUSH)
+    _exporter().pop("print", None)
+
+
+def _exporter() -> dict[str, Any]:
+    """The names in the module that prints, if it was imported."""
+    module = sys.modules.get("torch.export._trace")
+    return {} if module is None else vars(module)
+
+
+def _loggers() -> list[logging.Logger]:
+    found = list(logging.root.manager.loggerDict.items())
+    return [log for name, log in found if name.partition(".")[0] == "torch" and isinstance(log, logging.Logger)]
+
+
+def _print(*values: Any, **options: Any) -> None:
+    if not _HUSH.active:
+        print(*values, **options)

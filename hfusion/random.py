@@ -6,28 +6,34 @@ All random operators of a fused program draw through `draw`. While `recording` i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
 
-_record: list[Tensor] | None = None
+
+class _Recording(threading.local):
+    draws: list[Tensor] | None = None
+
+
+_active = _Recording()
 
 
 @contextmanager
 def recording() -> Iterator[list[Tensor]]:
-    """Collect every draw made inside, in order; each is ``[B, *S]``. Not for nested use or several threads."""
-    global _record
-    outer, _record = _record, []
+    """Collect every draw that this thread makes inside, in order; each is ``[B, *S]``. Not for nested use."""
+    outer, draws = _active.draws, list[Tensor]()
+    _active.draws = draws
     try:
-        yield _record
+        yield draws
     finally:
-        _record = outer
+        _active.draws = outer
 
 
 def draw(sample: Callable[[], Tensor]) -> Tensor:
     """``sample()``, the stacked draws ``[B, *S]`` of all members, noted where a recording is active."""
     drawn = sample()
-    if _record is not None:
-        _record.append(drawn.detach().clone())
+    if _active.draws is not None:
+        _active.draws.append(drawn.detach().clone())
     return drawn

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 
 from hfusion.compile import Arguments, Compiled
 from hfusion.inputs import StackedInput
@@ -26,8 +25,7 @@ def shortened(compiled: Compiled, arguments: Arguments) -> Arguments | None:
         return None
     pairs = zip(arguments.leaves, inputs, strict=True)
     short = Arguments(tuple(_first(leaf, node.meta.get("val")) for leaf, node in pairs), arguments.spec)
-    rows, _ = pytree.tree_flatten(short.of_member(0))
-    return short if compiled.guards(rows) else None
+    return short if compiled.guards(short.shapes) else None
 
 
 def _first(leaf: Any, example: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,11 @@ MOST_VALUES = 2000
 
 _PLAIN = str | bool | int | float | complex | bytes | type | torch.dtype | torch.device | types.BuiltinFunctionType
 _OWN = frozenset(nn.Module().__dict__)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+# Functions of these, and what they read, are taken to stay as they are.
+_FIXED = ("torch", "numpy", "math", "functools", "operator", "itertools", "builtins")
 
 
 class TooMuch(Exception):
@@ -35,18 +41,59 @@ class _Same:
         return id(self.held)
 
 
+@dataclass(frozen=True, eq=False)
+class _Alive:
+    """Equal only to a holder of the very same tensor while that is there; it does not keep it alive."""
+
+    ref: weakref.ref[Tensor]
+    number: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Alive:
+        return _Alive(weakref.ref(tensor), id(tensor))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        held = self.ref()
+        return isinstance(other, _Alive) and held is not None and held is other.ref()
+
+    def __hash__(self) -> int:
+        return self.number
+
+
 def read_state(function: Callable[..., Any]) -> Any:
     """Everything that ``function`` can read by itself, as a hashable value: attributes, closures, global variables.
 
-    Tensors count by identity and version. None if that is too much, or holds what cannot be compared.
+    Functions that read the same have equal states, whether they are one object or made anew. Tensors count by identity
+    and version, but not those of a module, which are looked up in it. A state keeps no tensor alive. None if what is
+    read is too much, or cannot be compared.
     """
     # The common case first, as it is read at every step.
-    if type(function) is types.FunctionType and _of_torch(function.__module__):
+    if type(function) is types.FunctionType and _fixed(function.__module__):
         return _Same(function)
     try:
         return _Reader().read(function)
     except TooMuch:
         return None
+
+
+def tensors_of(state: Any) -> Iterator[Tensor]:
+    """The tensors that count in a state and are still there."""
+    if isinstance(state, tuple):
+        for item in state:
+            yield from tensors_of(item)
+    elif isinstance(state, _Alive):
+        held = state.ref()
+        if held is not None:
+            yield held
+
+
+def root(function: Callable[..., Any]) -> Any:
+    """What functions have in common that are made anew in one place: their code, or their class."""
+    while isinstance(function, functools.partial | types.MethodType):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    return function.__code__ if isinstance(function, types.FunctionType) else type(function)
 
 
 @dataclass
@@ -56,10 +103,13 @@ class _Reader:
     met: dict[int, tuple[int, Any]] = field(default_factory=dict)
 
     def read(self, value: Any) -> Any:
+        if isinstance(value, float | complex):
+            # 0.0 equals -0.0, and a NaN nothing.
+            return (type(value), repr(value))
         if value is None or isinstance(value, _PLAIN):
             return (type(value), value)
         if isinstance(value, Tensor):
-            return (_Same(value), 0 if value.is_inference() else value._version)
+            return (_Alive.of(value), 0 if value.is_inference() else value._version, value.requires_grad)
         if id(value) in self.met:
             return self.met[id(value)][0]
         self.met[id(value)] = (len(self.met), value)
@@ -71,9 +121,9 @@ class _Reader:
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, nn.Module):
-            return (_Same(value), tuple(self._module(module) for module in value.modules()))
+            return self._modules(value)
         if isinstance(value, Mapping):
-            return tuple((self.read(k), self.read(v)) for k, v in value.items())
+            return (type(value), tuple((self.read(k), self.read(v)) for k, v in value.items()))
         if isinstance(value, list | tuple):
             return (type(value), tuple(self.read(v) for v in value))
         if isinstance(value, types.MethodType):
@@ -82,7 +132,7 @@ class _Reader:
             return self.read((value.func, value.args, value.keywords))
         if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             return _Same(value)
-        if not hasattr(value, "__dict__") or isinstance(value, types.ModuleType):
+        if not hasattr(value, "__dict__") or isinstance(value, types.ModuleType) or _has_slots(type(value)):
             raise TooMuch
         call = inspect.getattr_static(value, "__call__", None)
         return (
@@ -92,31 +142,55 @@ class _Reader:
         )
 
     def _function(self, function: types.FunctionType) -> Any:
-        if _of_torch(function.__module__):
+        if _fixed(function.__module__):
             return _Same(function)
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
-        names = _names(function.__code__)
-        read = [function.__globals__[name] for name in names if name in function.__globals__]
-        outside = [value for value in read if not isinstance(value, types.ModuleType)]
-        for module in read:
-            if isinstance(module, types.ModuleType) and not _of_torch(module.__name__):
-                found = [vars(module)[name] for name in names if name in vars(module)]
-                outside += [value for value in found if isinstance(value, bool | int | float | complex | Tensor)]
+        outside = list(_outside(_names(function.__code__), function.__globals__, set()))
         return (
             function.__code__,
             self.read([cells, function.__defaults__, function.__kwdefaults__, outside]),
         )
 
+    def _modules(self, whole: nn.Module) -> Any:
+        """A module and those below it: where they stand, what they are, and which of their tensors are one."""
+        found = list(whole.named_modules(remove_duplicate=False))
+        own = [t for _, m in found for t in (*m._parameters.values(), *m._buffers.values())]
+        ids = [id(part) for part in (*(m for _, m in found), *own)]
+        ties = tuple([ids.index(i) for i in ids]) if len(set(ids)) < len(ids) else None
+        return (ties, tuple([(path, type(m), self._module(m)) for path, m in found]))
+
     def _module(self, module: nn.Module) -> Any:
-        own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-        attributes = [value for name, value in vars(module).items() if name not in _OWN]
-        kinds = tuple((t.dtype, t.device, t.shape) for t in own)
-        forward = None if _of_torch(type(module).__module__) else self.read(type(module).forward)
-        return (module.training, kinds, forward, self.read(attributes))
+        own = [(n, t) for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None]
+        attributes = {name: value for name, value in vars(module).items() if name not in _OWN}
+        kinds = tuple((n, t.dtype, t.device, t.shape, t.requires_grad) for n, t in own)
+        hooks = [hook for name in _HOOKS for hook in getattr(module, name).values()]
+        forward = None if _fixed(type(module).__module__) else self.read(type(module).forward)
+        return (module.training, kinds, forward, self.read(hooks), self.read(attributes))
 
 
-def _of_torch(module: str | None) -> bool:
-    return module is not None and (module == "torch" or module.startswith("torch."))
+def _outside(names: Sequence[str], space: Mapping[str, Any], met: set[int]) -> Iterator[Any]:
+    """What stands under ``names`` in a module, and in modules of the user's that stand there."""
+    met.add(id(space))
+    for name in names:
+        value = space.get(name)
+        if not isinstance(value, types.ModuleType):
+            yield value
+        elif not _fixed(value.__name__) and id(vars(value)) not in met:
+            yield from _outside(names, vars(value), met)
+
+
+def _has_slots(kind: type) -> bool:
+    """Whether its objects have attributes beside their ``__dict__``."""
+    return any(name not in ("__dict__", "__weakref__") for base in kind.__mro__ for name in _slots(base))
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _fixed(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] in _FIXED
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,9 @@ from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 from torch.optim import Optimizer
 
 from hfusion.captured import captured
-from hfusion.compile import Arguments, Place, Source
-from hfusion.joint import Call
+from hfusion.compile import MOST_KEYS, Arguments, Place, Source
+from hfusion.exclusive import compiling
+from hfusion.joint import Call, OtherSizes
 from hfusion.module import FusedModule
 from hfusion.optim import coupling
 from hfusion.per_model import per_model
@@ -113,6 +115,20 @@ class Way:
         return Row(self.call, "eager", self.why or "the first step of its kind")
 
 
+# What steps of one array have found out: another step with the like loss need not do so again. Not of losses with
+# tensors, which belong to one of them.
+_found: WeakKeyDictionary[nn.Module, dict[Any, list[Way]]] = WeakKeyDictionary()
+
+
+def _shared(fused: FusedModule) -> dict[Any, list[Way]]:
+    return _found.setdefault(fused, {})
+
+
+def _family(call: Call, situation: Any) -> Any:
+    """What calls have in common that may share a program: all but their sizes."""
+    return call.inputs.loose_key, call.target.loose_key, situation
+
+
 def _traits(places: Sequence[Place]) -> Any:
     """What a traced step takes for granted of its tensors: their kinds, strides, hooks, and which are one object."""
     tensors = [holder[name] for holder, name in places]
@@ -134,6 +150,7 @@ class TrainStep:
         self._loss = per_model(loss_fn)
         self._compile = compile
         self._ways: dict[Any, list[Way]] = {}
+        self._known: dict[Any, Way] = {}
         self._warned: set[str] = set()
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
@@ -142,14 +159,11 @@ class TrainStep:
             return self._eager(args, kwargs, target)[0]
         call = Call(Arguments.of(args, kwargs), Arguments.of((target,), {}))
         situation = (self._fused._pattern(), read_state(self._loss_fn), _autocast())
-        key = (call.inputs.key, call.target.key, situation)
-        way = next((way for way in self._ways.get(key, ()) if way.holds()), None)
-        if way is None:
+        way = self._find(call, situation)
+        if way is None or not self._ready(way, call):
             losses, outputs = self._eager(args, kwargs, target)
-            self._ways.setdefault(key, []).append(self._way(situation, call, self._loss.found(outputs, target)))
+            self._note(call, situation, outputs, target)
             return losses
-        if way.program is None and not way.why:
-            self._prepare(way, call)
         if way.program is None or _hooked(self._fused):
             return self._eager(args, kwargs, target)[0]
         with _without_autocast(situation[2]):
@@ -183,6 +197,51 @@ class TrainStep:
         self._optimizer.step()
         return losses.detach(), outputs
 
+    def _find(self, call: Call, situation: Any) -> Way | None:
+        """How such a call runs; None where that is to be seen from an eager step."""
+        exact = (call.inputs.key, call.target.key, situation)
+        known = self._known.get(exact)
+        if known is not None and known.holds():
+            return known
+        kind = _family(call, situation)
+        ways = self._ways.setdefault(kind, [])
+        ways += [way for way in _shared(self._fused).get(kind, ()) if way not in ways]
+        # With a program first, then the latest, which is the most general.
+        ordered = sorted(enumerate(ways), key=lambda pair: (pair[1].program is None, -pair[0]))
+        found = next((way for _, way in ordered if way.holds() and self._serves(way, call)), None)
+        if found is not None and (found.program is not None or found.why):
+            if len(self._known) == MOST_KEYS:
+                self._known.clear()
+            self._known[exact] = found
+        return found
+
+    def _serves(self, way: Way, call: Call) -> bool:
+        """Whether a call of other sizes runs as ``way`` does."""
+        if way.program is not None:
+            return way.program.fits(call)
+        return way.sources is not None and self._fused.find(call.inputs) is way.sources[0].compiled
+
+    def _ready(self, way: Way, call: Call) -> bool:
+        """Make the program of ``way``, or say why there is none; False where it is none for these sizes."""
+        if way.program is None and not way.why:
+            try:
+                with compiling():
+                    self._prepare(way, call)
+            except OtherSizes:
+                return False
+        return True
+
+    def _note(self, call: Call, situation: Any, outputs: Any, target: Any) -> None:
+        """What to do with the next call like this one, which has just run eagerly."""
+        way = self._way(situation, call, self._loss.found(outputs, target))
+        ways = self._ways.setdefault(_family(call, situation), [])
+        if not any(other.program is None and other.why == way.why and other.like(way) for other in ways):
+            ways.append(way)
+            if way.sources is not None and not way.sources[1].places:
+                _shared(self._fused).setdefault(_family(call, situation), []).append(way)
+        if way.why:
+            self._known[call.inputs.key, call.target.key, situation] = way
+
     def _way(self, situation: Any, call: Call, loss: Source | str) -> Way:
         """What to do with the next call like this one, which has just run eagerly; ``loss`` is how its loss ran."""
         modules = list(self._fused.modules())
@@ -204,12 +263,12 @@ class TrainStep:
             warnings.warn(
                 f"train_step of {self._fused._original} with ({way.call}) runs eagerly, exact but slower: {way.why}. "
                 "train_step(..., compile=False) does so without this warning",
-                stacklevel=4,
+                stacklevel=5,
             )
         return way
 
     def _prepare(self, way: Way, call: Call) -> None:
-        """Find or make the program of ``way``, or say why there is none."""
+        """Find or make the program of ``way``, or say why there is none. Raises OtherSizes."""
         assert way.sources is not None
         way.program = self._fitting(way, call)
         if way.program is not None:
@@ -236,6 +295,8 @@ class TrainStep:
         assert way.sources is not None
         try:
             return captured(make(*way.sources, call, way.places))
+        except OtherSizes:
+            raise
         except Unprofitable as error:
             way.why = str(error)
         except Exception as error:

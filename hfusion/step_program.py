@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.compile import Place, Source, representatives
-from hfusion.joint import Call, Joint, Tensors, build, trace, trace_member
+from hfusion.joint import Call, Joint, Tensors, build, captured_dims, trace, trace_member
 from hfusion.layout import Layout
+from hfusion.lengths import recurrent
 from hfusion.passes.align import scalars
 
 # Operators of one program that are worth it: inductor takes some 0.1 s for each on two cores.
@@ -120,11 +121,17 @@ def make(forward: Source, loss: Source, call: Call, places: Sequence[Place]) -> 
         Unprofitable: it would not be worth its time.
         Exception: what keeps the programs from being traced or compiled, of many types.
     """
+    if recurrent(forward.compiled.graph) or recurrent(loss.compiled.graph):
+        raise Unprofitable(
+            "a program writes out every step of a recurrent layer, and it has a recurrent layer over a length that "
+            "varies; give one length, padded, to have it compiled"
+        )
     params = tuple((holder, name) for holder, name in places if isinstance(holder[name], nn.Parameter))
     tensors, looped = Tensors.of(forward, loss), looped_calls(forward)
     if looped > MOST_LOOPED_CALLS:
         return each(forward, loss, call, tensors, params)
     joint = trace(forward, loss, call)
+    _check_open(joint, forward, loss, call)
     # Some calls are many operators, such as a recurrent layer's.
     if looped and len(joint.operators) > MOST_OPERATORS:
         return each(forward, loss, call, tensors, params)
@@ -150,6 +157,7 @@ def each(forward: Source, loss: Source, call: Call, tensors: Tensors, params: tu
         )
     joints = [trace_member(forward, loss, call, member) for member in firsts]
     for joint in joints:
+        _check_open(joint, forward, loss, call)
         _check(joint)
     runs = [
         build(joint, tensors.of_member(member), call.of_member(member).batch())
@@ -165,6 +173,22 @@ def kinds_of(forward: Source, loss: Source) -> tuple[int, ...]:
     rows = [tuple(map(repr, (each[member] for each in values))) for member in range(members)]
     numbers = {row: number for number, row in enumerate(dict.fromkeys(rows))}
     return tuple(numbers[row] for row in rows)
+
+
+def _check_open(joint: Joint, forward: Source, loss: Source, call: Call) -> None:
+    """Refuse a step that would hold for one length only, where many are met; few numbers of samples are."""
+    rows = zip(captured_dims(forward, loss, call), call.stacked, joint.dims, strict=True)
+    closed = [
+        f"dim {dim} of {call.batch()[k].dtype} {list(call.batch()[k].shape)}"
+        for k, (dims, stacked, left) in enumerate(rows)
+        for dim in sorted(dim + stacked for dim in dims if dim)
+        if dim not in left
+    ]
+    if closed:
+        raise Unprofitable(
+            f"its sizes vary, and a program would hold for one size only of {' and of '.join(closed)}, "
+            "which an operator needs to know"
+        )
 
 
 def _check(joint: Joint) -> None:

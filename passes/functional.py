@@ -109,6 +109,11 @@ def functional(graph: fx.Graph, writable: frozenset[str]) -> fx.Graph:
         if node.target is OPAQUE:
             _call_members(state, node, watched[node])
             continue
+        if node.target is aten.detach_.default and node.args[0] not in state.differentiable:
+            # As of torch.tensor(x.shape[0]): no gradient is cut off.
+            state.current[node] = state.current[node.args[0]]
+            state.parent[node] = node.args[0]
+            continue
         if _writes(node):
             _write(state, node, writable)
             continue

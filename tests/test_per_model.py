@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
+import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +117,62 @@ def test_changes_of_what_it_reads_are_seen(name: str) -> None:
         check(per_model, function, outputs())
         change(value)
         check(per_model, function, outputs())
+
+
+class Own:
+    def __init__(self, beta: float) -> None:
+        self.beta = beta
+
+    def loss(self, y: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(y, t) * self.beta
+
+
+WEIGHT = torch.rand(4, dtype=torch.float64)
+# How people write a loss inside the loop: a function for every call, by a number that it reads.
+REMADE: dict[str, Callable[[float], Callable[..., Any]]] = {
+    "function": lambda k: F.cross_entropy,
+    "partial": lambda k: functools.partial(F.cross_entropy, label_smoothing=k / 10),
+    "partial of a tensor": lambda k: functools.partial(F.cross_entropy, weight=WEIGHT, label_smoothing=k / 10),
+    "lambda": lambda k: lambda y, t: F.cross_entropy(y, t) * k,
+    "zeros": lambda k: lambda y, t, zero=k * 0.0: F.cross_entropy(y, t) * (3 + math.copysign(1, zero)),
+    "module": lambda k: nn.CrossEntropyLoss(label_smoothing=k / 10),
+    "module with a tensor": lambda k: nn.CrossEntropyLoss(weight=WEIGHT * k),
+    "bound method": lambda k: Own(k).loss,
+}
+
+
+@pytest.mark.parametrize("name", REMADE)
+def test_a_function_made_anew_finds_its_program(name: str) -> None:
+    programs: set[Any] = set()
+    for k in (1.0, 2.0, -1.0 if name in ("lambda", "zeros", "bound method") else 3.0) * 3:
+        made = hf.per_model(REMADE[name](k))
+        check(made, REMADE[name](k), outputs(), call(TARGET))
+        programs |= set(made.programs)
+    assert len(programs) <= 3
+
+
+def test_what_a_function_made_anew_reads_ends_with_it() -> None:
+    def once() -> list[weakref.ref[Any]]:
+        weight = torch.rand(4, dtype=torch.float64)
+
+        def loss(y: Tensor, t: Tensor) -> Tensor:
+            return F.cross_entropy(y, t, weight=weight)
+
+        check(hf.per_model(loss), loss, outputs(), call(TARGET))
+        return [weakref.ref(weight), weakref.ref(loss)]
+
+    found = once()
+    gc.collect()
+    assert [ref() for ref in found] == [None, None]
+
+
+def test_a_tensor_for_every_call_is_worth_no_program() -> None:
+    for _ in range(20):
+        weight = torch.rand(4, dtype=torch.float64)
+        function = lambda y, t, w=weight: F.cross_entropy(y, t, weight=w)  # noqa: E731
+        made = hf.per_model(function)
+        check(made, function, outputs(), call(TARGET))
+    assert "has changed" in str(made.report())
 
 
 class Weighted(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shutil
@@ -389,3 +390,59 @@ def test_tensors_are_seen_again_until_something_about_them_changes() -> None:
         assert not seen.again([tied, other, other])
         change(tied)
         assert not seen.again([tied, other, tied])
+
+
+def sequences(sequence: nn.Module) -> Pair:
+    """Sums over steps of ``sequence``, whose target has as many."""
+    model = Model("sequences", lambda: copy.deepcopy(sequence).double(), normal(4))
+    return pair(model, compile=True, count=2, loss=lambda out, y: F.mse_loss(out.sum(-1), y))
+
+
+class Summed(nn.Module):
+    """Each step sees those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.tril(x.new_ones(x.shape[1], x.shape[1]))
+        return self.outer(mask @ self.inner(x) / x.shape[1])
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(4, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+LENGTHS = [(7, 3), (9, 3), (12, 3), (5, 4), (8, 8), (7, 3), (9, 3), (30, 2)]
+
+
+@needs_compiler
+def test_new_lengths_need_no_new_program() -> None:
+    both = sequences(Summed())
+    for t, n in LENGTHS:
+        both.advance(torch.randn(n, t, 4).double(), torch.rand(n, t).double(), f"length {t}")
+    assert sum("program" in row.how for row in both.step.report().rows) == 1
+    # Another step with a loss of its like has no need to begin anew.
+    again = hf.train_step(both.ours, lambda out, y: F.mse_loss(out, y), adam(both.ours))
+    assert again(torch.randn(3, 11, 4).double(), torch.rand(3, 11, 2).double()).shape == (2,)
+
+
+def test_a_recurrent_layer_of_many_lengths_runs_eagerly_and_says_so() -> None:
+    both = sequences(Steps())
+
+    def advance(t: int, n: int) -> None:
+        both.advance(torch.randn(n, t, 4).double(), torch.rand(n, t).double(), f"length {t}")
+
+    advance(7, 3)
+    advance(9, 3)
+    with pytest.warns(UserWarning, match="a recurrent layer over a length that varies"):
+        advance(12, 3)
+    for t, n in [(5, 4), (8, 8), (30, 2), (9, 3)]:
+        advance(t, n)
+    assert not any("program" in row.how for row in both.step.report().rows)
