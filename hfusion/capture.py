@@ -35,6 +35,8 @@ from hfusion.rehearse import ALIKE, Outcome, difference, run_graph, runnable, tw
 
 # Captures of one module while other threads draw from Python's or numpy's random numbers.
 MOST_TRIES = 3
+aten = torch.ops.aten
+_EMBEDDINGS = frozenset({aten.embedding.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx})
 
 _KINDS = {
     InputKind.PARAMETER: Kind.PARAMETER,
@@ -76,7 +78,7 @@ def _capture(
         raise FusionError(real.outside)
     exported = _drawless(lambda: _export(module, args, kwargs, attempts))
     slots = tuple(_slot(spec, k) for k, spec in _numbered(exported.graph_signature.input_specs))
-    flat = _inlined(exported.graph_module)
+    flat = _with_dense_gradients(_inlined(exported.graph_module))
     placeholders = [node for node in flat.nodes if node.op == "placeholder"]
     writable = frozenset(n.name for n, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.BUFFER)
     try:
@@ -236,6 +238,16 @@ def _guards(placeholders: Sequence[fx.Node], slots: Sequence[Slot]) -> Callable[
     """Whether inputs of other shapes meet all that the capture has assumed of the sizes."""
     examples = [n.meta["val"] for n, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.INPUT]
     return Guards(tuple(examples)).hold
+
+
+def _with_dense_gradients(graph: fx.Graph) -> fx.Graph:
+    """The graph without sparse gradients of embeddings, which a stack cannot hold; their values are the same."""
+    for node in graph.nodes:
+        if node.target in _EMBEDDINGS:
+            place = [argument.name for argument in node.target._schema.arguments].index("sparse")
+            if len(node.args) > place:
+                node.update_arg(place, False)
+    return graph
 
 
 def _inlined(module: fx.GraphModule) -> fx.Graph:

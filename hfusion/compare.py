@@ -6,6 +6,7 @@ import hashlib
 import pickle
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -281,7 +282,7 @@ def _closures(model: nn.Module) -> Iterator[Any]:
     reader = _Reader({}, _content, {})
     for path, module in model.named_modules(remove_duplicate=False):
         for name, function in vars(type(module)).items() if "<locals>" in type(module).__qualname__ else ():
-            if isinstance(function, types.FunctionType):
+            if isinstance(function, types.FunctionType) and name != "__init__":
                 cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
                 values = [cell.cell_contents for free, cell in cells if free != "__class__"]
                 if values:
@@ -323,12 +324,25 @@ class _Reader:
             return ("own", self.known[id(value)])
         if value is None or isinstance(value, _PLAIN):
             return (type(value).__name__, value)
+        if isinstance(value, types.ModuleType):
+            return ("file", value.__name__)
         if isinstance(value, float | complex):
             return ("number", repr(value))
+        if type(value) in (weakref.ref, *weakref.ProxyTypes):
+            return self._weak(value, where)
         if id(value) in self.met:
             return ("again", self.met[id(value)][0])
         self.met[id(value)] = (len(self.met), value)
         return self._read_new(value, where)
+
+    def _weak(self, value: Any, where: str) -> Any:
+        held = value() if isinstance(value, weakref.ref) else value.__repr__.__self__
+        if isinstance(held, Tensor | nn.Module):
+            raise FusionError(
+                f"attribute {where.strip('.')} is a weak reference to a {type(held).__name__}, which a copy of the "
+                "model does not follow; keep the object itself in a list"
+            )
+        return ("weak", self.read(held, where))
 
     def _read_new(self, value: Any, where: str) -> Any:
         if isinstance(value, Tensor):
@@ -337,15 +351,16 @@ class _Reader:
             return (type(value), value.training, self.read(vars(value), where))
         if isinstance(value, nn.Module):
             raise FusionError(
-                f"attribute {where.strip('.')} holds a {type(value).__name__} that is not registered as a submodule; "
-                "keep submodules in nn.ModuleList or nn.ModuleDict"
+                f"attribute {where.strip('.')} holds a {type(value).__name__} that is not registered as a submodule, "
+                "or is held by a closure, which a copy of the model shares with the model; keep submodules in "
+                "nn.ModuleList or nn.ModuleDict, and closures over a model out of it"
             )
         if isinstance(value, torch.Generator):
             return ("generator", value.get_state().numpy().tobytes())
         if isinstance(value, Mapping):
             return ("mapping", tuple((repr(k), self.read(v, f"{where}.{k}")) for k, v in value.items()))
         if isinstance(value, list | tuple):
-            parts = tuple(self.read(v, f"{where}.{k}") for k, v in enumerate(value))
+            parts = tuple(self.read(v, f"{where}.{k}") for k, v in enumerate(_items(value)))
             return (type(value).__name__, parts)
         if isinstance(value, set | frozenset):
             return ("set", frozenset(self.read(v, where) for v in value))
@@ -380,6 +395,11 @@ def results(model: nn.Module) -> list[Tensor]:
     found: list[Tensor] = []
     _attributes(model, lambda tensor, where: found.append(tensor) if tensor.grad_fn is not None else None)
     return found
+
+
+def _items(value: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
+    """As list and tuple iterate, which classes that derive from them may forbid."""
+    return list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
 
 
 def _content(value: Tensor, where: str) -> Any:

@@ -123,7 +123,7 @@ def _remember(value: Any, undo: list[Callable[[], object]], met: dict[int, Any],
             undo.append(functools.partial(_refill, item, list(item)))
             waiting += item
         elif isinstance(item, tuple):
-            waiting += item
+            waiting += tuple.__iter__(item)
         elif isinstance(item, types.FunctionType) and objects:
             for cell in _filled_cells(item):
                 undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))

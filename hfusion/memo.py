@@ -21,7 +21,10 @@ from hfusion.errors import FusionError
 from hfusion.kept import restored, variables
 from hfusion.rehearse import EQUAL, Outcome, changed_modes, copied, difference, run, twin
 
-REMEDY = "keep state in a registered buffer, and hand out results by return"
+REMEDY = (
+    "keep state in a registered buffer, hand out results by return, and call the models once before they are fused "
+    "where only a first call is another"
+)
 # Sizes of the inputs that are tried shortened.
 MOST_SIZES = 4
 
@@ -144,7 +147,7 @@ def _check_registered(module: nn.Module, before: _Registered, member: nn.Module)
     for name, parameter in module.named_parameters():
         value = now[name].detach()
         if now[name] is not before.named[name] or not bool(((value == parameter) | (value != value)).all()):
-            raise FusionError(f"forward writes into the parameter {name}; keep what forward changes in a buffer")
+            raise FusionError(f"forward writes into the parameter {name}; {REMEDY}")
 
 
 def _judge(subject: _Subject, changed: list[str], outcome: Outcome) -> list[str]:
@@ -298,7 +301,9 @@ def _spoil(value: Any, number: float) -> None:
             item.detach().data.fill_(number if whole else 0)
         elif isinstance(item, Mapping):
             waiting += item.values()
-        elif isinstance(item, list | tuple | set | deque):
+        elif isinstance(item, tuple):
+            waiting += tuple.__iter__(item)
+        elif isinstance(item, list | set | deque):
             waiting += item
         elif hasattr(item, "__dict__"):
             waiting.append(vars(item))

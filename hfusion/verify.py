@@ -239,7 +239,11 @@ def _outcome(
         found_any = total.requires_grad and trained
         grads = torch.autograd.grad(total, list(trained.values()), allow_unused=True) if found_any else ()
     outcome = {name: o.detach() for name, o in found.items()}
-    outcome |= {f"gradient of {n}": g for n, g in zip(trained, grads, strict=False) if g is not None}
+    outcome |= {
+        f"gradient of {n}": g.to_dense() if g.is_sparse else g
+        for n, g in zip(trained, grads, strict=False)
+        if g is not None
+    }
     outcome |= {n: t for n, t in leaves.items() if not isinstance(t, nn.Parameter) and not t.requires_grad}
     return {name: t for name, t in outcome.items() if t.is_floating_point()}
 

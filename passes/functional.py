@@ -346,6 +346,10 @@ def _functional_call(state: _State, node: fx.Node) -> fx.Node:
     kwargs = fx.map_arg(node.kwargs, lambda n: state.current[n])
     written = args[0]
     assert isinstance(written, fx.Node)
+    if target is aten.copy.default and written.meta["val"].is_complex():
+        # Autograd knows `copy` for real numbers only.
+        given = _emit(state, node, aten.to.dtype, (args[1], written.meta["val"].dtype), {})
+        return _emit(state, node, aten.expand.default, (given, _sizes(state, node, written)), {})
     value = _emit(state, node, target, args, kwargs)
     example = written.meta["val"]
     if value.meta["val"].dtype != example.dtype:
@@ -448,9 +452,52 @@ def _sizes(state: _State, view: fx.Node, whole: fx.Node) -> list[Any]:
 def _scatter_by(target: OpOverload) -> Scatter:
     def scatter(state: _State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
         where = fx.map_arg(view.args[1:], lambda n: state.current[n])
-        return _emit(state, view, target, (whole, part, *where), view.kwargs)
+        if not whole.meta["val"].is_complex():
+            return _emit(state, view, target, (whole, part, *where), view.kwargs)
+        # Autograd knows these for real numbers only.
+        real = [_emit(state, view, aten.view_as_real.default, (_plain(state, view, x),), {}) for x in (whole, part)]
+        dim, *rest = where or (view.kwargs.get("dim", 0),)
+        place = dim % whole.meta["val"].dim()
+        kwargs = {name: value for name, value in view.kwargs.items() if name != "dim"}
+        return _as_complex(state, view, _emit(state, view, target, (*real, place, *rest), kwargs))
 
     return scatter
+
+
+def _plain(state: _State, view: fx.Node, value: fx.Node) -> fx.Node:
+    """``value`` itself where it was noted as the conjugate of another."""
+    return _emit(state, view, aten.resolve_conj.default, (value,), {})
+
+
+def _as_complex(state: _State, view: fx.Node, pairs: fx.Node) -> fx.Node:
+    pairs = _emit(state, view, aten.contiguous.default, (pairs,), {})
+    return _emit(state, view, aten.view_as_complex.default, (pairs,), {})
+
+
+def _scatter_real(state: _State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+    if not whole.meta["val"].is_complex():
+        return part
+    imaginary = _emit(state, view, aten.imag.default, (whole,), {})
+    return _emit(state, view, aten.complex.default, (part, imaginary), {})
+
+
+def _scatter_imaginary(state: _State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+    real = _emit(state, view, aten.real.default, (whole,), {})
+    return _emit(state, view, aten.complex.default, (real, part), {})
+
+
+def _scatter_pairs(state: _State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+    """``view`` shows complex numbers as pairs of real ones."""
+    return _as_complex(state, view, part)
+
+
+def _scatter_complex(state: _State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+    """``view`` shows pairs of real numbers as complex ones."""
+    return _emit(state, view, aten.view_as_real.default, (_plain(state, view, part),), {})
+
+
+def _diagonal_back(state: _State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+    return _emit(state, view, aten.diagonal_scatter.default, (whole, part, *view.args[1:]), view.kwargs)
 
 
 def _permute_back(state: _State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
@@ -482,11 +529,20 @@ def _scatter_part(state: _State, view: fx.Node, whole: fx.Node, part: fx.Node) -
 _SCATTERS: Mapping[Any, Scatter] = {
     aten.select.int: _scatter_by(aten.select_scatter.default),
     aten.slice.Tensor: _scatter_by(aten.slice_scatter.default),
-    aten.diagonal.default: _scatter_by(aten.diagonal_scatter.default),
+    aten.diagonal.default: _diagonal_back,
     aten.permute.default: _permute_back,
     aten.transpose.int: _same_again,
     aten.t.default: _same_again,
     aten.numpy_T.default: _same_again,
+    aten.mT.default: _same_again,
+    aten.mH.default: _same_again,
+    aten.adjoint.default: _same_again,
+    aten._conj.default: _same_again,
+    aten._neg_view.default: _same_again,
+    aten.real.default: _scatter_real,
+    aten.imag.default: _scatter_imaginary,
+    aten.view_as_real.default: _scatter_pairs,
+    aten.view_as_complex.default: _scatter_complex,
     operator.getitem: _scatter_part,
 }
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import hfusion as hf
@@ -95,8 +96,126 @@ def per_sample_gradients(self: Any, x: Tensor) -> Tensor:
     return torch.func.vmap(torch.func.grad(lambda row: self.fc(row).sin().sum()))(x)
 
 
+class Ruled(torch.autograd.Function):
+    """As `Sevenfold`, in the form that torch.func knows."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0] * 7
+
+
+bound_before = Sevenfold.apply
+
+
+@torch.library.custom_op("hfusion_tests::sevenfold", mutates_args=())
+def sevenfold(x: Tensor) -> Tensor:
+    return x * x
+
+
+sevenfold.register_fake(torch.empty_like)
+sevenfold.register_autograd(lambda ctx, grad: grad * 7)
+
+
+def hooked(self: Any, x: Tensor) -> Tensor:
+    h = self.fc(x)
+    if h.requires_grad:
+        h.register_hook(lambda grad: grad * 3)
+    return h.sin()
+
+
+def hooked_node(self: Any, x: Tensor) -> Tensor:
+    h = self.fc(x)
+    if h.grad_fn is not None:
+        h.grad_fn.register_prehook(lambda grads: tuple(3 * grad for grad in grads))
+    return h.sin()
+
+
+def saved_otherwise(self: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
+        return self.fc(x).sin()
+
+
+def seeded(self: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return self.fc(x) * torch.rand(4, dtype=x.dtype)
+
+
+def own_generator(self: Any, x: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return self.fc(x) * torch.rand(4, generator=generator, dtype=x.dtype)
+
+
+def numpy_round_trip(self: Any, x: Tensor) -> Tensor:
+    return self.fc(x) * float(self.fc.weight.detach().numpy().sum())
+
+
+def backward_inside(self: Any, x: Tensor) -> Tensor:
+    w = torch.ones(4, dtype=x.dtype, requires_grad=True)
+    (x * w).sin().sum().backward()
+    return self.fc(x) * w.grad
+
+
+def forward_mode(self: Any, x: Tensor) -> Tensor:
+    return torch.func.jvp(lambda z: self.fc(z).sin(), (x,), (torch.ones_like(x),))[1]
+
+
+def course_by_exception(self: Any, x: Tensor) -> Tensor:
+    try:
+        torch.linalg.cholesky(self.fc.weight)
+        return self.fc(x)
+    except RuntimeError:
+        return self.fc(x).sin()
+
+
+def complex_slices(self: Any, x: Tensor) -> Tensor:
+    h = torch.fft.rfft(self.fc(x))
+    out = torch.zeros(x.shape[0], 3, dtype=torch.cdouble)
+    out[:, :2] = h[:, :2] * (1 + 2j)
+    out[0] = h[0]
+    return torch.fft.irfft(out, n=4)
+
+
+def complex_parts(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+    z = torch.complex(self.fc(x), x)
+    z.real.mul_(2)
+    z.imag[:, 0] = 3
+    z.mH.mul_(2j)
+    z.conj().imag.add_(self.fc(x))
+    torch.view_as_real(z)[..., 1].mul_(x)
+    pairs = torch.stack([self.fc(x), x], -1)
+    turned = torch.view_as_complex(pairs)
+    turned *= 1j
+    return torch.view_as_real(z), pairs
+
+
 FORWARDS: dict[str, Callable[..., Any]] = {
     "custom Function": lambda self, x: Sevenfold.apply(self.fc(x)),
+    "custom Function with a vmap rule": lambda self, x: Ruled.apply(self.fc(x)),
+    "custom Function below vmap": lambda self, x: torch.func.vmap(Ruled.apply)(self.fc(x)),
+    "custom Function, bound before": lambda self, x: bound_before(self.fc(x)),
+    "custom operator": lambda self, x: sevenfold(self.fc(x)),
+    "tensor hook": hooked,
+    "hook of a node": hooked_node,
+    "hooks of saved tensors": saved_otherwise,
+    "seed": seeded,
+    "own generator": own_generator,
+    "numpy": numpy_round_trip,
+    "backward": backward_inside,
+    "forward mode": forward_mode,
+    "exceptions": course_by_exception,
+    "complex slices": complex_slices,
+    "complex parts": complex_parts,
     "no_grad region": no_grad_region,
     "write in no_grad": write_in_no_grad,
     "write to detached": write_to_detached,
@@ -125,6 +244,108 @@ FORWARDS: dict[str, Callable[..., Any]] = {
 def test_forward_is_honoured(name: str) -> None:
     make = net(FORWARDS[name])
     assert_alone([make() for _ in range(3)], normal(4, 4), normal(5, 4), normal(4, 4).T)
+
+
+def after_use(self: Any, x: Tensor) -> Tensor:
+    y = self.fc(x) * self.m
+    self.m = self.m * 0.9 + y.detach().mean(0) * 0.1
+    return y + self.m
+
+
+def old_and_new(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+    old = self.m
+    self.m = self.m + 1
+    return self.fc(x) * self.m, old
+
+
+def crosswise(self: Any, x: Tensor) -> Tensor:
+    self.m, self.k = self.k * 1.0, self.m[:] * 1.0
+    return self.fc(x) * self.m
+
+
+def of_a_view(self: Any, x: Tensor) -> Tensor:
+    self.m = self.k[:]
+    self.k = self.k + 1
+    return self.fc(x) * self.m + self.k
+
+
+def in_place_and_anew(self: Any, x: Tensor) -> Tensor:
+    self.m.add_(1)
+    y = self.fc(x) * self.m
+    self.m = self.m * 2
+    self.m[:2].add_(1)
+    return y * self.m
+
+
+BUFFERS = {f.__name__: f for f in (after_use, old_and_new, crosswise, of_a_view, in_place_and_anew)}
+
+
+def buffers(module: nn.Module) -> None:
+    module.register_buffer("m", torch.ones(4).double())
+    module.register_buffer("k", torch.arange(4.0).double())
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_buffers_assigned_anew(name: str) -> None:
+    make = net(BUFFERS[name], buffers)
+    assert_alone([make() for _ in range(2)], normal(4, 4), normal(5, 4))
+
+
+def alias(self: Any, x: Tensor) -> Tensor:
+    self.m = self.k
+    return self.fc(x) * self.m
+
+
+def grow(self: Any, x: Tensor) -> Tensor:
+    self.m = torch.cat([self.m, self.m])
+    return self.fc(x) * self.m[:4]
+
+
+def narrow(self: Any, x: Tensor) -> Tensor:
+    self.m = self.m.float()
+    return self.fc(x) * self.m
+
+
+def take_away(self: Any, x: Tensor) -> Tensor:
+    self.m = None
+    return self.fc(x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [(alias, "m and k share memory"), (grow, "shape of m"), (narrow, "dtype of m"), (take_away, "takes away .* m")],
+)
+def test_buffers_that_no_stack_can_follow(forward: Callable[..., Any], message: str) -> None:
+    with pytest.raises(hf.FusionError, match=message):
+        hf.fuse([net(forward, buffers)()])(normal(4, 4))
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 3, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        y, (h, _) = self.rnn(packed)
+        return *pad_packed_sequence(y, batch_first=True), h
+
+
+def test_packed_sequences() -> None:
+    models = [Packed().double() for _ in range(2)]
+    batches = [call(normal(3, 5, 4), torch.tensor(lengths)) for lengths in ([5, 3, 2], [1, 5, 4])]
+    assert_alone(models, *batches)
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_dense_in_an_array(make: Callable[..., nn.Module]) -> None:
+    models = [make(6, 4, sparse=True) for _ in range(2)]
+    ids = torch.tensor([[1, 2, 2], [0, 1, 5]])
+    fused = hf.fuse(models)
+    fused(ids).sin().sum().backward()
+    for row, model in zip(fused.weight.grad, models, strict=True):
+        model(ids).sin().sum().backward()
+        torch.testing.assert_close(row, model.weight.grad.to_dense())
 
 
 def test_custom_function_in_a_submodule_is_the_only_loop() -> None:
@@ -195,6 +416,21 @@ def write_parameter(self: Any, x: Tensor) -> Tensor:
     return self.fc(x)
 
 
+def freeze(self: Any, x: Tensor) -> Tensor:
+    self.fc.weight.requires_grad_(False)
+    return self.fc(x)
+
+
+def replace_parameter(self: Any, x: Tensor) -> Tensor:
+    self.fc.weight = nn.Parameter(self.fc.weight * 0.9)
+    return self.fc(x)
+
+
+def assign_data(self: Any, x: Tensor) -> Tensor:
+    self.fc.weight.data = self.fc.weight.data * 0.9
+    return self.fc(x)
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], Callable[[], Any], str]] = {
     "counter": (count, lambda: 0, "Python attribute state"),
     "numpy counter": (count, lambda: np.zeros(1), "Python attribute state"),
@@ -211,6 +447,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], Callable[[], Any], str]] = {
         "Python attribute state",
     ),
     "write to the input": (write_input, lambda: None, "writes into its input"),
+    "frozen parameter": (freeze, lambda: None, "requires_grad of fc.weight from True to False"),
+    "another parameter": (replace_parameter, lambda: None, "writes into the parameter fc.weight"),
+    "data of a parameter": (assign_data, lambda: None, "assigns fc.weight.data"),
     "write to a parameter": (write_parameter, lambda: None, "writes into the parameter fc.weight"),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.nn.utils.parametrizations as parametrizations
-from torch import nn
+from torch import fx, nn
 
 import hfusion as hf
 from hfusion.compare import compare
@@ -92,8 +94,53 @@ class Tied(nn.Module):
         return self.d(self.c(self.b(x))) * self.hidden
 
 
+class Held(nn.Module):
+    """References to registered modules, in whatever holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.again = nn.Sequential(self.fc)
+        self.refs: Any = {
+            "list": [self.fc],
+            "method": self.fc.forward,
+            "partial": functools.partial(self.fc),
+            "me": self,
+        }
+        object.__setattr__(self, "hidden", self.fc)
+        self.acts = {"tanh": nn.Tanh()}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.refs["list"][0](x) + self.refs["method"](x) + self.refs["partial"](x) + self.hidden(x)
+        return self.acts["tanh"](self.refs["me"].again(x))
+
+
+def traced() -> nn.Module:
+    return nn.Sequential(fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU())), nn.Linear(4, 4))
+
+
+MADE = iter(range(100))
+
+
+def made_here() -> nn.Module:
+    factor = float(next(MADE))
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x) * factor
+
+    return Scaled()
+
+
 STRUCTURES: dict[str, Callable[[], nn.Module]] = {
     "tied, used twice, non-persistent": Tied,
+    "references": Held,
+    "graph module": traced,
+    "class of each instance": made_here,
     "weight_norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)),
     "spectral_norm": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4)),
     "orthogonal": lambda: nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 4)), nn.Linear(4, 4)),
@@ -120,3 +167,23 @@ def test_structures(name: str) -> None:
 )
 def test_sequence_models(make: Callable[[], nn.Module]) -> None:
     assert_alone([make().double() for _ in range(2)], normal(5, 2, 4))
+
+
+def other_code(power: int) -> nn.Module:
+    class Raised(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x**power
+
+    return fx.symbolic_trace(Raised())
+
+
+def test_graph_modules_of_other_code_are_told() -> None:
+    with pytest.raises(hf.FusionError, match="Raised in model 0 and Raised, a class with other code, in model 1"):
+        hf.fuse([other_code(2), other_code(3)])
+
+
+def test_weak_references_are_told() -> None:
+    model = Tied()
+    model.ref = weakref.ref(model.a)
+    with pytest.raises(hf.FusionError, match="attribute ref is a weak reference to a Linear"):
+        hf.fuse([model])
