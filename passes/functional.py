@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -277,8 +278,10 @@ def _infer(target: Any, args: Any, kwargs: Any) -> Any:
     fakes = [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, FakeTensor)]
     if not fakes:
         return target(*values[0], **values[1])
-    # Sizes that vary need the operators' Python forms.
-    with enable_python_dispatcher(), fakes[0].fake_mode:
+    sizes = [size for fake in fakes for size in fake.shape]
+    # Sizes that vary need the operators' Python forms, which copy where the others may hand on their input.
+    python = enable_python_dispatcher() if any(not isinstance(size, int) for size in sizes) else nullcontext()
+    with python, fakes[0].fake_mode:
         return target(*values[0], **values[1])
 
 
