@@ -136,6 +136,8 @@ def _words(error: Exception) -> str:
 
 
 def _short(text: str) -> str:
+    """The first line, without the place in this file that every message names."""
+    text = text.partition("self.form.call(value, *args, **kwargs): ")[2] or text
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0][:MOST_WORDS] if lines else ""
 
