@@ -98,10 +98,10 @@ class Alone:
     gradients: list[Tensor | None]
 
 
-def sweep(case: Case) -> Iterator[Finding]:
+def sweep(case: Case, members: tuple[int, ...] = (1, 3)) -> Iterator[Finding]:
     """Every pattern of one case: the first goes the whole way, the others from the graph that it captured."""
     known: Compiled | None = None
-    for pattern in sorted(patterns(len(case.rows[0])), key=lambda p: (-p.members, not all(p.stacked))):
+    for pattern in sorted(patterns(len(case.rows[0]), members), key=lambda p: (-p.members, not all(p.stacked))):
         operands = Operands.of(case, pattern)
         try:
             alone = _alone(case, operands, pattern.members)
@@ -188,15 +188,17 @@ def _looped(made: Compiled | None) -> str:
 
 def _alone(case: Case, operands: Operands, members: int) -> Alone | str:
     """The members one by one; a string where there is nothing to compare."""
+    # In a pass of its own: under a dispatch mode torch 2.13 gets complex products with a conjugate wrong.
+    with _Draws() as draws:
+        case.forward(*(x.detach().clone() for x in operands.of_member(0)))
+    if draws.found:
+        return "draws random numbers: tested in tests/ops/test_random.py"
     rows, specs = [], []
     for member in range(members):
-        with _Draws() as draws:
-            outputs = case.forward(*operands.of_member(member))
+        outputs = case.forward(*operands.of_member(member))
         flat, spec = pytree.tree_flatten(case.unique(outputs))
         rows.append(flat)
         specs.append(spec)
-        if draws.found:
-            return "draws random numbers: tested in tests/ops/test_random.py"
     tensors = [x for row in rows for x in row if isinstance(x, Tensor)]
     if any(x.layout is not torch.strided or x.is_nested for x in tensors):
         return "gives sparse or nested tensors"
@@ -226,6 +228,10 @@ def _compare(case: Case, operands: Operands, outputs: Any, alone: Alone, members
     for ours, theirs in zip(rows, alone.rows, strict=True):
         for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             _check(case, a, b, f"output {k}", _relative(b))
+    for k, (given, own) in enumerate(zip(operands.given, operands.alone, strict=True)):
+        # What forward writes into its inputs, such as running statistics.
+        after = torch.stack(own) if operands.stacked[k] else own[0]
+        _check(case, given.detach(), after.detach(), f"argument {k} afterwards", _relative(after))
     # What passes through a narrower dtype is rounded before or after members' gradients are added.
     coarsest = max((_relative(x) for row in alone.rows for x in row), default=0.0)
     for k, (a, b) in enumerate(zip(operands.array_gradients(rows), alone.gradients, strict=True)):

@@ -52,7 +52,7 @@ class Finding:
 MOST_ALONE = 4
 
 
-def patterns(tensors: int, members: tuple[int, ...] = (1, 3)) -> list[Pattern]:
+def patterns(tensors: int, members: tuple[int, ...]) -> list[Pattern]:
     """All shared, each one stacked alone, all stacked."""
     rows = [(False,) * tensors, (True,) * tensors]
     rows += [tuple(k == alone for k in range(tensors)) for alone in range(min(tensors, MOST_ALONE))]
