@@ -300,7 +300,8 @@ def _compare(place: int, ours: Seen, theirs: Seen, partial: bool) -> None:
         both = [k for k in {*plain, *ours.plain} if ours.plain.get(k) != plain.get(k)]
         told = "; ".join(f"{k} is {ours.plain.get(k)}, alone {plain.get(k)}" for k in sorted(both))
         raise _Different(f"step {place}: {told}")
-    names = [name for name in theirs.values if name in ours.values or not partial]
+    # What is nearest to the cause first.
+    names = sorted((n for n in theirs.values if n in ours.values or not partial), key=lambda n: n.startswith("state"))
     if not partial and ours.values.keys() != theirs.values.keys():
         raise _Different(f"step {place}: {sorted(ours.values.keys() ^ theirs.values.keys())} on one side only")
     for name in names:

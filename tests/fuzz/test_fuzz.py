@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-from tests.fuzz.compare import outcome
+import pytest
+import torch
+from torch import Tensor
+
+from hfusion import compile as compiler
+from hfusion.layout import Layout
+from hfusion.ops.rule import Call
+from tests.fuzz import __main__ as command
+from tests.fuzz.compare import Verdict, outcome
 from tests.fuzz.generate import SMALL, generate
+from tests.fuzz.pieces import GROUPS
+from tests.fuzz.program import Block, Input, Piece, Program, Statement, Step
+from tests.fuzz.shrink import shrink
 
 SEEDS = range(200)
 
@@ -16,3 +29,144 @@ def test_fused_equals_alone(first: int) -> None:
         program = generate(seed, SMALL)
         found = outcome(program)
         assert not found.bad, f"{program.text()}\n{found.verdict}: {found.words}"
+
+
+def test_a_seed_is_a_program() -> None:
+    assert generate(7) == generate(7)
+    assert len({generate(seed).text() for seed in range(20)}) == 20
+
+
+def _piece(name: str) -> Piece:
+    return next(piece for group in GROUPS.values() for piece in group if piece.name == name)
+
+
+def _program(*statements: Statement, members: int = 2, steps: tuple[Step, ...] = (Step("", "step", 3, 3),)) -> Program:
+    net = Block("Net", (("x0", "vec"),), statements, (statements[-1].results or ("v1",))[:1])
+    loss = "out.sin().sum()"
+    return Program(5, members, (net,), (Input("vec"),), ("plain",), Input("vec"), loss, "SGD(params, lr=0.1)", steps)
+
+
+def _chain() -> Program:
+    """Linear, tanh, and what has nothing to do with them."""
+    return _program(
+        Statement(_piece("linear"), ("x0",), ("v0",), "s0"),
+        Statement(_piece("gate"), ("v0", "x0"), ("v1",), "s1"),
+        Statement(_piece("write {0}.mul_(0.5)"), ("v1",), (), "s2"),
+        Statement(_piece("Tanh"), ("v1",), ("v2",), "s3"),
+        Statement(_piece("layer norm own eps"), ("v2",), ("v4",), "s4", (("each_e", "[1e-3, 0.1][b]"),)),
+        Statement(_piece("counter"), ("v4",), ("v5",), "s5"),
+        members=2,
+        steps=(Step("train", "step", 3, 3), Step("eval", "forward", 4, 3)),
+    )
+
+
+def _others(y: Tensor) -> Tensor:
+    """Member b gets what member b - 1 computes."""
+    return y.roll(1, 0)
+
+
+def _twice_the_gradient(y: Tensor) -> Tensor:
+    return y + (y - y.detach())
+
+
+def _rounded(y: Tensor) -> Tensor:
+    return y.float().to(y.dtype)
+
+
+def _seeded(y: Tensor) -> Tensor:
+    return y * 1.0 + 0.0 * torch.rand(y.shape)
+
+
+def _fails(y: Tensor) -> Tensor:
+    raise IndexError("no such row")
+
+
+def _plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor], Tensor]) -> None:
+    """Let the array compute tanh wrongly."""
+
+    def rule(site: Any, self: Any) -> Call:
+        return Call(lambda x: fault(torch.tanh(x)), (self.to(Layout.STACKED),), Layout.STACKED, "planted")
+
+    wrong = {**compiler.RULES, torch.ops.aten.tanh.default: rule}
+    monkeypatch.setattr(compiler, "RULES", wrong)
+
+
+@pytest.mark.parametrize(
+    ("fault", "verdict", "words"),
+    [
+        (_others, Verdict.DIFFERENT, "output 0"),
+        (_twice_the_gradient, Verdict.DIFFERENT, "gradient of s0.weight"),
+        (_rounded, Verdict.DIFFERENT, "output 0"),
+        (_fails, Verdict.RAW, "IndexError: no such row"),
+    ],
+)
+def test_a_wrong_rule_is_found(fault: Any, verdict: Verdict, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert outcome(_chain()).verdict is Verdict.EQUAL
+    _plant(monkeypatch, fault)
+    found = outcome(_chain())
+    assert found.verdict is verdict
+    assert words in found.words
+
+
+def test_a_wrong_rule_is_found_by_the_check_of_the_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    _plant(monkeypatch, _twice_the_gradient)
+    found = outcome(replace(_chain(), verify=True))
+    assert found.verdict is Verdict.DIFFERENT
+    assert "self-check" in found.words
+
+
+def test_a_moved_random_state_is_found_in_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    _plant(monkeypatch, _seeded)
+    found = outcome(replace(_chain(), steps=(Step("eval", "forward", 3, 3),)))
+    assert "random state moved" in found.words
+
+
+def test_a_fault_is_shrunk_to_its_statement(monkeypatch: pytest.MonkeyPatch) -> None:
+    _plant(monkeypatch, _others)
+    small = shrink(_chain(), lambda candidate: outcome(candidate).bad)
+    assert [s.piece.name for s in small.net.statements] in (["linear", "Tanh"], ["Tanh"])
+    assert (small.members, len(small.steps)) == (2, 1)
+    names: dict[str, Any] = {"__name__": "printed"}
+    exec(small.text(), names)
+    assert "nn.Tanh()" in small.text()
+
+
+def test_the_command_prints_the_source_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "generate", lambda seed, scale: replace(_chain(), seed=seed))
+    arguments = ["fuzz", "--seed", "3", "--programs", "2", "--shrink", "1"]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert command.main() == 0
+    assert "2 equal" in capsys.readouterr().out
+    _plant(monkeypatch, _fails)
+    assert command.main() == 1
+    printed = capsys.readouterr().out
+    assert "class Net(nn.Module):" in printed
+    assert "FAULT 2 times: IndexError: no such row" in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x0.mul_(2)\n{o} = x0 + 1", "writes into its input"),
+        ("self.calls = getattr(self, 'calls', 0) + 1\n{o} = x0 * self.calls", "changes the Python attribute"),
+    ],
+)
+def test_a_refusal_in_words_is_no_fault(text: str, words: str) -> None:
+    found = outcome(_program(Statement(Piece("own", ("vec",), ("vec",), text), ("x0",), ("v0",), "s0")))
+    assert found.verdict is Verdict.REFUSED
+    assert words in found.words
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("{o} = x0 @ x0", Verdict.INVALID),
+        ("{o} = x0 / 0.0", Verdict.UNTAME),
+        ("{o} = (x0.sum(1, keepdim=True) - x0.flip(1).sum(1, keepdim=True)).sign() + x0", Verdict.UNTAME),
+    ],
+)
+def test_what_cannot_be_compared_is_no_fault(text: str, verdict: Verdict) -> None:
+    found = outcome(_program(Statement(Piece("own", ("vec",), ("vec",), text), ("x0",), ("v0",), "s0")))
+    assert found.verdict in (verdict, Verdict.EQUAL)
