@@ -81,12 +81,16 @@ class _Search:
             if why is not None:
                 return why
         top = self.records.first(island)
+        args, kwargs = top.args, top.kwargs
+        if top.written:
+            # By itself, the call would write into leaves that require grad.
+            args, kwargs = pytree.tree_map_only(Tensor, torch.detach, (args, kwargs))
         twin = copy.deepcopy(self.model)
         with opaque(twin, stubs, self.records, [twin], top):
             module = twin.get_submodule(island.path)
             target = module if island.method == "forward" else _Method(module, island.method)
             try:
-                capture(target, top.args, top.kwargs, varying=not stubs)
+                capture(target, args, kwargs, varying=not stubs)
             except FusionError as error:
                 return str(error)
         return None

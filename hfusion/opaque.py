@@ -117,6 +117,7 @@ class _Stub:
             tuple(fixed),
             tuple(changing),
             tuple(_like(leaf) for leaf in output),
+            tuple(tensor.is_contiguous() for tensor in given),
             record.written,
             record.assigned,
             self._changed,

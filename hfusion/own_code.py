@@ -42,9 +42,10 @@ class OpaqueCall:
 
     ``path`` names it, ``place`` is the submodule's path and ``method`` what is called of it. ``leaves`` are its flat
     arguments, `TENSOR` where a tensor comes; ``fixed`` and ``changing`` the keys of its own tensors; ``results`` what
-    one member gave, flat, values that are no tensors as they are; ``written`` the positions of the inputs that it
-    writes into; ``assigned`` the keys of the buffers that it assigns anew; ``changed`` the keys of its own tensors that
-    a run of forward changed; ``grad`` whether autograd is on there; ``bodies`` every member's submodule.
+    one member gave, flat, values that are no tensors as they are; ``contiguous`` tells of each input whether it was,
+    ``written`` are the positions of those that it writes into; ``assigned`` the keys of the buffers that it assigns
+    anew; ``changed`` the keys of its own tensors that a run of forward changed; ``grad`` whether autograd is on there;
+    ``bodies`` every member's submodule.
     """
 
     path: str
@@ -56,6 +57,7 @@ class OpaqueCall:
     fixed: tuple[str, ...]
     changing: tuple[str, ...]
     results: tuple[Any, ...]
+    contiguous: tuple[bool, ...]
     written: frozenset[int]
     assigned: frozenset[str]
     changed: frozenset[str]
@@ -201,8 +203,9 @@ def _run_member(
     alive: Sequence[int],
 ) -> list[Tensor]:
     count = len(given) - len(call.changing)
-    inputs = [x.clone() if place in call.written else x for place, x in enumerate(given[:count])]
-    versions = [_version(x) for x in given]
+    inputs = [_prepared(call, place, x) for place, x in enumerate(given[:count])]
+    held = [*inputs, *given[count:]]
+    versions = [_version(x) for x in held]
     arguments = iter(inputs)
     leaves = [next(arguments) if leaf is TENSOR else leaf for leaf in call.leaves]
     args, kwargs = pytree.tree_unflatten(leaves, call.spec)
@@ -211,10 +214,17 @@ def _run_member(
         output = getattr(body, call.method)(*args, **kwargs)
     found = _results(call, member, output)
     for place in [*range(count), *(place for place in alive if place >= count)]:
-        if _version(given[place]) != versions[place]:
-            raise FusionError(_writes(f"{call.path} of model {member}", given[place]))
+        if _version(held[place]) != versions[place] and place not in call.written:
+            raise FusionError(_writes(f"{call.path} of model {member}", held[place]))
     _check_apart(call, member, found, [*inputs, *own.values()], apart)
     return found
+
+
+def _prepared(call: OpaqueCall, place: int, x: Tensor) -> Tensor:
+    """An input as the member's code expects it: its own where it writes, and contiguous where it was."""
+    if place in call.written:
+        return x.clone(memory_format=torch.contiguous_format if call.contiguous[place] else torch.preserve_format)
+    return x.contiguous() if call.contiguous[place] else x
 
 
 def _results(call: OpaqueCall, member: int, output: Any) -> list[Tensor]:

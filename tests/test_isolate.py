@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -146,13 +145,3 @@ def test_the_smallest_is_looped(name: str) -> None:
     loops = {how.split(": ")[0] for op, _, how, _ in part.rows if op.startswith("hfusion")}
     assert loops == {f"loop over members, {island}" for island in islands}
     assert ("self-check passed" in part.check) == ("forward" not in islands)
-
-
-def test_code_that_never_repeats_itself_is_not_checked() -> None:
-    class Clock(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * (time.perf_counter_ns() % 1_000_003) if x.sum() < 1e9 else x
-
-    array = hf.fuse([nn.Sequential(nn.Linear(4, 4), Clock()) for _ in range(2)])
-    array(torch.ones(3, 4))
-    assert "another result at every run" in array.report().parts[0].check
