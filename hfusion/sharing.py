@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -36,17 +37,14 @@ def check_tensors(tasks: Sequence[Task]) -> None:
     Lists of models are copied before anything runs, so these may share models; frozen tensors are only read.
     """
     for writer in tasks:
-        written = {_memory(tensor): name for name, tensor in _written(writer)}
+        written = sorted((*_memory(tensor), name) for name, tensor in _written(writer))
         for other in tasks if written else ():
-            if other is writer:
-                continue
-            for name, tensor in _reached(other):
-                if tensor.numel() and _memory(tensor) in written:
+            for name, tensor in _reached(other) if other is not writer else ():
+                if (theirs := _overlap(written, tensor)) is not None:
                     raise PlanError(
                         f"tasks {writer.name!r} and {other.name!r} share memory: {name!r} of {other.name!r} is "
-                        f"{written[_memory(tensor)]!r} of the array that {writer.name!r} trains in place. Train both "
-                        "in one task, one after the other in two calls, or give one of them a copy (copy.deepcopy, "
-                        "array.unfuse())"
+                        f"{theirs!r} of the array that {writer.name!r} trains in place. Train both in one task, one "
+                        "after the other in two calls, or give one of them a copy (copy.deepcopy, array.unfuse())"
                     )
 
 
@@ -67,8 +65,17 @@ def _reached(task: Task) -> Iterator[tuple[str, Tensor]]:
             yield f"model {index}: {name}", tensor
 
 
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Where its storage begins and ends; a member's may lie within its array's."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _overlap(written: Sequence[tuple[int, int, str]], tensor: Tensor) -> str | None:
+    """The name of what lies there, of stretches of memory in order."""
+    start, end = _memory(tensor)
+    place = bisect_left(written, (end,)) - 1
+    return written[place][2] if start < end and place >= 0 and written[place][1] > start else None
 
 
 def check_loaders(arrays: Sequence[tuple[str, Sequence[Any]]]) -> None:
