@@ -160,6 +160,7 @@ def _width(task: Task, whole: FusedModule, group: Sequence[int], first: First, r
     A resident array costs its computing; a spilled one its computing or its transfers, whichever take longer.
     """
     minibatch = Minibatch.of(task, first.trained, group)
+    whole.fix_sizes()
     program = whole.compiled(minibatch.arguments).program
     optimizer = optimizer_of(task, whole, group)
     best: tuple[float, int] | None = None
@@ -193,6 +194,7 @@ def _arranged(
     task: Task, array: FusedModule, members: Sequence[int], first: First, room: Room, name: str
 ) -> Arrangement:
     minibatch = Minibatch.of(task, first.trained, members)
+    array.fix_sizes()
     program = array.compiled(minibatch.arguments).program
     optimizer = optimizer_of(task, array, members)
     plan = _plan(task, program, minibatch.samples, optimizer, room, name, len(members))

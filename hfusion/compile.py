@@ -194,13 +194,14 @@ class Compiler:
     """The programs of one subject, per training pattern and signature.
 
     The first is for the sizes that it was made for, but for the number of samples. What is met with two sizes is left
-    open in those to come.
+    open in those to come, as long as the compiler ``opens`` sizes.
     """
 
     subject: Subject
     programs: dict[Any, Compiled] = field(default_factory=dict)
     families: dict[Any, list[Compiled]] = field(default_factory=dict)
     sizes: dict[Any, Sizes] = field(default_factory=dict)
+    opens: bool = True
 
     def find(self, training: Any, arguments: Arguments) -> Compiled | None:
         """The program for this call if there is one already; also for sizes not met before, where the guards hold."""
@@ -239,7 +240,7 @@ class Compiler:
         sizes = self.sizes.setdefault(loose, Sizes.of(shapes))
         sizes.meet(shapes)
         with apart():
-            compiled = compile_array(self.subject, arguments, _any_training(training), sizes.dims)
+            compiled = compile_array(self.subject, arguments, _any_training(training), sizes.dims if self.opens else ())
         self._keep((training, arguments.key), compiled)
         self.families.setdefault((training, loose), []).append(compiled)
         return compiled

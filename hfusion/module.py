@@ -167,6 +167,10 @@ class FusedModule(Tree):
         self._leave(compiled)
         return compiled
 
+    def fix_sizes(self) -> None:
+        """From here on capture calls of other sizes anew: so their programs have the operators that a plan counts."""
+        self._compiler.opens = False
+
     def find(self, arguments: Arguments) -> Compiled | None:
         """The program for such a call in the present training pattern, if there is one already."""
         return self._compiler.find(self._pattern(), arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -170,3 +171,18 @@ class Loop(nn.Module):
 
 def test_a_loop_over_a_length_is_right_for_each() -> None:
     assert_alone([Loop(), Loop()], *(call(normal(n, t, 4)) for t, n in [(3, 2), (2, 3), (4, 2), (3, 5)]))
+
+
+def test_a_task_of_many_lengths() -> None:
+    models = [Model(lambda s, x: s.fc(x).cumsum(1), **FC) for _ in range(2)]
+    alone = copy.deepcopy(models)
+    data = [(normal(3, t, 4), normal(3, t, 4)) for t in (5, 7, 6)]
+    task = hf.Task(models, F.mse_loss, optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loader=data, epochs=1, name="a")
+    losses = hf.train([task], hf.Machine.detect())["a"].losses
+    for step, (x, y) in enumerate(data):
+        for b, model in enumerate(alone):
+            loss = F.mse_loss(model(x), y)
+            torch.testing.assert_close(losses[step, b].double(), loss.detach(), rtol=1e-6, atol=1e-9)
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            for parameter, grad in zip(model.parameters(), grads, strict=True):
+                parameter.data -= 0.1 * grad
