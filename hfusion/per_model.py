@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,10 @@ MOST_KEPT = 64
 MOST_CALLS = 1024
 
 
+# Those of a `Compiler`: programs, families, sizes.
+Tables: TypeAlias = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]
+
+
 class _Kept:
     """The programs of functions by what these read: a function that is made anew finds those of its like.
 
@@ -51,12 +55,12 @@ class _Kept:
     """
 
     def __init__(self) -> None:
-        self._found: OrderedDict[Any, tuple[dict[Any, Any], ...]] = OrderedDict()
+        self._found: OrderedDict[Any, Tables] = OrderedDict()
         self._watches: dict[Any, list[Any]] = {}
         self._left: dict[Any, float] = {}
         self._lock = threading.RLock()
 
-    def of(self, state: Any, members: int, origin: Any) -> tuple[dict[Any, Any], ...]:
+    def of(self, state: Any, members: int, origin: Any) -> Tables:
         """The tables of a `Compiler`. Raises FusionError where functions of one ``origin`` have too many states."""
         key = (state, members)
         with self._lock:
@@ -69,7 +73,8 @@ class _Kept:
             if left < 1:
                 raise FusionError(f"what it reads by itself has changed {MOST_REMADE} times")
             self._left[origin] = left - 1
-            found = self._found[key] = ({}, {}, {})
+            found: Tables = ({}, {}, {})
+            self._found[key] = found
             drop = functools.partial(self._drop, key)
             self._watches[key] = [weakref.ref(tensor, drop) for tensor in tensors_of(state)]
             if len(self._found) > MOST_KEPT:
