@@ -40,7 +40,7 @@ def main() -> int:
 def _findings(only: tuple[str, ...], samples: int) -> Iterator[Finding]:
     began = time.perf_counter()
     for form in forms(only):
-        for case in cases(form, samples) if form.dtype is not None else ():
+        for case in cases(form, samples):
             for found in sweep(case):
                 yield found
                 if found.verdict in BAD:

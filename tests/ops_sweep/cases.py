@@ -117,6 +117,8 @@ def forms(only: Sequence[str] = ()) -> Iterator[Form]:
 
 def cases(form: Form, most: int) -> list[Case]:
     """At most ``most`` samples, spread over those that the database has."""
+    if form.dtype is None:
+        return []
     draws = [_draw(form, seed) for seed in range(MEMBERS)]
     usable = [k for k, sample in enumerate(draws[0]) if _usable(form, sample)]
     places = sorted({round(k * (len(usable) - 1) / max(most - 1, 1)) for k in range(most)}) if usable else []
