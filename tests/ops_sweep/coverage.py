@@ -23,8 +23,8 @@ INTRODUCTION = """# Coverage of PyTorch's operators
 Written by `make ops-sweep`, with torch {version}: {operators} functions and in-place forms of PyTorch's operator
 database (`torch.testing._internal.common_methods_invocations.op_db`), each called by a small module with
 up to {samples} of the database's samples. A pair is an operator and a pattern: one or three members, and which tensor
-arguments are stacked: none, each alone, all. The array must give the outputs and gradients of the members alone, in float64 (relative 1e-9),
-or refuse in words. Of several samples the worst counts.
+arguments are stacked: none, each alone, all. The array must give the outputs and gradients of the members
+alone, in float64 (relative 1e-9), or refuse in words. Of several samples the worst counts.
 
 {table}
 
