@@ -7,12 +7,12 @@ import re
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from tests.fuzz.compare import Outcome, Verdict, outcome
-from tests.fuzz.generate import LARGE, SMALL, generate
+from tests.fuzz.generate import LARGE, SMALL, for_compilation, generate
 from tests.fuzz.program import Program
 from tests.fuzz.shrink import shrink
 
@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=None, help="the first seed; a fresh one if it is left out")
     parser.add_argument("--programs", type=int, default=sys.maxsize, help="at most so many")
-    parser.add_argument("--small", action="store_true", help="small programs, as in the tests")
+    parser.add_argument("--small", action="store_true", help="small programs, as where they are compiled")
     parser.add_argument("--compiled", action="store_true", help="train by hf.train_step, compiled")
     parser.add_argument("--shrink", type=float, default=120.0, help="seconds for one difference")
     given = parser.parse_args()
@@ -72,9 +72,9 @@ def main() -> int:
     tally, start = Tally(), time.monotonic()
     seed = first
     while time.monotonic() < start + given.seconds and seed < first + given.programs:
-        program = generate(seed, SMALL if given.small else LARGE)
+        program = generate(seed, SMALL if given.small or given.compiled else LARGE)
         if given.compiled:
-            program = replace(program, joint="compiled")
+            program = for_compilation(program)
         found = outcome(program)
         new = found.bad and gist(found.words) not in tally.faults
         tally.add(program, found)

@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import torch
 from torch import Tensor, nn
@@ -366,8 +367,9 @@ def _note(seen: Seen, out: Any) -> None:
     for k, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             seen.values[f"output {k}"] = leaf.detach().clone()
-            # Not requires_grad, which a view taken in torch.no_grad inherits without a way back.
-            seen.plain[f"output {k} has a gradient"] = leaf.grad_fn is not None
+            # Of a leaf, as of a view taken in torch.no_grad, requires_grad tells nothing of a way back.
+            unknown = leaf.requires_grad and leaf.is_leaf
+            seen.plain[f"output {k} has a gradient"] = ANY if unknown else leaf.requires_grad
         else:
             seen.plain[f"output {k}"] = leaf
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.fuzz.pieces import GROUPS, WEIGHTS
 from tests.fuzz.program import FLOATS, Block, Input, Piece, Program, Statement, Step
@@ -63,14 +63,20 @@ OPTIMIZERS = (
 
 @dataclass(frozen=True)
 class Scale:
-    """How large programs are: statements of the model, other blocks at most, and steps at most."""
+    """How large programs are: statements of the model, other blocks at most, steps at most.
+
+    ``costly``: the share that is kept of pieces that take torch.export long; ``turns``: of changes of mode and sizes.
+    """
 
     statements: int = 8
     blocks: int = 3
     steps: int = 4
+    costly: float = 1.0
+    turns: float = 0.33
 
 
-LARGE, SMALL = Scale(), Scale(3, 1, 2)
+LARGE, SMALL = Scale(), Scale(3, 1, 2, costly=0.2, turns=0.1)
+COSTLY = ("gru", "rnn", "lstm", "attention", "encoder", "decoder", "spectral", "orthogonal", "inner")
 
 
 @dataclass
@@ -81,6 +87,7 @@ class _Body:
     kinds: dict[str, str]
     outside: set[str]
     prefix: str
+    scale: Scale
     statements: list[Statement] = field(default_factory=list)
 
     def of_kind(self, kind: str) -> list[str]:
@@ -100,10 +107,8 @@ def generate(seed: int, scale: Scale = LARGE) -> Program:
     inputs = [Input(one.kind, one.stacked, one.grad and one.kind in FLOATS) for one in inputs]
     blocks: list[Block] = []
     for k in range(min(scale.blocks, rng.choice((0, 0, 1, 1, 2, 3)))):
-        blocks.append(
-            _block(rng, f"Block{k}", blocks, max(2, scale.statements // 3), island=rng.random() < 0.2, members=members)
-        )
-    net = _net(rng, blocks, inputs, scale.statements, members)
+        blocks.append(_block(rng, f"Block{k}", blocks, scale, island=rng.random() < 0.2, members=members))
+    net = _net(rng, blocks, inputs, scale, members)
     target = Input("lab" if rng.random() < 0.4 else "vec", rng.random() < 0.25)
     return Program(
         seed,
@@ -114,9 +119,16 @@ def generate(seed: int, scale: Scale = LARGE) -> Program:
         target,
         _loss(rng, net, target.kind),
         rng.choice(OPTIMIZERS),
-        _steps(rng, scale.steps),
+        _steps(rng, scale),
         verify=rng.random() < 0.25,
     )
+
+
+def for_compilation(program: Program) -> Program:
+    """``program`` as steps that are compiled: the second of one size is, and serves another number of samples."""
+    inputs = tuple(Input(one.kind, one.stacked) for one in program.inputs)
+    step = Step("train", "step", program.steps[0].n, program.steps[0].t)
+    return replace(program, inputs=inputs, steps=(step, step, step, replace(step, n=step.n + 2)), joint="compiled")
 
 
 def _forms(rng: random.Random, count: int) -> tuple[str, ...]:
@@ -125,25 +137,27 @@ def _forms(rng: random.Random, count: int) -> tuple[str, ...]:
     return ("plain",) * (count - min(named, count)) + ("keyword",) * min(named, count)
 
 
-def _net(rng: random.Random, blocks: Sequence[Block], inputs: Sequence[Input], size: int, members: int) -> Block:
+def _net(rng: random.Random, blocks: Sequence[Block], inputs: Sequence[Input], scale: Scale, members: int) -> Block:
     names = tuple((f"x{k}", one.kind) for k, one in enumerate(inputs))
-    body = _Body(rng, dict(names), {name for name, _ in names}, "v")
+    body = _Body(rng, dict(names), {name for name, _ in names}, "v", scale)
     calls = [_call(block) for block in blocks]
     island = rng.random() < 0.02
-    for _ in range(rng.randint(max(2, size // 2), size)):
+    for _ in range(rng.randint(max(2, scale.statements // 2), scale.statements)):
         _grow(body, calls, island, members)
     results = _results(body)
     form = rng.choice(("plain", "plain", "tuple", "dict", "nested")) if len(results) > 1 else "plain"
     return Block("Net", names, tuple(body.statements), results, form, _evals(rng, body))
 
 
-def _block(rng: random.Random, name: str, before: Sequence[Block], size: int, *, island: bool, members: int) -> Block:
+def _block(
+    rng: random.Random, name: str, before: Sequence[Block], scale: Scale, *, island: bool, members: int
+) -> Block:
     kinds = [rng.choice(("vec", "vec", "vec", "seq", "img"))]
     if rng.random() < 0.2:
         kinds.append("vec")
     inputs = tuple((f"x{k}", kind) for k, kind in enumerate(kinds))
-    body = _Body(rng, dict(inputs), {n for n, _ in inputs}, "h")
-    for k in range(rng.randint(1, size)):
+    body = _Body(rng, dict(inputs), {n for n, _ in inputs}, "h", scale)
+    for k in range(rng.randint(1, max(2, scale.statements // 3))):
         _grow(body, [_call(block) for block in before], island and k == 0, members)
     same = [n for n in body.of_kind(kinds[0]) if n != "x0"] or ["x0"]
     return Block(name, inputs, tuple(body.statements), (same[-1],), "plain", _evals(rng, body))
@@ -176,6 +190,8 @@ def _grow(body: _Body, calls: Sequence[Piece], island: bool, members: int) -> No
     if not fitting:
         return
     piece = rng.choice(fitting)
+    if piece.name.startswith(COSTLY) and rng.random() >= body.scale.costly:
+        return
     operands = tuple(_operand(body, piece, k) for k in range(len(piece.takes)))
     if piece.writes and operands[0] in body.outside and rng.random() < 0.9:
         return
@@ -255,15 +271,15 @@ def _loss(rng: random.Random, net: Block, target: str) -> str:
     return " + ".join(parts) or "torch.zeros(())"
 
 
-def _steps(rng: random.Random, most: int) -> tuple[Step, ...]:
+def _steps(rng: random.Random, scale: Scale) -> tuple[Step, ...]:
     n, t = rng.choice((3, 4, 5)), rng.choice((3, 4))
     steps = []
     mode = rng.choice(("train", "train", ""))
-    for _ in range(rng.randint(1, most)):
-        if rng.random() < 0.12:
+    for _ in range(rng.randint(1, scale.steps)):
+        if rng.random() < scale.turns / 3:
             n, t = rng.choice((2, 3, 6)), rng.choice((t, t, 5))
         steps.append(Step(mode, rng.choice(("step", "step", "backward")), n, t))
-        mode = rng.choice(("", "", "", "", "train", "eval"))
-    if rng.random() < 0.25:
+        mode = rng.choice(("train", "eval")) if rng.random() < scale.turns else ""
+    if rng.random() < scale.turns:
         steps.append(Step("eval", "forward", n, t))
     return tuple(steps)
