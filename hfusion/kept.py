@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +29,8 @@ MOST_ITEMS = 1000
 def restored(module: nn.Module) -> Iterator[Callable[[], None]]:
     """Put back, at the end, the attributes of ``module`` and the variables of its classes and of the files they are in.
 
-    Tensors come back as objects; their values are not kept. What ``functools.lru_cache`` took in meanwhile is dropped.
+    Of a file only those that the code of the classes names: others may be another thread's. Tensors come back as
+    objects; their values are not kept. What ``functools.lru_cache`` took in meanwhile is dropped.
 
     Yields: a function that puts everything back at once.
     """
@@ -37,8 +39,8 @@ def restored(module: nn.Module) -> Iterator[Callable[[], None]]:
     for part in module.modules():
         _remember(part, undo, met)
     holders = _holders(module)
-    for holder in holders:
-        _remember_variables(holder, undo, met)
+    for holder, names in holders.items():
+        _remember_variables(holder, names, undo, met)
     filled = _filled(holders)
 
     def back() -> None:
@@ -59,9 +61,9 @@ def variables(module: nn.Module) -> dict[str, Any]:
     value."""
     return {
         f"{_name(holder)}.{name}": _comparable(value)
-        for holder in _holders(module)
+        for holder, names in _holders(module).items()
         for name, value in list(vars(holder).items())
-        if isinstance(value, _VALUES) and not name.startswith("__")
+        if name in names and isinstance(value, _VALUES)
     }
 
 
@@ -69,16 +71,56 @@ def _name(holder: Any) -> str:
     return f"{holder.__module__}.{holder.__qualname__}" if isinstance(holder, type) else str(holder.__name__)
 
 
-def _holders(module: nn.Module) -> list[Any]:
-    """The classes of the modules, those they derive from, and the files (Python modules) that define them."""
-    found: dict[Any, None] = {}
+def _holders(module: nn.Module) -> dict[Any, frozenset[str]]:
+    """The classes of the modules and those they derive from, and the files (Python modules) that define them.
+
+    With each the names of its variables: of a class all, of a file those that code of the classes reads or writes.
+    """
+    found: dict[Any, frozenset[str]] = {}
+    waiting: list[types.FunctionType] = []
     for part in module.modules():
-        found |= dict.fromkeys(kind for kind in type(part).__mro__ if not _foreign(kind.__module__))
-        values = [value for holder in (part, *type(part).__mro__) for value in vars(holder).values()]
-        files = [kind.__module__ for kind in found if isinstance(kind, type)]
-        files += [value.__module__ for value in values if isinstance(value, types.FunctionType)]
-        found |= {sys.modules[file]: None for file in files if file in sys.modules and not _foreign(file)}
-    return list(found)
+        for kind in type(part).__mro__:
+            if not _foreign(kind.__module__) and kind not in found:
+                found[kind] = frozenset(name for name in vars(kind) if not name.startswith("__"))
+        for holder in (part, *type(part).__mro__):
+            waiting += [code for value in list(vars(holder).values()) for code in _functions(value)]
+    return found | _files(waiting)
+
+
+def _files(functions: list[types.FunctionType]) -> dict[Any, frozenset[str]]:
+    """The files of functions and of what these call, with the names that they use there."""
+    found: dict[Any, set[str]] = {}
+    met: set[types.CodeType] = set()
+    waiting = list(functions)
+    while waiting:
+        function = waiting.pop()
+        file = sys.modules.get(function.__module__ or "")
+        if function.__code__ in met or file is None or _foreign(function.__module__):
+            continue
+        met.add(function.__code__)
+        names = _names(function.__code__)
+        found.setdefault(file, set()).update(names)
+        waiting += [code for name in names & vars(file).keys() for code in _functions(vars(file)[name])]
+    return {file: frozenset(names) for file, names in found.items()}
+
+
+def _functions(value: Any) -> Iterator[types.FunctionType]:
+    """The Python functions behind an attribute: itself, what it wraps, or those of a class."""
+    value = inspect.unwrap(value) if callable(value) and not isinstance(value, nn.Module | type) else value
+    if isinstance(value, types.FunctionType):
+        yield value
+    elif isinstance(value, staticmethod | classmethod | types.MethodType):
+        yield from _functions(value.__func__)
+    elif isinstance(value, property):
+        yield from (code for part in (value.fget, value.fset) if part is not None for code in _functions(part))
+    elif isinstance(value, type) and not _foreign(value.__module__):
+        yield from (part for part in vars(value).values() if isinstance(part, types.FunctionType))
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The global and attribute names in ``code`` and the functions inside it."""
+    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
 
 
 def _foreign(file: str | None) -> bool:
@@ -155,15 +197,18 @@ def _refill(holder: Any, items: list[Any]) -> None:
         (holder.update if isinstance(holder, set) else holder.extend)(items)
 
 
-def _remember_variables(holder: Any, undo: list[Callable[[], object]], met: dict[int, Any]) -> None:
-    known = dict(vars(holder))
+def _remember_variables(
+    holder: Any, names: frozenset[str], undo: list[Callable[[], object]], met: dict[int, Any]
+) -> None:
+    known = {name: value for name, value in list(vars(holder).items()) if name in names}
     for value in known.values():
         _remember(value, undo, met, objects=False)
-    undo.append(functools.partial(_reset_variables, holder, known))
+    # A class may get variables of any name; those of a file are made by the names in code.
+    undo.append(functools.partial(_reset_variables, holder, known, None if isinstance(holder, type) else names))
 
 
-def _reset_variables(holder: Any, known: dict[str, Any]) -> None:
-    now = dict(vars(holder))
+def _reset_variables(holder: Any, known: dict[str, Any], names: frozenset[str] | None) -> None:
+    now = {name: value for name, value in list(vars(holder).items()) if names is None or name in names}
     for name in [name for name, value in now.items() if isinstance(value, _VALUES) and not name.startswith("__")]:
         if name not in known:
             delattr(holder, name)
@@ -171,7 +216,7 @@ def _reset_variables(holder: Any, known: dict[str, Any]) -> None:
             setattr(holder, name, known[name])
 
 
-def _filled(holders: list[Any]) -> dict[Any, int]:
+def _filled(holders: Iterable[Any]) -> dict[Any, int]:
     """The functions under ``functools.lru_cache``, with how often they were filled: traced, they keep no tensors."""
     values = [value for holder in holders for value in list(vars(holder).values())]
     return {v: v.cache_info().misses for v in values if isinstance(v, functools._lru_cache_wrapper)}
