@@ -131,7 +131,7 @@ def _export(
     attempts: Sequence[Sequence[Collection[int]] | None],
 ) -> torch.export.ExportedProgram:
     """Export with dims that vary; where forward needs to know them, with fewer of them."""
-    with quiet(), torch.enable_grad(), _no_autocast(args, kwargs):
+    with quiet(), torch.enable_grad(), _no_autocast(args, kwargs), _counted_parts():
         failures = []
         for dims in attempts:
             args, kwargs = _aliases((args, dict(kwargs)))
@@ -144,6 +144,29 @@ def _export(
             except Exception as error:
                 failures.append(error)
     raise FusionError(f"torch.export cannot capture it: {_first_line(failures[-1])}") from failures[-1]
+
+
+@contextmanager
+def _counted_parts() -> Iterator[None]:
+    """Export asks containers for the names of their parts; where a class tells none, they are counted.
+
+    Private to torch: as of 2.11 to 2.15.
+    """
+    nodes = pytree.SUPPORTED_NODES
+    nameless = {kind: node for kind, node in nodes.items() if node.flatten_with_keys_fn is None}
+    nodes.update({kind: node._replace(flatten_with_keys_fn=_counting(node)) for kind, node in nameless.items()})
+    try:
+        yield
+    finally:
+        nodes.update(nameless)
+
+
+def _counting(node: pytree.NodeDef) -> pytree.FlattenWithKeysFunc:
+    def flatten(container: Any) -> Any:
+        parts, context = node.flatten_fn(container)
+        return [(pytree.SequenceKey(k), part) for k, part in enumerate(parts)], context
+
+    return flatten
 
 
 def _first_line(error: Exception) -> str:

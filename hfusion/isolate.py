@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def _unfit(model: nn.Module, island: Island, records: Records) -> str | None:
             if leaf is not None and not isinstance(leaf, (Tensor, *_RESULTS)):
                 return (
                     f"{who} gives {_told(leaf)} beside tensors; let it give tensors only, in tuples, lists, dicts or "
-                    "classes known to torch.utils._pytree"
+                    f"classes that torch.utils._pytree knows{_registration(leaf)}"
                 )
         for leaf in pytree.tree_leaves((call.args, call.kwargs)):
             if island != WHOLE and leaf is not None and not isinstance(leaf, (Tensor, *_ARGUMENTS)):
@@ -151,6 +151,11 @@ def _own(value: Any) -> Iterator[str]:
         else:
             for part in value:
                 yield from _own(part)
+
+
+def _registration(value: Any) -> str:
+    name = type(value).__name__
+    return f": torch.export.register_dataclass({name}) makes it know {name}" if is_dataclass(value) else ""
 
 
 def _told(value: Any) -> str:
