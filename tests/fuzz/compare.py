@@ -184,7 +184,7 @@ def _step_alone(
     _note(seen, out)
     loss = trial.names["loss"](out, target)
     seen.values["loss"] = loss.detach().clone()
-    if loss.requires_grad:
+    if loss.requires_grad or trial.names["JOINT"]:
         loss.backward()
     if step.does == "step":
         if optimizers[b] is None:
