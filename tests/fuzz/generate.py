@@ -21,6 +21,7 @@ CHAINED = {
     "half": ("nn.Tanh()",),
 }
 SHAREABLE = ("nn.Linear(", "nn.Conv", "nn.Embedding(", "nn.LayerNorm(", "nn.LSTM(", "nn.GRU(", "nn.MultiheadAttention(")
+TRAINED = ("nn.Linear(", "nn.Conv", "nn.Embedding(5, 6)", "nn.BatchNorm2d(4)", "nn.LayerNorm(6)")
 NORMS = ("BatchNorm", "InstanceNorm", "Dropout")
 VEC_LOSSES = {
     "lab": (
@@ -75,7 +76,7 @@ class Scale:
     turns: float = 0.33
 
 
-LARGE, SMALL = Scale(), Scale(3, 1, 2, costly=0.2, turns=0.1)
+LARGE, SMALL = Scale(), Scale(2, 1, 2, costly=0.1, turns=0.05)
 COSTLY = ("gru", "rnn", "lstm", "attention", "encoder", "decoder", "spectral", "orthogonal", "inner")
 
 
@@ -142,6 +143,7 @@ def _net(rng: random.Random, blocks: Sequence[Block], inputs: Sequence[Input], s
     body = _Body(rng, dict(names), {name for name, _ in names}, "v", scale)
     calls = [_call(block) for block in blocks]
     island = rng.random() < 0.02
+    _trainable(body, members)
     for _ in range(rng.randint(max(2, scale.statements // 2), scale.statements)):
         _grow(body, calls, island, members)
     results = _results(body)
@@ -207,6 +209,15 @@ def _grow(body: _Body, calls: Sequence[Piece], island: bool, members: int) -> No
     body.kinds |= dict(zip(results, piece.gives, strict=True))
     if (piece.view and operands[0] in body.outside) or piece.name.startswith("Block"):
         body.outside |= set(results) if set(operands) & body.outside else set()
+
+
+def _trainable(body: _Body, members: int) -> None:
+    """Mostly, begin with parameters, so that there are gradients to compare."""
+    found = [p for p in GROUPS["layers"] if p.module.startswith(TRAINED) and len(p.takes) == 1 and body.fits(p)]
+    if found and body.rng.random() < 0.8:
+        piece = body.rng.choice(found)
+        body.statements.append(_fresh(body, piece, (_operand(body, piece, 0),), (f"{body.prefix}0",), members))
+        body.kinds[f"{body.prefix}0"] = piece.gives[0]
 
 
 def _operand(body: _Body, piece: Piece, place: int) -> str:
