@@ -294,7 +294,14 @@ def _moved(tensor: Tensor, run: int) -> Tensor:
         return tensor.clone()
     generator = torch.Generator(device="cpu").manual_seed(run)
     step = torch.randint(-1, 2, tensor.shape, generator=generator, device="cpu").to(tensor.device, tensor.dtype)
-    return tensor * (1 + step * torch.finfo(tensor.dtype).eps)
+    return tensor * (1 + step * _rounding(tensor))
+
+
+def _rounding(tensor: Tensor) -> float:
+    """Of a value like these in the narrowest dtype that it is computed in: an autocast may round it further."""
+    kind = tensor.device.type
+    cast = [torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else []
+    return float(max(torch.finfo(dtype).eps for dtype in (tensor.dtype, *cast)))
 
 
 def _difference(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
