@@ -27,6 +27,7 @@ from hfusion.ops.rule import merge
 from hfusion.own_code import OpaqueCall
 from hfusion.passes.align import align, select
 from hfusion.passes.batch import batch
+from hfusion.passes.candidates import Unbatchable
 from hfusion.passes.functional import written_inputs
 from hfusion.passes.layouts import Choice, choose
 from hfusion.passes.measure import Measured
@@ -34,7 +35,7 @@ from hfusion.passes.price import Model
 from hfusion.passes.regions import regions
 from hfusion.passes.times import times_on
 from hfusion.program import Capture, Kind, Program, Slot
-from hfusion.recorded import record
+from hfusion.recorded import Island, record
 from hfusion.sandbox import apart
 from hfusion.usage import watched
 
@@ -257,10 +258,37 @@ def _any_training(training: Any) -> bool:
 def compile_array(
     subject: Subject, arguments: Arguments, training: bool, dims: Sequence[Collection[int]] = ()
 ) -> Compiled:
-    """The program of ``subject`` for calls like ``arguments``; ``dims`` of its leaves may have other sizes."""
+    """The program of ``subject`` for calls like ``arguments``; ``dims`` of its leaves may have other sizes.
+
+    A submodule with an operator that no array can compute runs in a loop over members, as one that no graph can hold.
+    """
     check_members(subject.members, arguments)
     _check_signature(subject, arguments)
-    found = [_captured(subject, member, arguments, dims) for member in representatives(subject.variants)]
+    looped: dict[Island, str] = {}
+    while True:
+        try:
+            return _compiled(subject, arguments, training, dims, looped)
+        except Unbatchable as error:
+            island = Island(_module_path(error.node))
+            if not subject.loops or island in looped:
+                raise
+            looped[island] = str(error)
+
+
+def _module_path(node: fx.Node) -> str:
+    """Of the innermost submodule whose code calls ``node``; empty for the model's own code."""
+    return next((path for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())), "")
+
+
+def _compiled(
+    subject: Subject,
+    arguments: Arguments,
+    training: bool,
+    dims: Sequence[Collection[int]],
+    looped: Mapping[Island, str],
+) -> Compiled:
+    members = representatives(subject.variants)
+    found = [_captured(subject, member, arguments, dims, looped) for member in members]
     captures = [one for one, _ in found]
     first = captures[0]
     graph = align([c.graph for c in captures], subject.variants) if len(captures) > 1 else first.graph
@@ -353,20 +381,26 @@ def representatives(variants: Sequence[int]) -> list[int]:
 
 
 def _captured(
-    subject: Subject, member: int, arguments: Arguments, dims: Sequence[Collection[int]]
+    subject: Subject,
+    member: int,
+    arguments: Arguments,
+    dims: Sequence[Collection[int]],
+    looped: Mapping[Island, str],
 ) -> tuple[Capture, list[OpaqueCall]]:
-    """One member's graph, and the calls in it that stay in a loop over members."""
+    """One member's graph, and the calls in it that stay in a loop over members, among them those of ``looped``."""
     args, kwargs = arguments.of_member(member)
     model = subject.member(member)
-    try:
-        return capture(model, args, kwargs, dims=dims), []
-    except FusionError as error:
-        if not subject.loops:
-            raise
-        refusal = error
+    refusal: FusionError | None = None
+    if not looped:
+        try:
+            return capture(model, args, kwargs, dims=dims), []
+        except FusionError as error:
+            if not subject.loops:
+                raise
+            refusal = error
     try:
         records = record(model, args, kwargs)
-        found = culprits(model, records)
+        found = culprits(model, records, looped)
         _check_modes(records.modes, [island.path for island in found])
         bodies = [subject.member(b) for b in range(subject.members)]
         with opaque(model, found, records, bodies) as calls:

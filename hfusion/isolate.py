@@ -37,13 +37,13 @@ _RESULTS = (str, int)
 WHOLE = Island("")
 
 
-def culprits(model: nn.Module, records: Records) -> dict[Island, str]:
-    """What must run in a loop, each with the reason: the smallest such. Empty if all can be captured.
+def culprits(model: nn.Module, records: Records, looped: Mapping[Island, str]) -> dict[Island, str]:
+    """What must run in a loop, each with the reason: the smallest such, and those of ``looped``.
 
     Raises:
         FusionError: not even the whole forward can run in a loop.
     """
-    found = _Search(model, records).culprits(WHOLE)
+    found = _Search(model, records, looped).culprits(WHOLE)
     if WHOLE in found and (why := _unfit(model, WHOLE, records)) is not None:
         raise FusionError(why)
     return found
@@ -53,6 +53,7 @@ def culprits(model: nn.Module, records: Records) -> dict[Island, str]:
 class _Search:
     model: nn.Module
     records: Records
+    looped: Mapping[Island, str]
     known: dict[Island, dict[Island, str]] = field(default_factory=dict)
 
     def culprits(self, island: Island) -> dict[Island, str]:
@@ -64,15 +65,20 @@ class _Search:
         return self.known[island]
 
     def _found(self, island: Island) -> dict[Island, str]:
+        if island in self.looped:
+            return {island: self.looped[island]}
         why = self._refusal(island, {})
-        if why is None:
+        if why is None and not self.looped:
             return {}
         found: dict[Island, str] = {}
         for child in self.records.children(island):
             found |= self.culprits(child)
-        if found and island not in found and self._refusal(island, found) is None:
-            return found
-        return {island: why}
+        if found and island not in found:
+            left = self._refusal(island, found)
+            if left is None:
+                return found
+            why = why or left
+        return {} if why is None else {island: why}
 
     def _refusal(self, island: Island, stubs: Mapping[Island, str]) -> str | None:
         """Why ``island`` cannot be captured, with the ``stubs`` left out; None if it can."""

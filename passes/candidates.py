@@ -35,11 +35,23 @@ from hfusion.passes.functional import RUNNING_STATISTICS
 Result: TypeAlias = Value | Scalar | None
 
 
-def candidates(node: fx.Node, env: Mapping[fx.Node, Result], members: int, rules: RuleTable) -> tuple[Call, ...]:
-    """The calls that compute ``node`` of operands as they stand in ``env``; at least one.
+class Unbatchable(FusionError):
+    """No array can compute ``node``."""
 
-    Raises FusionError where no array can compute the node.
-    """
+    def __init__(self, node: fx.Node, why: str) -> None:
+        super().__init__(why)
+        self.node = node
+
+
+def candidates(node: fx.Node, env: Mapping[fx.Node, Result], members: int, rules: RuleTable) -> tuple[Call, ...]:
+    """The calls that compute ``node`` of operands as they stand in ``env``; at least one. Raises Unbatchable."""
+    try:
+        return _candidates(node, env, members, rules)
+    except FusionError as error:
+        raise Unbatchable(node, str(error)) from error
+
+
+def _candidates(node: fx.Node, env: Mapping[fx.Node, Result], members: int, rules: RuleTable) -> tuple[Call, ...]:
     args, kwargs = node.meta.get("arguments", (node.args, node.kwargs))
     args, kwargs = bind(args, env), bind(kwargs, env)
     target = node.target

@@ -145,3 +145,41 @@ def test_the_smallest_is_looped(name: str) -> None:
     loops = {how.split(": ")[0] for op, _, how, _ in part.rows if op.startswith("hfusion")}
     assert loops == {f"loop over members, {island}" for island in islands}
     assert ("self-check passed" in part.check) == ("forward" not in islands)
+
+
+class Masking(nn.Module):
+    """Picks as many elements as a mask has, which no array can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        return h[h.abs() < 100].view(-1, 4)
+
+
+class Scaling(Masking):
+    """Scales by a number of the member's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        return h * h.mean().item()
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.parts = nn.Linear(4, 4), nn.ModuleList([Masking(), Scaling()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts[0](self.first(x)) + self.parts[1](x)
+
+
+@pytest.mark.parametrize(
+    ("make", "looped"), [(Masking, ["forward"]), (Scaling, ["forward"]), (Parts, ["parts.0", "parts.1"])]
+)
+def test_what_no_array_can_compute_runs_in_a_loop(make: Callable[[], nn.Module], looped: list[str]) -> None:
+    array = assert_alone([make().double() for _ in range(3)], normal(5, 4), normal(3, 4))
+    text = str(array.report())
+    assert all(f"loop over members, {path}: aten." in text for path in looped)
