@@ -43,7 +43,8 @@ class Recorded:
     ``inside`` are the numbers of the calls around it. ``written`` are the positions of the tensors that it wrote into,
     ``wrote`` the keys of its own that it changed, ``assigned`` those of them that it assigned anew, ``links`` its
     results that lie in the memory of something else: of the tensor at a position, of its own tensor of a key, of its
-    result k as ``-1 - k``.
+    result k as ``-1 - k``. ``attached``: autograd was off, and a result needs a gradient all the same, having been
+    there before.
     """
 
     island: Island
@@ -57,6 +58,7 @@ class Recorded:
     wrote: frozenset[str]
     assigned: frozenset[str]
     links: frozenset[tuple[int, int | str]]
+    attached: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,8 +228,20 @@ class _Recorder:
         sources |= enumerate(given)
         sources.update((*own.items(), *tensors(module)))
         links = frozenset(_linked(tensors_in(output), sources))
+        attached = not torch.is_grad_enabled() and any(result.requires_grad for result in tensors_in(output))
         self.calls[number] = Recorded(
-            island, number, inside, args, kwargs, output, len(given), frozenset(written), wrote, assigned, links
+            island,
+            number,
+            inside,
+            args,
+            kwargs,
+            output,
+            len(given),
+            frozenset(written),
+            wrote,
+            assigned,
+            links,
+            attached,
         )
         return output
 

@@ -124,9 +124,16 @@ def _suspects(subject: Subject, limits: Mapping[torch.dtype, float], members: Se
 
 
 def _differences(subject: Subject, member: int, ours: Outcome, theirs: Outcome) -> dict[str, float]:
-    private = {n: t for n, t in theirs.items() if n in ours and n.removeprefix("gradient of ") not in subject.shared}
+    private = [name for name in theirs if name.removeprefix("gradient of ") not in subject.shared]
     floor = _floor(theirs)
-    return {name: _difference(ours[name][member], expected, floor) for name, expected in private.items()}
+    found = {}
+    for name in private:
+        expected = theirs[name]
+        # A gradient that the array has not is zero, which it may be.
+        none = name not in ours and name.startswith("gradient of ")
+        if name in ours or none:
+            found[name] = _difference(torch.zeros_like(expected) if none else ours[name][member], expected, floor)
+    return found
 
 
 def _floor(theirs: Outcome) -> float:

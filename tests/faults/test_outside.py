@@ -203,6 +203,8 @@ def blocking(where: str) -> DataLoader[Any]:
 
 def train_until_blocked(disk: str, *places: str) -> None:
     """Train two tasks on two devices, the loader of one of which blocks; tell what is left once that is interrupted."""
+    # A shell's background job ignores Ctrl-C, and so do its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for where in places:
         steady = task(array(0), WAY, LOADER, "steady", epochs=1000)
         tasks = [steady, task(array(1), WAY, blocking(where), "blocks")]  # type: ignore[arg-type]
@@ -221,6 +223,8 @@ def test_ctrl_c_while_a_loader_blocks(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(tmp_path / "disk"), *places]
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        guard = threading.Timer(300, child.kill)
+        guard.start()
         try:
             assert child.stdout is not None
             for left in places.values():
@@ -229,6 +233,7 @@ def test_ctrl_c_while_a_loader_blocks(tmp_path: Path) -> None:
                 assert child.stdout.readline() == f"interrupted, left: {left} []\n"
             _, errors = child.communicate(timeout=60)
         finally:
+            guard.cancel()
             child.kill()
     assert errors.rstrip().endswith("KeyboardInterrupt"), errors
     assert child.returncode == -signal.SIGINT
