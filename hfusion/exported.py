@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import tracing
-from torch.export import _trace
-from torch.utils import _pytree as pytree
 
 from hfusion.compile import Arguments, Compiled, bind
 from hfusion.errors import FusionError
@@ -35,8 +33,7 @@ def exported(
             raise FusionError(f"torch.export cannot take what runs member by member: {error}") from error
     for call in compiled.opaque:
         raise FusionError(f"torch.export cannot take {call.path or 'forward'}, which runs member by member: {call.why}")
-    rows, _ = pytree.tree_flatten(arguments.of_member(0))
-    if not compiled.guards(rows):
+    if not compiled.guards(arguments.shapes):
         raise FusionError("torch.export was given sizes that the array's program does not hold for")
     return bind(compiled, owner)(arguments.values)
 
@@ -55,6 +52,9 @@ def _stand_in(leaf: Any) -> Any:
 @contextmanager
 def _outside_export() -> Iterator[None]:
     """Capturing exports members, which the outer export must not notice. Tried on torch 2.13."""
+    # Imported late: it imports Dynamo.
+    from torch.export import _trace
+
     held = [(_trace, name, getattr(_trace, name)) for name in ("_EXPORT_FLAGS", "_EXPORT_MODULE_HIERARCHY")]
     flags = [
         (torch.compiler, name, getattr(torch.compiler, name)) for name in ("_is_compiling_flag", "_is_exporting_flag")

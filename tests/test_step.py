@@ -81,9 +81,8 @@ def test_compiled(model: Model) -> None:
         opt.param_groups[0]["lr"] = [0.3, 0.2, 0.1]
     both.advance(*batch(model, 4), "after loading, at other rates")
     rows = both.step.report().rows
-    assert len(rows) == 3
     # One program serves all sizes.
-    assert {row.how for row in rows} == {rows[0].how}
+    assert len(rows) == 1
     assert rows[0].how.startswith("one program of")
     assert len(both.step._programs()) == 1
 

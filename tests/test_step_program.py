@@ -16,13 +16,13 @@ from tests.zoo import Model, normal
 class Sloped(nn.Module):
     """An activation whose slope is one of two, so that it runs member by member; buffers, and a base that all share."""
 
-    base = nn.Linear(4, 4).double()
+    shared = nn.Linear(4, 4).double()
     made = 0
 
     def __init__(self) -> None:
         super().__init__()
         Sloped.made += 1
-        self.base, self.norm, self.head = Sloped.base, nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.base, self.norm, self.head = Sloped.shared, nn.BatchNorm1d(4), nn.Linear(4, 2)
         self.slope = (0.1, 0.3)[Sloped.made % 2]
 
     def forward(self, x: Tensor) -> Tensor:
