@@ -28,7 +28,7 @@ from hfusion.own_code import OpaqueCall
 from hfusion.passes.align import align, select
 from hfusion.passes.batch import batch
 from hfusion.passes.candidates import Unbatchable
-from hfusion.passes.functional import written_inputs
+from hfusion.passes.effects import written_inputs
 from hfusion.passes.layouts import Choice, choose
 from hfusion.passes.measure import Measured
 from hfusion.passes.price import Model

@@ -30,7 +30,7 @@ from hfusion.ops.rule import (
     loop,
     values,
 )
-from hfusion.passes.functional import RUNNING_STATISTICS
+from hfusion.passes.effects import RUNNING_STATISTICS
 
 Result: TypeAlias = Value | Scalar | None
 

@@ -18,7 +18,8 @@ from torch._ops import OpOverload
 from hfusion.layout import Layout, Listed
 from hfusion.ops.rule import Memberwise, each
 from hfusion.passes.candidates import pick
-from hfusion.passes.functional import DROPOUTS, has_effect
+from hfusion.passes.effects import has_effect
+from hfusion.passes.views import DROPOUTS
 
 
 class Region(nn.Module):

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hfusion.ops.shape import equal
-from hfusion.passes.functional import IDENTITY
+from hfusion.passes.views import IDENTITY
 
 aten = torch.ops.aten
 

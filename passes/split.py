@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from hfusion.errors import PlanError
 from hfusion.passes.cost import operators, viewed
-from hfusion.passes.functional import has_effect
+from hfusion.passes.effects import has_effect
 from hfusion.passes.place import place
 from hfusion.passes.regions import regions
 from hfusion.program import Kind, Part, Program, Slot

@@ -1,0 +1,83 @@
+"""Keep the values of buffers that are needed after a write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, fx
+
+from hfusion.passes.effects import RUNNING_STATISTICS
+from hfusion.passes.islands import OPAQUE
+from hfusion.passes.scatters import State
+from hfusion.passes.views import viewed
+
+aten = torch.ops.aten
+
+
+def keep_old_values(graph: fx.Graph, writable: frozenset[str]) -> None:
+    """Read a copy of a buffer where its value before a write is needed after it: by backward, or by the caller."""
+    gradients = _with_gradients(graph, writable)
+    for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in writable]:
+        writes = [user for user in node.users if _changes(user, node)]
+        # What members' own code left in the buffer is read by these.
+        again = [user for user in node.users if user.target is aten.alias.default]
+        kept = {*writes, *again, *(user for user in node.users if user.target in RUNNING_STATISTICS)}
+        for source in (node, *again):
+            _keep_old_value(graph, source, writes, kept, gradients)
+
+
+def _changes(user: fx.Node, buffer: fx.Node) -> bool:
+    if user.target is OPAQUE:
+        return buffer in user.args[2]  # type: ignore[operator]
+    return user.target is aten.copy_.default and user.args[0] is buffer
+
+
+def _keep_old_value(
+    graph: fx.Graph, source: fx.Node, writes: list[fx.Node], kept: set[fx.Node], gradients: set[fx.Node]
+) -> None:
+    """As `keep_old_values`, of what ``source`` shows of a buffer; ``kept`` are to use the buffer itself."""
+    nodes = list(graph.nodes)
+    after = nodes[nodes.index(source) :]
+    first = next((place for place, node in enumerate(after) if node in writes), None)
+    if first is None:
+        return
+    passed = set(after[first:])
+    readers = [user for user in _readers(source, kept) if user not in kept]
+    if any(user in gradients or user in passed or user.op == "output" for user in readers):
+        _read_copy(graph, source, kept)
+
+
+def _read_copy(graph: fx.Graph, buffer: fx.Node, kept: set[fx.Node]) -> None:
+    """Let all but ``kept`` use a copy of ``buffer``."""
+    with graph.inserting_after(buffer):
+        old = graph.call_function(aten.clone.default, (buffer,))
+    old.meta["val"] = buffer.meta["val"]
+    buffer.replace_all_uses_with(old, lambda user: user is not old and user not in kept)
+
+
+def _readers(node: fx.Node, kept: set[fx.Node]) -> Iterator[fx.Node]:
+    """Those who use ``node`` or a view of it, but not by way of ``kept``."""
+    for user in node.users:
+        yield user
+        if user not in kept and viewed(user) is node:
+            yield from _readers(user, kept)
+
+
+def _with_gradients(graph: fx.Graph, writable: frozenset[str]) -> set[fx.Node]:
+    """The calls that a gradient may flow through."""
+    state = State(graph)
+    for node in graph.nodes:
+        if differentiable(state, node, writable):
+            state.differentiable.add(node)
+    return state.differentiable
+
+
+def differentiable(state: State, node: fx.Node, writable: frozenset[str]) -> bool:
+    """Whether a gradient may flow through ``node``."""
+    example = node.meta.get("val")
+    if isinstance(example, Tensor) and not (example.is_floating_point() or example.is_complex()):
+        return False
+    if node.op == "placeholder":
+        return node.name not in writable
+    return node.target is not aten.detach.default and any(a in state.differentiable for a in node.all_input_nodes)
