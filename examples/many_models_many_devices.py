@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
-from hfusion.schedule import Timeline
-from hfusion.train import Report
+from hfusion.schedule.timeline import Timeline
+from hfusion.tasks.train import Report
 
 BATCH = 64
 CHECKED = "cnn-large"

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
-from hfusion.schedule import Kind, Timeline, levels
+from hfusion.schedule.timeline import Kind, Timeline, levels
 
 MIB = 2**20
 BATCH = 4

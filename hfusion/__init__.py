@@ -1,16 +1,16 @@
 """Train many PyTorch models at once, each exactly as if alone."""
 
 from hfusion import optim
-from hfusion.errors import CheckpointError, FusionError, HFusionError, PlanError, SpillError
-from hfusion.fuse import build, fuse
-from hfusion.inputs import stacked
-from hfusion.machine import Device, Machine
-from hfusion.module import FusedModule
-from hfusion.per_model import per_model
-from hfusion.simulate import simulate
-from hfusion.step import train_step
-from hfusion.task import Evaluation, Step, Task
-from hfusion.train import TrainError, plan, train
+from hfusion.array.fuse import build, fuse
+from hfusion.array.module import FusedModule
+from hfusion.array.per_model import per_model
+from hfusion.core.calls import stacked
+from hfusion.core.errors import CheckpointError, FusionError, HFusionError, PlanError, SpillError
+from hfusion.device.machine import Device, Machine
+from hfusion.schedule.simulate import simulate
+from hfusion.step.train_step import train_step
+from hfusion.tasks.task import Evaluation, Step, Task
+from hfusion.tasks.train import TrainError, plan, train
 
 __version__ = "0.1.0"
 

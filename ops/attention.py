@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfusion.layout import Layout
+from hfusion.core.layout import Layout
 from hfusion.ops.random import Probability, dropout_stacked
 from hfusion.ops.rule import Answer, Call, PerMember, RuleTable, Site, Value, has_per_member, hint, loop
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from hfusion.layout import Layout, lift
+from hfusion.core.layout import Layout, lift
 from hfusion.ops.fold import folded
 from hfusion.ops.rule import Answer, Call, Memberwise, RuleTable, Site, Value, each, has_per_member, loop
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfusion.layout import Layout
+from hfusion.core.layout import Layout
 from hfusion.ops.rule import Call, PerMember, RuleTable, Site, Value, loop
 
 aten = torch.ops.aten

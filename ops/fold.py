@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hfusion.layout import Layout
+from hfusion.core.layout import Layout
 from hfusion.ops.rule import Call, Rule, Site, has_per_member, in_order, loop, map_values, values
 
 

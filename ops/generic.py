@@ -10,7 +10,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hfusion.layout import Layout
+from hfusion.core.layout import Layout
 from hfusion.ops.rule import (
     Call,
     Operand,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfusion.layout import Layout, lift
+from hfusion.core.layout import Layout, lift
 from hfusion.ops.rule import Answer, Call, Operand, RuleTable, Site, Value, has_per_member, loop, table
 
 aten = torch.ops.aten

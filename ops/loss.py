@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from hfusion.layout import Layout
+from hfusion.core.layout import Layout
 from hfusion.ops.rule import (
     Call,
     Operand,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from hfusion.errors import FusionError
-from hfusion.layout import Layout, lift
+from hfusion.core.errors import FusionError
+from hfusion.core.layout import Layout, lift
 from hfusion.ops.fold import folded
 from hfusion.ops.rule import (
     Call,

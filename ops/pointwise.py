@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from hfusion.layout import Layout, Listed
+from hfusion.core.layout import Layout, Listed
 from hfusion.ops.rule import (
     Call,
     RuleTable,

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfusion.layout import Layout, Listed, packed_to_stacked, stacked_to_packed
+from hfusion.core.layout import Layout, Listed, packed_to_stacked, stacked_to_packed
+from hfusion.core.random import draw
 from hfusion.ops.rule import (
     Call,
     PerMember,
@@ -23,7 +24,6 @@ from hfusion.ops.rule import (
     map_values,
     table,
 )
-from hfusion.random import draw
 
 aten = torch.ops.aten
 

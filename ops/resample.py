@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.layout import Layout
+from hfusion.core.layout import Layout
 from hfusion.ops.fold import Fold, folding
 from hfusion.ops.rule import (
     Answer,

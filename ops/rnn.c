@@ -2,7 +2,7 @@
 
    Rows are the samples of all members. Gates lie side by side in a row, [i, f, g, o], each of `size` units. Where
    the samples of a member lie together but members apart, `member` is the distance between two members and `row`
-   that between two samples, in elements; there are `samples` of a member. Compiled by hfusion/native.py. */
+   that between two samples, in elements; there are `samples` of a member. Compiled by hfusion/device/native.py. */
 
 #ifndef REAL
 

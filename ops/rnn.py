@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hfusion import native
-from hfusion.layout import Layout, Listed
+from hfusion.core.layout import Layout, Listed
+from hfusion.device import native
 from hfusion.ops.random import dropout_stacked
 from hfusion.ops.rule import Call, RuleTable, Site, Value, each, has_per_member, hint
 

@@ -22,9 +22,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from hfusion.errors import FusionError
-from hfusion.layout import Layout, Listed
-from hfusion.nest import change, holds, leaves
+from hfusion.core.errors import FusionError
+from hfusion.core.layout import Layout, Listed
+from hfusion.core.tree import change, holds, leaves
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.errors import FusionError
-from hfusion.layout import Layout
+from hfusion.core.errors import FusionError
+from hfusion.core.layout import Layout
 from hfusion.ops.pointwise import first_member, like, same
 from hfusion.ops.rule import (
     Answer,

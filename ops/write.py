@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.errors import FusionError
-from hfusion.layout import Layout
+from hfusion.core.errors import FusionError
+from hfusion.core.layout import Layout
 from hfusion.ops.rule import Call, RuleTable, Site, Value
 
 

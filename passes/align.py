@@ -9,8 +9,8 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import map_aggregate
 
-from hfusion.errors import FusionError
-from hfusion.nest import leaves
+from hfusion.core.errors import FusionError
+from hfusion.core.tree import leaves
 from hfusion.ops.rule import PerMember
 from hfusion.passes.candidates import by_name
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from hfusion.errors import FusionError
-from hfusion.layout import COPYING, Layout, Listed
+from hfusion.core.errors import FusionError
+from hfusion.core.layout import COPYING, Layout, Listed
 from hfusion.ops import RULES
 from hfusion.ops.rule import Operand, PerMember, RuleTable, Scalar, Value
 from hfusion.passes.candidates import Result, bind, candidates, result, route

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from hfusion.errors import FusionError
-from hfusion.layout import CONVERSIONS, Conversion, Layout, Listed, lift, lift_packed
-from hfusion.nest import holds, leaves
+from hfusion.core.errors import FusionError
+from hfusion.core.layout import CONVERSIONS, Conversion, Layout, Listed, lift, lift_packed
+from hfusion.core.tree import holds, leaves
 from hfusion.ops.generic import generic
 from hfusion.ops.rule import (
     Call,

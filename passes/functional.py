@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from hfusion.errors import FusionError
+from hfusion.core.errors import FusionError
 from hfusion.passes.effects import RUNNING_STATISTICS, remove_dead
 from hfusion.passes.islands import OPAQUE, Watched, checked
 from hfusion.passes.old_values import differentiable, keep_old_values

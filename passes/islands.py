@@ -18,8 +18,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from hfusion.errors import FusionError
-from hfusion.program import source_line
+from hfusion.core.errors import FusionError
+from hfusion.core.program import source_line
 
 _library = torch.library.Library("hfusion", "DEF")
 # ``fixed`` and ``changing`` are the submodule's own tensors. ``written`` and ``links`` are what was seen: positions

@@ -14,8 +14,8 @@ from typing import Protocol, TypeAlias
 
 from torch import fx
 
-from hfusion.errors import FusionError
-from hfusion.layout import Conversion, Layout
+from hfusion.core.errors import FusionError
+from hfusion.core.layout import Conversion, Layout
 from hfusion.ops.rule import Call, RuleTable, Value
 from hfusion.passes.candidates import candidates, conversion, operands, reached, result
 

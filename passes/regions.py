@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch._ops import OpOverload
 
-from hfusion.layout import Layout, Listed
+from hfusion.core.layout import Layout, Listed
 from hfusion.ops.rule import Memberwise, each
 from hfusion.passes.candidates import pick
 from hfusion.passes.effects import has_effect

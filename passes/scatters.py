@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from hfusion.errors import FusionError
+from hfusion.core.errors import FusionError
 from hfusion.passes.views import IDENTITY, RESHAPES, infer, location, writes
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
-from hfusion.inputs import is_stacked
+from hfusion.core.calls import is_stacked
 
 RELATIVE = 1e-9
 ABSOLUTE = 1e-11

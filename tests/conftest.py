@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hfusion import native
+from hfusion.device import native
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from hfusion.passes.cost import Line, Step, Storage, Weight
+from hfusion.passes.cost.cost import Line, Step, Storage, Weight
 
 SIZES = st.integers(0, 9)
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hfusion.layout import CONVERSIONS, Layout
+from hfusion.core.layout import CONVERSIONS, Layout
 from hfusion.ops import RULES
 from hfusion.passes.batch import batch
 from hfusion.passes.candidates import candidates, result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from hfusion.plan import Plan, Shard, TaskPlan
+from hfusion.schedule.plan import Plan, Shard, TaskPlan
 
 SIZES = st.integers(0, 20)
 SECONDS = st.one_of(st.just(0.0), st.floats(1e-3, 1.0))

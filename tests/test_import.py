@@ -28,7 +28,7 @@ before = set(sys.modules)
 import hfusion as hf
 loaded = [name for name in {HEAVY} if name in sys.modules and name not in before]
 from torch import nn
-from hfusion import cache
+from hfusion.device import cache
 from pathlib import Path
 models = [nn.Linear(3, 2) for _ in range(2)]
 fused = hf.fuse(models)

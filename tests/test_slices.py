@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.array import membership
+from hfusion.core.membership import membership
 from tests.alone import assert_alone, close, normal
 
 

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.arrange import arrange
-from hfusion.machine import Rates
+from hfusion.device.machine import Rates
 from hfusion.optim.base import FusedOptimizer
-from hfusion.passes.cost import operators
-from hfusion.passes.shard import shards_at
-from hfusion.plan import Plan
-from hfusion.policy import Policy
-from hfusion.train import Report
+from hfusion.passes.cost.cost import operators
+from hfusion.passes.partition.shard import shards_at
+from hfusion.schedule.plan import Plan
+from hfusion.schedule.policy import Policy
+from hfusion.tasks.arrange import arrange
+from hfusion.tasks.train import Report
 
 RATES = Rates(flops=1e9, memory=1e9, load=1e9, evict=1e9, read=1e9, write=1e9, calls=1e6)
 SEED = 7

@@ -39,7 +39,7 @@ from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
 from hfusion.bench.machine import describe
 from hfusion.bench.progress import meter
-from hfusion.policy import POLICIES
+from hfusion.schedule.policy import POLICIES
 
 # A table of all contenders; a terminal is as wide as it is, a file or a pipe has no width.
 WIDTH_WITHOUT_TERMINAL = 200

@@ -14,7 +14,7 @@ from hfusion.bench import fuse, optim, schedule, shard, shard_cases
 from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
 from hfusion.bench.results import kept_rows
-from hfusion.policy import POLICIES
+from hfusion.schedule.policy import POLICIES
 
 SUB_BENCHMARKS = {
     "fuse": "one training step of B models, fused and unfused (default)",

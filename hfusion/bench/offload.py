@@ -16,14 +16,14 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from hfusion.arrange import Arrangement
-from hfusion.backend import backend
+from hfusion.array.per_model import per_model
 from hfusion.bench.shard_results import Lanes, Sample, steady, warm
 from hfusion.bench.workload import Unavailable
-from hfusion.per_model import per_model
-from hfusion.plan import TaskPlan
-from hfusion.program import Kind, Part, Slot
+from hfusion.core.program import Kind, Part, Slot
+from hfusion.device.backend import backend
 from hfusion.runtime.training import Batch
+from hfusion.schedule.plan import TaskPlan
+from hfusion.tasks.arrange import Arrangement
 
 
 @dataclass

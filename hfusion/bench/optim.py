@@ -18,9 +18,9 @@ from rich.table import Table
 from torch import Tensor
 
 from hfusion import optim
-from hfusion.array import Membership, mark
 from hfusion.bench import timing
 from hfusion.bench.progress import Meter
+from hfusion.core.membership import Membership, mark
 from hfusion.optim import gpu, native
 
 Step = Callable[[], object]

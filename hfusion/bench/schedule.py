@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from hfusion.bench.progress import Meter
-from hfusion.dispatch import Dispatcher
-from hfusion.plan import Plan, Shard, TaskPlan
-from hfusion.policy import Policy
-from hfusion.simulate import simulate
+from hfusion.schedule.dispatch import Dispatcher
+from hfusion.schedule.plan import Plan, Shard, TaskPlan
+from hfusion.schedule.policy import Policy
+from hfusion.schedule.simulate import simulate
 
 MIXES = ("homogeneous", "heterogeneous")
 GIB = 2**30

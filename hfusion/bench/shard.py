@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from hfusion import optim
-from hfusion.arrange import arrange
-from hfusion.backend import backend
+from hfusion.array.fuse import fuse
+from hfusion.array.module import FusedModule
+from hfusion.array.per_model import per_model
 from hfusion.bench.offload import Alone, ComputeOnly, LoadComputeEvict, fsdp_offload
 from hfusion.bench.progress import Meter
 from hfusion.bench.shard_cases import Case
@@ -39,15 +40,14 @@ from hfusion.bench.shard_results import (
 )
 from hfusion.bench.timing import collector_off
 from hfusion.bench.workload import Disagreement, Unavailable, check_agreement
-from hfusion.errors import PlanError
-from hfusion.fuse import fuse
-from hfusion.machine import Device, Machine
-from hfusion.module import FusedModule
-from hfusion.per_model import per_model
-from hfusion.plan import Direction, Plan, TaskPlan
-from hfusion.schedule import Kind, Timeline
-from hfusion.task import Task
-from hfusion.train import train
+from hfusion.core.errors import PlanError
+from hfusion.device.backend import backend
+from hfusion.device.machine import Device, Machine
+from hfusion.schedule.plan import Direction, Plan, TaskPlan
+from hfusion.schedule.timeline import Kind, Timeline
+from hfusion.tasks.arrange import arrange
+from hfusion.tasks.task import Task
+from hfusion.tasks.train import train
 
 # Sums in another order than the array's; Adam divides by small gradients.
 TOLERANCE = 1e-2

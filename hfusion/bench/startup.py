@@ -20,13 +20,13 @@ from torch import Tensor
 from torch._inductor.utils import fresh_cache
 
 import hfusion as hf
-from hfusion.backend import backend
 from hfusion.bench import cases, models, serial
 from hfusion.bench.contenders import eager_step
 from hfusion.bench.fuse import Settings
 from hfusion.bench.progress import Meter
 from hfusion.bench.table import Footnotes
 from hfusion.bench.workload import Workload
+from hfusion.device.backend import backend
 
 T = TypeVar("T")
 

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from hfusion.array import mark, membership
-from hfusion.errors import CheckpointError
+from hfusion.core.errors import CheckpointError
+from hfusion.core.membership import mark, membership
+from hfusion.core.usage import any_absent
 from hfusion.optim import coupling, native
 from hfusion.optim.cohort import Cohort, Cohorts, State, membership_of, same_objects
 from hfusion.optim.hyper import Hyper, Values, own, plain, read, unchanged
@@ -31,7 +32,6 @@ from hfusion.optim.resting import Resting, left_alone, together, without_gradien
 from hfusion.optim.rows import Row
 from hfusion.optim.scaled import divide, overflown
 from hfusion.optim.settings import Flags, Settings
-from hfusion.usage import any_absent
 
 _LAYOUT = attrgetter("layout")
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hfusion.array import Membership
-from hfusion.errors import FusionError
+from hfusion.core.errors import FusionError
+from hfusion.core.membership import Membership
 
 
 def check_state(param: Tensor, found: Membership, entry: Mapping[str, Tensor], names: Sequence[str]) -> None:

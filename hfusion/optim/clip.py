@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from hfusion.array import membership
-from hfusion.errors import FusionError
+from hfusion.core.errors import FusionError
+from hfusion.core.membership import membership
+from hfusion.core.usage import absent_rows
 from hfusion.optim.checks import check_gradient
 from hfusion.optim.hyper import HyperValue, member_vector
-from hfusion.usage import absent_rows
 
 
 @torch.no_grad()

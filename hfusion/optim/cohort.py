@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from hfusion.array import Membership, membership
+from hfusion.core.membership import Membership, membership
 from hfusion.optim import gpu, native
 from hfusion.optim.checks import check_gradient, check_state
 from hfusion.optim.hyper import Values

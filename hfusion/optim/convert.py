@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hfusion.errors import FusionError
+from hfusion.core.errors import FusionError
 from hfusion.optim.adadelta import Adadelta
 from hfusion.optim.adam import Adam, AdamW
 from hfusion.optim.base import FusedOptimizer, Group

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hfusion.array import Membership, membership
-from hfusion.errors import FusionError
+from hfusion.core.errors import FusionError
+from hfusion.core.membership import Membership, membership
 
 # tests/optim/test_coupling.py trains with each of them. SparseAdam refuses dense gradients by itself.
 _ELEMENTWISE = frozenset(

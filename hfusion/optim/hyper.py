@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hfusion.errors import FusionError
+from hfusion.core.errors import FusionError
 
 HyperValue: TypeAlias = float | Sequence[float] | torch.Tensor
 """One value for all members, or a sequence or tensor of B values."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 
-from hfusion.errors import FusionError
+from hfusion.core.errors import FusionError
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import read
 

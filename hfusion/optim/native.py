@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hfusion import native
+from hfusion.device import native
 from hfusion.optim.settings import Settings
 
 Kernel: TypeAlias = Callable[..., int]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hfusion.errors import FusionError
+from hfusion.core.errors import FusionError
 from hfusion.optim.cohort import membership_of
 from hfusion.optim.resting import Resting, of_members, together
 

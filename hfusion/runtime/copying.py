@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from hfusion import native
-from hfusion.backend import backend
+from hfusion.device import native
+from hfusion.device.backend import backend
 
 
 class Move(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.nest import change
+from hfusion.core.tree import change
 from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.values import Bundle, Restored, detached, spill
 

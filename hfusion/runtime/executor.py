@@ -14,16 +14,16 @@ from time import perf_counter
 
 import torch
 
-from hfusion.dispatch import Dispatcher
-from hfusion.plan import Direction, Plan, Unit
-from hfusion.policy import Policy
 from hfusion.runtime.ending import Ending, Stopped, WorkerThread, finish
 from hfusion.runtime.lanes import Lanes
 from hfusion.runtime.memory import Ledger
 from hfusion.runtime.process import Gate
 from hfusion.runtime.traffic import Run, Traffic, Worker
 from hfusion.runtime.training import Training
-from hfusion.schedule import PASSES, Kind, Timeline
+from hfusion.schedule.dispatch import Dispatcher
+from hfusion.schedule.plan import Direction, Plan, Unit
+from hfusion.schedule.policy import Policy
+from hfusion.schedule.timeline import PASSES, Kind, Timeline
 
 
 class Executor:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hfusion.errors import SpillError
+from hfusion.core.errors import SpillError
 from hfusion.runtime.block import Block
 from hfusion.runtime.copying import Move
 

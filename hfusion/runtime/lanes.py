@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from hfusion.backend import backend
+from hfusion.device.backend import backend
 from hfusion.runtime.copying import copiers
 from hfusion.runtime.memory import Ledger
 

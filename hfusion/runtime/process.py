@@ -10,7 +10,7 @@ from threading import Condition, RLock
 import torch
 from torch import Tensor
 
-from hfusion.backend import backend
+from hfusion.device.backend import backend
 
 
 class Gate:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from hfusion.errors import SpillError
+from hfusion.core.errors import SpillError
 
 try:
     import fcntl

@@ -15,9 +15,9 @@ from threading import Lock
 import torch
 from torch import Tensor, nn
 
-from hfusion.array import mark, membership
+from hfusion.core.membership import mark, membership
+from hfusion.core.program import Kind, Slot
 from hfusion.optim.base import FusedOptimizer
-from hfusion.program import Kind, Slot
 from hfusion.runtime.copying import Move, Ticket, copy_now
 from hfusion.runtime.home import Copy, Home, Section
 

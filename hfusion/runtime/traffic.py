@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
 
-from hfusion.plan import Plan, TaskPlan, Unit
 from hfusion.runtime.copying import Ticket
 from hfusion.runtime.ending import Ending, Stopped
 from hfusion.runtime.lanes import Lanes
 from hfusion.runtime.training import Piece, Training
-from hfusion.schedule import Action, Kind
+from hfusion.schedule.plan import Plan, TaskPlan, Unit
+from hfusion.schedule.timeline import Action, Kind
 
 
 @dataclass(eq=False)

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from hfusion.core.program import Kind, Part
+from hfusion.core.usage import absent_rows, mark_absent, mark_found, watched
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
-from hfusion.plan import Direction, TaskPlan, Unit
-from hfusion.program import Kind, Part
 from hfusion.runtime.copying import Copier, Move, Ticket, copy_now
 from hfusion.runtime.crossing import Crossing
 from hfusion.runtime.home import Section
 from hfusion.runtime.process import Gate, Generators
 from hfusion.runtime.state import State
 from hfusion.runtime.values import Bundle, Restored, spill, tracked
-from hfusion.usage import absent_rows, mark_absent, mark_found, watched
+from hfusion.schedule.plan import Direction, TaskPlan, Unit
 
 
 @dataclass(frozen=True)

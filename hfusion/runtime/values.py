@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hfusion.nest import change, holds, leaves
+from hfusion.core.tree import change, holds, leaves
 from hfusion.runtime.block import Block
 from hfusion.runtime.copying import Move
 

@@ -9,7 +9,7 @@ import pytest
 
 from hfusion.bench import schedule
 from hfusion.bench.__main__ import main
-from hfusion.policy import POLICIES
+from hfusion.schedule.policy import POLICIES
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

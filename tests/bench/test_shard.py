@@ -36,9 +36,9 @@ from hfusion.bench.shard_results import (
     table,
 )
 from hfusion.bench.workload import Unavailable
-from hfusion.errors import PlanError
-from hfusion.plan import Plan, Shard, TaskPlan
-from hfusion.schedule import Action, Kind, Timeline
+from hfusion.core.errors import PlanError
+from hfusion.schedule.plan import Plan, Shard, TaskPlan
+from hfusion.schedule.timeline import Action, Kind, Timeline
 from tests.bench.tiny import CPU
 
 QUIET = Meter(say=lambda _: None, advance=lambda _: None)

@@ -9,7 +9,7 @@ import torch
 
 import hfusion as hf
 from examples import train_bigger_than_memory as example
-from hfusion.schedule import Action, Kind, Timeline
+from hfusion.schedule.timeline import Action, Kind, Timeline
 
 SMALL = ["--width", "32", "--layers", "2", "--steps", "4", "--memory", "1MiB"]
 

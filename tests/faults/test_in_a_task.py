@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
-from hfusion.errors import PlanError
+from hfusion.core.errors import PlanError
 from hfusion.optim.base import FusedOptimizer
-from hfusion.task import Step
+from hfusion.tasks.task import Step
 from tests.faults.arrays import LOADER, WAY, Pair, Small, array, by_loop, equal_states, nothing_left, state_of
 from tests.trained import BATCHES, EPOCHS, Way, assert_same, machine, plain, planned, task
 

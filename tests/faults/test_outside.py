@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hfusion as hf
-from hfusion.errors import SpillError
-from hfusion.plan import Plan
-from hfusion.task import Step
+from hfusion.core.errors import SpillError
+from hfusion.schedule.plan import Plan
+from hfusion.tasks.task import Step
 from tests.faults.arrays import LOADER, WAY, Pair, array, by_loop, equal_states, nothing_left, state_of
 from tests.trained import BATCHES, EPOCHS, assert_same, fused, machine, plain, planned, task
 

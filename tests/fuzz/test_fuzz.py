@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hfusion import compile as compiler
-from hfusion.layout import Layout
+from hfusion.compiler import compiler as compiler
+from hfusion.core.layout import Layout
 from hfusion.ops.rule import Call
 from tests.fuzz import __main__ as command
 from tests.fuzz.compare import Verdict, outcome

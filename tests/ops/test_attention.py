@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hfusion.layout import Layout
+from hfusion.core.layout import Layout
+from hfusion.core.random import recording
 from hfusion.ops import attention
 from hfusion.passes.batch import batch
-from hfusion.random import recording
 from tests.oracle import Case, check, member_graph, t
 
 aten = torch.ops.aten

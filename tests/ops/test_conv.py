@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfusion.layout import Layout
+from hfusion.core.layout import Layout
 from tests.oracle import Case, check, draws, lowerings, member_graph, t
 
 aten = torch.ops.aten

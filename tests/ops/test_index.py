@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from hfusion.errors import FusionError
-from hfusion.layout import Layout
+from hfusion.core.errors import FusionError
+from hfusion.core.layout import Layout
 from hfusion.passes.batch import batch
 from tests.oracle import Case, Draw, check, member_graph, t
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hfusion.errors import FusionError
-from hfusion.layout import CONVERSIONS, Layout
+from hfusion.core.errors import FusionError
+from hfusion.core.layout import CONVERSIONS, Layout
 from hfusion.ops.rule import PerMember
 from hfusion.passes.batch import batch
 from tests.oracle import Case, check, member_graph, t

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from hfusion.layout import CONVERSIONS, Layout
+from hfusion.core.layout import CONVERSIONS, Layout
 from hfusion.ops.pointwise import RULES
 from hfusion.passes.batch import batch
 from tests.oracle import Case, Draw, check, member_graph, t

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from hfusion.layout import Layout, packed_to_stacked, stacked_to_listed, stacked_to_packed
+from hfusion.core.layout import Layout, packed_to_stacked, stacked_to_listed, stacked_to_packed
+from hfusion.core.random import recording
 from hfusion.ops.random import SELU_LIMIT
 from hfusion.ops.rule import PerMember
 from hfusion.passes.batch import batch
-from hfusion.random import recording
 from tests.oracle import Case, check, member_graph, t
 
 aten = torch.ops.aten

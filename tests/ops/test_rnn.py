@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion import native
-from hfusion.layout import Layout
+from hfusion.core.layout import Layout
+from hfusion.device import native
 from hfusion.ops import rnn
 from hfusion.passes.batch import batch
 from tests.oracle import Case, Draw, check, member_graph, t

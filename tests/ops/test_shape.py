@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture import capture
-from hfusion.errors import FusionError
-from hfusion.layout import CONVERSIONS, Layout
+from hfusion.capture.export import capture
+from hfusion.core.errors import FusionError
+from hfusion.core.layout import CONVERSIONS, Layout
+from hfusion.core.program import Kind
 from hfusion.passes.batch import batch
-from hfusion.program import Kind
 from tests.oracle import RELATIVE, Case, check, draws, member_graph, t
 
 aten = torch.ops.aten

@@ -13,15 +13,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfusion as hf
-from hfusion.compile import RULES, Arguments, Compiled
-from hfusion.layout import Layout
+from hfusion.compiler.compiler import RULES, Arguments, Compiled
+from hfusion.core.layout import Layout
+from hfusion.core.program import Kind
 from hfusion.ops.rule import is_random
 from hfusion.passes.batch import batch
 from hfusion.passes.candidates import by_name
+from hfusion.passes.cost.price import Model
 from hfusion.passes.layouts import choose
-from hfusion.passes.price import Model
 from hfusion.passes.regions import regions
-from hfusion.program import Kind
 from tests.ops_sweep.cases import Case
 from tests.ops_sweep.verdicts import Finding, Pattern, Verdict, patterns
 

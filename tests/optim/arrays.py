@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hfusion import optim
-from hfusion.array import Membership, mark
+from hfusion.core.membership import Membership, mark
 
 SHAPES = ((4, 3), (), (5,), (2, 1, 3), (0,))
 

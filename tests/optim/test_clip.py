@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from hfusion import FusionError, optim
-from hfusion.array import Membership, mark
+from hfusion.core.membership import Membership, mark
 from tests.optim.arrays import Array
 
 INF = float("inf")

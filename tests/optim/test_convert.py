@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from hfusion import FusionError, optim
-from hfusion.array import Membership, mark
+from hfusion.core.membership import Membership, mark
 from tests.optim.arrays import CASES, Array, for_member, run, start, start_alone
 
 BOTH = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)

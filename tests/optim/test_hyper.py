@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 
 from hfusion import optim
-from hfusion.array import Membership, mark
+from hfusion.core.membership import Membership, mark
 from hfusion.optim.hyper import MemberVector, member_vector
 from tests.optim.arrays import Array
 

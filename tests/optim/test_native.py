@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hfusion import native as machine
 from hfusion import optim
-from hfusion.array import Membership, mark
 from hfusion.bench import optim as bench
+from hfusion.core.membership import Membership, mark
+from hfusion.device import native as machine
 from hfusion.optim import native
 from tests.optim.arrays import CASES, Array, for_array, run, start
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hfusion import optim
-from hfusion.array import Membership, mark
+from hfusion.core.membership import Membership, mark
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import member_vector
 from hfusion.optim.native import library

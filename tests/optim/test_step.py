@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from hfusion import optim
-from hfusion.array import Membership, mark
+from hfusion.core.membership import Membership, mark
 from hfusion.optim import native
 from tests.optim.arrays import (
     CASES,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from hfusion.errors import FusionError
+from hfusion.core.errors import FusionError
 from hfusion.ops.rule import PerMember
 from hfusion.passes.align import align, scalars, select
 

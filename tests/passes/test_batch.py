@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from hfusion.capture import capture
-from hfusion.errors import FusionError
-from hfusion.layout import Layout
+from hfusion.capture.export import capture
+from hfusion.core.errors import FusionError
+from hfusion.core.layout import Layout
+from hfusion.core.program import Kind
 from hfusion.passes.batch import batch
-from hfusion.program import Kind
 
 
 class Mixed(nn.Module):

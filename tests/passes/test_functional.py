@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from hfusion.capture import capture
-from hfusion.errors import FusionError
-from hfusion.program import Capture, Kind
+from hfusion.capture.export import capture
+from hfusion.core.errors import FusionError
+from hfusion.core.program import Capture, Kind
 
 WHOLE = ("alias", "kept whole", "new")
 # Views of a [4, 4] tensor, and writes into any of them.

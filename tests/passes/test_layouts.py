@@ -17,14 +17,14 @@ from torch import fx, nn
 
 import hfusion as hf
 from hfusion.bench.models import cnn
-from hfusion.errors import FusionError
-from hfusion.layout import Conversion, Layout
+from hfusion.core.errors import FusionError
+from hfusion.core.layout import Conversion, Layout
+from hfusion.core.program import Program
 from hfusion.ops import RULES
 from hfusion.ops.rule import Call, RuleTable, Site, Value, values
 from hfusion.passes.candidates import Result, candidates, conversion, operands, reached, result
+from hfusion.passes.cost.price import Model
 from hfusion.passes.layouts import Choice, Price, choose
-from hfusion.passes.price import Model
-from hfusion.program import Program
 from tests.oracle import Case, member_graph, t
 
 aten = torch.ops.aten

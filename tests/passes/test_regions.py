@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import hfusion as hf
+from hfusion.core.program import Kind, Program
 from hfusion.passes.regions import Region
-from hfusion.program import Kind, Program
 
 
 class Chain(nn.Module):

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hfusion import native
+from hfusion.device import native
 from hfusion.runtime import copying
 from hfusion.runtime.copying import Copier, Move, NativeCopier, ThreadCopier, copiers, copy_now
 

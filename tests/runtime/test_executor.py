@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.plan import Direction, Plan
-from hfusion.policy import POLICIES, Candidate, Order, Policy, State
 from hfusion.runtime import executor, lanes
 from hfusion.runtime.copying import Copier, Move, Moves, ThreadCopier, Ticket, copy_now
 from hfusion.runtime.memory import Ledger
-from hfusion.schedule import Kind
-from hfusion.task import Step
+from hfusion.schedule.plan import Direction, Plan
+from hfusion.schedule.policy import POLICIES, Candidate, Order, Policy, State
+from hfusion.schedule.timeline import Kind
+from hfusion.tasks.task import Step
 from tests.trained import Way, adamw, assert_same, batches, fused, machine, momentum, plain, planned, task
 
 LOADER = batches(torch.float64, 2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hfusion.errors import SpillError
+from hfusion.core.errors import SpillError
 from hfusion.runtime.copying import copy_now
 from hfusion.runtime.home import Copy, Home, Layout, Section
 

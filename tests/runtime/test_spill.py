@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hfusion.errors import SpillError
+from hfusion.core.errors import SpillError
 from hfusion.runtime.spill import SpillFolder, remove_abandoned
 
 

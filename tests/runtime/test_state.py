@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import hfusion as hf
-from hfusion.errors import SpillError
-from hfusion.program import Kind, Slot
+from hfusion.core.errors import SpillError
+from hfusion.core.program import Kind, Slot
 from hfusion.runtime.copying import Move, Moves, copy_now
 from hfusion.runtime.home import Section
 from hfusion.runtime.state import Holding, State, holdings

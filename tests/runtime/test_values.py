@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hfusion.nest import leaves
+from hfusion.core.tree import leaves
 from hfusion.runtime.copying import copy_now
 from hfusion.runtime.values import Bundle, Restored, detached, spill, tracked
 

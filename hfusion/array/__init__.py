@@ -1,0 +1,1 @@
+"""What the user holds: the fused module, losses per member."""

@@ -1,0 +1,169 @@
+"""The tree of a fused module: the members' modules with stacked tensors, under the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from hfusion.array.modes import Change
+from hfusion.core.errors import FusionError
+
+_STATE = frozenset(
+    {
+        "_original",
+        "_fixed",
+        "_array",
+        "_branches",
+        "_compiler",
+        "_real",
+        "_bound",
+        "_checks",
+        "_found",
+        "_states",
+        "_number",
+        "_place",
+    },
+)
+_STANDARD = frozenset(nn.Module().__dict__)
+
+
+class Tree(nn.Module):
+    """One of the members' modules in a fused module: its stacked tensors and submodules, under the same names.
+
+    ``original`` is its class; ``fixed`` are the attributes that forward reads, which were captured.
+    """
+
+    def __init__(self, original: str, fixed: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self._original = original
+        self._fixed = fixed
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _STATE:
+            # Past nn.Module, which would refuse the name where a member has a submodule or tensor of this name.
+            object.__setattr__(self, name, value)
+            return
+        if name in self.__dict__.get("_fixed", ()) or (name in self._modules and value is not self._modules[name]):
+            raise FusionError(
+                f"setting {name} on a fused {self._original} would have no effect on what it computes; "
+                "set it on the models of unfuse(), and fuse them again"
+            )
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if any(name in table for table in (self._parameters, self._buffers, self._modules)):
+            raise FusionError(
+                f"{name} of a fused {self._original} cannot be deleted or reparametrized, as what it computes was "
+                "captured; do so on the models of unfuse(), and fuse them again"
+            )
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of nn.Module, where there is such a parameter. Raises FusionError for another one."""
+        if name not in self._parameters:
+            raise _added(name, self)
+        super().register_parameter(name, param)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """As of nn.Module, also where a submodule has the name of a method."""
+        found: nn.Module = self
+        for name in target.split(".") if target else ():
+            child = found._modules.get(name)
+            if child is None:
+                raise AttributeError(f"the fused {self._original} has no submodule {target}")
+            found = child
+        return found
+
+    def train(self, mode: bool = True) -> Tree:
+        """As of nn.Module; where members have a train or eval of their own, as these decide."""
+        return self._switched(lambda module: module.train(mode)) or super().train(mode)
+
+    def eval(self) -> Tree:
+        """See `train`."""
+        return self._switched(lambda module: module.eval()) or super().train(False)
+
+    def _switched(self, change: Change) -> Tree | None:
+        """This module after the members' own train or eval; None where they have none."""
+        root, path = self.__dict__.get("_place") or (None, "")
+        array = root() if root is not None else None
+        if array is None:
+            return None
+        array._switch(path, change)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_place"}
+
+    def extra_repr(self) -> str:
+        return ", ".join(
+            f"{name} {tuple(t.shape)}"
+            for name, t in [*self._parameters.items(), *self._buffers.items()]
+            if t is not None
+        )
+
+    def _get_name(self) -> str:
+        return f"Fused[{self._original}]"
+
+
+class Branch(Tree):
+    """A submodule of a fused module: a place for tensors, which cannot be called or hooked by itself."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise FusionError(
+            f"a fused {self._original} cannot be called by itself; call the whole fused module, or a member's: fused[i]"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module) and name not in self._modules:
+            raise _added(name, self)
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        raise _added(name, self)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        if name not in self._buffers:
+            raise _added(name, self)
+        super().register_buffer(name, tensor, persistent)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        raise FusionError(
+            f"hooks on the {self._original} inside a fused module never run; register them on the fused module itself"
+        )
+
+    register_forward_pre_hook = register_forward_hook
+    register_full_backward_hook = register_forward_hook
+    register_full_backward_pre_hook = register_forward_hook
+    register_backward_hook = register_forward_hook
+
+
+def _added(name: str, tree: Tree) -> FusionError:
+    return FusionError(
+        f"{name}, added to a fused {tree._original}, would have no effect on what it computes; add it to the models of "
+        "unfuse(), and fuse them again"
+    )
+
+
+def fixed_attributes(module: nn.Module) -> frozenset[str]:
+    """The attributes that forward may read, which are captured."""
+    return frozenset(vars(module)) - _STANDARD
+
+
+def grow(branch: Tree, bones: nn.Module, stacks: Mapping[str, Tensor]) -> None:
+    """Give ``branch`` the tree of ``bones`` with the tensors of ``stacks``; submodules used twice stay one."""
+    grown: dict[int, Branch] = {}
+    for path, module in bones.named_modules(remove_duplicate=False):
+        place: Tree = branch
+        if path:
+            parent, _, leaf = path.rpartition(".")
+            place = grown.setdefault(id(module), Branch(type(module).__name__, fixed_attributes(module)))
+            branch.get_submodule(parent)._modules[leaf] = place
+        prefix = f"{path}." if path else ""
+        place.training = module.training
+        place._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        for name, tensor in module._parameters.items():
+            place._parameters[name] = None if tensor is None else stacks[prefix + name]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            place._buffers[name] = None if buffer is None else stacks[prefix + name]

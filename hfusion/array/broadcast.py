@@ -1,0 +1,89 @@
+"""Sizes that a loss broadcasts against each other: the warnings that a member alone would get, and one more."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from hfusion.compiler.compiler import Arguments
+from hfusion.core.calls import is_stacked
+
+# Up to the caller of a per_model.
+_DEPTH = 4
+
+
+def warn_of_unstacked(name: str, arguments: Arguments, members: int) -> None:
+    """Warn of an argument ``[B, *S]`` next to an output of shape ``S``: every member sees all of it."""
+    outputs = _outputs(arguments)
+    for leaf in _plain(arguments):
+        shape = tuple(leaf.shape)
+        if shape[:1] == (members,) and shape[1:] in outputs and shape not in outputs:
+            warnings.warn(
+                f"an argument of {name} has shape {list(shape)}, a member's output {list(shape[1:])}, and every one of "
+                f"the {members} members is given the whole argument; if it holds one target for each, give "
+                "hf.stacked(target)",
+                stacklevel=_DEPTH,
+            )
+
+
+@contextmanager
+def hinting(arguments: Arguments, members: int) -> Iterator[None]:
+    """An error within says where an argument may hold a row for each member, and was not stacked."""
+    try:
+        yield
+    except Exception as error:
+        outputs = _outputs(arguments)
+        for leaf in _plain(arguments):
+            shape = tuple(leaf.shape)
+            if shape[:1] == (members,) and any(output[: len(shape) - 1] == shape[1:] for output in outputs):
+                error.add_note(
+                    f"every one of the {members} members is given the whole argument of shape {list(shape)}; if it "
+                    "holds one target for each, give hf.stacked(target)"
+                )
+        raise
+
+
+def _outputs(arguments: Arguments) -> set[tuple[int, ...]]:
+    """The shapes that a member sees of what is stacked."""
+    return {tuple(leaf.tensor.shape[1:]) for leaf in arguments.leaves if is_stacked(leaf)}
+
+
+def _plain(arguments: Arguments) -> list[Tensor]:
+    return [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor)]
+
+
+def warn_as_alone(function: Callable[..., Any], arguments: Arguments) -> None:
+    """What ``function`` warns of where a member's output and another argument have sizes that broadcast."""
+    args, kwargs = arguments.of_member(0)
+    if not _broadcasts(pytree.tree_leaves(args[:1]), pytree.tree_leaves((args[1:], kwargs))):
+        return
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with warnings.catch_warnings(record=True) as found, mode, torch.no_grad():
+        warnings.simplefilter("always")
+        fakes = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
+        function(*fakes[0], **fakes[1])
+    for warning in found:
+        if warning.category is UserWarning:
+            warnings.warn(str(warning.message), stacklevel=_DEPTH)
+
+
+def _broadcasts(outputs: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether some tensors of the two differ in shape and could be computed with all the same."""
+    return any(
+        isinstance(one, Tensor) and isinstance(other, Tensor) and _fits(one.shape, other.shape)
+        for one, other in itertools.product(outputs, others)
+    )
+
+
+def _fits(one: torch.Size, other: torch.Size) -> bool:
+    sizes = list(zip(reversed(one), reversed(other), strict=False))
+    # A number goes with everything.
+    return one != other and bool(sizes) and all(a == b or 1 in (a, b) for a, b in sizes)

@@ -1,0 +1,95 @@
+"""The fused module under torch.compile: its program is found while Dynamo traces, and traced in its place.
+
+Dynamo cannot follow capture or the choice of a program, but it calls a function whose result it may take for constant,
+with the real tensors. What the choice depends on, the training pattern and the sizes, is handed over as constants, on
+which Dynamo guards; so every batch size gets a trace of its own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import tracing
+from torch.utils import _pytree as pytree
+
+from hfusion.compiler.compiler import Arguments, Compiled
+from hfusion.core.calls import StackedInput
+from hfusion.core.program import Kind
+
+Find = Callable[[Arguments], Compiled]
+
+
+class Inlined(nn.Module):
+    """A program for Dynamo: a module whose submodules it follows.
+
+    ``paths``: the attributes of the fused module that lead to the program's tensors, empty for ``constants``.
+    """
+
+    def __init__(self, compiled: Compiled) -> None:
+        super().__init__()
+        program = compiled.program
+        slots = [slot for slot in program.slots if slot.kind is not Kind.INPUT]
+        self.code = program.code
+        self.paths = tuple(() if s.kind is Kind.CONSTANT else tuple(s.name.split(".")) for s in slots)
+        self.constants = tuple(compiled.constants[s.name] for s in slots if s.kind is Kind.CONSTANT)
+        self.spec = program.out_spec
+        self.single = program.out_spec.is_leaf()
+
+    def forward(self, owner: nn.Module, inputs: list[Any]) -> Any:
+        constants = iter(self.constants)
+        own = [reduce(_child, path, owner) if path else next(constants) for path in self.paths]
+        outputs = self.code(*own, *inputs)
+        return outputs[0] if self.single else pytree.tree_unflatten(list(outputs), self.spec)
+
+
+def _child(module: Any, name: str) -> Any:
+    for table in (module._parameters, module._buffers):
+        if name in table:
+            return table[name]
+    return module._modules[name]
+
+
+def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
+    """A function that Dynamo takes for constant: the name of the attribute of ``owner`` that holds the program."""
+    names: dict[int, str] = {}
+
+    def found(signature: Any, *args: Any, **kwargs: Any) -> str:
+        """``signature``: which arguments are stacked, by position and by name, and what else the choice hangs on."""
+        places, keys = signature[0], signature[1]
+        plain = [StackedInput(value) if k in places else value for k, value in enumerate(args)]
+        named = {key: StackedInput(value) if key in keys else value for key, value in kwargs.items()}
+        # What capture assumes is none of the trace's business.
+        with tracing(None):
+            compiled = find(Arguments.of(tuple(plain), named))
+        if id(compiled) not in names:
+            name = names[id(compiled)] = f"_inlined_{len(names)}"
+            object.__setattr__(owner, name, Inlined(compiled))
+        return names[id(compiled)]
+
+    marked: Callable[..., str] = torch.compiler.assume_constant_result(found)
+    return marked
+
+
+def inline(
+    owner: nn.Module, found: Callable[..., str], pattern: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """What ``owner`` gives for a call, in a form that Dynamo follows."""
+    places = tuple([k for k, value in enumerate(args) if isinstance(value, StackedInput)])
+    keys = tuple([key for key, value in kwargs.items() if isinstance(value, StackedInput)])
+    plain = [_tensor(value) for value in args]
+    named = {key: _tensor(value) for key, value in kwargs.items()}
+    sizes = tuple(
+        [tuple([operator.index(n) for n in v.shape]) for v in (*plain, *named.values()) if isinstance(v, Tensor)]
+    )
+    program = getattr(owner, found((places, keys, pattern, sizes), *plain, **named))
+    leaves, _ = pytree.tree_flatten((tuple(plain), named))
+    return program(owner, leaves)
+
+
+def _tensor(value: Any) -> Any:
+    return value.tensor if isinstance(value, StackedInput) else value

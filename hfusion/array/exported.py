@@ -1,0 +1,69 @@
+"""The fused module under `torch.export`: its program is found for real tensors of the same kinds, then traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import tracing
+
+from hfusion.compiler.compiler import Arguments, Compiled, bind
+from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.errors import FusionError
+from hfusion.core.sandbox import apart
+from hfusion.ops.rule import hint
+
+
+def exported(
+    owner: nn.Module, find: Callable[[Arguments], Compiled], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """What ``owner`` gives for a call with tensors of an export, whose sizes may vary.
+
+    What the program takes for granted of the sizes is guarded.
+    """
+    arguments = Arguments.of(args, kwargs)
+    with _outside_export():
+        stand_ins = Arguments(tuple(map(_stand_in, arguments.leaves)), arguments.spec)
+        try:
+            compiled = find(stand_ins)
+        except FusionError as error:
+            raise FusionError(f"torch.export cannot take what runs member by member: {error}") from error
+    for call in compiled.opaque:
+        raise FusionError(f"torch.export cannot take {call.path or 'forward'}, which runs member by member: {call.why}")
+    if not compiled.guards(arguments.shapes):
+        raise FusionError("torch.export was given sizes that the array's program does not hold for")
+    return bind(compiled, owner)(arguments.values)
+
+
+def _stand_in(leaf: Any) -> Any:
+    if is_stacked(leaf):
+        return StackedInput(_stand_in(leaf.tensor))
+    if not isinstance(leaf, Tensor):
+        return leaf
+    sizes = [hint(size) for size in leaf.shape]
+    if any(size is None for size in sizes):
+        raise FusionError(f"torch.export was given a tensor of unknown size, {tuple(leaf.shape)}; give it an example")
+    return torch.zeros(sizes, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _outside_export() -> Iterator[None]:
+    """Capturing exports members, which the outer export must not notice. Tried on torch 2.13."""
+    # Imported late: it imports Dynamo.
+    from torch.export import _trace
+
+    held = [(_trace, name, getattr(_trace, name)) for name in ("_EXPORT_FLAGS", "_EXPORT_MODULE_HIERARCHY")]
+    flags = [
+        (torch.compiler, name, getattr(torch.compiler, name)) for name in ("_is_compiling_flag", "_is_exporting_flag")
+    ]
+    for place, name, _ in flags:
+        setattr(place, name, False)
+    try:
+        with apart(), tracing(None):
+            yield
+    finally:
+        for place, name, value in (*held, *flags):
+            setattr(place, name, value)

@@ -1,0 +1,160 @@
+"""The two ways to an array: from models that exist, and from a function that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.array.module import Array, FusedModule, empty_stack
+from hfusion.capture.compare import Comparison, Sharing, check_alone, check_pair, compare, fingerprint, tensors
+from hfusion.capture.skeleton import skeleton
+from hfusion.core.errors import FusionError
+from hfusion.device.allocator import keep_large_blocks
+
+
+def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False) -> FusedModule:
+    """One module that computes and trains all ``models``, each exactly as if alone.
+
+    Args:
+        models: B modules of one structure; they stay as they are, their tensors are copied. A frozen tensor that is one
+            object in all of them is used where it lies, without a copy; one that is the same object in some gets a row
+            for each.
+        verify: compare the outputs and gradients of the members with their original code, on a few samples of the
+            first training batch of every signature.
+        tune: measure the ways in which operators can run, at the first call of every signature, instead of estimating
+            them. The times are kept in the user's cache folder and used by later processes.
+
+    Returns:
+        A module with stacked parameters; capture happens at the first call.
+
+    Raises:
+        FusionError: the models differ in more than scalars, or hold what a fused array cannot honour.
+    """
+    comparison = compare(models)
+    keep_large_blocks()
+    skeletons = tuple(
+        skeleton(comparison.variants.index(v), models[comparison.variants.index(v)])
+        for v in range(max(comparison.variants) + 1)
+    )
+    array = Array(len(models), skeletons, comparison, verify, tune)
+    for index, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            if parameter not in array.origins:
+                array.origins[parameter] = (index, name)
+    return FusedModule(array, _stacks([dict(tensors(model)) for model in models], comparison.shared))
+
+
+def _stacks(rows: Sequence[dict[str, Tensor]], shared: frozenset[str]) -> dict[str, Tensor]:
+    """The stacked tensors by key; tied keys give one object."""
+    once: dict[int, Tensor] = {}
+    stacks = {}
+    for name, tensor in rows[0].items():
+        if id(tensor) not in once:
+            once[id(tensor)] = _keep(tensor) if name in shared else _stacked([row[name] for row in rows])
+        stacks[name] = once[id(tensor)]
+    return stacks
+
+
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    stack = empty_stack(rows[0], len(rows))
+    for place, row in zip(stack.detach(), rows, strict=True):
+        place.copy_(row.detach())
+    return stack
+
+
+def _keep(tensor: Tensor) -> Tensor:
+    """A tensor for all members: the models' own memory if it is frozen, a copy if training will write to it."""
+    if isinstance(tensor, nn.Parameter):
+        data = tensor.detach().clone() if tensor.requires_grad else tensor.detach()
+        return nn.Parameter(data, requires_grad=tensor.requires_grad)
+    return tensor.detach().clone()
+
+
+def build(
+    make_model: Callable[[], nn.Module], seeds: Sequence[int], *, verify: bool = True, tune: bool = False
+) -> FusedModule:
+    """Make the members one at a time, straight into the stack: never more than two of them beside the array.
+
+    Args:
+        make_model: gives one member; called once per seed after ``torch.manual_seed(seed)``. The caller's random state
+            is left as it was.
+        seeds: one per member.
+        verify: as in `fuse`.
+        tune: as in `fuse`.
+
+    Raises:
+        FusionError: no seeds, or models that cannot be fused with the first.
+    """
+    if len(seeds) == 0:
+        raise FusionError("build got no seeds; give it one seed per member")
+    keep_large_blocks()
+    first = _made(make_model, seeds[0])
+    _check_made(0, first, None)
+    check_alone(0, first)
+    bones, variants = [skeleton(0, first)], [0]
+    prints = {fingerprint(first): 0}
+    sharing = Sharing()
+    sharing.add(0, first)
+    stacks: dict[str, Tensor] = {}
+    for index, seed in enumerate(seeds[1:], start=1):
+        model = _made(make_model, seed)
+        _check_made(index, model, first)
+        check_alone(index, model)
+        check_pair(first, index, model)
+        before = sharing.keys
+        sharing.add(index, model)
+        if index == 1:
+            stacks = _room(first, len(seeds), sharing.keys)
+        else:
+            _part(stacks, before - sharing.keys, index, len(seeds))
+        _fill(stacks, index, model, sharing.keys)
+        variants.append(prints.setdefault(fingerprint(model), len(prints)))
+        if variants[-1] == len(bones):
+            bones.append(skeleton(index, model))
+    stacks = stacks or _room(first, 1, sharing.keys)
+    comparison = Comparison(tuple(variants), sharing.keys, sharing.partly)
+    return FusedModule(Array(len(seeds), tuple(bones), comparison, verify, tune), stacks)
+
+
+def _part(stacks: dict[str, Tensor], names: frozenset[str], index: int, members: int) -> None:
+    """Give each member a row of the tensors ``names``, which the models before ``index`` share."""
+    once: dict[int, Tensor] = {}
+    for name in sorted(names):
+        tensor = stacks[name]
+        if id(tensor) not in once:
+            once[id(tensor)] = stack = empty_stack(tensor, members)
+            stack.detach()[:index].copy_(tensor.detach())
+        stacks[name] = once[id(tensor)]
+
+
+def _check_made(index: int, model: object, first: nn.Module | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise FusionError(f"make_model gave {type(model).__name__} for seed {index}, not a torch.nn.Module")
+    if model is first:
+        raise FusionError(f"make_model gave one object for seeds 0 and {index}; let it make a new model on every call")
+
+
+def _made(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        return make_model()
+
+
+def _room(first: nn.Module, members: int, shared: frozenset[str]) -> dict[str, Tensor]:
+    """Stacks with the first member in place and room for the others."""
+    once: dict[int, Tensor] = {}
+    stacks = {}
+    for name, tensor in tensors(first):
+        if id(tensor) not in once:
+            once[id(tensor)] = _keep(tensor) if name in shared else empty_stack(tensor, members)
+        stacks[name] = once[id(tensor)]
+    _fill(stacks, 0, first, shared)
+    return stacks
+
+
+def _fill(stacks: dict[str, Tensor], index: int, model: nn.Module, shared: frozenset[str]) -> None:
+    for name, tensor in tensors(model):
+        if name not in shared:
+            stacks[name].detach()[index].copy_(tensor.detach())

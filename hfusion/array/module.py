@@ -1,0 +1,418 @@
+"""The fused module: the stacked tensors under the members' own names, and the programs that compute with them."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hfusion.array.branches import Tree, fixed_attributes, grow
+from hfusion.array.dynamo import finder, inline
+from hfusion.array.exported import exported
+from hfusion.array.modes import Change, Left, Switch, own_modes
+from hfusion.capture.compare import Comparison, modeless_fingerprint, tensors
+from hfusion.capture.skeleton import live_rows, materialize, skeleton
+from hfusion.compiler.compiler import Arguments, Compiled, Compiler, Subject, bind
+from hfusion.compiler.report import Report, describe
+from hfusion.compiler.verify import Subject as Check
+from hfusion.compiler.verify import verify
+from hfusion.core.errors import FusionError
+from hfusion.core.exclusive import tracing
+from hfusion.core.membership import Membership, mark
+from hfusion.optim import coupling
+
+
+@dataclass(frozen=True)
+class Array:
+    """What a fused module knows of its members.
+
+    ``skeletons[v]`` is a model of variant v without tensors; ``origins`` remembers whose parameters were fused.
+    """
+
+    members: int
+    skeletons: tuple[nn.Module, ...]
+    comparison: Comparison
+    verify: bool
+    tune: bool = False
+    origins: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "origins": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, origins=WeakIdKeyDictionary())
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """The members with such Python attributes as a train or eval of their own has left, and the programs for them."""
+
+    number: int
+    array: Array
+    compiler: Compiler
+
+
+class FusedModule(Tree):
+    """B models of one shape as one module; made by `hfusion.fuse` and `hfusion.build`.
+
+    ``fused(x)`` gives what the members give for ``x``, every output tensor with a leading dim of B. The state dict is
+    the stack of the members' state dicts: same keys, each value ``[B, *shape]``, a tensor that is one object in all
+    members once, without B.
+    """
+
+    def __init__(self, array: Array, stacks: Mapping[str, Tensor]) -> None:
+        super().__init__(type(array.skeletons[0]).__name__, fixed_attributes(array.skeletons[0]))
+        self._array = array
+        grow(self, array.skeletons[0], stacks)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Everything that follows from the tensors and the array."""
+        array = self._array
+        self._branches = [module for _, module in self.named_modules()]
+        self._states: dict[Any, State] = {}
+        self._number = 0
+        self._compiler = self._new_compiler()
+        self._bound: dict[int, Callable[[list[Any]], Any]] = {}
+        self._checks: dict[int, str] = {}
+        self._found = finder(self, self._traced)
+        self._mark()
+        coupling.watch()
+        for path, module in self.named_modules():
+            own = own_modes(array.skeletons[0].get_submodule(path))
+            object.__setattr__(module, "_place", (weakref.ref(self), path) if own else None)
+
+    def _new_compiler(self) -> Compiler:
+        array = self._array
+        variants, shared = array.comparison.variants, array.comparison.shared
+        return Compiler(Subject(self._original, array.members, variants, shared, self._member, tune=array.tune))
+
+    def _mark(self) -> None:
+        for name, tensor in tensors(self):
+            mark(tensor, Membership(name, self._array.members, name not in self._array.comparison.shared))
+        # An export puts others in their place while it runs.
+        self._real = weakref.WeakValueDictionary(tensors(self))
+
+    def __len__(self) -> int:
+        return self._array.members
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (self[i] for i in range(len(self)))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute all members.
+
+        Args: as of the members' forward. A tensor is seen by every member; `hfusion.stacked` gives each its own.
+
+        Returns: as the members' forward, each tensor ``[B, *shape]``.
+
+        Raises:
+            FusionError: forward cannot be fused, or the self-check failed.
+            ValueError: a stacked input with another leading size than B, or arguments that the members' forward does
+                not take.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return inline(self, self._found, self._pattern(), args, kwargs)
+        if torch.compiler.is_exporting():
+            return exported(self, self._exportable, args, kwargs)
+        arguments = Arguments.of(args, kwargs)
+        compiled = self._ready(arguments)
+        bound = self._bound.get(id(compiled))
+        if bound is None:
+            bound = self._bound[id(compiled)] = bind(compiled, self)
+        found = bound(arguments.values)
+        self._leave(compiled)
+        return found
+
+    def _leave(self, compiled: Compiled) -> None:
+        """Take over the train and eval modes that forward sets by itself."""
+        for path, training in compiled.modes.items():
+            self.get_submodule(path).training = training
+
+    def steady(self, arguments: Arguments) -> Compiled:
+        """The program for such a call and for those after it, which meet the modes that it leaves.
+
+        Raises:
+            FusionError: forward changes modes, and what it computes with them.
+        """
+        first = self.compiled(arguments)
+        if not first.modes:
+            return first
+        self._leave(first)
+        again = self.compiled(arguments)
+        if again.modes or str(again.graph) != str(first.graph):
+            raise FusionError(
+                f"forward of {self._original} leaves {next(iter(first.modes)) or '(root)'} in another mode, so that "
+                "its next call computes something else; set modes before training"
+            )
+        return again
+
+    def _ready(self, arguments: Arguments) -> Compiled:
+        """The program for such a call, checked if it is a call in training."""
+        compiled = self.compiled(arguments)
+        if self.training and torch.is_grad_enabled():
+            self.check(compiled, arguments)
+        return compiled
+
+    def _traced(self, arguments: Arguments) -> Compiled:
+        """As `_ready`, when Dynamo traces the call; it traces again where modes have changed."""
+        compiled = self._ready(arguments)
+        self._leave(compiled)
+        return compiled
+
+    def fix_sizes(self) -> None:
+        """From here on capture calls of other sizes anew: so their programs have the operators that a plan counts."""
+        self._compiler.opens = False
+
+    def find(self, arguments: Arguments) -> Compiled | None:
+        """The program for such a call in the present training pattern, if there is one already."""
+        return self._compiler.find(self._pattern(), arguments)
+
+    def compiled(self, arguments: Arguments) -> Compiled:
+        """The program for such a call; made if there is none. Raises FusionError."""
+        pattern = self._pattern()
+        found = self._compiler.find(pattern, arguments)
+        if found is None:
+            found = self._compiler.get(pattern, arguments)
+            self._check_partly_shared(found)
+        return found
+
+    def _check_partly_shared(self, compiled: Compiled) -> None:
+        """Raise a FusionError where a program writes to a buffer that only some members share."""
+        for name in sorted(compiled.written & self._array.comparison.partly):
+            self._compiler.clear()
+            raise FusionError(
+                f"forward writes into the buffer {name}, which some models share but not all; give each model "
+                "its own, by copy.deepcopy"
+            )
+
+    def _exportable(self, arguments: Arguments) -> Compiled:
+        """A program without loops over members' own code; a new one is not kept, as an export hides the tensors."""
+        subject = replace(self._compiler.subject, loops=False, member=lambda index: self._member(index, self._real))
+        compiler = Compiler(subject)
+        pattern = self._pattern()
+        return self._compiler.find(pattern, arguments) or compiler.make(pattern, arguments)
+
+    def _pattern(self) -> tuple[int, ...]:
+        """What programs hang on besides arguments: train and eval modes, and which `State` the members are in."""
+        return (*[branch.training for branch in self._branches], self._number)
+
+    def check(self, compiled: Compiled, arguments: Arguments) -> None:
+        """The self-check of a program, once, unless it was turned off. Raises FusionError."""
+        if self._array.verify and id(compiled) not in self._checks:
+            with tracing:
+                if id(compiled) not in self._checks:
+                    self._checks[id(compiled)] = self._verify(compiled, arguments)
+
+    def _verify(self, compiled: Compiled, arguments: Arguments) -> str:
+        shared = self._array.comparison.shared
+        return verify(Check(compiled, dict(tensors(self)), shared, self._around, arguments))
+
+    def report(self) -> Report:
+        """Which operators run how, and why; one part per program that a call has made so far."""
+        return Report(
+            tuple(
+                describe(compiled.program, self._checks.get(id(compiled), "self-check not run"))
+                for compiler in self._compilers()
+                for family in compiler.families.values()
+                for compiled in family
+            )
+        )
+
+    def _compilers(self) -> list[Compiler]:
+        return [state.compiler for state in self._states.values()] or [self._compiler]
+
+    def _switch(self, path: str, change: Change) -> None:
+        """Let the members' own train or eval decide. Raises FusionError where an array cannot follow."""
+        views = list(self)
+        before = tuple(map(modeless_fingerprint, views))
+        left = Switch(views, self._array.comparison.shared).run(path, change)
+        stacks = dict(tensors(self))
+        with torch.no_grad():
+            for (name, index), tensor in left.moved.items():
+                stacks[name].detach()[index].copy_(tensor)
+        for name, trained in left.trained.items():
+            stacks[name].requires_grad_(trained)
+        self._adopt(before, left, views)
+
+    def _adopt(self, before: tuple[Any, ...], left: Left, views: Sequence[nn.Module]) -> None:
+        """Flags and attributes as the members have them now; programs of each state are kept."""
+        for path, training in left.training.items():
+            self.get_submodule(path).training = training
+        if left.contents == before:
+            return
+        self._states.setdefault(before, State(self._number, self._array, self._compiler))
+        if left.contents not in self._states:
+            self._array = _renewed(self._array, left.contents, views)
+            self._states[left.contents] = State(len(self._states), self._array, self._new_compiler())
+        self._enter(self._states[left.contents])
+
+    def _enter(self, state: State) -> None:
+        self._number, self._array, self._compiler = state.number, state.array, state.compiler
+        for path, module in state.array.skeletons[0].named_modules():
+            object.__setattr__(self.get_submodule(path), "_fixed", fixed_attributes(module))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """In eval mode inside, afterwards as before.
+
+        Raises:
+            FusionError: the members' own eval changes tensors.
+        """
+        modes = [(branch, branch.training) for branch in self._branches]
+        state = State(self._number, self._array, self._compiler)
+        if own_modes(self._array.skeletons[0]):
+            views = list(self)
+            before, trained = (
+                tuple(map(modeless_fingerprint, views)),
+                {name: t.requires_grad for name, t in tensors(self)},
+            )
+            switch = Switch(views, self._array.comparison.shared)
+            left = switch.run("", lambda module: module.eval())
+            if left.moved or left.written or left.trained != trained:
+                switch.undo()
+                raise FusionError(
+                    f"the own eval of {self._original} changes parameters or buffers, and this evaluation uses them as "
+                    "training has them; evaluate the trained models by themselves"
+                )
+            self._adopt(before, left, views)
+        else:
+            self.eval()
+        try:
+            yield
+        finally:
+            for branch, training in modes:
+                branch.training = training
+            self._enter(state)
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> FusedModule: ...
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        """Member ``index`` as a module of its own class, whose parameters and buffers are live views of row ``index``.
+
+        Of a slice, as of a tensor: an array of those members, whose stacks are live views of their rows. Training a
+        view or the array changes both; a gradient belongs to the one that computed it. Views stay with the memory that
+        they were taken of, which converting the array to another dtype or device replaces.
+
+        Raises:
+            IndexError: out of range, or a slice of no member.
+            TypeError: neither an integer nor a slice.
+            ValueError: a slice with another step than 1.
+        """
+        if isinstance(index, slice):
+            return self._some(index)
+        members, index = len(self), operator.index(index)
+        if not -members <= index < members:
+            raise IndexError(f"member {index} of an array of {members}")
+        return self._member(index % members)
+
+    def _some(self, rows: slice) -> FusedModule:
+        chosen = range(*rows.indices(len(self)))
+        if chosen.step != 1:
+            raise ValueError(
+                f"a slice of an array with step {chosen.step}: it must be 1, so that the stacks are contiguous; "
+                "hf.fuse([fused[i] for i in ...]) copies any members"
+            )
+        if not chosen:
+            raise IndexError(f"{rows} takes none of the {len(self)} members of the array")
+        array = self._array
+        comparison, left = array.comparison.of_members(chosen)
+        skeletons = tuple(array.skeletons[variant] for variant in left)
+        part = replace(
+            array, members=len(chosen), skeletons=skeletons, comparison=comparison, origins=WeakIdKeyDictionary()
+        )
+        for parameter, (member, name) in array.origins.items():
+            if member in chosen:
+                part.origins[parameter] = (chosen.index(member), name)
+        once: dict[int, Tensor] = {}
+        shared = comparison.shared
+        stacks = {n: once.setdefault(id(t), live_rows(t, None if n in shared else rows)) for n, t in tensors(self)}
+        found = FusedModule(part, stacks)
+        for path, module in self.named_modules():
+            found.get_submodule(path).training = module.training
+        return found
+
+    def _member(self, index: int, stacks: Mapping[str, Tensor] | None = None) -> nn.Module:
+        """Member ``index`` around its rows of ``stacks``, the array's own tensors unless given."""
+        shared, own = self._array.comparison.shared, stacks or dict(tensors(self))
+        rows = {name: live_rows(t, None if name in shared else index) for name, t in own.items()}
+        return self._around(index, rows)
+
+    def _around(self, index: int, rows: Mapping[str, Tensor]) -> nn.Module:
+        array = self._array
+        training = {path: module.training for path, module in self.named_modules(remove_duplicate=False)}
+        return materialize(array.skeletons[array.comparison.variants[index]], rows, training)
+
+    def unfuse(self) -> list[nn.Module]:
+        """B modules of the original class with their own copies of the tensors.
+
+        What was one object in all models before fusing is one object in all models again, a copy of its own.
+        """
+        shared = self._array.comparison.shared
+        once = {name: _copy(t, None) for name, t in tensors(self) if name in shared}
+        models = []
+        for index in range(len(self)):
+            rows = {name: once[name] if name in shared else _copy(t, index) for name, t in tensors(self)}
+            models.append(self._around(index, rows))
+        return models
+
+    def origin(self, parameter: Tensor) -> tuple[int, str] | None:
+        """Which member and key a parameter of an original model was: ``(b, name)``; None if of none."""
+        found: tuple[int, str] | None = self._array.origins.get(parameter)
+        return found
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedModule:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._mark()
+        self._forget()
+        return self
+
+    def _forget(self) -> None:
+        """Drop the programs: tensors of another dtype or device want others."""
+        for compiler in self._compilers():
+            compiler.clear()
+        self._bound.clear()
+        self._checks.clear()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        result = super().load_state_dict(state_dict, strict, assign)
+        self._mark()
+        if assign:
+            self._forget()
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_compiler", "_real", "_bound", "_checks", "_branches", "_found", "_states", "_number")
+        return {name: value for name, value in super().__getstate__().items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._prepare()
+
+
+def _renewed(array: Array, found: Sequence[Any], views: Sequence[nn.Module]) -> Array:
+    """``array`` of members that have changed; ``found[b]`` is what forward can read of member b besides tensors."""
+    prints: dict[Any, int] = {}
+    variants = tuple(prints.setdefault(content, len(prints)) for content in found)
+    skeletons = tuple(skeleton(variants.index(v), views[variants.index(v)]) for v in range(len(prints)))
+    return replace(array, skeletons=skeletons, comparison=replace(array.comparison, variants=variants))
+
+
+def _copy(tensor: Tensor, index: int | None) -> Tensor:
+    row = (tensor.detach() if index is None else tensor.detach()[index]).clone()
+    return nn.Parameter(row, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else row
+
+
+def empty_stack(tensor: Tensor, members: int) -> Tensor:
+    """Room ``[B, *shape]`` for tensors like ``tensor``, contiguous; a parameter if it is one."""
+    stack = torch.empty(members, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return nn.Parameter(stack, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stack

@@ -1,0 +1,224 @@
+"""Losses and other functions of tensors, per member."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.array.broadcast import hinting, warn_as_alone, warn_of_unstacked
+from hfusion.capture.compare import tensors
+from hfusion.compiler.compiler import Arguments, Compiler, Source, Subject, bind, check_members
+from hfusion.compiler.report import Report, describe
+from hfusion.core.calls import StackedInput, is_stacked, stacked
+from hfusion.core.errors import FusionError
+from hfusion.core.fingerprint import read_state, root, tensors_of
+from hfusion.core.program import Program
+
+
+class _Function(nn.Module):
+    """A function as a module, so that it can be captured; a module given as the function is its submodule."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+# States of one function that are worth a program each; one that changes more often runs in a loop.
+MOST_STATES = 16
+# The same for a function that is made anew at its calls.
+MOST_REMADE = 16
+# Functions whose programs are kept when the functions are gone.
+MOST_KEPT = 64
+# Kinds of calls that are told at a glance.
+MOST_CALLS = 1024
+
+
+# Those of a `Compiler`: programs, families, sizes.
+Tables: TypeAlias = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]
+
+
+class _Kept:
+    """The programs of functions by what these read: a function that is made anew finds those of its like.
+
+    Only the latest are kept, and none longer than the tensors that its function reads.
+    """
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Any, Tables] = OrderedDict()
+        self._watches: dict[Any, list[Any]] = {}
+        self._left: dict[Any, float] = {}
+        self._lock = threading.RLock()
+
+    def of(self, state: Any, members: int, origin: Any) -> Tables:
+        """The tables of a `Compiler`. Raises FusionError where functions of one ``origin`` have too many states."""
+        key = (state, members)
+        with self._lock:
+            left = self._left.get(origin, float(MOST_REMADE))
+            if key in self._found:
+                self._found.move_to_end(key)
+                # So that states that come again do not count.
+                self._left[origin] = min(left + 1 / MOST_STATES, MOST_REMADE)
+                return self._found[key]
+            if left < 1:
+                raise FusionError(f"what it reads by itself has changed {MOST_REMADE} times")
+            self._left[origin] = left - 1
+            found: Tables = ({}, {}, {})
+            self._found[key] = found
+            drop = functools.partial(self._drop, key)
+            self._watches[key] = [weakref.ref(tensor, drop) for tensor in tensors_of(state)]
+            if len(self._found) > MOST_KEPT:
+                self._drop(next(iter(self._found)))
+            return found
+
+    def _drop(self, key: Any, gone: Any = None) -> None:
+        with self._lock:
+            self._found.pop(key, None)
+            self._watches.pop(key, None)
+
+
+_kept = _Kept()
+
+
+class PerModel:
+    """What `per_model` gives; see there."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._module = _Function(function)
+        self._name = getattr(function, "__name__", type(function).__name__)
+        self._programs: dict[Any, Callable[[Arguments], Any]] = {}
+        self._compilers: dict[Any, Compiler] = {}
+        self._loops: dict[Any, str] = {}
+
+    def __repr__(self) -> str:
+        return f"per_model({self._name})"
+
+    def __call__(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
+        key = (read_state(self._function), arguments.key)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._prepare(key[0], arguments)
+            if len(self._programs) == MOST_CALLS:
+                self._programs.clear()
+            self._programs[key] = program
+        return program(arguments)
+
+    @property
+    def programs(self) -> list[Program]:
+        """The programs of the function as it was at its calls so far."""
+        families = [family for compiler in self._compilers.values() for family in compiler.families.values()]
+        return [compiled.program for family in families for compiled in family]
+
+    def _prepare(self, state: Any, arguments: Arguments) -> Callable[[Arguments], Any]:
+        members = _members(arguments)
+        check_members(members, arguments)
+        warn_of_unstacked(self._name, arguments, members)
+        try:
+            compiler = self._compiler(state, members)
+            with hinting(arguments, members):
+                compiled = compiler.get(self._training, arguments)
+        except FusionError as error:
+            self._loops[state, arguments.loose_key] = str(error)
+            return functools.partial(_looped, self._module, members)
+        # In a loop over members the function warns by itself.
+        warn_as_alone(self._function, arguments)
+        return functools.partial(_run, bind(compiled, self._module))
+
+    def found(self, outputs: Any, *args: Any, **kwargs: Any) -> Source | str:
+        """The program that such a call, the last one, has run; or why it ran in a loop over members."""
+        arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
+        state = read_state(self._function)
+        compiler = self._compilers.get((state, _members(arguments)))
+        compiled = None if compiler is None else compiler.find(self._training, arguments)
+        if compiled is None:
+            return self._loops.get((state, arguments.loose_key), "it changes, at each call, what it reads by itself")
+        return Source.of(compiled, self._module)
+
+    @property
+    def _training(self) -> bool:
+        return self._function.training if isinstance(self._function, nn.Module) else True
+
+    def _compiler(self, state: Any, members: int) -> Compiler:
+        """The compiler for the function as it is now. Raises FusionError where its state is not worth a program."""
+        if state is None:
+            raise FusionError("it reads more by itself than can be compared on every call")
+        if (state, members) not in self._compilers:
+            if len({known for known, _ in self._compilers} | {state}) > MOST_STATES:
+                raise FusionError(f"what it reads by itself has changed {MOST_STATES} times")
+            kept = _kept.of(state, members, root(self._function))
+            keys = frozenset(name for name, _ in tensors(self._module))
+            subject = Subject(self._name, members, (0,) * members, keys, lambda _: self._module, loops=False)
+            self._compilers[state, members] = Compiler(subject, *kept)
+        return self._compilers[state, members]
+
+    def report(self) -> Report:
+        """How the function runs: one part per program, and a line for everything that runs in a loop over members."""
+        parts = [describe(program, "captured from the function itself") for program in self.programs]
+        loops = [f"{self._name}: loop over members: {why}" for why in dict.fromkeys(self._loops.values())]
+        return Report(tuple(parts), tuple(loops))
+
+
+def per_model(function: Callable[..., Any]) -> PerModel:
+    """``function`` applied to each member by itself.
+
+    Args:
+        function: any functional loss, loss module or function of tensors, such as ``F.cross_entropy``.
+
+            It is captured again when a value that it reads outside its arguments changes: an attribute, a closure's or
+            a global variable, train or eval mode. What cannot be captured, or changes often, runs member by member.
+
+    Returns:
+        A callable. Its first argument is what a fused module gave: a tensor ``[B, *S]`` or a nest of such. Further
+        arguments are seen by every member unless wrapped in `hfusion.stacked`. The result is that of ``function`` with
+        a leading dim of B: a mean loss gives ``[B]``.
+
+    Example:
+        >>> import torch, torch.nn.functional as F
+        >>> losses = per_model(F.mse_loss)(torch.zeros(3, 4), torch.ones(4))
+        >>> losses
+        tensor([1., 1., 1.])
+    """
+    return PerModel(function)
+
+
+def _all_stacked(outputs: Any) -> Any:
+    if isinstance(outputs, Tensor):
+        return stacked(outputs)
+    return pytree.tree_map(lambda x: stacked(x) if isinstance(x, Tensor) else x, outputs, is_leaf=is_stacked)
+
+
+def _members(arguments: Arguments) -> int:
+    sizes = [leaf.tensor.shape[0] for leaf in arguments.leaves if isinstance(leaf, StackedInput)]
+    if not sizes:
+        raise ValueError("per_model's first argument holds no tensor; give it the output [B, ...] of a fused module")
+    return int(sizes[0])
+
+
+def _run(program: Callable[[list[Any]], Any], arguments: Arguments) -> Any:
+    return program(arguments.values)
+
+
+def _looped(function: Callable[..., Any], members: int, arguments: Arguments) -> Any:
+    """The function, called member by member."""
+    rows = []
+    with hinting(arguments, members):
+        for member in range(members):
+            args, kwargs = arguments.of_member(member)
+            rows.append(pytree.tree_flatten(function(*args, **kwargs)))
+    leaves = [
+        torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0]
+        for parts in zip(*(flat for flat, _ in rows), strict=True)
+    ]
+    return pytree.tree_unflatten(leaves, rows[0][1])

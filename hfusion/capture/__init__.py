@@ -1,0 +1,1 @@
+"""From modules to one graph."""

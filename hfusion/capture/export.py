@@ -1,0 +1,332 @@
+"""One member's forward as a flat graph of ATen operators, by `torch.export` in its non-strict, training form.
+
+Source: https://docs.pytorch.org/docs/stable/export.html
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from hfusion.capture.kept import restored
+from hfusion.capture.lengths import open_lengths, original
+from hfusion.capture.memo import rehearse
+from hfusion.capture.rehearse import ALIKE, Outcome, difference, run_graph, runnable, twin
+from hfusion.core.errors import FusionError
+from hfusion.core.exclusive import tracing
+from hfusion.core.guards import Guards
+from hfusion.core.program import Capture, Kind, Slot
+from hfusion.core.silence import quiet
+from hfusion.ops.random import LIKE
+from hfusion.passes.functional import functional
+
+# Captures of one module while other threads draw from Python's or numpy's random numbers.
+MOST_TRIES = 3
+aten = torch.ops.aten
+_EMBEDDINGS = frozenset({aten.embedding.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx})
+
+_KINDS = {
+    InputKind.PARAMETER: Kind.PARAMETER,
+    InputKind.BUFFER: Kind.BUFFER,
+    InputKind.CONSTANT_TENSOR: Kind.CONSTANT,
+    InputKind.USER_INPUT: Kind.INPUT,
+}
+
+
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    varying: bool = True,
+    dims: Sequence[Collection[int]] = (),
+) -> Capture:
+    """The forward of ``module`` in its present training mode.
+
+    Args:
+        varying: the first dim of every input may vary later, unless forward needs to know it.
+        dims: for each leaf of the arguments, other dims that may vary, too.
+
+    Raises:
+        FusionError: what keeps the module from being captured faithfully.
+    """
+    with tracing:
+        return _capture(module, args, kwargs, _attempts(varying, dims))
+
+
+def _capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    attempts: Sequence[Sequence[Collection[int]] | None],
+) -> Capture:
+    real = rehearse(module, args, kwargs) if runnable(module) else None
+    if real is not None and real.outside:
+        raise FusionError(real.outside)
+    exported = _drawless(lambda: _export(module, args, kwargs, attempts))
+    slots = tuple(_slot(spec, k) for k, spec in _numbered(exported.graph_signature.input_specs))
+    flat = _with_dense_gradients(_inlined(exported.graph_module))
+    placeholders = [node for node in flat.nodes if node.op == "placeholder"]
+    writable = frozenset(n.name for n, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.BUFFER)
+    try:
+        graph = functional(flat, writable)
+    except RuntimeError as error:
+        raise FusionError(f"the graph of forward cannot be written without in-place: {_first_line(error)}") from error
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), FakeTensor):
+            # A constant's own tensor, which the graph shall not keep alive.
+            node.meta["val"].constant = None
+    for slot in slots:
+        if slot.kind is Kind.CONSTANT and exported.constants[slot.name].requires_grad:
+            raise FusionError(f"forward reads {slot.name}, a tensor that requires grad but is no parameter")
+    constants: dict[str, Tensor] = {
+        slot.name: exported.constants[slot.name] for slot in slots if slot.kind is Kind.CONSTANT
+    }
+    modes = {} if real is None else real.modes
+    found = Capture(graph, slots, constants, exported.call_spec.out_spec, _guards(placeholders, slots), modes)
+    if real is not None:
+        _check_faithful(found, module, args, kwargs, real.outcome)
+    return found
+
+
+def _check_faithful(
+    found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], real: Outcome
+) -> None:
+    """Raise a FusionError where the graph does not give what the code gave: tracing loses what it does not see."""
+    args, kwargs = _aliases((args, dict(kwargs)))
+    try:
+        ours = run_graph(found, twin(module), args, kwargs)
+    except RuntimeError as error:
+        raise FusionError(f"the graph of forward fails where forward does not: {_first_line(error)}") from error
+    lost = difference(ours, real, ALIKE)
+    if lost is not None:
+        raise FusionError(
+            f"forward does what a graph would lose (a hook, a seed, random numbers or variables of its own, a write "
+            f"past autograd?): {lost} of the graph differs from that of the code"
+        )
+
+
+def _attempts(varying: bool, dims: Sequence[Collection[int]]) -> list[Sequence[Collection[int]] | None]:
+    """Which dims are left open, the most first; None for fixed sizes."""
+    return [*([dims] if any(dims) else []), (), None] if varying else [None]
+
+
+def _export(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    attempts: Sequence[Sequence[Collection[int]] | None],
+) -> torch.export.ExportedProgram:
+    """Export with dims that vary; where forward needs to know them, with fewer of them."""
+    with quiet(), torch.enable_grad(), _no_autocast(args, kwargs), _counted_parts():
+        failures = []
+        for dims in attempts:
+            args, kwargs = _aliases((args, dict(kwargs)))
+            try:
+                shapes = None if dims is None else _varying(module, args, kwargs, dims)
+                with restored(module), open_lengths():
+                    return torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
+            except FusionError:
+                raise
+            except Exception as error:
+                failures.append(error)
+    raise FusionError(f"torch.export cannot capture it: {_first_line(failures[-1])}") from failures[-1]
+
+
+@contextmanager
+def _counted_parts() -> Iterator[None]:
+    """Export asks containers for the names of their parts; where a class tells none, they are counted.
+
+    Private to torch: as of 2.11 to 2.15.
+    """
+    nodes = pytree.SUPPORTED_NODES
+    nameless = {kind: node for kind, node in nodes.items() if node.flatten_with_keys_fn is None}
+    nodes.update({kind: node._replace(flatten_with_keys_fn=_counting(node)) for kind, node in nameless.items()})
+    try:
+        yield
+    finally:
+        nodes.update(nameless)
+
+
+def _counting(node: pytree.NodeDef) -> pytree.FlattenWithKeysFunc:
+    def flatten(container: Any) -> Any:
+        parts, context = node.flatten_fn(container)
+        return [(pytree.SequenceKey(k), part) for k, part in enumerate(parts)], context
+
+    return flatten
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+
+
+def _aliases(arguments: Any) -> Any:
+    """The arguments in other tensor objects: a failed export leaves marks of varying dims on its inputs.
+
+    Contiguous, as programs serve tensors of any strides.
+    """
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().contiguous().requires_grad_(x.requires_grad), arguments)
+
+
+def _varying(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Sequence[Collection[int]]
+) -> Any:
+    shapes = torch.export.ShapesCollection()
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    for leaf, more in zip_longest(leaves, dims, fillvalue=()):
+        # A size of 0 or 1 is no symbol.
+        found = [dim for dim in {0, *more} if isinstance(leaf, Tensor) and dim < leaf.dim() and leaf.shape[dim] > 1]
+        if found:
+            shapes[leaf] = dict.fromkeys(found, torch.export.Dim.AUTO)
+    return shapes.dynamic_shapes(module, args, dict(kwargs))
+
+
+@contextmanager
+def _no_autocast(args: Any, kwargs: Any) -> Iterator[None]:
+    """Capture the plain program; the caller's autocast acts when the program runs."""
+    kinds = {leaf.device.type for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)} or {"cpu"}
+    kind = kinds.pop()
+    with torch.autocast(kind, enabled=False):
+        yield
+
+
+def _drawless(export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
+    """What ``export`` gives; refused where Python's or numpy's random numbers are drawn, which a graph would lose.
+
+    Those are the process's: where other threads may have drawn, it is tried again.
+    """
+    for _ in range(1 if threading.active_count() == 1 else MOST_TRIES):
+        before = _outer_random_state()
+        with _watched(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            exported = export()
+        if _outer_random_state() == before:
+            return exported
+    raise FusionError("forward draws from Python's or numpy's random numbers; draw from torch's instead")
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    """Refuse what a graph would silently lose: a custom backward."""
+    apply = torch.autograd.Function.__dict__["apply"]
+    here = threading.get_ident()
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != here:
+            return apply.__get__(None, cls)(*args, **kwargs)
+        raise FusionError(f"{cls.__qualname__} is a custom autograd.Function, whose backward a graph would lose")
+
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+
+def _outer_random_state() -> Any:
+    """The state of Python's and of numpy's random numbers, comparable."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), name, np.asarray(keys).tobytes(), tuple(rest)
+
+
+def _numbered(specs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """The specs, user inputs with their position among the flat inputs."""
+    count = 0
+    for spec in specs:
+        yield count, spec
+        count += spec.kind is InputKind.USER_INPUT
+
+
+def _slot(spec: Any, position: int) -> Slot:
+    kind = _KINDS.get(spec.kind)
+    if kind is None:
+        raise FusionError(f"the graph takes a {spec.kind.name} input, {spec.target}, which hfusion does not know")
+    return Slot(kind, str(position) if kind is Kind.INPUT else spec.target)
+
+
+def _guards(placeholders: Sequence[fx.Node], slots: Sequence[Slot]) -> Callable[[Sequence[Sequence[Any]]], bool]:
+    """Whether inputs of other shapes meet all that the capture has assumed of the sizes."""
+    examples = [n.meta["val"] for n, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.INPUT]
+    return Guards(tuple(examples)).hold
+
+
+def _with_dense_gradients(graph: fx.Graph) -> fx.Graph:
+    """The graph without sparse gradients of embeddings, which a stack cannot hold; their values are the same."""
+    for node in graph.nodes:
+        if node.target in _EMBEDDINGS:
+            place = [argument.name for argument in node.target._schema.arguments].index("sparse")
+            if len(node.args) > place:
+                node.update_arg(place, False)
+    return graph
+
+
+def _inlined(module: fx.GraphModule) -> fx.Graph:
+    """The graph with export's no_grad and autocast regions written out."""
+    graph = fx.Graph()
+    outputs = _inline(graph, module, None, [])
+    graph.output(tuple(outputs))
+    return graph
+
+
+def _inline(graph: fx.Graph, module: fx.GraphModule, inputs: Sequence[Any] | None, path: list[str]) -> list[Any]:
+    env: dict[fx.Node, Any] = {}
+    given = iter(inputs or ())
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = graph.node_copy(node) if inputs is None else next(given)
+        elif node.op == "get_attr":
+            env[node] = getattr(module, node.target)
+        elif node.op == "output":
+            found = node.args[0]
+            results = found if isinstance(found, list | tuple) else [found]
+            return [env[r] if isinstance(r, fx.Node) else r for r in results]
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            env[node] = _region(graph, node, env, path)
+        elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
+            env[node] = env[node.args[0]][node.args[1]]
+        elif node.target in LIKE:
+            # torch's Python functions of these names ask for no gradient, the operators in a graph do.
+            env[node] = graph.node_copy(node, lambda n: _detached(graph, env[n]))
+        else:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+            env[node].target = original(node.target)
+    raise FusionError("a captured region has no output")
+
+
+def _region(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, Any], path: list[str]) -> list[Any]:
+    name = str(node.target)
+    args: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
+    if name == "wrap_with_set_grad_enabled":
+        enabled, body, *operands = args
+        if enabled and "no_grad" in path:
+            raise FusionError("forward turns gradients on again inside torch.no_grad, which a graph would lose")
+        kept = operands if enabled else [_detached(graph, operand) for operand in operands]
+        return _inline(graph, body, kept, path if enabled else [*path, "no_grad"])
+    if name == "wrap_with_autocast":
+        device, dtype, enabled, cache, body, *operands = args
+        token = graph.call_function(_enter_autocast, (device, dtype, enabled, cache))
+        outputs = _inline(graph, body, operands, [*path, "autocast"])
+        graph.call_function(_exit_autocast, (token,))
+        return outputs
+    raise FusionError(f"forward uses {name}, a control flow that hfusion does not fuse")
+
+
+def _detached(graph: fx.Graph, operand: Any) -> Any:
+    if not isinstance(operand, fx.Node) or not isinstance(operand.meta.get("val"), Tensor):
+        return operand
+    node = graph.call_function(torch.ops.aten.detach.default, (operand,))
+    node.meta["val"] = operand.meta["val"]
+    return node

@@ -1,0 +1,125 @@
+"""Functions of a varying length whose tracing would fix it.
+
+To know the shapes that a recurrent layer gives, torch's tracers write out every step. Inside `open_lengths` a
+layer is one call of an operator of our own, whose shapes follow from its arguments; `original` gives back torch's.
+Some other functions take no symbols for sizes, and are written by others that do. Tried with torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+
+from hfusion.core.errors import FusionError
+from hfusion.core.guards import open_dims
+
+aten = torch.ops.aten
+
+_OPTIONS = (
+    "Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, bool bidirectional, bool batch_first"
+)
+_library = torch.library.Library("hfusion_recurrent", "DEF")
+_library.define(f"lstm(Tensor input, Tensor[] hx, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
+for _name in ("gru", "rnn_tanh", "rnn_relu"):
+    _library.define(f"{_name}(Tensor input, Tensor hx, {_OPTIONS}) -> (Tensor, Tensor)")
+
+_ours: Any = torch.ops.hfusion_recurrent
+_TRACED: dict[Any, OpOverload] = {
+    torch._VF.lstm: _ours.lstm.default,
+    torch._VF.gru: _ours.gru.default,
+    torch._VF.rnn_tanh: _ours.rnn_tanh.default,
+    torch._VF.rnn_relu: _ours.rnn_relu.default,
+}
+_ORIGINAL = {
+    _ours.lstm.default: aten.lstm.input,
+    _ours.gru.default: aten.gru.input,
+    _ours.rnn_tanh.default: aten.rnn_tanh.input,
+    _ours.rnn_relu.default: aten.rnn_relu.input,
+}
+
+
+def _output(x: Tensor, state: Tensor, bidirectional: bool) -> Tensor:
+    """All steps' hidden states, whose last dim is that of ``state``."""
+    return x.new_empty(*x.shape[:2], state.shape[-1] * (2 if bidirectional else 1))
+
+
+def _lstm(x: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
+    h, c = hx
+    return _output(x, h, options[4]), torch.empty_like(h), torch.empty_like(c)
+
+
+def _simple(x: Tensor, hx: Tensor, params: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
+    return _output(x, hx, options[4]), torch.empty_like(hx)
+
+
+def _refuse(ctx: Any, *grads: Any) -> Any:
+    raise FusionError("forward takes gradients through a recurrent layer over a varying number of steps")
+
+
+for _target in _ORIGINAL:
+    _fake: Callable[..., Any] = _lstm if _target is _ours.lstm.default else _simple
+    torch.library.register_fake(_target.name(), _fake, lib=_library)
+    torch.library.register_autograd(_target.name(), _refuse, lib=_library)
+
+
+def _layer(func: Any, x: Tensor, *rest: Any) -> Any:
+    # Otherwise the fourth is the weights of packed sequences.
+    symbolic = isinstance(rest[2], bool) and not isinstance(x.shape[1 if rest[7] else 0], int)
+    return _TRACED[func](x, *rest) if symbolic else func(x, *rest)
+
+
+def _max_pool1d(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if isinstance(input.shape[-1], int) or given.get("return_indices"):
+        return func(input, *args, **kwargs)
+    kernel, stride, padding, dilation = (_one(given.get(name)) for name in names[:4])
+    sizes = (1, kernel), (1, stride or kernel), (0, padding or 0), (1, dilation or 1)
+    return torch.max_pool2d(input.unsqueeze(-2), *sizes, given.get("ceil_mode", False)).squeeze(-2)
+
+
+def _one(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return value[0] if value else None
+    return value
+
+
+def _linspace(func: Any, start: Any, end: Any, steps: Any, **kwargs: Any) -> Any:
+    plain = not isinstance(steps, torch.SymInt) or isinstance(start, Tensor) or isinstance(end, Tensor)
+    return (func if plain else torch._refs.linspace)(start, end, steps, **kwargs)
+
+
+_WAYS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_TRACED, _layer),
+    torch.max_pool1d: _max_pool1d,
+    F.max_pool1d: _max_pool1d,
+    torch.linspace: _linspace,
+}
+
+
+class _OpenLengths(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        way = _WAYS.get(func)
+        return func(*args, **(kwargs or {})) if way is None else way(func, *args, **(kwargs or {}))
+
+
+def open_lengths() -> TorchFunctionMode:
+    """While active in this thread, such functions leave a length open that varies."""
+    return _OpenLengths()
+
+
+def original(target: Any) -> Any:
+    """Torch's operator for one of ours; any other target unchanged."""
+    return _ORIGINAL.get(target, target)
+
+
+def recurrent(graph: fx.Graph) -> bool:
+    """Whether a graph holds a recurrent layer over a number of steps that is open."""
+    layers = [node for node in graph.nodes if node.target in _ORIGINAL.values()]
+    return any((1 if node.args[8] else 0) in open_dims(node.args[0].meta.get("val")) for node in layers)

@@ -1,0 +1,318 @@
+"""Tell what forward keeps in attributes to save work from what is state, by running copies of the member.
+
+Kept values are no state if a member that has them computes what one without them computes: for the same inputs, for
+others, for other sizes, and after the parameters have changed. Then a graph that computes them anew is exact.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.capture.compare import contents, tensors
+from hfusion.capture.kept import restored, variables
+from hfusion.capture.rehearse import EQUAL, Outcome, changed_modes, copied, difference, run, twin
+from hfusion.core.errors import FusionError
+
+REMEDY = (
+    "keep state in a registered buffer, hand out results by return, and call the models once before they are fused "
+    "where only a first call is another"
+)
+# Sizes of the inputs that are tried shortened.
+MOST_SIZES = 4
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a member's code gave; ``outside`` says in words which state it keeps in variables of classes and files.
+
+    ``modes``: the submodules, by path, that it left in train (True) or eval mode and had met in the other.
+    """
+
+    outcome: Outcome
+    modes: Mapping[str, bool]
+    outside: str = ""
+
+
+def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rehearsal:
+    """Run a copy of ``module``; warns of results that forward leaves in attributes.
+
+    Raises:
+        FusionError: forward keeps state of a member where an array has none: in Python attributes, in parameters, in
+            tensors that it registers.
+    """
+    with restored(module) as back:
+        subject = _Subject(module, args, kwargs, back)
+        first = subject.member()
+        before, around, registered = contents(first), variables(first), _Registered.of(first)
+        outcome = run(first, args, kwargs)
+        modes = changed_modes(module, first)
+        _check_registered(module, registered, first)
+        changed = _changed(before, contents(first))
+        varied = _changed(around, variables(first))
+        if changed:
+            _warn(module, _judge(subject, changed, outcome))
+        elif varied:
+            try:
+                _judge(subject, varied, outcome)
+            except FusionError as error:
+                return Rehearsal(outcome, modes, str(error))
+        return Rehearsal(outcome, modes)
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A member as it is before the call, and the call. ``back`` puts back what lies outside of members."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    back: Callable[[], None]
+
+    def member(self) -> nn.Module:
+        """A copy that was not called; those before it are of no more use."""
+        self.back()
+        return twin(self.module)
+
+    def warmed(self, call: Any = None) -> nn.Module:
+        """A member that was called once, with the tensors it had before."""
+        member = self.member()
+        args, kwargs = call or (self.args, self.kwargs)
+        run(member, args, kwargs)
+        self.reset(member)
+        return member
+
+    def reset(self, member: nn.Module) -> None:
+        """Give ``member`` the values its tensors had before its calls."""
+        values = dict(tensors(self.module))
+        with torch.no_grad():
+            for name, tensor in tensors(member):
+                if name in values and tensor.shape == values[name].shape:
+                    tensor.copy_(values[name].detach())
+                    tensor.grad = None
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**after, **before} if after.get(name) != before.get(name)]
+
+
+@dataclass(frozen=True)
+class _Registered:
+    """The parameters and buffers of a member before a call: the objects, and where their memory lies."""
+
+    named: dict[str, Tensor]
+    memory: dict[str, int]
+    ties: frozenset[tuple[str, str]]
+
+    @staticmethod
+    def of(member: nn.Module) -> _Registered:
+        named = dict(tensors(member))
+        return _Registered(named, {name: t.data_ptr() for name, t in named.items()}, _ties(named))
+
+
+def _ties(named: Mapping[str, Tensor]) -> frozenset[tuple[str, str]]:
+    """Pairs of names whose tensors share memory."""
+    first: dict[int, str] = {}
+    held = {name: t.untyped_storage().data_ptr() for name, t in named.items() if t.layout is torch.strided}
+    return frozenset((first.setdefault(place, name), name) for name, place in held.items() if place)
+
+
+def _check_registered(module: nn.Module, before: _Registered, member: nn.Module) -> None:
+    """Raise for what forward did to tensors that a stack cannot follow, and for parameters that it changed."""
+    now = dict(tensors(member))
+    for name in {**now, **before.named}:
+        if name not in now or name not in before.named:
+            verb = "registers" if name in now else "takes away"
+            raise FusionError(f"forward {verb} the tensor {name}; let __init__ do so, or keep a table as an attribute")
+        old, new = before.named[name], now[name]
+        for what in ("shape", "dtype", "device", "requires_grad"):
+            a, b = getattr(dict(tensors(module))[name], what), getattr(new, what)
+            if a != b and not (what == "requires_grad" and not isinstance(old, nn.Parameter)):
+                raise FusionError(
+                    f"forward changes {what} of {name} from {a} to {b}, where an array has one stack for all calls; "
+                    "set it before fusing, or keep a table that grows as an attribute, not as a buffer"
+                )
+        if new is old and new.data_ptr() != before.memory[name]:
+            raise FusionError(f"forward assigns {name}.data, which no stack can follow; write {name}.copy_(...)")
+    for one, other in _ties(now) - before.ties:
+        if one != other:
+            raise FusionError(f"forward makes {one} and {other} share memory; assign a clone() to one of them")
+    for name, parameter in module.named_parameters():
+        value = now[name].detach()
+        if now[name] is not before.named[name] or not bool(((value == parameter) | (value != value)).all()):
+            raise FusionError(f"forward writes into the parameter {name}; {REMEDY}")
+
+
+def _judge(subject: _Subject, changed: list[str], outcome: Outcome) -> list[str]:
+    """The attributes in which forward leaves results for a reader. Raises FusionError for state."""
+    names = ", ".join(changed)
+    second = subject.member()
+    run(second, subject.args, subject.kwargs)
+    subject.reset(second)
+    kept, outside = contents(second), variables(second)
+    again = run(second, subject.args, subject.kwargs)
+    further = _changed(kept | outside, contents(second) | variables(second))
+    if further:
+        raise FusionError(
+            f"forward changes the Python attribute {further[0]} at every call (a counter, a list that grows, its own "
+            f"random numbers?), of which a fused array has none; {REMEDY}"
+        )
+    _compare(subject, names, "the same inputs", outcome, again)
+    _compare_calls(subject, names, outcome)
+    by_parameters = _compare_parameters(subject, names, kept)
+    by_inputs = _dependent(subject, kept)
+    left = by_inputs | (by_parameters if subject.module.training else set())
+    _check_unread(subject, sorted(left), outcome)
+    return sorted(left)
+
+
+def _compare(subject: _Subject, names: str, when: str, fresh: Outcome, kept: Outcome) -> None:
+    if kept.failed and not fresh.failed and not subject.module.training:
+        # What was kept has a graph that is gone: such a member cannot be trained in this mode, only called.
+        fresh, kept = (Outcome(o.outputs, {}) for o in (fresh, kept))
+    found = difference(kept, fresh, EQUAL)
+    if found is not None:
+        raise FusionError(
+            f"forward keeps values in the Python attribute {names}, with which {found} differs for {when} from what a "
+            f"fresh model gives{_told(kept)}; a fused array has no such state: {REMEDY}"
+        )
+
+
+def _told(outcome: Outcome) -> str:
+    return f" ({outcome.failed})" if outcome.failed else ""
+
+
+def _compare_calls(subject: _Subject, names: str, outcome: Outcome) -> None:
+    """Other values, and other sizes where forward takes them, before and after the call."""
+    for when, call in _others(subject.args, subject.kwargs):
+        try:
+            fresh = run(subject.member(), *call)
+        except Exception:
+            # Forward takes no such inputs: nothing to compare.
+            continue
+        _compare(subject, names, when, fresh, _run_kept(subject.warmed(), call, names))
+        own = (subject.args, subject.kwargs)
+        _compare(subject, names, f"these inputs after {when}", outcome, _run_kept(subject.warmed(call), own, names))
+
+
+def _run_kept(member: nn.Module, call: Any, names: str) -> Outcome:
+    try:
+        return run(member, *call)
+    except Exception as error:
+        raise FusionError(
+            f"forward keeps values in the Python attribute {names}, with which a later call fails "
+            f"({type(error).__name__}: {error}); a fused array has no such state: {REMEDY}"
+        ) from error
+
+
+def _others(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    call = (args, dict(kwargs))
+    yield "other inputs", pytree.tree_map_only(Tensor, _moved, copied(call))
+    inputs = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+    sizes = sorted({size for x in inputs for size in x.shape if size > 1})
+    for size in sizes[:MOST_SIZES]:
+        yield f"size {(size + 1) // 2} in place of {size}", pytree.tree_map_only(Tensor, _shortener(size), copied(call))
+
+
+def _moved(x: Tensor) -> Tensor:
+    """Other values of the same kind: samples in another order, numbers a little smaller."""
+    dims = [dim for dim, size in enumerate(x.shape) if size > 1]
+    rolled = x.detach().roll(1, dims[0]) if dims else x.detach()
+    return (rolled * 0.75 if x.is_floating_point() else rolled).requires_grad_(x.requires_grad)
+
+
+def _shortener(size: int) -> Any:
+    def shortened(x: Tensor) -> Tensor:
+        y = x.detach()
+        for dim, length in enumerate(x.shape):
+            y = y.narrow(dim, 0, (size + 1) // 2) if length == size else y
+        return y.clone().requires_grad_(x.requires_grad)
+
+    return shortened
+
+
+def _compare_parameters(subject: _Subject, names: str, kept: Mapping[str, Any]) -> set[str]:
+    """What is kept must not hold on to old parameters; the attributes whose content depends on parameters."""
+    fresh = subject.member()
+    _train(fresh)
+    theirs = run(fresh, subject.args, subject.kwargs)
+    depend = set(_changed(kept, contents(fresh)))
+    warmed = subject.warmed()
+    _train(warmed)
+    ours = _run_kept(warmed, (subject.args, subject.kwargs), names)
+    _compare(subject, names, "changed parameters", theirs, ours)
+    return depend
+
+
+def _train(member: nn.Module) -> None:
+    """Change the parameters, as training does: in train mode."""
+    flags = {module: module.training for module in member.modules()}
+    if not member.training:
+        member.train()
+    with torch.no_grad():
+        for parameter in member.parameters():
+            if parameter.is_floating_point() or parameter.is_complex():
+                parameter.mul_(1.25)
+    if not flags[member]:
+        member.eval()
+        for module, training in flags.items():
+            module.training = training
+
+
+def _dependent(subject: _Subject, kept: Mapping[str, Any]) -> set[str]:
+    """The attributes whose content depends on the values of the inputs."""
+    _, call = next(_others(subject.args, subject.kwargs))
+    member = subject.member()
+    run(member, *call)
+    return set(_changed(kept, contents(member)))
+
+
+def _check_unread(subject: _Subject, names: list[str], outcome: Outcome) -> None:
+    """Results that forward leaves must be overwritten before they are read: whatever stands there, nothing changes."""
+    if not names:
+        return
+    for value in (float("nan"), float("inf"), float("-inf"), 0.0):
+        member = subject.warmed()
+        for name in names:
+            path, _, attribute = name.rpartition(".")
+            _spoil(vars(member.get_submodule(path))[attribute], value)
+        subject.reset(member)
+        own = (subject.args, subject.kwargs)
+        _compare(subject, ", ".join(names), "the next call", outcome, _run_kept(member, own, names[0]))
+
+
+def _spoil(value: Any, number: float) -> None:
+    """Overwrite the tensors in ``value``."""
+    waiting, met = [value], {}
+    while waiting:
+        item = waiting.pop()
+        if id(item) in met or isinstance(item, type | nn.Module):
+            continue
+        met[id(item)] = item
+        if isinstance(item, Tensor):
+            whole = item.is_floating_point() or item.is_complex()
+            item.detach().data.fill_(number if whole else 0)
+        elif isinstance(item, Mapping):
+            waiting += item.values()
+        elif isinstance(item, tuple):
+            waiting += tuple.__iter__(item)
+        elif isinstance(item, list | set | deque):
+            waiting += item
+        elif hasattr(item, "__dict__"):
+            waiting.append(vars(item))
+
+
+def _warn(module: nn.Module, names: list[str]) -> None:
+    if names:
+        warnings.warn(
+            f"forward of {type(module).__name__} leaves results in the attribute {', '.join(names)}, which a fused "
+            "array does not: return from forward what is read outside of it",
+            stacklevel=3,
+        )

@@ -1,0 +1,186 @@
+"""Submodules that no graph can hold: one opaque call in the capture, a loop over the members' own code at run time."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.capture.compare import tensors
+from hfusion.capture.own_code import TENSOR, OpaqueCall, Result, calls, run
+from hfusion.capture.recorded import Island, Recorded, Records
+from hfusion.core.errors import FusionError
+from hfusion.core.layout import Layout
+from hfusion.ops.rule import Call, PerMember, RuleTable, Site, Value
+from hfusion.passes.islands import OPAQUE
+
+_numbers = itertools.count()
+
+
+@torch.library.register_fake(OPAQUE)  # type: ignore[untyped-decorator]
+def _fake(
+    inputs: Sequence[Tensor],
+    fixed: Sequence[Tensor],
+    changing: Sequence[Tensor],
+    call: int,
+    written: Sequence[int],
+    links: Sequence[int],
+    apart: Sequence[int],
+    alive: Sequence[int],
+) -> list[Tensor]:
+    results = [result for result in calls[call].results if isinstance(result, Result)]
+    return [torch.empty(r.shape, dtype=r.dtype, device=r.device) for r in results]
+
+
+@contextmanager
+def opaque(
+    model: nn.Module,
+    culprits: Mapping[Island, str],
+    records: Records,
+    members: Sequence[nn.Module],
+    top: Recorded | None = None,
+) -> Iterator[list[OpaqueCall]]:
+    """While active, the ``culprits`` of ``model``, each with the reason, trace as opaque calls.
+
+    Yields the calls met; they must be kept as long as the captured graph is used. ``top`` is the recorded call that is
+    traced, by default that of the whole forward.
+    """
+    met: list[OpaqueCall] = []
+    patched: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for island, why in culprits.items():
+            module = model.get_submodule(island.path)
+            seen = itertools.cycle(records.within(top or records.top, island, culprits.keys()))
+            stub = _Stub(module, island, why, seen, records.changed, members, met)
+            patched.append((module, island.method, vars(module).get(island.method)))
+            vars(module)[island.method] = _traced(getattr(module, island.method), stub)
+        yield met
+    finally:
+        for module, name, before in patched:
+            if before is None:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = before
+
+
+def _traced(original: Any, stub: _Stub) -> Any:
+    @functools.wraps(original)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return stub.trace(args, kwargs)
+
+    traced.hfusion_opaque = True  # type: ignore[attr-defined]
+    return traced
+
+
+class _Stub:
+    """What stands for an island while forward is traced; ``seen`` are its recorded calls in turn."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        island: Island,
+        why: str,
+        seen: Iterator[Recorded],
+        changed: frozenset[str],
+        members: Sequence[nn.Module],
+        met: list[OpaqueCall],
+    ) -> None:
+        self._module, self._island, self._why, self._seen, self._met = module, island, why, seen, met
+        prefix = f"{island.path}." if island.path else ""
+        self._changed = frozenset(name.removeprefix(prefix) for name in changed if name.startswith(prefix))
+        self._bodies = tuple(member.get_submodule(island.path) for member in members)
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        own = dict(tensors(self._module))
+        buffers = dict(self._module.named_buffers(remove_duplicate=False))
+        changing = [key for key in own if key in buffers or key in self._changed]
+        fixed = [key for key in own if key not in changing]
+        record = next(self._seen, None)
+        if record is None or record.count != len(given):
+            raise FusionError(f"{self._island} is called otherwise when it is captured than when it runs")
+        output, out_spec = pytree.tree_flatten(record.output)
+        call = OpaqueCall(
+            str(self._island),
+            self._island.path,
+            self._island.method,
+            self._why,
+            tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+            spec,
+            tuple(fixed),
+            tuple(changing),
+            tuple(_like(leaf) for leaf in output),
+            tuple(tensor.is_contiguous() for tensor in given),
+            record.written,
+            record.assigned,
+            self._changed,
+            torch.is_grad_enabled(),
+            self._bodies,
+        )
+        number = next(_numbers)
+        calls[number] = call
+        self._met.append(call)
+        written = [
+            *sorted(record.written),
+            *(len(given) + changing.index(key) for key in changing if key in record.wrote),
+        ]
+        links = _links(record, {key: len(given) + k for k, key in enumerate((*fixed, *changing))})
+        fresh = iter(OPAQUE(given, [own[k] for k in fixed], [own[k] for k in changing], number, written, links, [], []))
+        return pytree.tree_unflatten([next(fresh) if isinstance(o, Tensor) else o for o in output], out_spec)
+
+
+def _like(leaf: Any) -> Any:
+    return Result(tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+
+
+def _links(record: Recorded, keys: Mapping[str, int]) -> list[int]:
+    """The recorded links as flat pairs of positions."""
+    sources = record.count + len(keys)
+    found = []
+    for result, source in sorted(record.links, key=str):
+        place = keys.get(source) if isinstance(source, str) else source if source >= 0 else sources - 1 - source
+        if place is not None:
+            found += [result, place]
+    return found
+
+
+def rule(
+    site: Site,
+    inputs: list[Value],
+    fixed: list[Value],
+    changing: list[Value],
+    call: int | PerMember,
+    written: Any,
+    links: Any,
+    apart: list[Any],
+    alive: list[Any],
+) -> Call:
+    """A loop over members around the submodule's own code."""
+    numbers = call.values if isinstance(call, PerMember) else (call,) * site.members
+    first = calls[numbers[0]]
+    for key, value in zip(first.changing, changing, strict=True):
+        if value.shared and key in first.changed:
+            raise FusionError(
+                f"{key} of {first.path} is one object in all members, but every member writes its own value into it; "
+                "give each model its own"
+            )
+    # What all members see is watched for all of them.
+    shared = [place for place, value in enumerate((*inputs, *changing)) if value.shared and place not in first.written]
+    watched = tuple(sorted({*shared, *_numbers_in(alive)}))
+    rows = [[v if v.shared else v.to(Layout.LISTED) for v in group] for group in (inputs, fixed, changing)]
+    how = f"loop over members, {first.path}: {first.why}"
+    return Call(run, (numbers, *rows, tuple(_numbers_in(apart)), watched), Layout.STACKED, how)
+
+
+def _numbers_in(items: Sequence[Any]) -> list[int]:
+    return [n for item in items for n in (item.values if isinstance(item, PerMember) else (item,))]
+
+
+RULES: RuleTable = {OPAQUE: rule}

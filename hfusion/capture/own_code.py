@@ -1,0 +1,322 @@
+"""The members' own code inside an array: one call of a submodule, run for one member after another.
+
+Each member's call gets tensors with versions and a history of their own in the memory of the array, so that what it
+does to them is seen, and reaches neither another member nor the caller's tensors. A write into an input is refused
+when it happens, except where the capture saw it and nothing else uses the input: then each member gets a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.utils import _pytree as pytree
+
+from hfusion.core.errors import FusionError
+from hfusion.core.layout import Listed
+from hfusion.core.repeat import next_call, seeded
+from hfusion.core.usage import join, running
+
+# Not None, which is an argument like any other.
+TENSOR = object()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a tensor is like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, eq=False)
+class OpaqueCall:
+    """One call of a submodule in forward.
+
+    ``path`` names it, ``place`` is the submodule's path and ``method`` what is called of it. ``leaves`` are its flat
+    arguments, `TENSOR` where a tensor comes; ``fixed`` and ``changing`` the keys of its own tensors; ``results`` what
+    one member gave, flat, values that are no tensors as they are; ``contiguous`` tells of each input whether it was,
+    ``written`` are the positions of those that it writes into; ``assigned`` the keys of the buffers that it assigns
+    anew; ``changed`` the keys of its own tensors that a run of forward changed; ``grad`` whether autograd is on there;
+    ``bodies`` every member's submodule.
+    """
+
+    path: str
+    place: str
+    method: str
+    why: str
+    leaves: tuple[Any, ...]
+    spec: Any
+    fixed: tuple[str, ...]
+    changing: tuple[str, ...]
+    results: tuple[Any, ...]
+    contiguous: tuple[bool, ...]
+    written: frozenset[int]
+    assigned: frozenset[str]
+    changed: frozenset[str]
+    grad: bool
+    bodies: tuple[nn.Module, ...]
+
+
+calls: WeakValueDictionary[int, OpaqueCall] = WeakValueDictionary()
+
+
+def run(
+    numbers: Sequence[int],
+    inputs: Sequence[Any],
+    fixed: Sequence[Any],
+    changing: Sequence[Any],
+    apart: Sequence[int],
+    alive: Sequence[int],
+) -> list[Tensor]:
+    """The members' own code, one after another; each result stacked ``[B, *S]``.
+
+    Args:
+        numbers: ``numbers[b]`` is member b's call in `calls`.
+        inputs: shared, or one per member; as are ``fixed`` and ``changing``, the submodule's own tensors.
+        apart: flat pairs of a result and a source that must share no memory.
+        alive: positions among inputs and changing that must not change.
+
+    Raises:
+        FusionError: a member does what it did not do when it was captured, and what this array cannot keep apart.
+    """
+    members, watching = len(numbers), running()
+    for x in (*inputs, *fixed, *changing):
+        if watching is not None and isinstance(x, Listed):
+            watching.took(x)
+    given = [_own_rows(x, members) for x in (*inputs, *changing)]
+    memory = [x if isinstance(x, Listed) else Listed([x] * members) for x in (*inputs, *changing)]
+    shared = [x for x in alive if not isinstance([*inputs, *changing][x], Listed)]
+    first, place = calls[numbers[0]], next_call()
+    rows = []
+    with _unchanged([memory[x][0] for x in shared], f"{first.path} of a model"):
+        for member, number in enumerate(numbers):
+            call = calls[number]
+            own = [memory[x][member] for x in alive if x not in shared]
+            weights = [x[member] if isinstance(x, Listed) else x for x in fixed]
+            with _unchanged(own, f"{call.path} of model {member}"), seeded(place, member):
+                rows.append(_run_member(call, member, [x[member] for x in given], weights, apart, alive))
+            for mine, row in list(zip(given, memory, strict=True))[len(inputs) :]:
+                _tell_version(mine[member], row[member])
+    return [_stack(first, parts) for parts in zip(*rows, strict=True)]
+
+
+def _own_rows(column: Any, members: int) -> Sequence[Tensor]:
+    """Tensors for the members in the memory of ``column``, each with a version and a history of its own."""
+    rows = tuple(column) if isinstance(column, Listed) else (column,) * members
+    if not all(_plain(row) for row in rows):
+        return rows
+    if torch.is_grad_enabled() and any(row.requires_grad for row in rows):
+        found: Sequence[Tensor] = _Rows.apply(*rows)  # type: ignore[no-untyped-call]
+        return found
+    return [_alias(row) for row in rows]
+
+
+def _plain(tensor: Tensor) -> bool:
+    known = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return known and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The memory of ``tensor`` in a tensor that is no view of it: autograd takes them for strangers."""
+    with torch.no_grad():
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+class _Rows(torch.autograd.Function):
+    """Each tensor in its own memory, with gradients as they come."""
+
+    @staticmethod
+    def forward(ctx: Any, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(map(_alias, rows))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+# That of a fresh `_alias`.
+_FRESH = 1
+
+
+def _tell_version(row: Tensor, memory: Tensor) -> None:
+    """Autograd is to know that the memory of ``row`` has changed."""
+    if row is not memory and _version(row) > _FRESH and not memory.is_inference():
+        increment_version(memory)
+
+
+@contextmanager
+def _unchanged(tensors: Sequence[Tensor], who: str) -> Iterator[None]:
+    """Put back ``tensors`` as they were, and raise a FusionError if they have changed, however that was done."""
+    kept = [tensor.detach().clone() for tensor in tensors]
+    changed: list[Tensor] = []
+    try:
+        yield
+    finally:
+        for tensor, before in zip(tensors, kept, strict=True):
+            if not _same_bits(tensor.detach(), before):
+                changed.append(before)
+                with torch.inference_mode(tensor.is_inference()):
+                    tensor.data.copy_(before)
+    if changed:
+        raise FusionError(_writes(who, changed[0]))
+
+
+def _writes(who: str, tensor: Tensor) -> str:
+    return (
+        f"{who} runs in a loop over members and writes into its input of shape {tuple(tensor.shape)}, which others "
+        "see, too (the caller, other members, or what follows); let it write into a copy"
+    )
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal also where a value is not a number."""
+    if not _plain(one):
+        return True
+    one, other = (torch.view_as_real(x) if x.is_complex() else x for x in (one, other))
+    bits = _BITS[one.element_size()]
+    return torch.equal(one.view(bits), other.view(bits))
+
+
+def _run_member(
+    call: OpaqueCall,
+    member: int,
+    given: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    apart: Sequence[int],
+    alive: Sequence[int],
+) -> list[Tensor]:
+    count = len(given) - len(call.changing)
+    inputs = [_prepared(call, place, x) for place, x in enumerate(given[:count])]
+    held = [*inputs, *given[count:]]
+    versions = [_version(x) for x in held]
+    arguments = iter(inputs)
+    leaves = [next(arguments) if leaf is TENSOR else leaf for leaf in call.leaves]
+    args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+    own = dict(zip((*call.fixed, *call.changing), (*weights, *given[count:]), strict=True))
+    with _filled(call, member, own) as body, torch.set_grad_enabled(call.grad and torch.is_grad_enabled()):
+        output = getattr(body, call.method)(*args, **kwargs)
+    found = _results(call, member, output)
+    for place in [*range(count), *(place for place in alive if place >= count)]:
+        if _version(held[place]) != versions[place] and place not in call.written:
+            raise FusionError(_writes(f"{call.path} of model {member}", held[place]))
+    _check_apart(call, member, found, [*inputs, *own.values()], apart)
+    return found
+
+
+def _prepared(call: OpaqueCall, place: int, x: Tensor) -> Tensor:
+    """An input as the member's code expects it: its own where it writes, and contiguous where it was."""
+    if place in call.written:
+        return x.clone(memory_format=torch.contiguous_format if call.contiguous[place] else torch.preserve_format)
+    return x.contiguous() if call.contiguous[place] else x
+
+
+def _results(call: OpaqueCall, member: int, output: Any) -> list[Tensor]:
+    """The tensors among the results, checked against what the capture saw."""
+    who = f"{call.path} of model {member}"
+    leaves = pytree.tree_leaves(output)
+    if len(leaves) != len(call.results):
+        raise FusionError(f"{who} gave {len(leaves)} results, and {len(call.results)} when it was captured")
+    for leaf, expected in zip(leaves, call.results, strict=True):
+        if not isinstance(expected, Result):
+            if isinstance(leaf, Tensor) or type(leaf) is not type(expected) or leaf != expected:
+                raise FusionError(
+                    f"{who} gave {_told(leaf)} where it gave {_told(expected)} when it was captured; results that "
+                    "depend on values must be tensors"
+                )
+        elif not isinstance(leaf, Tensor) or tuple(leaf.shape) != expected.shape:
+            shape = f"a result of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else _told(leaf)
+            raise FusionError(
+                f"{who} gave {shape}, where it gave {expected.shape} when it was captured; shapes that depend on "
+                "values cannot be fused"
+            )
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _told(value: Any) -> str:
+    return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
+def _check_apart(
+    call: OpaqueCall, member: int, results: Sequence[Tensor], sources: Sequence[Tensor], apart: Sequence[int]
+) -> None:
+    around = [*sources, *results]
+    for k, place in zip(apart[::2], apart[1::2], strict=True):
+        if _overlap(results[k], around[place]):
+            what = "one tensor twice" if place >= len(sources) else "its input or a tensor of its own"
+            raise FusionError(
+                f"{call.path} of model {member} gives back {what}, or a view of it, which is changed in place later; "
+                "when it was captured it did not: give back a copy"
+            )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    if not (_plain(one) and _plain(other)) or one.device != other.device or not (one.numel() and other.numel()):
+        return False
+    (first, end), (start, last) = _extent(one), _extent(other)
+    return first < last and start < end
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+
+
+def _stack(call: OpaqueCall, parts: Sequence[Tensor]) -> Tensor:
+    kinds = {(part.shape, part.dtype, part.device) for part in parts}
+    if len(kinds) > 1:
+        told = ", ".join(f"{tuple(part.shape)} {part.dtype} {part.device}" for part in parts)
+        raise FusionError(f"{call.path} gave different results for the members: {told}; they cannot be stacked")
+    return join(parts)
+
+
+@contextmanager
+def _filled(call: OpaqueCall, member: int, own: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+    """The member's submodule around the tensors of ``own``; what it leaves elsewhere is written back into these.
+
+    The tensors stay when the call is over: a checkpoint runs the body again in backward.
+    """
+    body = call.bodies[member]
+    places = []
+    for key, tensor in own.items():
+        path, _, name = key.rpartition(".")
+        module = body.get_submodule(path)
+        holder: Any = module._parameters if name in module._parameters else module._buffers
+        # Who assigns a buffer anew leaves the old one as it was, for backward.
+        mine = tensor.clone() if key in call.assigned else tensor
+        # In its present memory, as forward may give the tensor another.
+        places.append((holder, name, key, mine, tensor.detach()))
+        holder[name] = mine
+    try:
+        yield body
+    finally:
+        for holder, name, key, mine, memory in places:
+            after = holder.get(name)
+            if after is not mine or after.data_ptr() != memory.data_ptr():
+                holder[name] = own[key]
+                _write_back(f"{call.path} of model {member} assigns {key} anew", memory, after, after is not mine)
+
+
+def _write_back(what: str, memory: Tensor, after: Any, seen: bool) -> None:
+    """``after`` into ``memory``; ``seen`` by autograd, as a tensor's ``data`` is not."""
+    kinds = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in (memory, after)]
+    if kinds[0] != kinds[1] or isinstance(after, nn.Parameter):
+        raise FusionError(f"{what}, as something else than a buffer of the same shape, dtype and device; write into it")
+    with torch.no_grad():
+        (memory if seen else memory.data).copy_(after.detach())

@@ -1,0 +1,261 @@
+"""What the submodules of a model do in a real run: who calls what with what, and what happens to tensors thereby."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+import types
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils import _pytree as pytree
+
+from hfusion.capture.compare import tensors
+from hfusion.capture.kept import restored
+from hfusion.capture.memo import rehearse
+from hfusion.capture.rehearse import copied, twin
+
+
+@dataclass(frozen=True)
+class Island:
+    """What may run as the members' own code: a method of a submodule."""
+
+    path: str
+    method: str = "forward"
+
+    def __str__(self) -> str:
+        if self.method == "forward":
+            return self.path or "forward"
+        return f"{self.path}.{self.method}()" if self.path else f"{self.method}()"
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """One call of an island: what it was given, ``count`` tensors among it, and what it gave.
+
+    ``inside`` are the numbers of the calls around it. ``written`` are the positions of the tensors that it wrote into,
+    ``wrote`` the keys of its own that it changed, ``assigned`` those of them that it assigned anew, ``links`` its
+    results that lie in the memory of something else: of the tensor at a position, of its own tensor of a key, of its
+    result k as ``-1 - k``. ``attached``: autograd was off, and a result needs a gradient all the same, having been
+    there before.
+    """
+
+    island: Island
+    number: int
+    inside: tuple[int, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    count: int
+    written: frozenset[int]
+    wrote: frozenset[str]
+    assigned: frozenset[str]
+    links: frozenset[tuple[int, int | str]]
+    attached: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """The calls of one run in the order in which they began; ``changed`` are the model's tensors that it changed.
+
+    ``modes`` as of `Capture`.
+    """
+
+    calls: Sequence[Recorded]
+    changed: frozenset[str]
+    modes: Mapping[str, bool]
+
+    @property
+    def top(self) -> Recorded:
+        """The call of the whole forward."""
+        return next(call for call in self.calls if call.island == Island("") and not call.inside)
+
+    def first(self, island: Island) -> Recorded:
+        return next(call for call in self.calls if call.island == island)
+
+    def of(self, island: Island) -> list[Recorded]:
+        return [call for call in self.calls if call.island == island]
+
+    def within(self, top: Recorded, island: Island, stubs: Set[Island]) -> list[Recorded]:
+        """The calls of ``island`` in ``top`` that are made where the islands ``stubs`` are not entered."""
+        entered = {call.number for call in self.calls if call.island in stubs}
+        return [
+            call
+            for call in self.of(island)
+            if call is top or (top.number in call.inside and not entered.intersection(_between(call, top)))
+        ]
+
+    def children(self, island: Island) -> list[Island]:
+        """The islands that ``island`` calls itself."""
+        own = {call.number for call in self.of(island)}
+        found = [call.island for call in self.calls if call.inside and call.inside[-1] in own]
+        return [child for child in dict.fromkeys(found) if child != island]
+
+
+def _between(call: Recorded, top: Recorded) -> tuple[int, ...]:
+    return call.inside[call.inside.index(top.number) + 1 :]
+
+
+def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Records:
+    """Run a copy of ``model`` once and note the calls in it. Leaves inputs and random states as they were.
+
+    Raises:
+        FusionError: forward changes what an array cannot keep per member: Python attributes, parameters.
+    """
+    modes = rehearse(model, args, kwargs).modes
+    member = twin(model)
+    own = dict(tensors(member))
+    versions = {name: tensor._version for name, tensor in own.items()}
+    recorder = _Recorder()
+    with restored(model), _random_kept(), _no_autocast(args, kwargs), _recorded(member, recorder):
+        args, kwargs = copied((args, dict(kwargs)))
+        member(*args, **kwargs)
+    after, originals = dict(tensors(member)), dict(tensors(model))
+    changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
+    changed |= {name for name in own if own[name] is not after[name] or own[name]._version != versions[name]}
+    return Records([call for call in recorder.calls if call is not None], frozenset(changed), modes)
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Equal in value, shape and dtype; a number that is none equals itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    one, other = one.detach(), other.detach()
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+@contextmanager
+def _random_kept() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _no_autocast(args: Any, kwargs: Any) -> torch.autocast:
+    """As in the capture: the caller's autocast acts when the program runs."""
+    kinds = [tensor.device.type for tensor in tensors_in((args, kwargs))]
+    return torch.autocast(kinds[0] if kinds else "cpu", enabled=False)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def _recorded(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """While active, ``recorder`` notes every call of a method in ``model``, however it is called."""
+    patched = []
+    for path, module in model.named_modules():
+        for name in _methods(type(module)):
+            patched.append((module, name, vars(module).get(name)))
+            vars(module)[name] = recorder.watched(Island(path, name), module, getattr(module, name))
+    try:
+        yield
+    finally:
+        for module, name, before in patched:
+            if before is None:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = before
+
+
+_STANDARD = frozenset(vars(nn.Module)) - {"forward"}
+
+
+def _methods(kind: type) -> list[str]:
+    """The methods of a class of modules that compute: forward, and what its author wrote beside it."""
+    found = []
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        of_torch = base.__module__ == "torch" or base.__module__.startswith("torch.")
+        for name, value in vars(base).items():
+            own = not of_torch and not name.startswith("__") and name not in _STANDARD
+            plain = isinstance(value, types.FunctionType) and not inspect.isgeneratorfunction(value)
+            if name not in found and plain and (own or name == "forward"):
+                found.append(name)
+    return found
+
+
+@dataclass
+class _Recorder:
+    """Notes calls; ``open`` are the numbers of those that have begun and not ended."""
+
+    calls: list[Recorded | None] = field(default_factory=list)
+    open: list[int] = field(default_factory=list)
+
+    def watched(self, island: Island, module: nn.Module, original: Any) -> Any:
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self._call(island, module, original, args, kwargs)
+
+        return method
+
+    def _call(self, island: Island, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
+        given = tensors_in((args, kwargs))
+        # What is inside torch.func's transforms means nothing outside.
+        if any(map(is_functorch_wrapped_tensor, given)):
+            return original(*args, **kwargs)
+        number, inside = len(self.calls), tuple(self.open)
+        self.calls.append(None)
+        before = [(tensor._version, tensor.detach().clone()) for tensor in given]
+        own = dict(tensors(module))
+        versions = {key: tensor._version for key, tensor in own.items()}
+        self.open.append(number)
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            self.open.pop()
+        if any(map(is_functorch_wrapped_tensor, tensors_in(output))):
+            return output
+        written = [
+            k
+            for k, (tensor, (version, kept)) in enumerate(zip(given, before, strict=True))
+            if tensor._version != version or not same_values(tensor, kept)
+        ]
+        assigned = frozenset(key for key, tensor in tensors(module) if tensor is not own.get(key))
+        wrote = assigned.union(key for key, tensor in own.items() if tensor._version != versions[key])
+        sources: dict[int | str, Tensor] = {}
+        sources |= enumerate(given)
+        sources.update((*own.items(), *tensors(module)))
+        links = frozenset(_linked(tensors_in(output), sources))
+        attached = not torch.is_grad_enabled() and any(result.requires_grad for result in tensors_in(output))
+        self.calls[number] = Recorded(
+            island,
+            number,
+            inside,
+            args,
+            kwargs,
+            output,
+            len(given),
+            frozenset(written),
+            wrote,
+            assigned,
+            links,
+            attached,
+        )
+        return output
+
+
+def _linked(results: Sequence[Tensor], sources: Mapping[int | str, Tensor]) -> Iterator[tuple[int, int | str]]:
+    for k, result in enumerate(results):
+        memory = _memory(result)
+        if memory is None:
+            continue
+        yield from ((k, place) for place, source in sources.items() if _memory(source) == memory)
+        yield from ((k, -1 - other) for other in range(k) if _memory(results[other]) == memory)
+
+
+def _memory(tensor: Tensor) -> Any:
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return None
+    return tensor.untyped_storage()._cdata

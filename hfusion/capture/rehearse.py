@@ -1,0 +1,195 @@
+"""Run copies of a member's own code for real: what a graph of it must give, and what it leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.capture.compare import tensors
+from hfusion.core.errors import FusionError
+from hfusion.core.program import Capture, Kind
+from hfusion.core.silence import quiet
+
+# Relative; a graph has the operators of the code, so that rounding hardly differs. Gradients may be ten times that.
+ALIKE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+# What is computed anew may differ from what was kept by one rounding step.
+EQUAL = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+GRADIENTS = 10.0
+# One that no forward sets by itself.
+SEED = 7_150_342_987
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave: the flat ``outputs``, and by name ``values``: gradients, and tensors of the module afterwards.
+
+    ``failed``: why backward was impossible, if it was.
+    """
+
+    outputs: tuple[Any, ...]
+    values: dict[str, Tensor]
+    failed: str = ""
+
+
+def runnable(module: nn.Module) -> bool:
+    """Whether ``module`` has values and its own code, which a submodule that is left out of a capture has not."""
+    stubs = any(hasattr(value, "hfusion_opaque") for part in module.modules() for value in vars(part).values())
+    return not stubs and not any(tensor.is_meta for _, tensor in tensors(module))
+
+
+def twin(module: nn.Module) -> nn.Module:
+    """A copy with tensors of its own. Raises FusionError where there is none."""
+    try:
+        return copy.deepcopy(module)
+    except (TypeError, RuntimeError) as error:
+        raise FusionError(
+            f"{type(module).__name__} cannot be deep-copied: {error}; keep only tensors that are leaves, and plain "
+            "Python values, as attributes"
+        ) from error
+
+
+def changed_modes(before: nn.Module, after: nn.Module) -> dict[str, bool]:
+    """The submodules of ``after``, a copy of ``before`` that was called, in another mode than those of ``before``."""
+    met = {path: part.training for path, part in before.named_modules(remove_duplicate=False)}
+    left = {path: part.training for path, part in after.named_modules(remove_duplicate=False)}
+    return {path: training for path, training in left.items() if met.get(path, training) != training}
+
+
+def run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
+    """One call of ``module`` and its backward. Arguments and random numbers stay as they were."""
+    args, kwargs = copied((args, dict(kwargs)))
+    leaves = _leaves(module, (args, kwargs))
+    with _apart(module):
+        outputs = pytree.tree_leaves(module(*args, **kwargs))
+        return _outcome(outputs, leaves, dict(tensors(module)))
+
+
+def run_graph(found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
+    """The same of a graph that was captured of ``module``."""
+    args, kwargs = copied((args, dict(kwargs)))
+    leaves = _leaves(module, (args, kwargs))
+    given = pytree.tree_leaves((args, kwargs), is_leaf=lambda leaf: leaf is None)
+    held = dict(tensors(module)) | found.constants
+    values = [given[int(slot.name)] if slot.kind is Kind.INPUT else held[slot.name] for slot in found.slots]
+    with _apart(module):
+        outputs = _Differentiable(fx.GraphModule(nn.Module(), found.graph)).run(*values)
+        return _outcome(list(outputs), leaves, dict(tensors(module)))
+
+
+class _Differentiable(fx.Interpreter):
+    """Runs a graph in which a write became a copy, for which torch has no gradient."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten.copy.default:
+            return args[1].expand_as(args[0]).to(args[0].device, args[0].dtype)
+        return super().call_function(target, args, kwargs)
+
+
+def copied(values: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), values)
+
+
+@contextmanager
+def _apart(module: nn.Module) -> Iterator[None]:
+    """Random numbers, the same for every run, autocast and grad mode come back as they were."""
+    outer = random.getstate(), np.random.get_state()
+    kinds = {tensor.device.type for _, tensor in tensors(module)} or {"cpu"}
+    with quiet(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            torch.manual_seed(SEED)
+            with torch.enable_grad(), torch.autocast(kinds.pop(), enabled=False):
+                yield
+        finally:
+            random.setstate(outer[0])
+            np.random.set_state(outer[1])
+
+
+def _leaves(module: nn.Module, arguments: Any) -> dict[str, Tensor]:
+    """What may get a gradient, by name."""
+    inputs = {f"input {k}": x for k, x in enumerate(pytree.tree_leaves(arguments)) if isinstance(x, Tensor)}
+    return {name: t for name, t in (dict(module.named_parameters()) | inputs).items() if t.requires_grad}
+
+
+def _outcome(outputs: Sequence[Any], leaves: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Outcome:
+    values = {f"{name} afterwards": tensor.detach().clone() for name, tensor in own.items()}
+    values |= {f".grad of {name}": t.grad.detach().clone() for name, t in leaves.items() if t.grad is not None}
+    kept = tuple(o.detach().clone() if isinstance(o, Tensor) else o for o in outputs)
+    flags = {f"requires_grad of output {k}": torch.tensor(o.requires_grad) for k, o in _tensors(outputs)}
+    flags |= {f"requires_grad of {name}": torch.tensor(t.requires_grad) for name, t in own.items()}
+    parts = [_projected(o) for _, o in _tensors(outputs) if o.requires_grad]
+    if not parts or not leaves:
+        return Outcome(kept, values | flags)
+    total = torch.stack([part.double().cpu() for part in parts]).sum()
+    try:
+        grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    except RuntimeError as error:
+        return Outcome(kept, values | flags, str(error).partition("\n")[0])
+    found = {f"gradient of {name}": _dense(g.detach()) for name, g in zip(leaves, grads, strict=True) if g is not None}
+    return Outcome(kept, values | flags | found)
+
+
+def _tensors(outputs: Sequence[Any]) -> list[tuple[int, Tensor]]:
+    return [(k, output) for k, output in enumerate(outputs) if isinstance(output, Tensor)]
+
+
+def _projected(output: Tensor) -> Tensor:
+    """A number that every element of ``output`` has a part in."""
+    dense = _dense(output)
+    real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+    weights = torch.arange(1, real.numel() + 1, dtype=torch.float64, device=real.device).cos().view(real.shape)
+    return (real * weights.to(real.dtype)).sum()
+
+
+def difference(ours: Outcome, theirs: Outcome, limits: Mapping[torch.dtype, float]) -> str | None:
+    """The first thing in which two outcomes differ by more than ``limits``; None if there is none."""
+    if len(ours.outputs) != len(theirs.outputs):
+        return "the number of outputs"
+    for k, (a, b) in enumerate(zip(ours.outputs, theirs.outputs, strict=True)):
+        if isinstance(a, Tensor) != isinstance(b, Tensor) or not _alike(a, b, limits, 0.0, 1.0):
+            return f"output {k}"
+    floor = 1e-4 * max((_norm(t) for n, t in theirs.values.items() if n.startswith("gradient of ")), default=0.0)
+    for name in {**theirs.values, **ours.values}:
+        a, b = ours.values.get(name), theirs.values.get(name)
+        gradient = name.startswith("gradient of ")
+        if gradient and (a is None or b is None):
+            a, b = (torch.zeros_like(b) if a is None else a), (torch.zeros_like(a) if b is None else b)  # type: ignore[arg-type]
+        if a is None or b is None or not _alike(a, b, limits, floor, GRADIENTS if gradient else 1.0):
+            return name
+    return "backward" if ours.failed != theirs.failed else None
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def _alike(a: Any, b: Any, limits: Mapping[torch.dtype, float], floor: float, looser: float) -> bool:
+    if not isinstance(a, Tensor):
+        return type(a) is type(b) and bool(a == b)
+    if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
+        return False
+    a, b = _dense(a), _dense(b)
+    same = (a == b) | ((a != a) & (b != b))
+    if bool(same.all()):
+        return True
+    if not (a.is_floating_point() or a.is_complex()):
+        return False
+    gap = _norm(torch.where(same, torch.zeros_like(a), a - b))
+    limit = limits.get(a.dtype, limits[torch.float64])
+    return gap <= looser * limit * max(_norm(b), floor, torch.finfo(a.dtype).tiny)
+
+
+def _norm(tensor: Tensor) -> float:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    norm = float(torch.where(tensor.isfinite(), tensor, torch.zeros_like(tensor)).abs().double().norm())
+    return norm if math.isfinite(norm) else 0.0

@@ -1,0 +1,57 @@
+"""Members as modules: a model without its tensors, and that model again around other tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.utils import dlpack
+
+from hfusion.capture.compare import results, tensors
+from hfusion.core.errors import FusionError
+
+# Whose memory one tensor can take over from another.
+_DEVICES = ("cpu", "cuda")
+
+
+def skeleton(index: int, model: nn.Module) -> nn.Module:
+    """A deep copy of ``model`` whose parameters and buffers are empty ``meta`` tensors; ``index`` is for errors."""
+    memo: dict[int, Tensor] = {id(tensor): _empty(tensor) for _, tensor in tensors(model)}
+    memo |= {id(tensor): tensor.detach().clone().requires_grad_() for tensor in results(model)}
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise FusionError(
+            f"model {index} ({type(model).__name__}) cannot be deep-copied: {error}; "
+            "keep only tensors that are leaves, and plain Python values, as attributes"
+        ) from error
+
+
+def materialize(bones: nn.Module, rows: Mapping[str, Tensor], training: Mapping[str, bool]) -> nn.Module:
+    """The module of ``bones`` around ``rows``, its tensors by key, with ``training`` flags by module path."""
+    memo = {id(empty): rows[name] for name, empty in tensors(bones)}
+    model = copy.deepcopy(bones, memo)
+    for path, module in model.named_modules():
+        module.training = training[path]
+    return model
+
+
+def live_rows(stack: Tensor, rows: int | slice | None) -> Tensor:
+    """A live view of a member's row or of several, a parameter where the stack is one; of all of it for None.
+
+    Its storage ends where it ends, so that saving it writes no more; writes still count as writes to the stack.
+    """
+    view = stack.detach()
+    if rows is not None:
+        view = view[rows]
+        if view.is_contiguous() and view.numel() > 0 and type(view) is Tensor and view.device.type in _DEVICES:
+            with torch.inference_mode(False):
+                view.data = dlpack.from_dlpack(view)
+    return nn.Parameter(view, requires_grad=stack.requires_grad) if isinstance(stack, nn.Parameter) else view
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

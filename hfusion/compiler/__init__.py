@@ -1,0 +1,1 @@
+"""From one graph to the program of the array."""

@@ -1,0 +1,89 @@
+"""Find the first node where a fused program and a member's graph give different values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hfusion.core.layout import Layout
+from hfusion.core.program import Program, source_line
+from hfusion.ops.rule import PerMember
+
+LIMIT = 1e-3
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a program and keeps every node's value, by the member's node that it stands for."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.values: dict[fx.Node, tuple[Any, Layout]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if "origin" in n.meta:
+            self.values[n.meta["origin"]] = (value, n.meta["layout"])
+        return value
+
+
+def first_difference(
+    program: Program,
+    graph: fx.Graph,
+    given: Sequence[Any],
+    member: int,
+    difference: Callable[[Tensor, Tensor], float],
+) -> str:
+    """Run both on ``given``, the program's inputs, and tell in words which node of ``member`` differs first."""
+    recorder = _Recorder(program.module)
+    with torch.no_grad():
+        recorder.run(*given)
+    env: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            break
+        value, layout = recorder.values[node]
+        ours = row(value, layout, member, program.members)
+        if node.op == "placeholder" or _random(node):
+            env[node] = ours
+            continue
+        env[node] = theirs = _evaluate(node, env, member)
+        if isinstance(theirs, Tensor) and theirs.is_floating_point() and difference(ours, theirs) > LIMIT:
+            return f"the first node that differs is {node.name} = {node.target} at {source_line(node)}"
+        env[node] = ours
+    return "no node of forward differs by itself: a gradient does, or the capture differs from the original code"
+
+
+def row(value: Any, layout: Layout, member: int, members: int) -> Any:
+    """Member ``member``'s part of a value."""
+    if isinstance(value, list | tuple) and layout is not Layout.LISTED:
+        return type(value)(row(part, layout, member, members) for part in value)
+    if layout is Layout.SHARED or not isinstance(value, Tensor | tuple):
+        return value
+    if layout is Layout.PACKED:
+        return value.chunk(members, 1)[member]  # type: ignore[union-attr]
+    return value[member]
+
+
+def _random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _evaluate(node: fx.Node, env: dict[fx.Node, Any], member: int) -> Any:
+    args, kwargs = node.meta.get("arguments", (node.args, node.kwargs))
+
+    def fill(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            return env[item]
+        if isinstance(item, PerMember):
+            return item.values[member]
+        if isinstance(item, dict):
+            return {name: fill(part) for name, part in item.items()}
+        if isinstance(item, list | tuple):
+            return [fill(part) for part in item] if isinstance(item, list) else tuple(fill(part) for part in item)
+        return item
+
+    with torch.no_grad():
+        return node.target(*fill(args), **fill(kwargs))  # type: ignore[operator]

@@ -1,0 +1,162 @@
+"""The draws of a program, given to a member's own code in place of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hfusion.core.errors import FusionError
+from hfusion.ops.rule import is_random
+from hfusion.passes.candidates import by_name
+
+aten = torch.ops.aten
+
+# Operators whose whole result is drawn.
+_DRAWN = frozenset(
+    {
+        aten.rand,
+        aten.rand_like,
+        aten.randn,
+        aten.randn_like,
+        aten.randint,
+        aten.randint_like,
+        aten.randperm,
+        aten.bernoulli,
+        aten.bernoulli_,
+        aten.uniform,
+        aten.uniform_,
+        aten.normal,
+        aten.normal_,
+        aten.normal_functional,
+        aten.exponential,
+        aten.exponential_,
+        aten.geometric,
+        aten.geometric_,
+        aten.cauchy,
+        aten.cauchy_,
+        aten.log_normal,
+        aten.log_normal_,
+        aten.random,
+        aten.random_,
+        aten.multinomial,
+        aten.poisson,
+        aten.binomial,
+        aten._standard_gamma,
+        aten._sample_dirichlet,
+    }
+)
+_RRELU = (aten.rrelu_with_noise.default, aten.rrelu_with_noise_.default)
+
+
+class Unmatched(Exception):
+    """The member's code draws other random numbers than the program."""
+
+
+class Replay:
+    """One member's rows of ``draws``, in order, for the random operators that its code calls.
+
+    A backward that computes a part of forward again, as a checkpoint's does, restores the state of torch's random
+    numbers; by that state it is given the same rows.
+    """
+
+    def __init__(self, draws: Sequence[Tensor], member: int) -> None:
+        self._rows = iter([draw[member] for draw in draws])
+        self._met: dict[bytes, Tensor] = {}
+        self._state = _state()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """While active, forward's random operators give the next rows, and all rows must be used."""
+        self._state = _state()
+        with _Replaced(self._next):
+            yield
+        if next(self._rows, None) is not None:
+            raise Unmatched("a member draws fewer random numbers than the program")
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """While active, random operators give the rows that they gave in forward."""
+        return _Replaced(self._again)
+
+    def _next(self, func: OpOverload) -> Tensor:
+        if _state() != self._state:
+            raise FusionError(
+                f"forward sets the state of torch's random numbers before {func}, which a fused array would lose; "
+                "draw from the numbers as they are, or keep what is drawn in a buffer"
+            )
+        row = next(self._rows, None)
+        if row is None:
+            raise Unmatched(f"a member's {func} draws random numbers that the program draws elsewhere")
+        self._met[self._state] = row
+        self._state = _advanced()
+        return row
+
+    def _again(self, func: OpOverload) -> Tensor:
+        row = self._met.get(_state())
+        if row is None:
+            raise Unmatched(f"a member's backward draws random numbers, by {func}")
+        _advanced()
+        return row
+
+
+def _state() -> bytes:
+    state: bytes = torch.get_rng_state().numpy().tobytes()
+    return state
+
+
+def _advanced() -> bytes:
+    """The state after one more number."""
+    torch.rand((), device="cpu")
+    return _state()
+
+
+class _Replaced(TorchDispatchMode):
+    """Asks ``row`` for what every random operator draws."""
+
+    def __init__(self, row: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._row = row
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        arguments = by_name(func, args, kwargs)
+        if not is_random(func, arguments):
+            return func(*args, **kwargs)
+        row = self._row(func)
+        if func is aten.native_dropout.default:
+            return _native_dropout(func, row, arguments["input"], arguments["p"])
+        if func in _RRELU:
+            return _rrelu(func, row, arguments["self"], arguments["noise"])
+        if func.overloadpacket not in _DRAWN:
+            raise Unmatched(f"a member's {func} draws what cannot be given to it")
+        return _overwritten(func, row, args, kwargs)
+
+
+def _overwritten(func: OpOverload, row: Tensor, args: Any, kwargs: Any) -> Tensor:
+    """What the operator gives, its own draws replaced; in place where the operator works in place."""
+    state = torch.get_rng_state()
+    drawn: Tensor = func(*args, **kwargs)
+    torch.set_rng_state(state)
+    _check(func, row, drawn)
+    return drawn.copy_(row)
+
+
+def _native_dropout(func: OpOverload, row: Tensor, x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    _check(func, row, x)
+    return x * row * (0.0 if p == 1 else 1 / (1 - p)), row.bool()
+
+
+def _rrelu(func: OpOverload, row: Tensor, x: Tensor, noise: Tensor) -> Tensor:
+    _check(func, row, x)
+    noise.copy_(row)
+    return x.mul_(row) if func is aten.rrelu_with_noise_.default else x * row
+
+
+def _check(func: OpOverload, row: Tensor, drawn: Tensor) -> None:
+    if drawn.shape != row.shape:
+        raise Unmatched(f"a member's {func} draws {tuple(drawn.shape)}, the program {tuple(row.shape)}")

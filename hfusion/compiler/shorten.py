@@ -1,0 +1,79 @@
+"""A few samples of a batch, where fewer samples change nothing but the time it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from hfusion.compiler.compiler import Arguments, Compiled
+from hfusion.core.calls import StackedInput
+from hfusion.core.program import Kind
+from hfusion.core.tree import leaves
+
+FEW = 4
+
+
+def shortened(compiled: Compiled, arguments: Arguments) -> Arguments | None:
+    """The first samples of ``arguments``; None where the program was not made for fewer, or looks up samples."""
+    slots = compiled.program.slots
+    placeholders = [node for node in compiled.graph.nodes if node.op == "placeholder"]
+    inputs = [node for node, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.INPUT]
+    if looks_up_samples(compiled.graph, inputs):
+        return None
+    pairs = zip(arguments.leaves, inputs, strict=True)
+    short = Arguments(tuple(_first(leaf, node.meta.get("val")) for leaf, node in pairs), arguments.spec)
+    return short if compiled.guards(short.shapes) else None
+
+
+def _first(leaf: Any, example: Any) -> Any:
+    if isinstance(leaf, StackedInput):
+        rows = leaf.tensor
+        return StackedInput(_first(rows.transpose(0, 1), example).transpose(0, 1)) if rows.dim() > 1 else leaf
+    varies = isinstance(example, Tensor) and example.dim() > 0 and not isinstance(example.shape[0], int)
+    return leaf[:FEW] if varies else leaf
+
+
+def looks_up_samples(graph: fx.Graph, inputs: list[fx.Node]) -> bool:
+    """Whether integers that come from ``inputs`` may be places in something whose size varies.
+
+    So it is with the edges of a graph beside its nodes: of fewer nodes some edges would lead nowhere.
+    """
+    given = set(inputs)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        operands = [a for a in leaves((node.args, node.kwargs), fx.Node) if not _looks_alike(node, a)]
+        for k, operand in enumerate(operands):
+            if operand in given and _integers(operand) and any(map(_varies, operands[:k] + operands[k + 1 :])):
+                return True
+        if any(a in given for a in node.all_input_nodes):
+            given.add(node)
+    return False
+
+
+def _looks_alike(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether the call takes the operand element by element, or views it: its values are places in nothing."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return True
+    if torch.Tag.pointwise in target.tags:
+        return True
+    first = target._schema.arguments[0].alias_info if target._schema.arguments else None
+    return first is not None and not first.is_write and node.args[0] is operand
+
+
+def _integers(node: fx.Node) -> bool:
+    example = node.meta.get("val")
+    kinds = [e.dtype for e in leaves(example, Tensor)]
+    return any(not k.is_floating_point and not k.is_complex and k is not torch.bool for k in kinds)
+
+
+def _varies(node: fx.Node) -> bool:
+    """Whether a value has, or is, a size that varies."""
+    example = node.meta.get("val")
+    if isinstance(example, torch.SymInt):
+        return True
+    return any(not isinstance(size, int) for e in leaves(example, Tensor) for size in e.shape)

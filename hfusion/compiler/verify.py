@@ -1,0 +1,320 @@
+"""The self-check: on the first training batch the members' original code must give what the program gives.
+
+Outputs, and gradients of a random projection of them, are compared member by member, on a few samples of the batch
+where its size may vary. Random draws of the program are replayed through the members' code. Where a first comparison in
+the models' own precision fails, both run again in float64, as rounding alone can change the gradients of a deep network
+by a tenth. Where the graph holds a narrower dtype by itself, what rounding may change is measured instead: the members
+run with parameters moved by one rounding step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.capture.compare import tensors
+from hfusion.compiler.bisect import first_difference
+from hfusion.compiler.compiler import Arguments, Compiled
+from hfusion.compiler.replay import Replay, Unmatched
+from hfusion.compiler.shorten import shortened
+from hfusion.core.calls import StackedInput
+from hfusion.core.errors import FusionError
+from hfusion.core.program import Kind
+from hfusion.core.random import recording
+from hfusion.core.repeat import repeat, repeatable
+from hfusion.core.sandbox import copies, without_trace
+
+TIGHT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+WIDE = 1e-7
+GRADIENTS = 10.0
+WORST = 2
+NOISE_FACTOR = 50.0
+NOISE_RUNS = 3
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked: the program, the tensors of the array by key, and the way to member b around other tensors."""
+
+    compiled: Compiled
+    stacks: Mapping[str, Tensor]
+    shared: frozenset[str]
+    around: Callable[[int, Mapping[str, Tensor]], nn.Module]
+    arguments: Arguments
+
+
+Outcome = dict[str, Tensor]
+
+
+def verify(subject: Subject) -> str:
+    """Compare every member; returns what was found, for the report.
+
+    Raises:
+        FusionError: a member's output or gradient differs beyond rounding; names the member, the tensor and the node.
+    """
+    members = subject.compiled.program.members
+    if any(call.path == "forward" for call in subject.compiled.opaque):
+        return "self-check left out: the whole forward runs as the members' own code"
+    with without_trace():
+        try:
+            _check(subject)
+        except Unmatched as reason:
+            return f"self-check left out: {reason}"
+        except FusionError:
+            if not subject.compiled.opaque or all(_repeats(subject, member) for member in range(members)):
+                raise
+            return "self-check left out: members' own code gives another result at every run"
+    return f"self-check passed: outputs and gradients of {members} members"
+
+
+def _check(subject: Subject) -> None:
+    """Compare on a few samples, or on all where fewer do not do."""
+    few = shortened(subject.compiled, subject.arguments)
+    if few is not None:
+        try:
+            return _compare(replace(subject, arguments=few))
+        except (Unmatched, FusionError):
+            raise
+        except Exception:
+            # Code that cannot run on fewer samples says nothing of the batch; that is checked next.
+            pass
+    return _compare(subject)
+
+
+def _compare(subject: Subject) -> None:
+    suspects = _suspects(subject, TIGHT, range(subject.compiled.program.members))
+    if suspects and not _agrees_wide(subject, _worst(suspects)):
+        _check_noise(subject, suspects)
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A member's tensor that differs from the original code by ``difference``, relative."""
+
+    member: int
+    name: str
+    difference: float
+
+
+def _worst(suspects: Sequence[Suspect]) -> list[int]:
+    """The members that differ most: float64 is slow, and what rounding explains for them it explains for all."""
+    ordered = sorted(suspects, key=lambda suspect: -suspect.difference)
+    return list(dict.fromkeys(suspect.member for suspect in ordered))[:WORST]
+
+
+def _suspects(subject: Subject, limits: Mapping[torch.dtype, float], members: Sequence[int]) -> list[Suspect]:
+    """Which of ``members``, and their tensors, whose difference from the original code is beyond ``limits``."""
+    with recording() as draws, repeatable():
+        ours = _array_outcome(subject)
+    found = []
+    for member in members:
+        theirs = _member_outcome(subject, member, draws, 0)
+        for name, difference in _differences(subject, member, ours, theirs).items():
+            looser = GRADIENTS if name.startswith("gradient of ") else 1.0
+            if difference > looser * limits.get(theirs[name].dtype, 1e-2):
+                found.append(Suspect(member, name, difference))
+    return found
+
+
+def _differences(subject: Subject, member: int, ours: Outcome, theirs: Outcome) -> dict[str, float]:
+    private = [name for name in theirs if name.removeprefix("gradient of ") not in subject.shared]
+    floor = _floor(theirs)
+    found = {}
+    for name in private:
+        expected = theirs[name]
+        # A gradient that the array has not is zero, which it may be.
+        none = name not in ours and name.startswith("gradient of ")
+        if name in ours or none:
+            found[name] = _difference(torch.zeros_like(expected) if none else ours[name][member], expected, floor)
+    return found
+
+
+def _floor(theirs: Outcome) -> float:
+    """What counts as nothing: a gradient that is zero but for rounding, as that of a bias before a BatchNorm."""
+    norms = [float(t.double().norm()) for name, t in theirs.items() if name.startswith("gradient of ")]
+    return 1e-4 * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
+
+
+def _agrees_wide(subject: Subject, members: Sequence[int]) -> bool:
+    """Whether the difference vanishes in float64. False also where the graph cannot run in float64."""
+    try:
+        return not _suspects(_widened(subject), {torch.float64: WIDE}, members)
+    except RuntimeError:
+        return False
+
+
+def _widened(subject: Subject) -> Subject:
+    once: dict[int, Tensor] = {}
+    stacks = {name: once.setdefault(id(t), _wide(t)) for name, t in subject.stacks.items()}
+    arguments = _mapped(subject.arguments, _wide)
+    constants = {name: _wide(t) for name, t in subject.compiled.constants.items()}
+    compiled = replace(subject.compiled, constants=constants)
+    return replace(subject, compiled=compiled, stacks=stacks, arguments=arguments)
+
+
+def _wide(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    wide = value.detach().double()
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(wide, value.requires_grad)
+    return wide.clone().requires_grad_() if value.requires_grad else wide
+
+
+def _mapped(arguments: Arguments, fn: Callable[[Any], Any]) -> Arguments:
+    """``arguments`` with ``fn`` applied to what the program takes."""
+    values = (fn(leaf.tensor if isinstance(leaf, StackedInput) else leaf) for leaf in arguments.leaves)
+    pairs = zip(arguments.leaves, values, strict=True)
+    rows = tuple(StackedInput(value) if isinstance(leaf, StackedInput) else value for leaf, value in pairs)
+    return Arguments(rows, arguments.spec)
+
+
+def _copied(arguments: Arguments) -> Arguments:
+    """The same in memory of its own: what runs on it leaves no trace."""
+    tensors = [value for value in arguments.values if isinstance(value, Tensor)]
+    own = iter(copies(tensors))
+    return _mapped(arguments, lambda value: next(own) if isinstance(value, Tensor) else value)
+
+
+def _check_noise(subject: Subject, suspects: Sequence[Suspect]) -> None:
+    """Raise for suspects that differ by far more than one rounding step of the parameters explains."""
+    with recording() as draws, repeatable():
+        ours = _array_outcome(subject)
+    for member in sorted({suspect.member for suspect in suspects}):
+        theirs = _member_outcome(subject, member, draws, 0)
+        noise = [_member_outcome(subject, member, draws, run) for run in range(1, NOISE_RUNS + 1)]
+        differences = _differences(subject, member, ours, theirs)
+        for name in (suspect.name for suspect in suspects if suspect.member == member):
+            allowed = NOISE_FACTOR * max(_difference(n[name], theirs[name]) for n in noise)
+            if differences[name] > allowed:
+                raise FusionError(
+                    f"self-check: {name} of model {member} differs from its original code by {differences[name]:.2e} "
+                    f"relative (rounding explains {allowed:.2e}); {_culprit(subject, member)}. Please report the "
+                    "operator; fuse(..., verify=False) skips this check, at your own risk"
+                )
+
+
+def _array_outcome(subject: Subject) -> Outcome:
+    given, leaves = _program_inputs(subject)
+    program = subject.compiled.program
+    return _outcome(program.run(*given), leaves, program.members, nullcontext())
+
+
+def _program_inputs(subject: Subject) -> tuple[list[Any], dict[str, Tensor]]:
+    """The program's inputs with fresh leaves for parameters and copies of buffers; and those by key."""
+    once: dict[int, Tensor] = {}
+    # Members' own code is kept from the parameters themselves.
+    leaf = _own_leaf if subject.compiled.opaque else _leaf
+    leaves = {name: once.setdefault(id(t), leaf(t)) for name, t in subject.stacks.items()}
+    held = {**leaves, **subject.compiled.constants}
+    inputs = iter(_copied(subject.arguments).values)
+    slots = subject.compiled.program.slots
+    return [next(inputs) if slot.kind is Kind.INPUT else held[slot.name] for slot in slots], leaves
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """A parameter's values under another leaf; a buffer's copy, as forward may write to it."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+    return tensor.detach().clone()
+
+
+def _own_leaf(tensor: Tensor) -> Tensor:
+    return _leaf(tensor).detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _outcome(
+    outputs: Sequence[Any],
+    leaves: Mapping[str, Tensor],
+    members: int | None,
+    backward: AbstractContextManager[Any],
+) -> Outcome:
+    """Outputs, buffers after the run, and gradients, by name; ``members`` is None for one member alone."""
+    found = {f"output {k}": o for k, o in enumerate(outputs) if isinstance(o, Tensor) and o.is_floating_point()}
+    total = sum(
+        (_projected(o, members) for o in found.values() if o.requires_grad), start=torch.zeros((), device="cpu")
+    )
+    trained = {name: t for name, t in leaves.items() if t.requires_grad}
+    with backward:
+        found_any = total.requires_grad and trained
+        grads = torch.autograd.grad(total, list(trained.values()), allow_unused=True) if found_any else ()
+    outcome = {name: o.detach() for name, o in found.items()}
+    outcome |= {
+        f"gradient of {n}": g.to_dense() if g.is_sparse else g
+        for n, g in zip(trained, grads, strict=False)
+        if g is not None
+    }
+    outcome |= {n: t for n, t in leaves.items() if not isinstance(t, nn.Parameter) and not t.requires_grad}
+    return {name: t for name, t in outcome.items() if t.is_floating_point()}
+
+
+def _projected(output: Tensor, members: int | None) -> Tensor:
+    """A fixed random projection, the same for every member, so that all parameters get a gradient."""
+    shape = output.shape if members is None else output.shape[1:]
+    generator = torch.Generator(device="cpu").manual_seed(len(shape))
+    weights = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(output.device, output.dtype)
+    return (output * weights).sum().cpu()
+
+
+def _culprit(subject: Subject, member: int) -> str:
+    """Words for the first node where the program and the member's graph part."""
+    given, _ = _program_inputs(subject)
+    return first_difference(subject.compiled.program, subject.compiled.graph, given, member, _difference)
+
+
+def _member_outcome(subject: Subject, member: int, draws: Sequence[Tensor], perturbation: int) -> Outcome:
+    rows: dict[str, Tensor] = {}
+    for name, stack in subject.stacks.items():
+        row = stack.detach() if name in subject.shared else stack.detach()[member]
+        rows[name] = _moved(row, perturbation).requires_grad_(stack.requires_grad)
+    leaves = {
+        n: nn.Parameter(t, t.requires_grad) if isinstance(subject.stacks[n], nn.Parameter) else t
+        for n, t in rows.items()
+    }
+    model = subject.around(member, leaves)
+    args, kwargs = _copied(subject.arguments).of_member(member)
+    replay = Replay(draws, member)
+    repeat(model, [(call.place, call.method) for call in subject.compiled.opaque], member)
+    with replay.forward(), repeatable():
+        outputs = pytree.tree_leaves(model(*args, **kwargs))
+    return _outcome(outputs, dict(tensors(model)), None, replay.backward())
+
+
+def _repeats(subject: Subject, member: int) -> bool:
+    """Whether the member's own code gives one result in two runs."""
+    with recording() as draws, repeatable():
+        _array_outcome(subject)
+    first, second = (_member_outcome(subject, member, draws, 0) for _ in range(2))
+    return all(_difference(first[name], second[name]) == 0.0 for name in first)
+
+
+def _moved(tensor: Tensor, run: int) -> Tensor:
+    """A copy, for ``run`` > 0 with every value moved by at most one rounding step."""
+    if run == 0 or not tensor.is_floating_point():
+        return tensor.clone()
+    generator = torch.Generator(device="cpu").manual_seed(run)
+    step = torch.randint(-1, 2, tensor.shape, generator=generator, device="cpu").to(tensor.device, tensor.dtype)
+    return tensor * (1 + step * _rounding(tensor))
+
+
+def _rounding(tensor: Tensor) -> float:
+    """Of a value like these in the narrowest dtype that it is computed in: an autocast may round it further."""
+    kind = tensor.device.type
+    cast = [torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else []
+    return float(max(torch.finfo(dtype).eps for dtype in (tensor.dtype, *cast)))
+
+
+def _difference(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
+    """The norm of the difference over the norm, at least ``floor``; equal non-finite values count as equal."""
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    zero = torch.zeros_like(theirs)
+    gap = float(torch.where(same, zero, ours - theirs).double().norm())
+    size = float(torch.where(theirs.isfinite(), theirs, zero).double().norm())
+    return 0.0 if gap == 0.0 else gap / max(size, floor, torch.finfo(theirs.dtype).eps)

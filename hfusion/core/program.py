@@ -1,0 +1,167 @@
+"""The vocabulary of compiled arrays: what one capture of a member is, and the fused program made of it."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import TreeSpec
+
+from hfusion.core.layout import Layout
+
+
+class Kind(enum.Enum):
+    """Where a graph's input comes from."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    INPUT = "input"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One placeholder of a graph: ``name`` is the key in the state dict, or the position among the flat inputs."""
+
+    kind: Kind
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """One member's forward as a graph of ATen operators without in-place writes.
+
+    ``slots`` describe the placeholders in order; ``constants`` are the tensors that the graph holds by itself.
+    ``guards`` tells whether the graph holds for inputs of other shapes, empty for what is no tensor; ``modes`` are the
+    submodules whose train or eval mode forward changes, by path.
+    """
+
+    graph: fx.Graph
+    slots: tuple[Slot, ...]
+    constants: dict[str, Tensor]
+    out_spec: TreeSpec
+    guards: Callable[[Sequence[Sequence[Any]]], bool]
+    modes: Mapping[str, bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The forward of the whole array.
+
+    ``run`` takes the tensors of ``slots`` in order and returns the flat outputs, each tensor stacked ``[B, ...]``.
+    ``module`` has one call per operator, for people and checks; ``code``, the same with its loops gathered, runs.
+    """
+
+    name: str
+    members: int
+    training: bool
+    module: fx.GraphModule
+    code: fx.GraphModule
+    slots: tuple[Slot, ...]
+    layouts: tuple[Layout, ...]
+    out_spec: TreeSpec
+
+    @property
+    def run(self) -> Callable[..., Any]:
+        forward: Callable[..., Any] = self.code.forward
+        return forward
+
+    def __str__(self) -> str:
+        mode = "train" if self.training else "eval"
+        lines = [f"program {self.name}  B={self.members}  {mode}"]
+        names = self._names()
+        rows = [_row(node, names, self.members) for node in self.module.graph.nodes if node.op != "output"]
+        widths = [max(len(row[k]) for row in rows) for k in range(5)]
+        for row in rows:
+            lines.append("  " + "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
+        (outputs,) = next(node for node in self.module.graph.nodes if node.op == "output").args
+        lines.append(f"  return {_argument(outputs, names)}")
+        lines.append(f"  {self.copies} copies between layouts")
+        return "\n".join(lines)
+
+    @property
+    def copies(self) -> int:
+        """How many transitions between layouts copy."""
+        nodes = self.module.graph.nodes
+        return sum(bool(node.meta.get("transition")) and node.meta["how"] == "copy" for node in nodes)
+
+    def _names(self) -> dict[fx.Node, str]:
+        """Parameters and buffers under their keys, all else under the names of the member's nodes."""
+        names = {}
+        placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        kinds = dict(zip(placeholders, self.slots, strict=True))
+        for node in self.module.graph.nodes:
+            slot = kinds.get(node)
+            own = slot is not None and slot.kind is not Kind.INPUT
+            names[node] = slot.name if own and slot is not None else node.name
+        return names
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A run of a program's operators, as one shard computes them.
+
+    ``on(device)`` is a function for tensors there. It takes those of ``keys`` (parameters, buffers, constants) and the
+    values named in ``takes`` (inputs of the program, results of earlier parts), and returns those named in ``gives``;
+    of the last part, the flat outputs of the program instead. A value is a tensor, a number, or a nest of them.
+    ``writes``: buffers it changes.
+    """
+
+    on: Callable[[torch.device], Callable[..., tuple[Any, ...]]]
+    keys: tuple[Slot, ...]
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    writes: frozenset[str]
+
+
+def _row(node: fx.Node, names: dict[fx.Node, str], members: int) -> tuple[str, str, str, str, str]:
+    layout = node.meta.get("layout")
+    shape = describe_value(node.meta.get("example"), layout, members)
+    where = layout.value if layout is not None else ""
+    if node.op == "placeholder":
+        return names[node], shape, where, "input", ""
+    origin = node.meta.get("origin")
+    operator = str(origin.target).removeprefix("aten.") if origin is not None else getattr(node.target, "__name__", "")
+    arguments = _argument(list(node.all_input_nodes), names)[1:-1]
+    line = source_line(origin) if origin is not None else ""
+    how = str(node.meta.get("how", ""))
+    return names[node], shape, where, f"{operator}({arguments})", f"{how}  # {line}" if line else how
+
+
+def describe_value(example: Any, layout: Layout | None, members: int) -> str:
+    """Such as ``f32[N,3*16,32,32]``: N a varying size, ``3*16`` members beside one another in the channels."""
+    if isinstance(example, list | tuple):
+        return "(" + ", ".join(describe_value(part, layout, members) for part in example) + ")"
+    if not isinstance(example, Tensor):
+        return "" if example is None else type(example).__name__.lower().removeprefix("sym")
+    sizes = [str(size) if isinstance(size, int) else "N" for size in example.shape]
+    if layout is Layout.PACKED:
+        sizes[1] = f"{members}*{sizes[1]}"
+    if layout is Layout.STACKED:
+        sizes = [str(members), *sizes]
+    kind = str(example.dtype).removeprefix("torch.")
+    short = kind.replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "i")
+    text = f"{short}[{','.join(sizes)}]"
+    return f"{members} x {text}" if layout is Layout.LISTED else text
+
+
+def source_line(node: fx.Node) -> str:
+    """``file.py:12`` of the member's code, its innermost line outside torch; empty if unknown."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace", "") or "")
+    own = [(file, line) for file, line in places if "/torch/" not in file]
+    file, line = (own or places or [("", "")])[-1]
+    return f"{file.rsplit('/', 1)[-1]}:{line}" if file else ""
+
+
+def _argument(item: Any, names: dict[fx.Node, str]) -> str:
+    if isinstance(item, fx.Node):
+        return names[item]
+    if isinstance(item, list | tuple):
+        inner = ", ".join(_argument(part, names) for part in item)
+        return f"[{inner}]" if isinstance(item, list) else f"({inner})"
+    return repr(item)

@@ -1,0 +1,253 @@
+"""Which members have used a parameter in a step: alone, a model has no gradient of one that it has not used.
+
+A looped submodule may branch on values, so that a parameter reaches the losses of some members only. Its gradient is a
+stack all the same, with zeros in the rows of the others, and an optimizer would decay these and count a step. So a run
+of a program with looped submodules watches where gradients arrive: at the members' rows of what these submodules took,
+and at the results of the program. What depends on these follows from the graph. What is found is noted on the gradients
+themselves, where it lasts as long as they do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from hfusion.core.membership import membership
+
+_ABSENT = "_hfusion_absent_rows"
+_MISSING = "_hfusion_missing_rows"
+# A backward pass that breaks off leaves its notes behind.
+_MOST_PASSES = 16
+
+
+def absent_rows(grad: Tensor) -> Tensor | None:
+    """The members, bool ``[B]``, whose rows of a stacked gradient stand for none at all; None if all have one."""
+    found: Tensor | None = getattr(grad, _ABSENT, None)
+    return found
+
+
+def mark_absent(grad: Tensor, rows: Tensor | None) -> None:
+    """Note on a gradient what `absent_rows` gives."""
+    if rows is not None and rows.any():
+        setattr(grad, _ABSENT, rows)
+        _seen.set()
+    elif hasattr(grad, _ABSENT):
+        delattr(grad, _ABSENT)
+
+
+def mark_found(leaf: Tensor, grad: Tensor) -> None:
+    """Note on ``grad``, that torch.autograd.grad has just found for ``leaf``, which rows stand for no gradient."""
+    missing = vars(leaf).pop(_MISSING, None)
+    if missing is not None:
+        mark_absent(grad, missing & _zero_rows(grad, missing))
+
+
+def _zero_rows(grad: Tensor, asked: Tensor) -> Tensor:
+    """Which rows ``[B]`` of ``grad`` are zero; another one comes from elsewhere, such as a penalty on the parameter.
+
+    Nothing is read where none is ``asked`` for.
+    """
+    return ~grad.detach().reshape(len(grad), -1).any(1).cpu() if asked.any() else asked
+
+
+_seen = threading.Event()
+
+
+def any_absent() -> bool:
+    """Whether any gradient of this process has had such rows; to ask every gradient costs more."""
+    return _seen.is_set()
+
+
+@dataclass(eq=False)
+class _Sink:
+    """A value that something took: a looped submodule, row by row, or the caller.
+
+    ``leaves``: the parameters on which it depends past no result of a looped submodule.
+    """
+
+    members: int
+    leaves: set[Tensor] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One backward pass: which members' rows of the sinks it has reached, and the leaves' gradients before it."""
+
+    reached: dict[_Sink, Tensor] = field(default_factory=dict)
+    before: dict[Tensor, tuple[Tensor | None, int]] = field(default_factory=dict)
+
+    def note(self, sink: _Sink, members: Sequence[int]) -> None:
+        if sink not in self.reached:
+            self.reached[sink] = torch.zeros(sink.members, dtype=torch.bool)
+            for leaf in sink.leaves:
+                self.before.setdefault(leaf, (leaf.grad, 0 if leaf.grad is None else leaf.grad._version))
+        self.reached[sink][list(members)] = True
+
+    def live(self, sinks: Sequence[_Sink], members: int) -> Tensor:
+        """The members, bool ``[B]``, of which some sink was reached."""
+        found = [self.reached[sink] for sink in sinks if sink in self.reached]
+        return torch.stack(found).any(0) if found else torch.zeros(members, dtype=torch.bool)
+
+    def finish(self) -> None:
+        """Note on the gradients that were made or added to which rows were never reached."""
+        for leaf, (before, version) in self.before.items():
+            grad = leaf.grad
+            missing = ~self.live([sink for sink in self.reached if leaf in sink.leaves], len(leaf))
+            if grad is None or (grad is before and grad._version == version):
+                # The pass did not accumulate here, as in torch.autograd.grad.
+                if not isinstance(leaf, nn.Parameter):
+                    setattr(leaf, _MISSING, missing)
+                continue
+            if grad.layout is not torch.strided:
+                continue
+            absent = missing & _zero_rows(grad, missing)
+            earlier = absent if before is None else absent_rows(before)
+            mark_absent(grad, torch.zeros_like(absent) if earlier is None else absent & earlier)
+
+
+_passes: dict[int, _Pass] = {}
+
+
+def _pass() -> _Pass:
+    """The pass that autograd is in. Private to torch: as of 2.11 to 2.15."""
+    number = torch._C._current_graph_task_id()
+    if number not in _passes:
+        while len(_passes) >= _MOST_PASSES:
+            del _passes[next(iter(_passes))]
+        _passes[number] = _Pass()
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_finish, number))
+    return _passes[number]
+
+
+def _finish(number: int) -> None:
+    found = _passes.pop(number, None)
+    if found is not None:
+        found.finish()
+
+
+class Run:
+    """One run of a program with looped submodules."""
+
+    def __init__(self) -> None:
+        self._sinks: list[tuple[_Sink, list[Node]]] = []
+
+    def took(self, rows: Sequence[Tensor]) -> None:
+        """A looped submodule takes ``rows``, one for each member."""
+        places: dict[Node, list[tuple[int, int]]] = {}
+        for member, row in enumerate(rows):
+            if row.grad_fn is not None:
+                places.setdefault(row.grad_fn, []).append((member, row.output_nr))
+        self._watch(_Sink(len(rows)), places)
+
+    def gave(self, results: Sequence[Any]) -> None:
+        """The run is over, and the caller gets ``results``: from the graph follows what depends on what."""
+        if not self._sinks:
+            return
+        members = self._sinks[0][0].members
+        for result in results:
+            if isinstance(result, Tensor) and result.grad_fn is not None:
+                self._watch(_Sink(members), {result.grad_fn: [(m, result.output_nr) for m in range(members)]})
+        for sink, nodes in self._sinks:
+            leaves, joins = _behind(nodes)
+            sink.leaves |= leaves
+            for join in joins:
+                join.sinks.append(sink)
+        self._sinks.clear()
+
+    def _watch(self, sink: _Sink, places: dict[Node, list[tuple[int, int]]]) -> None:
+        for node, found in places.items():
+            node.register_prehook(partial(_arrived, sink, found))
+        self._sinks.append((sink, list(places)))
+
+
+def _arrived(sink: _Sink, places: Sequence[tuple[int, int]], grads: Sequence[Tensor | None]) -> None:
+    """Note the members, each with its place among the results of a node, whose gradients are there."""
+    members = [member for member, place in places if grads[place] is not None]
+    if members:
+        _pass().note(sink, members)
+
+
+def _behind(nodes: Sequence[Node]) -> tuple[set[Tensor], list[Any]]:
+    """The stacked parameters before ``nodes`` and the joined results, without what is before these."""
+    leaves: set[Tensor] = set()
+    joins: list[Any] = []
+    met: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node in met:
+            continue
+        met.add(node)
+        if isinstance(node, Join._backward_cls):
+            joins.append(node)
+        elif isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
+            found = membership(node.variable)
+            if found is not None and found.stacked:
+                leaves.add(node.variable)
+        else:
+            waiting += [before for before, _ in node.next_functions if before is not None]
+    return leaves, joins
+
+
+class Join(torch.autograd.Function):
+    """`torch.stack` of the members' results, which gives no gradient to a member whose part nothing has used."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.sinks = []
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
+        missing = ~_pass().live(ctx.sinks, len(grad))
+        absent = (missing & _zero_rows(grad, missing)).tolist()
+        return tuple(None if gone else row for row, gone in zip(grad.unbind(), absent, strict=True))
+
+
+_active = threading.local()
+
+
+def running() -> Run | None:
+    """The run that this thread is in."""
+    return getattr(_active, "run", None)
+
+
+def join(parts: Sequence[Tensor]) -> Tensor:
+    """The members' results as one stack."""
+    watched = running() is not None and any(part.requires_grad for part in parts)
+    return Join.apply(*parts) if watched else torch.stack(list(parts))  # type: ignore[no-untyped-call]
+
+
+def watched(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, the run of a program that may have looped submodules, with an eye on what its members use."""
+
+    def call(*inputs: Any) -> Any:
+        if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return run(*inputs)
+        with _running() as found:
+            results = run(*inputs)
+        found.gave(results)
+        return results
+
+    return call
+
+
+@contextmanager
+def _running() -> Iterator[Run]:
+    outer = running()
+    _active.run = Run()
+    try:
+        yield _active.run
+    finally:
+        _active.run = outer

@@ -1,0 +1,1 @@
+"""What the machine is, what it keeps and compiles."""

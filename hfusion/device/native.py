@@ -1,0 +1,134 @@
+"""C of this project: compiled once by the machine's own compiler, kept in the user's cache, loaded.
+
+Where that does not work, its users have a slower way. The environment variable ``HFUSION_NATIVE=0`` chooses that;
+``CC`` names the compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from hfusion.device.cache import cache_folder, read_sealed, write_sealed
+
+# Without contraction a vector and what is left over at its end round alike. The two -fno- only spare what
+# nobody here looks at, errno and traps; the arithmetic stays that of IEEE 754.
+_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+# Not every compiler has both.
+_EXTRAS = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())
+_SECONDS = 60
+
+TYPES = {torch.float32: "float", torch.float64: "double"}
+"""What C calls the dtypes of the kernels: a function for each has this after its name."""
+
+
+def library(source: Path) -> ctypes.CDLL | str:
+    """``source`` loaded, or in words why it is not. Compiles at most once in a process."""
+    if os.environ.get("HFUSION_NATIVE") == "0":
+        return "HFUSION_NATIVE=0"
+    return _loaded(source)
+
+
+@cache
+def _loaded(source: Path) -> ctypes.CDLL | str:
+    try:
+        found = compiler()
+        if found is None:
+            return "no C compiler ($CC, cc, gcc, clang) was found"
+        return build(source, found, cache_folder())
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def compiler() -> list[str] | None:
+    """The command that compiles C, or None."""
+    if chosen := shlex.split(os.environ.get("CC", "")):
+        return chosen
+    return next(([name] for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+
+
+def build(source: Path, compiler: Sequence[str], directory: Path) -> ctypes.CDLL | str:
+    """The library of ``source`` kept in ``directory``, compiled unless it is there; or why there is none.
+
+    Raises OSError if the compiler cannot be run.
+    """
+    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_SECONDS).stdout
+    identity = [b"sealed", source.read_bytes(), version, repr((compiler, _FLAGS, _EXTRAS, _processor())).encode()]
+    path = directory / f"{source.stem}-{hashlib.sha256(b'|'.join(identity)).hexdigest()[:24]}.so"
+    kept = _kept(path)
+    if kept is not None and (library := _load(kept, path)) is not None:
+        return library
+    return _compile(source, compiler, path)
+
+
+def _kept(path: Path) -> bytes | None:
+    try:
+        return read_sealed(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        warnings.warn(f"the compiled kernels in {path} are made anew: {error.strerror}", stacklevel=2)
+        return None
+
+
+def _compile(source: Path, compiler: Sequence[str], path: Path) -> ctypes.CDLL | str:
+    """The library of ``source``, kept as ``path``; or why it cannot be made."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, path.name)
+        for extras in _EXTRAS:
+            command = [*compiler, *_FLAGS, *extras, "-o", str(made), str(source), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+            if done.returncode == 0 and (library := _load(content := made.read_bytes(), path)) is not None:
+                _keep(path, content)
+                return library
+    return f"{shlex.join(command)} failed: {done.stderr.strip()[-300:] or 'the library does not load'}"
+
+
+def _keep(path: Path, content: bytes) -> None:
+    try:
+        write_sealed(path, content)
+    except OSError as error:
+        warnings.warn(
+            f"cannot keep compiled kernels in {path.parent}: {error.strerror}; every process compiles them anew, "
+            "unless XDG_CACHE_HOME names a folder that can be written",
+            stacklevel=2,
+        )
+
+
+def _load(content: bytes, path: Path) -> ctypes.CDLL | None:
+    """The library of these bytes; None if what the compiler linked is not there at run time.
+
+    A private copy is loaded and its name removed: a file that is cut short while it is mapped ends the process. Some
+    systems run nothing that lies in their folder for temporary files.
+    """
+    for place in (None, path.parent):
+        try:
+            with tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as folder:
+                copy = Path(folder, path.name)
+                copy.write_bytes(content)
+                return ctypes.CDLL(str(copy))
+        except OSError:
+            continue
+    return None
+
+
+def _processor() -> str:
+    """What -march=native depends on: a home may be shared by machines, and a container move."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    told = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(told)))

@@ -1,0 +1,1 @@
+"""What runs when: shards, plans, policies, timelines; numbers only."""

@@ -1,0 +1,97 @@
+"""Who runs next: what simulator and executor tell a policy, kept in one place so that it is the same for both.
+
+A task is in one of three states: it waits; a device runs a unit of it, or has chosen it for its next one; it is
+done. Tasks are named by their position in the plan. Nothing here is safe to use from several threads at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hfusion.schedule.plan import Plan, TaskPlan, Unit
+from hfusion.schedule.policy import Candidate, Policy, State, Waiting
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far a task is: the unit that begins next, None if all have begun, and what the policy sees of it."""
+
+    plan: TaskPlan
+    next: Unit | None
+    candidate: Candidate
+
+
+def _fresh(number: int, task: TaskPlan) -> _Progress:
+    return _Progress(task, task.unit(0), Candidate(number, 0, task.seconds, task.longest_seconds, 0, task.device_bytes))
+
+
+class Dispatcher:
+    """Chooses tasks for devices, and counts the units that began. At first every task waits."""
+
+    def __init__(self, plan: Plan, policy: Policy) -> None:
+        self._policy = policy
+        self._devices = len(plan.devices)
+        self._waiting = Waiting(policy.order, plan.devices.values())
+        self._tasks = [_fresh(number, task) for number, task in enumerate(plan.tasks)]
+        self._work = math.fsum(task.candidate.remaining for task in self._tasks)
+        self._units = sum(task.units for task in plan.tasks)
+        self._begun = 0
+        for task in self._tasks:
+            self._waiting.add(task.candidate)
+
+    def choose(self, budget: int, running: int | None) -> int | None:
+        """The task that a device of ``budget`` bytes runs next; if it waited, it waits no longer.
+
+        ``running``: the task whose unit the device has begun; it may be chosen if it has units left, and is
+        where its next unit must follow at once. None: nothing that waits fits the device, and it is not to go on.
+        """
+        present = None
+        if running is not None and (after := self._tasks[running].next) is not None:
+            if self._tasks[running].plan.goes_on(after):
+                return running
+            present = self._tasks[running].candidate
+        chosen = self._policy(State(budget, present, self._waiting, self._work / self._devices))
+        if chosen is None:
+            return None
+        if chosen is not present:
+            self._waiting.take(budget)
+        return chosen.task
+
+    def begin(self, task: int) -> Unit:
+        """The next unit of a task that was chosen; it begins. Raises IndexError if the task is done."""
+        state = self._tasks[task]
+        unit = state.next
+        if unit is None:
+            raise IndexError(f"task {state.plan.name!r} has no unit left to begin")
+        seconds = state.plan.unit_seconds(unit)
+        self._work -= seconds
+        self._begun += 1
+        old = state.candidate
+        number, remaining = old.unit + 1, max(0.0, old.remaining - seconds)
+        state.candidate = Candidate(task, number, remaining, old.quantum, self._begun, old.need)
+        state.next = state.plan.unit(number) if number < state.plan.units else None
+        return unit
+
+    def next(self, task: int) -> Unit | None:
+        """The unit of a task that begins next; None if all have begun."""
+        return self._tasks[task].next
+
+    def rest(self, task: int) -> Iterator[Unit]:
+        """The units of a task that have not begun, in order."""
+        state = self._tasks[task]
+        return map(state.plan.unit, range(state.candidate.unit, state.plan.units))
+
+    def wait(self, task: int) -> None:
+        """Let a task wait: its unit ended and no device goes on with it. A task that is done does not wait."""
+        if self._tasks[task].next is not None:
+            self._waiting.add(self._tasks[task].candidate)
+
+    def waits(self) -> bool:
+        """Whether any task waits."""
+        return bool(self._waiting)
+
+    def left(self) -> bool:
+        """Whether any task has units that have not begun."""
+        return self._begun < self._units

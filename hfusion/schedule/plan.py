@@ -1,0 +1,151 @@
+"""The vocabulary of plans: many tasks, each cut into shards, on devices with budgets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hfusion.core.errors import PlanError
+from hfusion.schedule.shards import Direction, Shard, Unit
+from hfusion.schedule.task_plan import TaskPlan
+
+__all__ = ["Direction", "Plan", "Shard", "TaskPlan", "Unit"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tasks on devices.
+
+    ``devices`` maps names to budgets in bytes; ``load_rate`` and ``evict_rate`` are the bytes/s from host to
+    device and back, each device having a link of its own. Raises PlanError for names that repeat, no device,
+    rates that are not positive, and a task that fits no device.
+    """
+
+    tasks: tuple[TaskPlan, ...]
+    devices: Mapping[str, int]
+    load_rate: float
+    evict_rate: float
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for task in self.tasks:
+            if task.name in seen:
+                raise PlanError(f"two tasks are named {task.name!r}: give each its own name")
+            seen.add(task.name)
+        if not self.devices:
+            raise PlanError("the plan has no device: give at least one")
+        for name in self.devices:
+            if not name or any(character.isspace() for character in name):
+                raise PlanError(f"device {name!r}: a name is one word without spaces")
+        for label, rate in (("load_rate", self.load_rate), ("evict_rate", self.evict_rate)):
+            if not rate > 0:
+                raise PlanError(f"{label} is {rate} bytes/s: it must be positive")
+        self._check_room()
+
+    def _check_room(self) -> None:
+        largest = max(self.devices, key=lambda name: self.devices[name])
+        budget = self.devices[largest]
+        for task in self.tasks:
+            if task.device_bytes > budget:
+                mode, remedy = ("resident", "spill it") if task.resident else ("spilled", "cut more shards")
+                raise PlanError(
+                    f"task {task.name!r} needs {task.device_bytes:,} bytes on one device ({mode}, "
+                    f"{len(task.shards)} shards), but the largest budget is {budget:,} bytes, of {largest!r}: "
+                    f"the smallest budget that would do is {task.device_bytes:,} bytes; or {remedy}"
+                )
+
+    @property
+    def lower_bound(self) -> float:
+        """Seconds that no schedule beats: max(longest task, total work / devices), computing only."""
+        if not self.tasks:
+            return 0.0
+        work = [task.seconds for task in self.tasks]
+        return max(max(work), math.fsum(work) / len(self.devices))
+
+    def __str__(self) -> str:
+        head = ("task", "mode", "width", "shards", "steps", "s/step", "stays", "device", "of budget", "moved/step")
+        largest = max(self.devices.values())
+        rows = [_row(task, largest) for task in self.tasks]
+        names = ", ".join(f"{name} {readable(budget)}" for name, budget in _few(list(self.devices.items())))
+        rest = f", and {len(self.devices) - SHOWN} more" if len(self.devices) > SHOWN else ""
+        rates = f"host to device {readable(self.load_rate)}/s, back {readable(self.evict_rate)}/s"
+        lines = [f"plan  {len(self.tasks)} tasks  {len(self.devices)} devices: {names}{rest}  ({rates})"]
+        return "\n".join([*lines, *_aligned([head, *rows])])
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the bytes of each task by kind, and what it needs of a device, against the budgets.
+
+        Needs matplotlib.
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 1.6 + 0.35 * len(self.tasks)), layout="constrained")
+        axes = figure.subplots()
+        names = [task.name for task in self.tasks]
+        left = [0.0] * len(names)
+        for kind in ("weights", "gradients", "optimizer", "activations"):
+            sizes = [sum(getattr(shard, kind) for shard in task.shards) / 2**20 for task in self.tasks]
+            axes.barh(names, sizes, left=left, label=f"{kind}, all shards")
+            left = [a + b for a, b in zip(left, sizes, strict=True)]
+        needs = [task.device_bytes / 2**20 for task in self.tasks]
+        axes.plot(needs, names, "k|", markersize=14, markeredgewidth=2, label="needed at once")
+        for number, budget in enumerate(sorted(set(self.devices.values()))):
+            axes.axvline(budget / 2**20, color="gray", linestyle="--", label=None if number else "budget")
+        axes.invert_yaxis()
+        axes.set_xlabel("MiB")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        figure.savefig(path)
+
+
+SHOWN = 8
+
+
+def _few(items: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    return items[:SHOWN]
+
+
+def readable(count: float) -> str:
+    """Bytes for people, with binary prefixes.
+
+    >>> readable(3 * 1024**3)
+    '3.0GiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f}B" if unit == "B" else f"{count:.1f}{unit}"
+        count /= 1024
+    return f"{count:.1f}TiB"
+
+
+def _stays(task: TaskPlan) -> str:
+    """What a task keeps on its device."""
+    last = len(task.shards) - 1
+    return "all" if task.resident else readable(task.home_bytes(last)) if task.keeps(last) else "-"
+
+
+def _row(task: TaskPlan, largest: int) -> tuple[str, ...]:
+    return (
+        task.name,
+        "resident" if task.resident else "spilled",
+        str(task.width),
+        str(len(task.shards)),
+        str(task.steps),
+        f"{task.step_seconds:.4g}",
+        _stays(task),
+        readable(task.device_bytes),
+        f"{task.device_bytes / largest:.0%}" if largest else "-",
+        readable(sum(task.moved_bytes)),
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

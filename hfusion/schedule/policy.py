@@ -1,0 +1,178 @@
+"""Which unit a device runs next. Policies are pure functions that simulator and executor share.
+
+The caller keeps the state: the tasks that wait, in a heap that is sorted the way the policy wants, so that a
+decision looks at two candidates and costs the logarithm of the number of tasks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from hfusion.core.errors import PlanError
+
+
+class Candidate(NamedTuple):
+    """A task that could run: ``task`` is its position in the plan, ``unit`` the number of its next unit.
+
+    ``remaining``: seconds of computing in its units that have not begun; ``quantum``: seconds of its longest
+    unit; ``since``: how many units of all tasks had begun when its last unit did; ``need``: bytes of a device.
+    """
+
+    task: int
+    unit: int
+    remaining: float
+    quantum: float
+    since: int
+    need: int
+
+
+Order = Callable[[Candidate], float]
+
+
+class Waiting:
+    """The candidates that no device runs, least ``order`` first, ties by position in the plan.
+
+    ``budgets`` are those of all devices: a device sees the candidates that fit it.
+    """
+
+    def __init__(self, order: Order, budgets: Iterable[int]) -> None:
+        self._order = order
+        self._budgets = sorted(set(budgets))
+        self._heaps: list[list[tuple[float, int, Candidate]]] = [[] for _ in self._budgets]
+
+    def __bool__(self) -> bool:
+        return any(self._heaps)
+
+    def add(self, candidate: Candidate) -> None:
+        """Let a candidate wait. Raises PlanError if it fits no device."""
+        place = bisect_left(self._budgets, candidate.need)
+        if place == len(self._budgets):
+            raise PlanError(f"task {candidate.task} needs {candidate.need:,} bytes: more than any device has")
+        heappush(self._heaps[place], (self._order(candidate), candidate.task, candidate))
+
+    def first(self, budget: int) -> Candidate | None:
+        """The first candidate that fits ``budget`` bytes; it keeps waiting."""
+        heap = self._first_heap(budget)
+        return heap[0][2] if heap else None
+
+    def take(self, budget: int) -> None:
+        """The candidate that ``first`` shows waits no longer. Raises IndexError if there is none."""
+        heappop(self._first_heap(budget))
+
+    def _first_heap(self, budget: int) -> list[tuple[float, int, Candidate]]:
+        found: list[tuple[float, int, Candidate]] = []
+        for heap in self._heaps[: bisect_left(self._budgets, budget + 1)]:
+            if heap and (not found or heap[0][:2] < found[0][:2]):
+                found = heap
+        return found
+
+
+class State(NamedTuple):
+    """What a device that asks for work shows to the policy.
+
+    ``budget``: its bytes; ``running``: how its present task would go on, None without one; ``waiting``: to be
+    read only; ``share``: seconds of computing in units that have not begun, over the number of devices.
+    """
+
+    budget: int
+    running: Candidate | None
+    waiting: Waiting
+    share: float
+
+
+Choice = Callable[[Order, State], Candidate | None]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """``policy(state)`` is the next candidate, ``state.running`` or the first that waits, or None.
+
+    ``patient``: it lets tasks take turns on a device as rarely as it can, so what they keep there is worth keeping.
+    """
+
+    name: str
+    about: str
+    order: Order
+    choice: Choice
+    patient: bool = False
+
+    def __call__(self, state: State) -> Candidate | None:
+        return self.choice(self.order, state)
+
+
+def best(order: Order, state: State) -> Candidate | None:
+    """The least in ``order``; the running one if there is a tie, as it needs no new LOAD."""
+    first, running = state.waiting.first(state.budget), state.running
+    if first is None or (running is not None and order(running) <= order(first)):
+        return running
+    return first
+
+
+def patient(order: Order, state: State) -> Candidate | None:
+    """Stay with the running task until one that waits would make the whole run longer if it waited on.
+
+    That is so when its remaining time reaches the share of a device, less one unit (McNaughton 1959: with
+    tasks that may be interrupted, max(longest task, share) can be met by interrupting few of them).
+    """
+    first, running = state.waiting.first(state.budget), state.running
+    if first is None or running is None:
+        return running if first is None else first
+    late = first.remaining + first.quantum >= state.share
+    longer = first.remaining >= running.remaining + running.quantum
+    return first if late and longer else running
+
+
+def _longest(candidate: Candidate) -> float:
+    return -candidate.remaining
+
+
+def _position(candidate: Candidate) -> float:
+    return candidate.task
+
+
+def _since(candidate: Candidate) -> float:
+    return candidate.since
+
+
+def random(seed: int) -> Policy:
+    """A policy that gives every unit a priority drawn from ``seed``."""
+
+    def drawn(candidate: Candidate) -> float:
+        return _mix(_mix(_mix(seed) ^ candidate.task) ^ candidate.unit)
+
+    return Policy("random", "a priority drawn anew for each unit", drawn, best)
+
+
+def _mix(value: int) -> int:
+    """Scatter 64 bits: the finaliser of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return value ^ (value >> 31)
+
+
+# Of `hfusion.simulate` and `hfusion.train`.
+DEFAULT = "patient-lrtf"
+POLICIES: dict[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        Policy("sharded-lrtf", "longest remaining time first (Hydra, arXiv:2110.08633)", _longest, best),
+        Policy(DEFAULT, "the same, but a task is only interrupted when it must be", _longest, patient, True),
+        Policy("fifo", "in the order of the plan", _position, best),
+        Policy("round-robin", "the task that has waited longest", _since, best),
+        random(0),
+    )
+}
+
+
+def named(policy: str | Policy) -> Policy:
+    """The policy of this name. Raises PlanError that lists the names for an unknown one."""
+    if isinstance(policy, Policy):
+        return policy
+    if policy not in POLICIES:
+        raise PlanError(f"unknown policy {policy!r}: choose from {', '.join(POLICIES)}")
+    return POLICIES[policy]

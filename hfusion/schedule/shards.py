@@ -1,0 +1,84 @@
+"""What is scheduled: a direction of a shard, and what a shard needs and costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import NamedTuple
+
+from hfusion.core.errors import PlanError
+
+
+class Direction(StrEnum):
+    """The two passes of a minibatch, the optimizer step where it waits for the gradients of all shards, evaluation.
+
+    Else the optimizer step of a shard belongs to its backward unit.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+    EVALUATE = "evaluate"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Nodes ``[first, last)`` of the linearised graph, and what one minibatch of all members costs there.
+
+    Bytes on the device:
+        weights: parameters and buffers.
+        gradients: of the parameters that are trained.
+        optimizer: state of the optimizer for them.
+        activations: saved between forward and backward inside the shard.
+        workspace: the most that is alive for a moment while one of its nodes runs forward.
+        peak: the most that is alive for a moment of its backward: gradients, activations, temporaries.
+        boundary: what is alive at its output cut, inputs of later shards included; 0 for the last shard.
+    Seconds: ``forward``, ``backward`` (without the recomputation), ``step`` (its optimizer step).
+    ``frozen``: those bytes of ``weights`` that training never changes, so that they need not be written back.
+    """
+
+    index: int
+    first: int
+    last: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    workspace: int
+    peak: int
+    boundary: int
+    forward: float
+    backward: float
+    step: float
+    frozen: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.last:
+            raise PlanError(f"shard {self.index} holds nodes [{self.first}, {self.last}): give it at least one")
+        for field in fields(self)[3:]:
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise PlanError(f"shard {self.index}: {field.name} is {value}: it must be finite and at least 0")
+        if self.frozen > self.weights:
+            sizes = f"frozen is {self.frozen:,} bytes, weights {self.weights:,}"
+            raise PlanError(f"shard {self.index}: {sizes}: frozen is a part of weights, so it cannot be more")
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one minibatch with its optimizer step when nothing is recomputed."""
+        return self.forward + self.backward + self.step
+
+
+class Unit(NamedTuple):
+    """What is scheduled: one direction of one shard on one minibatch (``step``) of a task.
+
+    The minibatches of evaluations are counted for themselves. ``updates``: whether it ends with the optimizer step of
+    its shard.
+    """
+
+    task: str
+    step: int
+    direction: Direction
+    shard: int
+    updates: bool

@@ -1,0 +1,349 @@
+"""What happens when: the actions of a run, simulated or real, and the checks every run must pass.
+
+A device has three lanes that work at the same time, each on one action: compute (FORWARD, RECOMPUTE, BACKWARD, STEP,
+EVALUATE), the link from the host (LOAD) and the link to it (EVICT).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from itertools import pairwise, zip_longest
+from pathlib import Path
+
+from hfusion.core.errors import HFusionError
+from hfusion.schedule.plan import Direction, Plan, TaskPlan
+
+
+class TimelineError(HFusionError):
+    """A timeline breaks a rule of order, memory or exclusivity, or its text cannot be read."""
+
+
+class Kind(StrEnum):
+    """What an action does."""
+
+    LOAD = "LOAD"
+    FORWARD = "FORWARD"
+    RECOMPUTE = "RECOMPUTE"
+    BACKWARD = "BACKWARD"
+    STEP = "STEP"
+    EVALUATE = "EVALUATE"
+    EVICT = "EVICT"
+
+    @property
+    def lane(self) -> str:
+        """The part of a device that works: ``in``, ``compute`` or ``out``."""
+        return LANES.get(self, "compute")
+
+
+LANES = {Kind.LOAD: "in", Kind.EVICT: "out"}
+PASSES = {
+    Direction.FORWARD: Kind.FORWARD,
+    Direction.BACKWARD: Kind.BACKWARD,
+    Direction.EVALUATE: Kind.EVALUATE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing one device did for one shard of a task, from ``start`` to ``end`` in seconds.
+
+    ``step`` is the minibatch. ``bytes``: a LOAD takes them on the device from its start, until the EVICTs of
+    the shard, one or more, have given the same number back at their ends; a computing action takes them while it runs.
+    """
+
+    kind: Kind
+    task: str
+    shard: int
+    step: int
+    device: str
+    start: float
+    end: float
+    bytes: int
+
+    def __str__(self) -> str:
+        times = f"{self.start!r} {self.end!r}"
+        return f"{times} {self.kind} {self.device} {self.task} {self.shard} {self.step} {self.bytes}"
+
+    @classmethod
+    def parse(cls, line: str) -> Action:
+        """The action that prints as ``line``. Raises TimelineError."""
+        try:
+            start, end, kind, device, task, shard, step, size = line.split()
+            return cls(Kind(kind), task, int(shard), int(step), device, float(start), float(end), int(size))
+        except ValueError as error:
+            form = "start end KIND device task shard step bytes"
+            raise TimelineError(f"cannot read the action {line!r} ({error}): write {form!r}") from error
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All actions of a run in order of start, the devices, and the least seconds any schedule needs."""
+
+    actions: tuple[Action, ...]
+    devices: tuple[str, ...]
+    lower_bound: float
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds until the last computing ends; what is written back after it is not waited for."""
+        ends = [action.end for action in self.actions if action.kind.lane == "compute"]
+        return max(ends, default=0.0)
+
+    @cached_property
+    def utilisation(self) -> float:
+        """Share of the devices' time until the makespan that is spent computing, 0 to 1."""
+        if not self.makespan:
+            return 0.0
+        busy = math.fsum(a.end - a.start for a in self.actions if a.kind.lane == "compute")
+        return busy / (self.makespan * len(self.devices))
+
+    @cached_property
+    def peak(self) -> dict[str, int]:
+        """The most bytes that are taken at one time, by device."""
+        changes = self._changes()
+        return {name: max((level for _, level in levels(changes[name])), default=0) for name in self.devices}
+
+    def _changes(self) -> dict[str, list[tuple[float, int]]]:
+        """Per device, when bytes are taken (positive) and given back (negative)."""
+        changes: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        for action in self.actions:
+            if action.kind is not Kind.EVICT:
+                changes[action.device].append((action.start, action.bytes))
+            if action.kind is not Kind.LOAD:
+                changes[action.device].append((action.end, -action.bytes))
+        return changes
+
+    def validate(self, plan: Plan) -> None:
+        """Raises TimelineError for the first rule that is broken.
+
+        Every unit of every task of ``plan`` runs once and in order, on one device at a time, and ends with a
+        STEP where the plan says so; what computes is loaded; a shard is in one place only, and back on the
+        host at the end; a lane does one thing at a time; no budget is exceeded.
+        """
+        self._check_names(plan)
+        by_task: dict[str, list[Action]] = {task.name: [] for task in plan.tasks}
+        for action in sorted(self.actions, key=lambda action: action.start):
+            by_task[action.task].append(action)
+        for task in plan.tasks:
+            _check_units(task, by_task[task.name])
+            _check_places(task, by_task[task.name])
+        _check_lanes(self.actions)
+        for name, peak in self.peak.items():
+            if peak > plan.devices[name]:
+                raise TimelineError(f"device {name!r} holds {peak:,} bytes, its budget is {plan.devices[name]:,}")
+
+    def _check_names(self, plan: Plan) -> None:
+        if set(self.devices) != set(plan.devices):
+            raise TimelineError(f"the devices are {self.devices}, those of the plan are {tuple(plan.devices)}")
+        tasks = {task.name: len(task.shards) for task in plan.tasks}
+        for action in self.actions:
+            if action.device not in plan.devices or not 0 <= action.shard < tasks.get(action.task, 0):
+                raise TimelineError(f"the plan has no such device, task or shard: {action}")
+            if not (0 <= action.start <= action.end < math.inf and action.bytes >= 0):
+                raise TimelineError(f"time runs backwards or bytes are negative: {action}")
+
+    def __str__(self) -> str:
+        head = ["timeline", f"lower_bound {self.lower_bound!r}", " ".join(["devices", *self.devices])]
+        return "\n".join([*head, *map(str, self.actions)])
+
+    @classmethod
+    def parse(cls, text: str) -> Timeline:
+        """The timeline that prints as ``text``, exactly. Raises TimelineError."""
+        lines = text.strip().split("\n")
+        if len(lines) < 3 or lines[0] != "timeline":
+            raise TimelineError(f"no timeline begins with {lines[0]!r}: give the whole text of str(timeline)")
+        bound, devices = lines[1].split(), lines[2].split()
+        if len(bound) != 2 or bound[0] != "lower_bound" or devices[:1] != ["devices"]:
+            raise TimelineError(f"expected 'lower_bound SECONDS' and 'devices NAMES', not {lines[1:3]}")
+        return cls(tuple(map(Action.parse, lines[3:])), tuple(devices[1:]), float(bound[1]))
+
+    def perfetto(self, path: str | Path) -> None:
+        """Write a Chrome trace (JSON), which ui.perfetto.dev opens: a process per device, a thread per lane.
+
+        Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+        """
+        events: list[dict[str, object]] = []
+        pids = {name: number for number, name in enumerate(self.devices)}
+        tids = {lane: number for number, lane in enumerate(("compute", "in", "out"))}
+        for name, pid in pids.items():
+            events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}})
+            for lane, tid in tids.items():
+                args = {"name": lane}
+                events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": args})
+        for action in self.actions:
+            events.append(
+                {
+                    "name": f"{action.task} {action.kind.lower()} {action.shard}",
+                    "cat": str(action.kind),
+                    "ph": "X",
+                    "ts": action.start * 1e6,
+                    "dur": (action.end - action.start) * 1e6,
+                    "pid": pids[action.device],
+                    "tid": tids[action.kind.lane],
+                    "args": {"step": action.step, "bytes": action.bytes},
+                }
+            )
+        for name, changes in self._changes().items():
+            for time, level in levels(changes):
+                events.append(
+                    {
+                        "name": "memory",
+                        "ph": "C",
+                        "ts": time * 1e6,
+                        "pid": pids[name],
+                        "args": {"bytes": level},
+                    }
+                )
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def draw(self, path: str | Path) -> None:
+        """Draw a Gantt chart: per device what it computes, coloured by task, and what its links carry below.
+
+        Needs matplotlib.
+        """
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+
+        tasks = list(dict.fromkeys(action.task for action in self.actions))
+        palette = colormaps["tab20"]
+        colours = {task: palette(number % 20) for number, task in enumerate(tasks)}
+        heights = {"compute": (0.0, 0.5), "in": (0.54, 0.14), "out": (0.7, 0.14)}
+        spans: dict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
+        rows = {name: number for number, name in enumerate(self.devices)}
+        for action in self.actions:
+            key = (rows[action.device], action.kind.lane, action.task)
+            spans[key].append((action.start, action.end - action.start))
+        figure = Figure(figsize=(12, 1.5 + 0.6 * len(rows)), layout="constrained")
+        axes = figure.subplots()
+        for (row, lane, task), bars in spans.items():
+            low, height = heights[lane]
+            alpha = 1.0 if lane == "compute" else 0.6
+            axes.broken_barh(bars, (row + low, height), facecolors=colours[task], alpha=alpha)
+        axes.axvline(self.lower_bound, color="black", linestyle="--")
+        axes.set_yticks([row + 0.42 for row in rows.values()], [f"{name}\ncompute, in, out" for name in rows])
+        axes.set_ylim(len(rows), -0.1)
+        axes.set_xlim(left=0)
+        axes.set_xlabel(f"seconds (dashed: lower bound {self.lower_bound:.4g}, makespan {self.makespan:.4g})")
+        if len(tasks) <= 20:
+            patches = [Patch(color=colours[task], label=task) for task in tasks]
+            axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        figure.savefig(path)
+
+
+def levels(changes: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Running sums over time; what is given back at a moment is free for what is taken at it.
+
+    >>> levels([(0.0, 3), (2.0, 4), (2.0, -3)])
+    [(0.0, 3), (2.0, 0), (2.0, 4)]
+    """
+    level, found = 0, []
+    for time, change in sorted(changes):
+        level += change
+        found.append((time, level))
+    return found
+
+
+def _computing(task: TaskPlan) -> Iterator[tuple[Kind, int, int]]:
+    """What a task computes, in order: kind, step, shard."""
+    for unit in map(task.unit, range(task.units)):
+        if task.recomputes(unit.direction, unit.shard):
+            yield Kind.RECOMPUTE, unit.step, unit.shard
+        if unit.direction in PASSES:
+            yield PASSES[unit.direction], unit.step, unit.shard
+        if unit.updates:
+            yield Kind.STEP, unit.step, unit.shard
+
+
+def _check_units(task: TaskPlan, actions: list[Action]) -> None:
+    """What computes is exactly what the units of the task say, one after the other."""
+    found = [action for action in actions if action.kind.lane == "compute"]
+    for wanted, action in zip_longest(_computing(task), found):
+        if wanted is None:
+            raise TimelineError(f"task {task.name!r} is done, its {task.units} units ran, but this comes: {action}")
+        kind, step, shard = wanted
+        if action is None:
+            raise TimelineError(
+                f"task {task.name!r} is not done: the {kind} of shard {shard} in step {step} is missing"
+            )
+        if wanted != (action.kind, action.step, action.shard):
+            raise TimelineError(
+                f"task {task.name!r} should do the {kind} of shard {shard} in step {step}, not {action}"
+            )
+    _check_apart(found, f"task {task.name!r} runs twice at a time")
+
+
+def _check_apart(actions: list[Action], what: str) -> None:
+    for before, after in pairwise(actions):
+        if after.start < before.end:
+            raise TimelineError(f"{what}: {before}, and {after}")
+
+
+def _check_places(task: TaskPlan, actions: list[Action]) -> None:
+    """A shard is loaded where it computes, and follows its task to another device only through the host."""
+    loaded: dict[int, Action] = {}
+    left: dict[int, int] = {}
+    gone: dict[int, Action] = {}
+    left_at: tuple[str, int] | None = None
+    for action in actions:
+        here = loaded.get(action.shard)
+        if action.kind is Kind.LOAD:
+            if here is not None:
+                raise TimelineError(f"the shard is already on a device by {here}: {action}")
+            if action.shard in gone and gone[action.shard].end > action.start:
+                raise TimelineError(f"the shard is loaded before it is evicted by {gone[action.shard]}: {action}")
+            loaded[action.shard] = action
+        elif here is None or here.device != action.device or here.end > action.start:
+            raise TimelineError(f"the shard is not loaded on {action.device!r} when this begins: {action}")
+        elif action.kind is Kind.EVICT:
+            left[action.shard] = left.get(action.shard, 0) + action.bytes
+            if left[action.shard] > here.bytes:
+                raise TimelineError(f"{here} took fewer bytes than are given back until {action}")
+            if left[action.shard] == here.bytes:
+                del loaded[action.shard], left[action.shard]
+                gone[action.shard] = action
+        elif action.shard in left:
+            raise TimelineError(f"the shard is being evicted when this begins: {action}")
+        else:
+            _check_use(task, action, here, gone, left_at)
+            left_at = (action.device, action.shard)
+    if loaded:
+        raise TimelineError(f"the shard is never evicted after {next(iter(loaded.values()))}")
+    _check_last_use(actions)
+
+
+def _check_use(
+    task: TaskPlan, action: Action, here: Action, gone: dict[int, Action], left_at: tuple[str, int] | None
+) -> None:
+    ends = {Kind.RECOMPUTE: Direction.BACKWARD, Kind.STEP: Direction.UPDATE if task.clipped else Direction.BACKWARD}
+    direction = {kind: way for way, kind in PASSES.items()} | ends
+    needed = task.held_bytes(direction[action.kind], action.shard)
+    if here.bytes < needed:
+        raise TimelineError(f"{here} holds less than the {needed:,} bytes that this needs: {action}")
+    if left_at is not None and left_at[0] != action.device:
+        out = gone.get(left_at[1])
+        if out is None or out.device != left_at[0] or out.end > here.start:
+            raise TimelineError(f"what the task left on {left_at[0]!r} is not yet evicted when {here} begins")
+
+
+def _check_last_use(actions: list[Action]) -> None:
+    busy: dict[int, Action] = {}
+    for action in actions:
+        if action.kind is Kind.EVICT and action.shard in busy and busy[action.shard].end > action.start:
+            raise TimelineError(f"the shard is evicted while it computes {busy[action.shard]}: {action}")
+        if action.kind.lane == "compute":
+            busy[action.shard] = action
+
+
+def _check_lanes(actions: Iterable[Action]) -> None:
+    lanes: dict[tuple[str, str], list[Action]] = defaultdict(list)
+    for action in sorted(actions, key=lambda action: (action.start, action.end)):
+        lanes[action.device, action.kind.lane].append(action)
+    for (device, lane), found in lanes.items():
+        _check_apart(found, f"lane {lane} of device {device!r} does two things at a time")

@@ -1,0 +1,200 @@
+"""Compiled steps: of the whole array in one program, or member by member where operators would loop in it anyway.
+
+A program of the whole array holds what loops over members once for each of them. Convolutions on a CPU are faster so,
+but compiling them B times is not worth it: one member is compiled, and the program called B times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.capture.lengths import recurrent
+from hfusion.compiler.compiler import Place, Source, representatives
+from hfusion.core.layout import Layout
+from hfusion.passes.align import scalars
+from hfusion.step.step_graph import Call, Joint, Tensors, build, captured_dims, trace, trace_member
+
+# Operators of one program that are worth it: inductor takes some 0.1 s for each on two cores.
+MOST_OPERATORS = 4000
+# Calls in a forward's loops over members that are still compiled together with the rest.
+MOST_LOOPED_CALLS = 32
+# Programs for members that differ in scalars.
+MOST_KINDS = 4
+# oneDNN's kernel gives an undefined tensor in training, on which inductor's code fails when it runs.
+_NOT_COMPILED = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
+
+Run: TypeAlias = Callable[..., Sequence[Tensor]]
+
+
+class Unprofitable(Exception):
+    """A step is not worth its compilation, or would not survive it; the message says why."""
+
+
+class StepProgram(Protocol):
+    """A compiled step. It holds for calls of the programs it was made of, where ``fits`` says so of their sizes."""
+
+    @property
+    def how(self) -> str:
+        """In words."""
+
+    def fits(self, call: Call) -> bool: ...
+
+    def step(self, call: Call) -> Tensor:
+        """Write gradients and buffers; the losses ``[B]``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """One program for all members. ``params`` are all parameters, also those that it gives no gradient."""
+
+    joint: Joint
+    run: Run
+    tensors: Tensors
+    params: tuple[Place, ...]
+
+    @property
+    def how(self) -> str:
+        return f"one program of {len(self.joint.operators)} operators"
+
+    def fits(self, call: Call) -> bool:
+        return self.joint.fits(call.batch())
+
+    def step(self, call: Call) -> Tensor:
+        _clear(self.params)
+        own = self.tensors.all()
+        with torch.no_grad():
+            losses, *grads = self.run(*own, *call.batch())
+        for place, grad in zip(self.joint.trained, grads, strict=True):
+            own[place].grad = grad
+        return losses
+
+
+@dataclass(frozen=True, eq=False)
+class Each:
+    """One program for every kind of member, called once per member; ``kinds[b]`` is member b's."""
+
+    joints: tuple[Joint, ...]
+    runs: tuple[Run, ...]
+    kinds: tuple[int, ...]
+    tensors: Tensors
+    params: tuple[Place, ...]
+
+    @property
+    def how(self) -> str:
+        count = len(self.joints[0].operators)
+        programs = "one program" if len(self.runs) == 1 else f"{len(self.runs)} programs"
+        return f"{programs} of {count} operators for a member, called once per member"
+
+    def fits(self, call: Call) -> bool:
+        batch = call.of_member(0).batch()
+        return all(joint.fits(batch) for joint in self.joints)
+
+    def step(self, call: Call) -> Tensor:
+        _clear(self.params)
+        own = self.tensors.all()
+        pairs = [*zip(own, self.tensors.stacked, strict=True), *zip(call.batch(), call.stacked, strict=True)]
+        columns = [t.detach().split(1) if stacked else (t,) * len(self.kinds) for t, stacked in pairs]
+        with torch.no_grad():
+            rows = [self.runs[kind](*given) for kind, *given in zip(self.kinds, *columns, strict=True)]
+            losses, *grads = zip(*rows, strict=True)
+            for place, found in zip(self.joints[0].trained, grads, strict=True):
+                tensor, stacked = pairs[place]
+                tensor.grad = torch.cat(found) if stacked else torch.stack(found).sum(0)
+            return torch.cat(losses)
+
+
+def _clear(params: Sequence[Place]) -> None:
+    # Before the step, so that the new gradients may lie where the old ones did, in memory that is warm.
+    for holder, name in params:
+        holder[name].grad = None
+
+
+def make(forward: Source, loss: Source, call: Call, places: Sequence[Place]) -> Whole | Each:
+    """The compiled step for calls like ``call``, which has run eagerly before; parameters are among ``places``.
+
+    Raises:
+        Unprofitable: it would not be worth its time.
+        Exception: what keeps the programs from being traced or compiled, of many types.
+    """
+    if recurrent(forward.compiled.graph) or recurrent(loss.compiled.graph):
+        raise Unprofitable(
+            "a program writes out every step of a recurrent layer, and it has a recurrent layer over a length that "
+            "varies; give one length, padded, to have it compiled"
+        )
+    params = tuple((holder, name) for holder, name in places if isinstance(holder[name], nn.Parameter))
+    tensors, looped = Tensors.of(forward, loss), looped_calls(forward)
+    if looped > MOST_LOOPED_CALLS:
+        return each(forward, loss, call, tensors, params)
+    joint = trace(forward, loss, call)
+    _check_open(joint, forward, loss, call)
+    # Some calls are many operators, such as a recurrent layer's.
+    if looped and len(joint.operators) > MOST_OPERATORS:
+        return each(forward, loss, call, tensors, params)
+    _check(joint)
+    return Whole(joint, build(joint, tensors.all(), call.batch()), tensors, params)
+
+
+def looped_calls(source: Source) -> int:
+    """How many calls of single members' operators a program makes."""
+    program = source.compiled.program
+    loops = [n for n in program.module.graph.nodes if n.meta.get("layout") is Layout.LISTED]
+    return program.members * sum(not n.meta.get("transition") for n in loops)
+
+
+def each(forward: Source, loss: Source, call: Call, tensors: Tensors, params: tuple[Place, ...]) -> Each:
+    """The step as a program per kind of member; raises as `make`."""
+    kinds = kinds_of(forward, loss)
+    firsts = representatives(kinds)
+    if len(firsts) > MOST_KINDS:
+        raise Unprofitable(
+            f"members run one by one, each kind by a program of its own, and scalars differ in {len(firsts)} ways; "
+            f"at most {MOST_KINDS} are worth it"
+        )
+    joints = [trace_member(forward, loss, call, member) for member in firsts]
+    for joint in joints:
+        _check_open(joint, forward, loss, call)
+        _check(joint)
+    runs = [
+        build(joint, tensors.of_member(member), call.of_member(member).batch())
+        for joint, member in zip(joints, firsts, strict=True)
+    ]
+    return Each(tuple(joints), tuple(runs), kinds, tensors, params)
+
+
+def kinds_of(forward: Source, loss: Source) -> tuple[int, ...]:
+    """Which members have equal scalars: a number for each kind, by first appearance."""
+    members = forward.compiled.program.members
+    values = [values for source in (forward, loss) for values in scalars(source.compiled.graph)]
+    rows = [tuple(map(repr, (each[member] for each in values))) for member in range(members)]
+    numbers = {row: number for number, row in enumerate(dict.fromkeys(rows))}
+    return tuple(numbers[row] for row in rows)
+
+
+def _check_open(joint: Joint, forward: Source, loss: Source, call: Call) -> None:
+    """Refuse a step that would hold for one length only, where many are met; few numbers of samples are."""
+    rows = zip(captured_dims(forward, loss, call), call.stacked, joint.dims, strict=True)
+    closed = [
+        f"dim {dim} of {call.batch()[k].dtype} {list(call.batch()[k].shape)}"
+        for k, (dims, stacked, left) in enumerate(rows)
+        for dim in sorted(dim + stacked for dim in dims if dim)
+        if dim not in left
+    ]
+    if closed:
+        raise Unprofitable(
+            f"its sizes vary, and a program would hold for one size only of {' and of '.join(closed)}, "
+            "which an operator needs to know"
+        )
+
+
+def _check(joint: Joint) -> None:
+    operators = joint.operators
+    refused = sorted(str(operator) for operator in _NOT_COMPILED & set(operators))
+    if refused:
+        raise Unprofitable(f"inductor cannot call {', '.join(refused)}, by which recurrent layers run")
+    if len(operators) > MOST_OPERATORS:
+        raise Unprofitable(f"the step has {len(operators)} operators, and compilation pays up to {MOST_OPERATORS}")

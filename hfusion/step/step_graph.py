@@ -1,0 +1,321 @@
+"""Forward, losses and gradients of an array as one graph of ATen operators, which needs no autograd when it runs.
+
+The graph is traced by `torch.fx.experimental.proxy_tensor.make_fx` with the sizes of the batch as symbols, and handed
+to inductor as it is, past Dynamo: what Dynamo would guard, the caller checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hfusion.compiler.compiler import BATCHED, Arguments, Place, Source, of_member
+from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.guards import Guards, open_dims
+from hfusion.core.layout import Layout
+from hfusion.core.program import describe_value
+from hfusion.core.silence import quiet
+from hfusion.passes.inductor.at_once import at_once
+from hfusion.passes.inductor.decompositions import DECOMPOSITIONS
+from hfusion.passes.inductor.onehot import onehot
+from hfusion.passes.inductor.sink import sink
+from hfusion.passes.inductor.turn import turn
+
+_CONVOLUTION = torch.ops.aten.convolution.default
+
+# Bytes from one pixel to the next from which on inductor's transposes cost more than its convolutions gain, measured.
+_LONG_ROW = 1 << 11
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a step is given."""
+
+    inputs: Arguments
+    target: Arguments
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The tensors, as they stand."""
+        return [leaf for leaf in (*self.inputs.leaves, *self.target.leaves) if isinstance(leaf, BATCHED)]
+
+    def batch(self) -> list[Tensor]:
+        """The tensors as a traced step takes them: contiguous."""
+        return [(leaf.tensor if isinstance(leaf, StackedInput) else leaf).contiguous() for leaf in self.leaves]
+
+    def mapped(self, fn: Callable[[Any], Any]) -> Call:
+        """The same call of ``fn`` of its leaves."""
+        inputs, target = (Arguments(tuple(map(fn, a.leaves)), a.spec) for a in (self.inputs, self.target))
+        return Call(inputs, target)
+
+    def of_member(self, member: int) -> Call:
+        """The same call of an array of one."""
+
+        def one(leaf: Any) -> Any:
+            return StackedInput(leaf.tensor[member : member + 1]) if isinstance(leaf, StackedInput) else leaf
+
+        return self.mapped(one)
+
+    @property
+    def stacked(self) -> list[bool]:
+        """Which tensors have a row for every member."""
+        return list(map(is_stacked, self.leaves))
+
+    @property
+    def text(self) -> str:
+        """Such as ``f32[32,64], i64[32]``."""
+        marks = ["stacked " if is_stacked(leaf) else "" for leaf in self.leaves]
+        kinds = [describe_value(tensor, None, 0) for tensor in self.batch()]
+        return ", ".join(mark + kind for mark, kind in zip(marks, kinds, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """The traced step.
+
+    ``module`` takes the tensors of the array, then those of the inputs and of the target; all inputs contiguous. It
+    gives the losses ``[B]`` and the gradients of the tensors numbered ``trained``, contiguous and each in memory of its
+    own. It writes to buffers in place, never to parameters. ``own`` and ``batch`` are its inputs as fake tensors.
+    """
+
+    module: fx.GraphModule
+    trained: tuple[int, ...]
+    own: tuple[Tensor, ...]
+    batch: tuple[Tensor, ...]
+
+    @property
+    def examples(self) -> tuple[Tensor, ...]:
+        return (*self.own, *self.batch)
+
+    @property
+    def dims(self) -> list[frozenset[int]]:
+        """For each tensor of the batch, the dims whose sizes are left open."""
+        return list(map(open_dims, self.batch))
+
+    @property
+    def operators(self) -> list[Any]:
+        """The operators that it calls, one for each call."""
+        return [node.target for node in self.module.graph.nodes if node.op == "call_function"]
+
+    @cached_property
+    def guards(self) -> Guards:
+        """What the graph, and what inductor made of it, take for granted of the sizes of the batch."""
+        return Guards(self.batch)
+
+    def fits(self, batch: Sequence[Tensor]) -> bool:
+        """Whether it holds for a ``batch`` of other sizes."""
+        return self.guards.hold([tensor.shape for tensor in batch])
+
+
+@dataclass(frozen=True, eq=False)
+class Tensors:
+    """The tensors that a step takes, each once. ``stacked``: which have a row for every member."""
+
+    places: tuple[Place, ...]
+    stacked: tuple[bool, ...]
+
+    @staticmethod
+    def of(*sources: Source) -> Tensors:
+        once: dict[int, tuple[Place, bool]] = {}
+        for source in sources:
+            for (holder, name), layout in zip(source.places, source.layouts, strict=True):
+                once.setdefault(id(holder[name]), ((holder, name), layout is Layout.STACKED))
+        return Tensors(tuple(place for place, _ in once.values()), tuple(stacked for _, stacked in once.values()))
+
+    def all(self) -> list[Tensor]:
+        """As they are now."""
+        return [holder[name] for holder, name in self.places]
+
+    def of_member(self, member: int) -> list[Tensor]:
+        """Of one member: rows ``[1, ...]`` of what is stacked. No autograd sees where they come from."""
+        pairs = zip(self.all(), self.stacked, strict=True)
+        return [row(tensor, member) if stacked else tensor for tensor, stacked in pairs]
+
+
+def row(tensor: Tensor, member: int) -> Tensor:
+    """Row ``member`` of a stack as a stack of one, a view that needs a gradient as the stack does."""
+    return tensor.detach()[member : member + 1].requires_grad_(tensor.requires_grad)
+
+
+def trace(forward: Source, loss: Source, call: Call) -> Joint:
+    """The step of the whole array for calls like ``call``, with the sizes left open that its programs leave open.
+
+    An autocast that is active holds for forward and loss; the gradients follow the dtypes that it gave.
+    Raises OtherSizes where the programs are none for this call, and whatever keeps them from being traced.
+    """
+    tensors = Tensors.of(forward, loss)
+    return _trace(forward, loss, tensors, tensors.all(), call)
+
+
+def trace_member(forward: Source, loss: Source, call: Call, member: int) -> Joint:
+    """As `trace`, the step of one member, which takes the tensors and the inputs of that member as stacks of one."""
+    tensors = Tensors.of(forward, loss)
+    ours, its_loss = (replace(source, compiled=of_member(source.compiled, member)) for source in (forward, loss))
+    return _trace(ours, its_loss, tensors, tensors.of_member(member), call.of_member(member))
+
+
+def _trace(forward: Source, loss: Source, tensors: Tensors, given: Sequence[Tensor], call: Call) -> Joint:
+    """The step of programs that take ``given`` in place of the tensors at ``tensors``."""
+    # sympy comes with it.
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    own = [mode.from_tensor(tensor, static_shapes=True) for tensor in given]
+    count = len(own)
+    batch = [
+        _fake(mode, k, leaf, dims)
+        for k, (leaf, dims) in enumerate(zip(call.leaves, captured_dims(forward, loss, call), strict=True))
+    ]
+    _check(forward, refilled(call, batch).inputs.shapes)
+    trained = [k for k, fake in enumerate(own) if fake.requires_grad]
+    ids = [id(holder[name]) for holder, name in tensors.places]
+    reached: list[int] = []
+
+    def joint(*given: Tensor) -> list[Tensor]:
+        held = dict(zip(ids, given[:count], strict=True))
+        losses = _losses(forward, loss, held, refilled(call, given[count:]))
+        grads = _gradients(losses, [given[k] for k in trained])
+        reached.extend(k for k, grad in zip(trained, grads, strict=True) if grad is not None)
+        return _separate(given, [losses.detach(), *(grad for grad in grads if grad is not None)])
+
+    # Programs pick their ways by strides and sizes, which the fake tensors have.
+    with quiet(), torch.enable_grad(), _attention(given), mode, enable_python_dispatcher():
+        module = onehot(turn(sink(make_fx(joint, decomposition_table=DECOMPOSITIONS)(*own, *batch))))
+    return Joint(module, tuple(reached), tuple(own), tuple(batch))
+
+
+def _attention(given: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """In which attention is traced: in float64 written out where torch describes the CPU's kernel as it is not."""
+    wrong = any(tensor.dtype is torch.float64 for tensor in given) and _misdescribed()
+    return sdpa_kernel(SDPBackend.MATH) if wrong else nullcontext()
+
+
+@cache
+def _misdescribed() -> bool:
+    """Whether torch takes what the kernel keeps for its backward for float32, as 2.11 does."""
+    with FakeTensorMode():
+        x = torch.empty(1, 1, 1, 8, dtype=torch.float64)
+        kept = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x)[1]
+    return kept.dtype is not torch.float64
+
+
+class OtherSizes(Exception):
+    """The programs that a step is traced of are none for the sizes of this call."""
+
+
+def _check(source: Source, shapes: Sequence[Sequence[Any]]) -> None:
+    """What a program was captured for holds for the traced step, too: asked of symbols, it is noted there."""
+    with disable_proxy_modes_tracing():
+        if not source.compiled.guards(shapes):
+            raise OtherSizes
+
+
+def captured_dims(forward: Source, loss: Source, call: Call) -> list[frozenset[int]]:
+    """For each tensor of a call, the dims that a member sees and whose sizes the captures leave open."""
+    outputs = forward.compiled.program.out_spec.num_leaves
+    dims = (*forward.compiled.dims, *loss.compiled.dims[outputs:])
+    leaves = (*call.inputs.leaves, *call.target.leaves)
+    return [found for leaf, found in zip(leaves, dims, strict=True) if isinstance(leaf, BATCHED)]
+
+
+def _fake(mode: FakeTensorMode, position: int, leaf: Any, dims: Collection[int]) -> Tensor:
+    """A fake input of which the number of samples and ``dims`` that a member sees are symbols."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    # A copy: where a row lies in its stack would be a guard.
+    tensor = (leaf.tensor if is_stacked(leaf) else leaf).detach().clone(memory_format=torch.contiguous_format)
+    sizes = [DimDynamic.STATIC] * tensor.dim()
+    first = 1 if is_stacked(leaf) else 0
+    for dim in {0, *dims}:
+        if first + dim < tensor.dim():
+            sizes[first + dim] = DimDynamic.DYNAMIC
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+    return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input_{position}"))
+
+
+def refilled(call: Call, tensors: Sequence[Tensor]) -> Call:
+    """The same call around other tensors."""
+    fresh = iter(tensors)
+
+    def other(leaf: Any) -> Any:
+        if isinstance(leaf, StackedInput):
+            return StackedInput(next(fresh))
+        return next(fresh) if isinstance(leaf, Tensor) else leaf
+
+    return call.mapped(other)
+
+
+def _losses(forward: Source, loss: Source, held: Mapping[int, Tensor], call: Call) -> Tensor:
+    outputs = _run(forward, held, call.inputs.values)
+    rows = [out.shape[1:] if isinstance(out, Tensor) else () for out in outputs]
+    _check(loss, [*rows, *call.target.shapes])
+    # The loss takes the outputs' leaves, then the target's, whatever their nesting.
+    (losses,) = _run(loss, held, [*outputs, *call.target.values])
+    found: Tensor = losses
+    return found
+
+
+def _run(source: Source, held: Mapping[int, Tensor], leaves: Sequence[Any]) -> Sequence[Any]:
+    code = at_once(source.compiled.program.module)
+    results: Sequence[Any] = code(*[held[id(h[n])] for h, n in source.places], *leaves)
+    return results
+
+
+def _gradients(losses: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    with torch.autocast(losses.device.type, enabled=False):
+        return torch.autograd.grad(losses.sum(), trained, allow_unused=True)
+
+
+def _separate(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs, contiguous; none shares memory with an input or another output, as it may be written to."""
+    taken = {tensor.untyped_storage()._cdata for tensor in inputs}
+    results = []
+    for output in outputs:
+        own = output.contiguous()
+        if own.untyped_storage()._cdata in taken:
+            own = own.clone(memory_format=torch.contiguous_format)
+        taken.add(own.untyped_storage()._cdata)
+        results.append(own)
+    return results
+
+
+def build(joint: Joint, own: Sequence[Tensor], batch: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """``joint.module`` compiled by inductor and tried once on tensors ``own``, on copies of the buffers.
+
+    Raises what inductor raises, and where there is no C++ compiler; also what its code raises.
+    """
+    # Imported late: most programs never compile, and inductor takes a second to import.
+    from torch._inductor import compile as inductor
+
+    devices = range(torch.cuda.device_count())
+    kind = joint.examples[0].device.type
+    options = cpu_options(joint.module) if kind == "cpu" else {}
+    with quiet(), torch.no_grad(), torch.autocast(kind, enabled=False):
+        run: Callable[..., Sequence[Tensor]] = inductor(joint.module, [e.detach() for e in joint.examples], options)
+        kept = [tensor if tensor.requires_grad else tensor.clone() for tensor in own]
+        with torch.random.fork_rng(devices):
+            run(*kept, *batch)
+    return run
+
+
+def cpu_options(module: fx.GraphModule) -> dict[str, Any]:
+    """How inductor compiles a program for the CPU.
+
+    Operators are called from C++: small ones take less time than Python to call them. Inductor would also run all
+    convolutions channels-last; those that stand here channels-first with long rows, as the grouped ones of many
+    members, it then transposes by strides of a page.
+    """
+    convolutions = [node.meta["val"] for node in module.graph.nodes if node.target is _CONVOLUTION]
+    wide = any(out.stride(1) > 1 and out.shape[1] * out.element_size() >= _LONG_ROW for out in convolutions)
+    return {"cpp_wrapper": True, "layout_optimization": not wide}

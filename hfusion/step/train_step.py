@@ -1,0 +1,413 @@
+"""A training step of a whole array as one call: forward, losses, gradients, the optimizer's update."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from operator import attrgetter, is_
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards
+from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
+from torch.optim import Optimizer
+
+from hfusion.array.module import FusedModule
+from hfusion.array.per_model import per_model
+from hfusion.compiler.compiler import MOST_KEYS, Arguments, Place, Source
+from hfusion.core.exclusive import compiling
+from hfusion.core.fingerprint import read_state
+from hfusion.optim import coupling
+from hfusion.step.compiled import StepProgram, Unprofitable, make
+from hfusion.step.cuda_graph import captured
+from hfusion.step.step_graph import Call, OtherSizes
+
+# Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
+MOST_PROGRAMS = 16
+
+_TRAITS = attrgetter("shape", "dtype", "device", "requires_grad")
+_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Row:
+    """How calls with such inputs run; ``why`` is empty where they are compiled."""
+
+    call: str
+    how: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.call}: {self.how}" + (f": {self.why}" if self.why else "")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """``str(report)`` is for people, ``rows`` for programs: one for each kind of call so far."""
+
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.rows)) or "no step so far"
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """Tensors, and torch's own guards of their kinds and strides: a fifth of what it takes Python to look at them."""
+
+    tensors: list[Tensor]
+    once: list[Tensor]
+    guards: TensorGuards
+
+    @staticmethod
+    def of(tensors: list[Tensor]) -> Seen:
+        once = list({id(tensor): tensor for tensor in tensors}.values())
+        sizes: list[Any] = [list(tensor.shape) for tensor in once]
+        strides: list[Any] = [list(tensor.stride()) for tensor in once]
+        return Seen(tensors, once, TensorGuards(*once, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides))
+
+    def again(self, tensors: list[Tensor]) -> bool:
+        """Whether these are the same tensors, as they were, without hooks. An autocast of another kind may hide it."""
+        return all(map(is_, tensors, self.tensors)) and self.guards.check(*self.once) and not _any_hooks(self.once)
+
+
+@dataclass(eq=False)
+class Way:
+    """How the calls of one signature run, as long as the tensors at ``places`` are as ``traits`` has them.
+
+    It begins without a program, at a first eager step, and gets one at the second call, or ``why`` says why not.
+    """
+
+    call: str
+    situation: Any
+    places: list[Place]
+    traits: Any
+    sources: tuple[Source, Source] | None = None
+    program: StepProgram | None = None
+    why: str = ""
+    _seen: Seen | None = None
+
+    def holds(self) -> bool:
+        tensors = [holder[name] for holder, name in self.places]
+        if self._seen is not None and self._seen.again(tensors):
+            return True
+        if _traits(self.places) != self.traits:
+            return False
+        self._seen = Seen.of(tensors)
+        return True
+
+    def like(self, other: Way) -> bool:
+        """Whether a program of this way may serve ``other``, up to the number of samples."""
+        if self.sources is None or other.sources is None:
+            return False
+        pairs = zip(self.sources, other.sources, strict=True)
+        same = all(a.compiled is b.compiled for a, b in pairs)
+        return same and self.situation == other.situation and bool(self.traits == other.traits)
+
+    def row(self) -> Row:
+        if self.program is not None:
+            return Row(self.call, self.program.how)
+        return Row(self.call, "eager", self.why or "the first step of its kind")
+
+
+# What steps of one array have found out: another step with the like loss need not do so again. Not of losses with
+# tensors, which belong to one of them.
+_found: WeakKeyDictionary[nn.Module, dict[Any, list[Way]]] = WeakKeyDictionary()
+
+
+def _shared(fused: FusedModule) -> dict[Any, list[Way]]:
+    return _found.setdefault(fused, {})
+
+
+def _family(call: Call, situation: Any) -> Any:
+    """What calls have in common that may share a program: all but their sizes."""
+    return call.inputs.loose_key, call.target.loose_key, situation
+
+
+def _traits(places: Sequence[Place]) -> Any:
+    """What a traced step takes for granted of its tensors: their kinds, strides, hooks, and which are one object."""
+    tensors = [holder[name] for holder, name in places]
+    ids = list(map(id, tensors))
+    ties = [ids.index(i) for i in ids] if len(set(ids)) < len(ids) else None
+    return list(map(_TRAITS, tensors)), list(map(Tensor.stride, tensors)), ties, _any_hooks(tensors)
+
+
+def _any_hooks(tensors: Sequence[Tensor]) -> bool:
+    # Those of one tensor are None or a dict, which changes in place.
+    return any(map(any, map(_HOOKS, tensors)))
+
+
+class TrainStep:
+    """What `train_step` gives; see there."""
+
+    def __init__(self, fused: FusedModule, loss_fn: Callable[..., Any], opt: Optimizer, compile: bool) -> None:
+        self._fused, self._loss_fn, self._optimizer = fused, loss_fn, opt
+        self._loss = per_model(loss_fn)
+        self._compile = compile
+        self._ways: dict[Any, list[Way]] = {}
+        self._known: dict[Any, Way] = {}
+        self._warned: set[str] = set()
+
+    def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
+        args, kwargs = _arguments(inputs, keywords)
+        if not self._compile:
+            return self._eager(args, kwargs, target)[0]
+        call = Call(Arguments.of(args, kwargs), Arguments.of((target,), {}))
+        situation = (self._fused._pattern(), read_state(self._loss_fn), _autocast())
+        way = self._find(call, situation)
+        if way is None or not self._ready(way, call):
+            losses, outputs = self._eager(args, kwargs, target)
+            self._note(call, situation, outputs, target)
+            return losses
+        if way.program is None or _hooked(self._fused):
+            return self._eager(args, kwargs, target)[0]
+        with _without_autocast(situation[2]):
+            losses = way.program.step(call)
+        self._optimizer.step()
+        return losses
+
+    def __repr__(self) -> str:
+        name = getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__)
+        parts = (self._fused._original, f"B={len(self._fused)}", name, type(self._optimizer).__name__)
+        lines = [f"train_step({', '.join(parts)}, compile={self._compile})", *map(str, self.report().rows)]
+        return "\n  ".join(lines)
+
+    def report(self) -> StepReport:
+        """Which calls run compiled, which eagerly and why."""
+        if not self._compile:
+            return StepReport((Row("every call", "eager", "compile=False"),))
+        return StepReport(tuple(way.row() for ways in self._ways.values() for way in ways))
+
+    def _eager(self, args: Sequence[Any], kwargs: dict[str, Any], target: Any) -> tuple[Tensor, Any]:
+        """The step by autograd: losses and outputs."""
+        self._optimizer.zero_grad()
+        self._fused.zero_grad()
+        with torch.enable_grad():
+            outputs = self._fused(*args, **kwargs)
+            losses = self._loss(outputs, target)
+            _check_losses(losses, len(self._fused))
+            # As torch advises, and as it is when a step's autocast ends before its backward.
+            with _without_autocast(_autocast()):
+                losses.sum().backward()
+        self._optimizer.step()
+        return losses.detach(), outputs
+
+    def _find(self, call: Call, situation: Any) -> Way | None:
+        """How such a call runs; None where that is to be seen from an eager step."""
+        exact = (call.inputs.key, call.target.key, situation)
+        known = self._known.get(exact)
+        if known is not None and known.holds():
+            return known
+        kind = _family(call, situation)
+        ways = self._ways.setdefault(kind, [])
+        ways += [way for way in _shared(self._fused).get(kind, ()) if way not in ways]
+        # With a program first, then the latest, which is the most general.
+        ordered = sorted(enumerate(ways), key=lambda pair: (pair[1].program is None, -pair[0]))
+        found = next((way for _, way in ordered if way.holds() and self._serves(way, call)), None)
+        if found is not None and (found.program is not None or found.why):
+            if len(self._known) == MOST_KEYS:
+                self._known.clear()
+            self._known[exact] = found
+        return found
+
+    def _serves(self, way: Way, call: Call) -> bool:
+        """Whether a call of other sizes runs as ``way`` does."""
+        if way.program is not None:
+            return way.program.fits(call)
+        return way.sources is not None and self._fused.find(call.inputs) is way.sources[0].compiled
+
+    def _ready(self, way: Way, call: Call) -> bool:
+        """Make the program of ``way``, or say why there is none; False where it is none for these sizes."""
+        if way.program is None and not way.why:
+            try:
+                with compiling():
+                    self._prepare(way, call)
+            except OtherSizes:
+                return False
+        return True
+
+    def _note(self, call: Call, situation: Any, outputs: Any, target: Any) -> None:
+        """What to do with the next call like this one, which has just run eagerly."""
+        way = self._way(situation, call, self._loss.found(outputs, target))
+        ways = self._ways.setdefault(_family(call, situation), [])
+        if not any(other.program is None and other.why == way.why and other.like(way) for other in ways):
+            ways.append(way)
+            if way.sources is not None and not way.sources[1].places:
+                _shared(self._fused).setdefault(_family(call, situation), []).append(way)
+        if way.why:
+            self._known[call.inputs.key, call.target.key, situation] = way
+
+    def _way(self, situation: Any, call: Call, loss: Source | str) -> Way:
+        """What to do with the next call like this one, which has just run eagerly; ``loss`` is how its loss ran."""
+        modules = list(self._fused.modules())
+        places: list[Place] = [(m._parameters, n) for m in modules for n, p in m._parameters.items() if p is not None]
+        forward = self._fused.find(call.inputs)
+        if forward is None or isinstance(loss, str):
+            why = f"the loss runs in a loop over members: {loss}"
+            return self._refused(Way(call.text, situation, places, _traits(places), why=why))
+        sources = Source.of(forward, self._fused), loss
+        places += [place for source in sources for place in source.places]
+        why = _obstacle(sources, places, call)
+        way = Way(call.text, situation, places, _traits(places), sources, why=why)
+        return self._refused(way) if why else way
+
+    def _refused(self, way: Way) -> Way:
+        """Tell once, for every reason, that calls run eagerly."""
+        if way.why not in self._warned:
+            self._warned.add(way.why)
+            warnings.warn(
+                f"train_step of {self._fused._original} with ({way.call}) runs eagerly, exact but slower: {way.why}. "
+                "train_step(..., compile=False) does so without this warning",
+                stacklevel=5,
+            )
+        return way
+
+    def _prepare(self, way: Way, call: Call) -> None:
+        """Find or make the program of ``way``, or say why there is none. Raises OtherSizes."""
+        assert way.sources is not None
+        way.program = self._fitting(way, call)
+        if way.program is not None:
+            return
+        if len(self._programs()) >= MOST_PROGRAMS:
+            way.why = f"{MOST_PROGRAMS} other programs were compiled already; call it with fewer kinds of inputs"
+        else:
+            way.program = self._made(way, call)
+        if way.program is None:
+            self._refused(way)
+
+    def _programs(self) -> list[StepProgram]:
+        ways = (way for ways in self._ways.values() for way in ways)
+        return list(dict.fromkeys(way.program for way in ways if way.program is not None))
+
+    def _fitting(self, way: Way, call: Call) -> StepProgram | None:
+        """The program of calls that differ in the number of samples only, if it holds for this number."""
+        for other in (other for ways in self._ways.values() for other in ways):
+            if other.program is not None and other.like(way) and other.program.fits(call):
+                return other.program
+        return None
+
+    def _made(self, way: Way, call: Call) -> StepProgram | None:
+        assert way.sources is not None
+        try:
+            return captured(make(*way.sources, call, way.places))
+        except OtherSizes:
+            raise
+        except Unprofitable as error:
+            way.why = str(error)
+        except Exception as error:
+            # Only what is traced and compiled here: the call itself has run eagerly, with the user's own errors.
+            way.why = f"compilation failed: {_told(error)}"
+        return None
+
+
+def _arguments(inputs: Any, keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How the fused module is called with ``inputs``: a tuple or list of arguments, a dict of keywords, or the one."""
+    if isinstance(inputs, Tensor):
+        return (inputs,), keywords
+    if isinstance(inputs, Mapping):
+        return (), {**inputs, **keywords}
+    return tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,), keywords
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether calls of ``module`` run more than its forward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or has_global_hooks()
+
+
+def _told(error: Exception) -> str:
+    """The error in one line, with the remedy where it is known."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    missing = "cxx" in type(error).__name__.lower() or "compiler" in text.lower()
+    return f"{text}; install a C++ compiler (g++ or clang++), or name it in the variable CXX" if missing else text
+
+
+def _obstacle(sources: Sequence[Source], places: Sequence[Place], call: Call) -> str:
+    """What makes a program without autograd impossible, in words; empty if nothing does."""
+    forward, loss = sources
+    if forward.compiled.opaque:
+        path = forward.compiled.opaque[0].path
+        return f"{path or 'forward'} runs in a loop over members: {forward.compiled.opaque[0].why}"
+    if any(tensor.requires_grad for tensor in call.batch()):
+        return "an input requires grad, and a program gives gradients of parameters only; detach it"
+    if any(holder[name].requires_grad for holder, name in loss.places):
+        return "the loss has parameters of its own that require grad; freeze them, or train them apart"
+    if _any_hooks([holder[name] for holder, name in places]):
+        return "a parameter has hooks, which a program does not call; use hooks of the optimizer's step"
+    return ""
+
+
+def _check_losses(losses: Any, members: int) -> None:
+    if not isinstance(losses, Tensor) or losses.shape != (members,):
+        found = f"[B, ...] = {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(f"loss_fn must give one number for each of {members} members, it gave {found}; take its mean")
+
+
+def _autocast() -> Any:
+    """The active autocast, None if there is none."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    active = [(kind, torch.get_autocast_dtype(kind)) for kind in _DEVICES if torch.is_autocast_enabled(kind)]
+    return tuple(active) or None
+
+
+def _without_autocast(active: Any) -> AbstractContextManager[Any]:
+    stack = ExitStack()
+    for kind, _ in active or ():
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack if active else nullcontext()
+
+
+def train_step(fused: FusedModule, loss_fn: Callable[..., Any], opt: Optimizer, *, compile: bool = True) -> TrainStep:
+    """One training step of all members as a callable: ``losses = step(inputs, target)``, losses ``[B]``, detached.
+
+    A step clears the gradients, computes outputs, losses and gradients, and updates by ``opt``: to the members the same
+    as the loop ``loss_fn(model(inputs), target).backward(); opt.step()``. Hyper-parameters are read at every step, so
+    schedulers work as ever; clip in a hook that returns None, ``opt.register_step_pre_hook``. The gradients stay in
+    ``.grad`` afterwards.
+
+    Args:
+        fused: of `hfusion.fuse` or `hfusion.build`.
+        loss_fn: any functional loss as for `hfusion.per_model`: one number, called with output and target.
+        opt: an optimizer over parameters of ``fused``.
+        compile: forward, losses and backward become one program without autograd, made by inductor at the second call
+            of its kind (the first is eager, and checked) and kept for other numbers of samples; where the array loops
+            over members, as over convolutions on a CPU, one program of a member, called for each. Mode, requires_grad,
+            dtype, device, hooks and what the loss reads by itself may change; a program is made for each situation.
+            Random draws, as of dropout, differ from those of the eager step. What cannot be compiled runs eagerly, and
+            a UserWarning says why, as does ``step.report()``. On a CUDA device the program is recorded as a CUDA graph
+            for each size of batch, up to four; gradients then lie in the same memory at every step.
+
+    Returns:
+        A callable ``step(inputs, target, **keywords)``. Inputs are the one argument of the fused module, a tuple or
+        list of its arguments, or a dict of keyword arguments; further keywords go there, too. They and the target may
+        be `hfusion.stacked`.
+
+    Raises:
+        ValueError: ``opt`` holds parameters that are none of ``fused``; at a step, a loss that is not one number per
+            member.
+        FusionError: ``opt`` is one that would couple the members, such as torch.optim.LBFGS.
+
+    Example:
+        >>> import torch, torch.nn.functional as F, hfusion as hf
+        >>> fused = hf.build(lambda: torch.nn.Linear(2, 1), seeds=[0, 1, 2])
+        >>> opt = hf.optim.SGD(fused.parameters(), lr=[0.1, 0.2, 0.3])
+        >>> step = train_step(fused, F.mse_loss, opt, compile=False)
+        >>> step(torch.zeros(4, 2), torch.ones(4, 1)).shape
+        torch.Size([3])
+    """
+    own = set(map(id, fused.parameters()))
+    strange = sum(id(p) not in own for group in opt.param_groups for p in group["params"])
+    if strange:
+        raise ValueError(
+            f"{strange} parameters of the {type(opt).__name__} belong to no member of the fused {fused._original}; "
+            "make it of fused.parameters()"
+        )
+    coupling.check(opt)
+    return TrainStep(fused, loss_fn, opt, compile)

@@ -1,0 +1,1 @@
+"""`hf.Task`, `hf.plan` and `hf.train`."""

@@ -1,0 +1,262 @@
+"""From tasks and a machine to arrays and plans: what is fused, resident or spilled, in how many shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfusion.array.fuse import fuse
+from hfusion.array.module import FusedModule
+from hfusion.array.per_model import PerModel
+from hfusion.core.errors import PlanError
+from hfusion.core.program import Program
+from hfusion.device.backend import random_states_kept
+from hfusion.device.machine import Machine, Rates
+from hfusion.optim.base import FusedOptimizer
+from hfusion.passes.partition.shard import Sharding, sharding
+from hfusion.runtime.training import Recipe
+from hfusion.schedule.plan import Plan, TaskPlan
+from hfusion.tasks.reading import generators, reading
+from hfusion.tasks.sharing import check_loaders, check_tensors
+from hfusion.tasks.source import Evaluated, Minibatch, Stream, Trained
+from hfusion.tasks.task import Task, length, optimizer_of, shapes
+
+_UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True, eq=False)
+class First:
+    """The first minibatches, as the loaders of a task give them."""
+
+    trained: Any
+    evaluated: Any
+
+
+@dataclass(frozen=True)
+class Room:
+    """The device that arrays are planned for: its bytes and rates; ``keep``: a spilled one may keep its last shard."""
+
+    budget: int
+    rates: Rates
+    keep: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Arrangement:
+    """Members of a task that are trained as one array, by ``plan``; ``first`` are minibatches to capture with."""
+
+    task: Task
+    members: tuple[int, ...]
+    array: FusedModule
+    optimizer: FusedOptimizer
+    first: First
+    plan: TaskPlan
+
+    def minibatch(self) -> Minibatch:
+        """The first one that is trained with."""
+        return Minibatch.of(self.task, self.first.trained, self.members)
+
+    def trained(self, plan: TaskPlan, loss: PerModel, devices: Sequence[torch.device]) -> tuple[Stream, Recipe]:
+        """The minibatches of all epochs in the shards of ``plan``, and how the first is computed on ``devices``."""
+        minibatch = self.minibatch()
+        programs = Trained(self.task.name, self.array, plan.shards, minibatch.samples)
+        stream = Stream(self.task, self.task.loader, self.members, loss, programs, minibatch.samples, devices)
+        return stream, stream.prepare(minibatch)
+
+    def evaluated(
+        self,
+        loader: Iterable[Any],
+        loss: PerModel,
+        devices: Sequence[torch.device],
+        names: Mapping[str, str],
+        held: Sequence[frozenset[str]],
+    ) -> tuple[Stream, Recipe]:
+        """The same for the evaluations, in the shards that hold the tensors ``held``, see `recut`."""
+        samples = self.minibatch().samples
+        programs = Evaluated(self.array, names, held, samples)
+        stream = Stream(self.task, loader, self.members, loss, programs, samples, devices)
+        return stream, stream.prepare(Minibatch.of(self.task, self.first.evaluated, self.members))
+
+
+def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tuple[list[Arrangement], Plan]:
+    """Fuse what can be fused as wide as it fits, and cut what does not fit the largest device.
+
+    ``keep``: what is spilled may keep its last shard on the device, see `cut_ahead`.
+
+    Raises:
+        PlanError: names that repeat, a task that fits in no way, a loader that cannot be used.
+        FusionError: models that cannot be captured.
+    """
+    check_tensors(tasks)
+    rates = machine.calibrate()
+    largest = max(machine.devices, key=lambda device: device.memory)
+    room = Room(largest.memory, rates[largest.name], keep)
+    found = [one for task in tasks for one in _arrays(task, room)]
+    check_loaders([(one.plan.name, (one.task.loader, one.task.eval_loader)) for one in found])
+    loads = [rate.load for rate in rates.values()]
+    evicts = [rate.evict for rate in rates.values()]
+    budgets = {device.name: device.memory for device in machine.devices}
+    return found, Plan(tuple(one.plan for one in found), budgets, min(loads), min(evicts))
+
+
+def _arrays(task: Task, room: Room) -> list[Arrangement]:
+    """The arrays of one task; several where shapes differ, or where all members at once are too many."""
+    try:
+        return _made(task, room)
+    except Exception as error:
+        error.add_note(f"in the task {task.name!r}")
+        raise
+
+
+def _made(task: Task, room: Room) -> list[Arrangement]:
+    first = _first(task)
+    if isinstance(task.models, FusedModule):
+        return [_arranged(task, task.models, range(len(task.models)), first, room, task.name)]
+    models = [task.models] if isinstance(task.models, nn.Module) else list(task.models)
+    groups = shapes(models)
+    arrays = []
+    for number, group in enumerate(groups):
+        name = task.name if len(groups) == 1 else f"{task.name}.{number}"
+        arrays += _widths(task, models, group, first, room, name)
+    return arrays
+
+
+def _widths(
+    task: Task, models: Sequence[nn.Module], group: Sequence[int], first: First, room: Room, name: str
+) -> list[Arrangement]:
+    """The arrays of models of one shape: as wide as gives the least estimated time."""
+    whole = fuse([models[index] for index in group])
+    width = _width(task, whole, group, first, room)
+    if width == len(group):
+        return [_arranged(task, whole, group, first, room, name)]
+    del whole
+    return [
+        _arranged(task, fuse([models[index] for index in part]), part, first, room, f"{name}.{number}")
+        for number, part in enumerate(batched_evenly(group, width))
+    ]
+
+
+def batched_evenly(items: Sequence[int], width: int) -> list[tuple[int, ...]]:
+    """``items`` in runs of at most ``width``, as equal as can be.
+
+    >>> batched_evenly(range(5), 3)
+    [(0, 1, 2), (3, 4)]
+    """
+    count = math.ceil(len(items) / width)
+    small, large = divmod(len(items), count)
+    ends = [small * (place + 1) + min(place + 1, large) for place in range(count)]
+    return [tuple(items[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def _width(task: Task, whole: FusedModule, group: Sequence[int], first: First, room: Room) -> int:
+    """How many members to fuse: of B, B/2, B/4, ... what takes the least time, the widest of equals.
+
+    A resident array costs its computing; a spilled one its computing or its transfers, whichever take longer.
+    """
+    minibatch = Minibatch.of(task, first.trained, group)
+    whole.fix_sizes()
+    program = whole.compiled(minibatch.arguments).program
+    optimizer = optimizer_of(task, whole, group)
+    best: tuple[float, int] | None = None
+    failure: PlanError | None = None
+    width = len(group)
+    while width:
+        try:
+            plan = _plan(task, replace(program, members=width), minibatch.samples, optimizer, room, "width", width)
+        except PlanError as error:
+            failure = failure or error
+        else:
+            seconds = math.ceil(len(group) / width) * _seconds(plan, room.rates)
+            if best is None or seconds < 0.99 * best[0]:
+                best = (seconds, width)
+        width = 0 if width == 1 else math.ceil(width / 2)
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best[1]
+
+
+def _seconds(plan: TaskPlan, rates: Rates) -> float:
+    """Estimated seconds of a minibatch."""
+    if plan.resident:
+        return plan.step_seconds
+    moved_in, moved_out = plan.moved_bytes
+    return max(plan.step_seconds, moved_in / rates.load, moved_out / rates.evict)
+
+
+def _arranged(
+    task: Task, array: FusedModule, members: Sequence[int], first: First, room: Room, name: str
+) -> Arrangement:
+    minibatch = Minibatch.of(task, first.trained, members)
+    array.fix_sizes()
+    program = array.compiled(minibatch.arguments).program
+    optimizer = optimizer_of(task, array, members)
+    plan = _plan(task, program, minibatch.samples, optimizer, room, name, len(members))
+    return Arrangement(task, tuple(members), array, optimizer, first, plan)
+
+
+def _plan(
+    task: Task, program: Program, samples: int, optimizer: FusedOptimizer, room: Room, name: str, width: int
+) -> TaskPlan:
+    """Resident if that fits the budget; else spilled."""
+    state = optimizer.state_stacks
+
+    def planned(cut: Sharding, *, resident: bool) -> TaskPlan:
+        return TaskPlan(
+            name,
+            cut.shards,
+            task.steps,
+            resident,
+            width,
+            task.epoch,
+            task.accumulate,
+            clipped=task.clip is not None,
+            evaluated=task.evaluated,
+            kept=cut.kept,
+        )
+
+    resident = planned(sharding(program, samples, _UNLIMITED, room.rates, state), resident=True)
+    if resident.device_bytes <= room.budget:
+        return resident
+    cut = sharding(program, samples, room.budget, room.rates, state, carried=resident.carried, keep=room.keep)
+    return planned(cut, resident=False)
+
+
+def _first(task: Task) -> First:
+    """The random state and the loaders are as before."""
+    with random_states_kept(), _undrawn(task.loader), _undrawn(task.eval_loader):
+        trained = _begin(task, "loader", task.loader)
+        return First(trained, None if task.eval_loader is None else _begin(task, "eval_loader", task.eval_loader))
+
+
+def _begin(task: Task, role: str, loader: Iterable[Any]) -> Any:
+    """The first minibatch of a loader."""
+    with reading(loader) as given:
+        if given is loader:
+            raise PlanError(
+                f"task {task.name!r}: the {role}, a {type(loader).__name__}, can be read only once; give one that can "
+                "be read again for every epoch, such as a DataLoader or a list"
+            )
+        for found in given:
+            return found
+    raise PlanError(
+        f"task {task.name!r}: the {role} gives no minibatch, but its length is {length(loader)}: give one whose length "
+        "is the number of its minibatches"
+    )
+
+
+@contextmanager
+def _undrawn(loader: Iterable[Any] | None) -> Iterator[None]:
+    """The generators that a DataLoader and its samplers draw from are afterwards as before."""
+    states = [(each, each.get_state()) for each in generators(loader)]
+    try:
+        yield
+    finally:
+        for each, state in states:
+            each.set_state(state)

@@ -1,0 +1,106 @@
+"""What tasks that are trained at once may not share: memory that one of them changes, and what reads their data."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.array.module import FusedModule
+from hfusion.capture.compare import tensors
+from hfusion.core.errors import PlanError
+from hfusion.tasks.reading import generators
+from hfusion.tasks.task import Task
+
+
+def listed(tasks: Any) -> list[Task]:
+    """One task or several as a list. Raises PlanError for none, what is no task, and one task or one name twice."""
+    found = [tasks] if isinstance(tasks, Task) or not isinstance(tasks, Iterable) else list(tasks)
+    if not found:
+        raise PlanError("there is no task: give at least one hf.Task")
+    for index, task in enumerate(found):
+        if not isinstance(task, Task):
+            raise PlanError(f"task {index} is a {type(task).__name__}: give an hf.Task, or a list of them")
+        if any(task is other for other in found[:index]):
+            raise PlanError(f"task {task.name!r} is given twice: give it once, or make a second one of its own")
+        if any(task.name == other.name for other in found[:index]):
+            raise PlanError(f"two tasks are named {task.name!r}: give each its own name")
+    return found
+
+
+def check_tensors(tasks: Sequence[Task]) -> None:
+    """Raise PlanError where a task reaches memory that another one trains in place.
+
+    Lists of models are copied before anything runs, so these may share models; frozen tensors are only read.
+    """
+    for writer in tasks:
+        written = sorted((*_memory(tensor), name) for name, tensor in _written(writer))
+        for other in tasks if written else ():
+            for name, tensor in _reached(other) if other is not writer else ():
+                if (theirs := _overlap(written, tensor)) is not None:
+                    raise PlanError(
+                        f"tasks {writer.name!r} and {other.name!r} share memory: {name!r} of {other.name!r} is "
+                        f"{theirs!r} of the array that {writer.name!r} trains in place. Train both in one task, one "
+                        "after the other in two calls, or give one of them a copy (copy.deepcopy, array.unfuse())"
+                    )
+
+
+def _written(task: Task) -> Iterator[tuple[str, Tensor]]:
+    """What training changes of the tensors that the user holds."""
+    if isinstance(task.models, FusedModule):
+        for name, tensor in tensors(task.models):
+            if tensor.numel() and (tensor.requires_grad or not isinstance(tensor, nn.Parameter)):
+                yield name, tensor
+
+
+def _reached(task: Task) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(task.models, nn.Module):
+        yield from tensors(task.models)
+        return
+    for index, model in enumerate(task.models):
+        for name, tensor in tensors(model):
+            yield f"model {index}: {name}", tensor
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Where its storage begins and ends; a member's may lie within its array's."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _overlap(written: Sequence[tuple[int, int, str]], tensor: Tensor) -> str | None:
+    """The name of what lies there, of stretches of memory in order."""
+    start, end = _memory(tensor)
+    place = bisect_left(written, (end,)) - 1
+    return written[place][2] if start < end and place >= 0 and written[place][1] > start else None
+
+
+def check_loaders(arrays: Sequence[tuple[str, Sequence[Any]]]) -> None:
+    """Raise PlanError where two arrays, each a name and its loaders, would read with one iterator or random generator.
+
+    Which reads when depends on what else runs, so that neither would read as if alone.
+    """
+    for index, (name, loaders) in enumerate(arrays):
+        for other, theirs in arrays[:index]:
+            _check_apart(name, [*_parts(loaders)], other, [*_parts(theirs)])
+
+
+def _check_apart(name: str, parts: Sequence[Any], other: str, theirs: Sequence[Any]) -> None:
+    for part in parts:
+        if any(part is each for each in theirs):
+            generator = isinstance(part, torch.Generator)
+            what = "draw from one torch.Generator" if generator else "read with the workers of one DataLoader"
+            remedy = "leave it out: hf.Task(seed=...) settles the order" if generator else "persistent_workers=False"
+            raise PlanError(f"{other!r} and {name!r} {what}: give each its own DataLoader, or {remedy}")
+
+
+def _parts(loaders: Sequence[Any]) -> Iterator[Any]:
+    """What readers of these loaders would have in common."""
+    for loader in loaders:
+        yield from generators(loader)
+        # Each reader of any other DataLoader gets workers of its own.
+        if getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0):
+            yield loader

@@ -1,0 +1,299 @@
+"""Minibatches of a task, and the recipes by which the runtime computes them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from hfusion.array.module import FusedModule
+from hfusion.array.per_model import PerModel
+from hfusion.compiler.compiler import Arguments, Compiled
+from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.errors import HFusionError, PlanError
+from hfusion.core.layout import Layout
+from hfusion.core.program import Part, Program
+from hfusion.passes.cost.cost import operators
+from hfusion.passes.cost.flops import concrete
+from hfusion.passes.partition.recut import recut
+from hfusion.passes.partition.split import input_names, split
+from hfusion.runtime.training import Batch, Recipe
+from hfusion.schedule.plan import Shard
+from hfusion.tasks.reading import Reader, end_workers, reading
+from hfusion.tasks.task import Task, length
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One minibatch as a call of the array, with the target for its loss."""
+
+    arguments: Arguments
+    target: Any
+
+    @staticmethod
+    def of(task: Task, found: Any, members: Sequence[int]) -> Minibatch:
+        """What the loader gave, of which only ``members`` are trained here. Raises PlanError for another form."""
+        pair: list[Any] = list(found) if isinstance(found, list | tuple) else []
+        if len(pair) != 2:
+            form = f"{len(pair)} values" if pair else type(found).__name__
+            raise PlanError(
+                f"task {task.name!r}: a minibatch of the loader is {form}; it must be a pair (inputs, target), inputs "
+                "a tensor, a tuple of arguments or a dict of keyword arguments"
+            )
+        inputs, target = pair[0], pair[1]
+        if len(members) != task.members:
+            inputs, target = _rows((inputs, target), members)
+        if isinstance(inputs, Mapping):
+            return Minibatch(Arguments.of((), inputs), target)
+        return Minibatch(Arguments.of(tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,), {}), target)
+
+    @property
+    def samples(self) -> int:
+        """The size of the first dim that members see; 1 where no tensor has one."""
+        for leaf in self.arguments.leaves:
+            shape: Any = leaf.tensor.shape[1:] if isinstance(leaf, StackedInput) else getattr(leaf, "shape", ())
+            if len(shape):
+                return int(shape[0])
+        return 1
+
+    @property
+    def key(self) -> Any:
+        """Hashable; minibatches with one key have one recipe."""
+        leaves = pytree.tree_leaves(self.target, is_leaf=is_stacked)
+        tensors = [leaf.tensor if is_stacked(leaf) else leaf for leaf in leaves]
+        shapes = tuple((tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t) for t in tensors)
+        return self.arguments.key, shapes
+
+
+def _rows(values: Any, members: Sequence[int]) -> Any:
+    """What belongs to single members, of these only."""
+
+    def rows(leaf: Any) -> Any:
+        return StackedInput(leaf.tensor[list(members)]) if is_stacked(leaf) else leaf
+
+    return pytree.tree_map(rows, values, is_leaf=is_stacked)
+
+
+class Programs(Protocol):
+    """Where the programs of minibatches come from, and their parts."""
+
+    def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
+        """For minibatches like this one. Raises FusionError or PlanError."""
+
+
+class Trained:
+    """Programs in the array's present mode, cut as planned; ``samples``: what the plan counts with."""
+
+    def __init__(self, name: str, array: FusedModule, shards: Sequence[Shard], samples: int) -> None:
+        self._name = name
+        self._array = array
+        self._shards = shards
+        self._samples = samples
+        self._operators: list[Any] | None = None
+
+    def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
+        """Captured, and checked against the members."""
+        compiled = self._array.steady(minibatch.arguments)
+        self._array.check(compiled, minibatch.arguments)
+        self._check_same(compiled.program)
+        return compiled, split(compiled.program, self._shards, self._samples)
+
+    def _check_same(self, program: Program) -> None:
+        """The shards number the operators of the first program; another kind of minibatch must have the same."""
+        found = [node.target for node in operators(program)]
+        if self._operators is None:
+            self._operators = found
+        elif self._operators != found:
+            raise PlanError(
+                f"task {self._name!r}: a minibatch of another kind than the first needs another program, whose "
+                f"operators differ ({len(found)} instead of {len(self._operators)}); give minibatches of one shape, "
+                "for example with drop_last=True"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    """Programs of the array in eval mode, each tensor used where training has it, see `recut`."""
+
+    array: FusedModule
+    names: Mapping[str, str]
+    held: Sequence[frozenset[str]]
+    samples: int
+
+    def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
+        """Captured; the array is then in the mode that it was in."""
+        with self.array.evaluating():
+            compiled = self.array.compiled(minibatch.arguments)
+        cuts = recut(compiled.program, self.names, self.held, self.samples)
+        return compiled, split(compiled.program, cuts, self.samples)
+
+
+class Stream:
+    """The minibatches that a loader gives in all epochs, for the array of ``members``.
+
+    Args:
+        samples: the most that a minibatch may have, as the plan counts with them.
+        devices: where it may be computed.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        loader: Iterable[Any],
+        members: Sequence[int],
+        loss: PerModel,
+        programs: Programs,
+        samples: int,
+        devices: Sequence[torch.device],
+    ) -> None:
+        self._task = task
+        self._loader = loader
+        self._members = members
+        self._loss = loss
+        self._programs = programs
+        self._samples = samples
+        self._devices = devices
+        self._open: Iterator[Any] | None = None
+        self._reader = Reader(self._read(), f"{task.name} reads", lambda: end_workers(self._open))
+        self._latest: Minibatch
+        self._recipes: dict[Any, Recipe] = {}
+
+    def next(self) -> Batch:
+        """The next minibatch. Raises PlanError if an epoch of the loader was not as long as it says."""
+        self._latest = found = self._reader.next()
+        return Batch(tuple(_detached(value) for value in found.arguments.values), found.target, found.key)
+
+    def close(self) -> None:
+        """Read no more; processes and threads that read for the loader have ended then.
+
+        After `stop`, the thread of a loader that does not answer is left behind.
+        """
+        self._reader.close()
+
+    def stop(self) -> None:
+        """Whoever waits for a minibatch gives up, by a CancelledError."""
+        self._reader.stop()
+
+    def find(self, batch: Batch) -> Recipe | None:
+        """The recipe for batches like this one, if there is one."""
+        return self._recipes.get(batch.key)
+
+    def make(self, batch: Batch) -> Recipe:
+        """Capture what is needed for batches like this one."""
+        return self.prepare(self._latest)
+
+    def prepare(self, minibatch: Minibatch) -> Recipe:
+        """The recipe for minibatches like this one. Raises FusionError or PlanError."""
+        if minibatch.samples > self._samples:
+            raise PlanError(
+                f"task {self._task.name!r}: a minibatch has {minibatch.samples} samples, but the plan counts with the "
+                f"{self._samples} of the first one of the loader; give no larger ones, for evaluation neither"
+            )
+        compiled, parts = self._programs.make(minibatch)
+        program = compiled.program
+        for device in self._devices:
+            self._check_loss(program, _examples(program, minibatch.samples, device), minibatch.target)
+        recipe = Recipe(
+            parts,
+            input_names(program),
+            compiled.constants,
+            lambda outputs, target: self._losses(program, outputs, target),
+            random=_random(compiled) or not self._loss.programs or any(map(_draws, self._loss.programs)),
+        )
+        self._recipes[minibatch.key] = recipe
+        return recipe
+
+    def _read(self) -> Generator[Minibatch, None, None]:
+        said = length(self._loader)
+        for epoch in range(self._task.epochs):
+            given = 0
+            # To its very end, as a plain loop does: a loader may draw random numbers there.
+            with reading(self._loader) as self._open:
+                for found in self._open:
+                    given += 1
+                    if given > said:
+                        break
+                    yield Minibatch.of(self._task, found, self._members)
+            if given != said:
+                count = "more" if given > said else str(given)
+                raise PlanError(
+                    f"task {self._task.name!r}: the loader gave {count} minibatches in epoch {epoch}, but its length "
+                    f"is {said}: give one whose length is the number of its minibatches"
+                )
+
+    def _check_loss(self, program: Program, outputs: Sequence[Any], target: Any) -> None:
+        """Raise PlanError if the loss fails, or could train nothing."""
+        try:
+            with torch.enable_grad():
+                losses = self._losses(program, outputs, target)
+        except HFusionError:
+            raise
+        except Exception as error:
+            shapes = ", ".join(str(list(value.shape)) for value in outputs if isinstance(value, Tensor))
+            raise PlanError(
+                f"task {self._task.name!r}: the loss failed at its first call, with zeros of shape {shapes} as outputs "
+                f"of {len(self._members)} members: {type(error).__name__}: {error}"
+            ) from error
+        if not losses.is_floating_point() or not losses.requires_grad:
+            raise PlanError(
+                f"task {self._task.name!r}: the losses, of dtype {losses.dtype}, have no gradient, so nothing would be "
+                "trained: let the loss compute floating-point numbers from the outputs, without detach() or item()"
+            )
+
+    def _losses(self, program: Program, outputs: Sequence[Any], target: Any) -> Tensor:
+        value = outputs[0] if program.out_spec.is_leaf() else pytree.tree_unflatten(list(outputs), program.out_spec)
+        device = next(leaf.device for leaf in outputs if isinstance(leaf, Tensor))
+        losses = self._loss(value, _on(target, device))
+        if not isinstance(losses, Tensor) or losses.shape != (len(self._members),):
+            given = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            raise PlanError(
+                f"task {self._task.name!r}: the losses of {len(self._members)} members have {given}; the loss must "
+                "reduce to one number per member, for example with reduction='mean'"
+            )
+        return losses
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _on(target: Any, device: torch.device) -> Any:
+    def move(leaf: Any) -> Any:
+        if is_stacked(leaf):
+            return StackedInput(leaf.tensor.to(device))
+        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(move, target, is_leaf=is_stacked)
+
+
+def _examples(program: Program, samples: int, device: torch.device) -> list[Any]:
+    """Zeros in the shapes of the outputs, to prepare the loss with."""
+    (outputs,) = next(node for node in program.module.graph.nodes if node.op == "output").args
+    assert isinstance(outputs, list | tuple)
+    return [_zeros(node, program.members, samples, device) if isinstance(node, fx.Node) else node for node in outputs]
+
+
+def _zeros(node: fx.Node, members: int, samples: int, device: torch.device) -> Any:
+    example = node.meta.get("example")
+    if not isinstance(example, Tensor):
+        return example
+    shape = concrete(example.shape, samples)
+    stacked = shape if node.meta.get("layout") is Layout.SHARED else (members, *shape)
+    zeros = torch.zeros(stacked, dtype=example.dtype, device=device)
+    return zeros.requires_grad_() if example.is_floating_point() or example.is_complex() else zeros
+
+
+def _random(compiled: Compiled) -> bool:
+    """Whether the program draws random numbers, or runs code that may."""
+    return bool(compiled.opaque) or _draws(compiled.program)
+
+
+def _draws(program: Program) -> bool:
+    origins = [node.meta.get("origin", node) for node in operators(program)]
+    targets = [origin.target for origin in origins if origin.target is not operator.getitem]
+    return any(torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) for target in targets)

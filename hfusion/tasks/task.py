@@ -1,0 +1,218 @@
+"""What is trained: a task, the arrays it falls into, and the optimizers of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.array.module import FusedModule
+from hfusion.capture.compare import check_alone, check_pair
+from hfusion.core.errors import FusionError, PlanError
+from hfusion.core.membership import Membership, mark, membership
+from hfusion.optim.base import FusedOptimizer
+from hfusion.optim.hyper import HyperValue, MemberVector
+
+Factory: TypeAlias = Callable[[list[nn.Parameter]], FusedOptimizer]
+
+_REMEDY = (
+    "give one of hf.optim, or a function that makes one from parameters, such as lambda params: hf.optim.Adam(params, "
+    "lr=1e-3); hf.optim.fuse takes over running optimizers of torch"
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What callbacks are told after a minibatch: the task's name, epoch and step from 0, ``losses [B]``.
+
+    The members of a task that is trained in several arrays come array by array; ``members`` says which these are.
+    """
+
+    task: str
+    epoch: int
+    step: int
+    members: tuple[int, ...]
+    losses: Tensor
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What callbacks are told after an epoch was evaluated: ``losses [minibatches, B]``; else as `Step`."""
+
+    task: str
+    epoch: int
+    members: tuple[int, ...]
+    losses: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Models that are trained with one loss on one stream of minibatches, each as if alone.
+
+    Args:
+        models: one module, a list, or a fused array. Listed models stay as they are; those of one shape are fused. An
+            array is trained in place.
+        loss: as `hfusion.per_model` takes it; ``loss(output, target)`` is one number per member.
+        optimizer: a function that makes a fused optimizer from parameters, with one value or one per member (in the
+            order of ``models``) for every hyper-parameter; or, for an array, its optimizer.
+        loader: gives minibatches ``(inputs, target)`` again for every epoch, and has a length. ``inputs`` is a tensor,
+            a tuple of arguments, or a dict of keyword arguments; `hfusion.stacked` gives each member its own. It is
+            read under the task's own random state.
+        epochs: passes over the loader.
+        eval_loader: minibatches like those of ``loader``, no larger; after every epoch their losses are computed in
+            eval mode, without gradients.
+        name: one word.
+        clip: the largest gradient norm, one value or one per member, as `hfusion.optim.clip_grad_norm_`.
+        accumulate: minibatches per optimizer step; their losses are divided by it. The last group of an epoch may be
+            smaller (as in Lightning).
+        seed: of torch's random numbers for this task: it draws what a loop after ``torch.manual_seed(seed)`` would
+            draw. None: drawn from torch's generator, so that ``torch.manual_seed`` settles it.
+        callbacks: called after every minibatch with a `Step`, and after the evaluation of an epoch with an
+            `Evaluation`, in another thread.
+
+    Raises:
+        PlanError: a value out of range, or a loader that cannot be read again or has no length.
+    """
+
+    models: nn.Module | Sequence[nn.Module]
+    loss: Callable[..., Any]
+    optimizer: FusedOptimizer | Factory
+    loader: Iterable[Any]
+    epochs: int = 1
+    eval_loader: Iterable[Any] | None = None
+    name: str = "task"
+    clip: HyperValue | None = None
+    accumulate: int = 1
+    seed: int | None = None
+    callbacks: Sequence[Callable[[Step | Evaluation], None]] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.accumulate < 1:
+            given = f"epochs={self.epochs}, accumulate={self.accumulate}"
+            raise PlanError(f"task {self.name!r} has {given}: give whole numbers of at least 1")
+        if not self.members:
+            raise PlanError(f"task {self.name!r} has no models: give at least one")
+        for role, loader in (("loader", self.loader), ("eval_loader", self.eval_loader)):
+            if loader is not None:
+                self._check_loader(role, loader)
+        if not isinstance(self.optimizer, FusedOptimizer) and not callable(self.optimizer):
+            kind = type(self.optimizer).__name__
+            raise PlanError(f"task {self.name!r}: the optimizer is a {kind}; {_REMEDY}")
+        if isinstance(self.optimizer, FusedOptimizer) and not isinstance(self.models, FusedModule):
+            raise PlanError(
+                f"task {self.name!r}: an optimizer that exists fits an array that exists; give a function that makes "
+                "one from the parameters, or fuse the models before"
+            )
+
+    def _check_loader(self, role: str, loader: Iterable[Any]) -> None:
+        kind = f"task {self.name!r}: the {role}, a {type(loader).__name__},"
+        try:
+            count = length(loader)
+        except TypeError as error:
+            raise PlanError(
+                f"{kind} has no length, so nothing can be planned; give a DataLoader over a dataset with a length, or "
+                "a list of minibatches"
+            ) from error
+        if not count:
+            raise PlanError(f"{kind} gives no minibatch")
+
+    @property
+    def epoch(self) -> int:
+        """Minibatches of an epoch."""
+        return length(self.loader)
+
+    @property
+    def evaluated(self) -> int:
+        """Minibatches that are evaluated after every epoch."""
+        return 0 if self.eval_loader is None else length(self.eval_loader)
+
+    @property
+    def steps(self) -> int:
+        """Minibatches of all epochs."""
+        return self.epochs * self.epoch
+
+    @property
+    def members(self) -> int:
+        """B, over all shapes."""
+        if isinstance(self.models, FusedModule):
+            return len(self.models)
+        return 1 if isinstance(self.models, nn.Module) else len(self.models)
+
+
+def length(loader: Iterable[Any]) -> int:
+    """How many minibatches a loader with a length gives."""
+    return len(loader)  # type: ignore[arg-type]
+
+
+def shapes(models: Sequence[nn.Module]) -> list[list[int]]:
+    """Which of ``models`` can be fused with one another: groups of indices, in the order of their first ones."""
+    groups: list[list[int]] = []
+    for index, model in enumerate(models):
+        check_alone(index, model)
+        for group in groups:
+            try:
+                check_pair(models[group[0]], index, model)
+            except FusionError:
+                continue
+            group.append(index)
+            break
+        else:
+            groups.append([index])
+    return groups
+
+
+def optimizer_of(task: Task, array: FusedModule, members: Sequence[int]) -> FusedOptimizer:
+    """The optimizer of the array of ``members``, whose hyper-parameters are those of these members."""
+    if isinstance(task.optimizer, FusedOptimizer):
+        optimizer = task.optimizer
+    elif len(members) == task.members:
+        optimizer = _made(task, task.optimizer, list(array.parameters()))
+    else:
+        optimizer = _sliced(task, task.optimizer, array, members)
+    own = {id(param) for param in array.parameters()}
+    for group in optimizer.param_groups:
+        if not all(id(param) in own for param in group["params"]):
+            raise PlanError(f"task {task.name!r}: the optimizer has parameters that are not the array's")
+    return optimizer
+
+
+def _made(task: Task, make: Factory, params: list[nn.Parameter]) -> FusedOptimizer:
+    """What the task's function makes. Raises PlanError if it is no fused optimizer."""
+    found = make(params)
+    if not isinstance(found, FusedOptimizer):
+        kind = type(found).__qualname__
+        raise PlanError(f"task {task.name!r}: the function that makes its optimizer gave a {kind}; {_REMEDY}")
+    return found
+
+
+def _sliced(task: Task, make: Factory, array: FusedModule, members: Sequence[int]) -> FusedOptimizer:
+    """Let the task make one for all its members, over parameters without memory; take these members' rows."""
+    real: dict[int, nn.Parameter] = {}
+    stand_ins = []
+    for param in array.parameters():
+        found = membership(param)
+        assert found is not None
+        shape = (task.members, *param.shape[1:]) if found.stacked else tuple(param.shape)
+        stand_in = nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"), param.requires_grad)
+        mark(stand_in, Membership(found.name, task.members, found.stacked))
+        real[id(stand_in)] = param
+        stand_ins.append(stand_in)
+    whole = _made(task, make, stand_ins)
+    groups = []
+    for group in whole.param_groups:
+        own = {key: _rows(value, members) for key, value in group.items()}
+        groups.append({**own, "params": [real[id(param)] for param in group["params"]]})
+    kind: Any = type(whole)
+    made: FusedOptimizer = kind(groups)
+    return made
+
+
+def _rows(value: Any, members: Sequence[int]) -> Any:
+    if isinstance(value, MemberVector):
+        return value.as_subclass(Tensor)[list(members)]
+    if isinstance(value, tuple):
+        return tuple(_rows(item, members) for item in value)
+    return value

@@ -1,0 +1,289 @@
+"""Plan and train many tasks on many devices: the front door of the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.array.module import FusedModule
+from hfusion.array.per_model import per_model
+from hfusion.capture.compare import tensors
+from hfusion.core.errors import HFusionError, PlanError
+from hfusion.core.membership import membership
+from hfusion.device.backend import backend
+from hfusion.device.machine import Machine
+from hfusion.optim.hyper import member_vector
+from hfusion.runtime.ending import TaskFailed
+from hfusion.runtime.executor import Executor
+from hfusion.runtime.spill import SpillFolder
+from hfusion.runtime.state import State, holdings
+from hfusion.runtime.training import Training
+from hfusion.schedule.plan import Direction, Plan, Unit
+from hfusion.schedule.policy import DEFAULT, Policy, named
+from hfusion.schedule.timeline import Timeline
+from hfusion.tasks.arrange import Arrangement, arrange
+from hfusion.tasks.sharing import listed
+from hfusion.tasks.task import Evaluation, Step, Task
+
+# Seconds from one drawing of the progress bars to the next.
+_REDRAW = 0.1
+
+
+class TrainError(HFusionError):
+    """A task failed. ``report`` has the results of the tasks that were done before."""
+
+    def __init__(self, message: str, report: Report) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+@dataclass(frozen=True, eq=False)
+class TaskReport:
+    """What a task gave, on the CPU.
+
+    ``losses``: float ``[steps, B]``, a row per minibatch. ``eval_losses``: float ``[epochs, minibatches, B]``, None
+    where the task has no eval loader.
+    """
+
+    losses: Tensor
+    eval_losses: Tensor | None
+    _arrays: tuple[tuple[tuple[int, ...], FusedModule], ...]
+
+    @cached_property
+    def models(self) -> list[nn.Module]:
+        """The trained members, of their original class, in the order of the task's models."""
+        found = {
+            index: model
+            for members, array in self._arrays
+            for index, model in zip(members, array.unfuse(), strict=True)
+        }
+        return [found[index] for index in sorted(found)]
+
+
+@dataclass(frozen=True, eq=False)
+class Report(Mapping[str, TaskReport]):
+    """What a run gave, by name of task. ``peak``: the most bytes that were accounted for at once, by device."""
+
+    tasks: Mapping[str, TaskReport]
+    plan: Plan
+    timeline: Timeline
+    peak: Mapping[str, int]
+
+    def __getitem__(self, name: str) -> TaskReport:
+        return self.tasks[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tasks)
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+
+def plan(tasks: Task | Iterable[Task], machine: Machine) -> Plan:
+    """How `train` would train one task or several: which members together, resident or spilled, in how many shards.
+
+    Captures the models, but trains nothing. Raises PlanError and FusionError.
+    """
+    return arrange(listed(tasks), machine)[1]
+
+
+def train(
+    tasks: Task | Iterable[Task],
+    machine: Machine,
+    policy: str | Policy = DEFAULT,
+    *,
+    plan: Plan | None = None,
+    progress: bool = False,
+) -> Report:
+    """Train all tasks, each exactly as if alone, within the memory of every device.
+
+    Args:
+        tasks: one, or several with different names, none of which reaches memory that another trains in place.
+        machine: devices with budgets, host memory and a folder; `Machine.detect()` finds this one.
+        policy: which unit a device runs next; one of `hfusion.schedule.policy.POLICIES` or its name. Of more tasks than
+            devices none keeps a shard on its device unless the policy is patient.
+        plan: what `plan` gave for these tasks and this machine, possibly changed; None: plan now.
+        progress: show a bar per task.
+
+    Raises:
+        PlanError: the tasks fit the machine in no way, or cannot be trained at once, or not with their loss.
+        FusionError: models that cannot be captured.
+        TrainError: a task failed; ``error.report`` has the finished ones, ``error.__cause__`` what happened.
+    """
+    chosen, tasks = named(policy), listed(tasks)
+    # Tasks that take turns would load and evict what they keep at every turn.
+    arrangements, made = arrange(tasks, machine, keep=chosen.patient or len(tasks) <= len(machine.devices))
+    made = made if plan is None else _checked(plan, made)
+    with ExitStack() as stack:
+        run = _Run(arrangements, made, machine, stack)
+        show = stack.enter_context(_bars(arrangements, made)) if progress else None
+        return run.run(chosen, show)
+
+
+def _checked(given: Plan, made: Plan) -> Plan:
+    """``given``, if it is a plan of the same tasks."""
+    for theirs, ours in zip(given.tasks, made.tasks, strict=False):
+        same = (theirs.name, theirs.steps, theirs.width, theirs.accumulate, theirs.clipped)
+        if same != (ours.name, ours.steps, ours.width, ours.accumulate, ours.clipped):
+            raise PlanError(
+                f"the plan given has the task {theirs.name!r} where {ours.name!r} is to be trained: plan anew"
+            )
+    if len(given.tasks) != len(made.tasks) or set(given.devices) != set(made.devices):
+        raise PlanError("the plan given has other tasks or devices than those of this call: plan anew")
+    return given
+
+
+class _Run:
+    """The tensors and files of one run, given back by ``stack``."""
+
+    def __init__(self, arrangements: Sequence[Arrangement], plan: Plan, machine: Machine, stack: ExitStack) -> None:
+        self.arrangements = arrangements
+        self.plan = plan
+        self._devices = {device.name: device.physical for device in machine.devices}
+        folder = SpillFolder(machine.disk)
+        stack.callback(folder.close)
+        self._room = machine.host - sum(s.boundary for t in plan.tasks if not t.resident for s in t.shards)
+        self.trainings = [self._prepared(index, folder, stack) for index in range(len(arrangements))]
+
+    def _prepared(self, index: int, folder: SpillFolder, stack: ExitStack) -> Training:
+        try:
+            return self._training(index, folder, stack)
+        except Exception as error:
+            error.add_note(f"in the task {self.plan.tasks[index].name!r}")
+            raise
+
+    def _training(self, index: int, folder: SpillFolder, stack: ExitStack) -> Training:
+        one, plan = self.arrangements[index], self.plan.tasks[index]
+        own = dict(one.array.named_parameters()) | dict(one.array.named_buffers())
+        first = {id(tensor): name for name, tensor in reversed(own.items())}
+        names = {name: first[id(tensor)] for name, tensor in tensors(one.array)}
+        optimized = {id(param) for group in one.optimizer.param_groups for param in group["params"]}
+        trained = frozenset(n for n, t in own.items() if t.requires_grad and id(t) in optimized)
+        limits = self._limits(one)
+        loss, devices = per_model(one.task.loss), list(dict.fromkeys(self._devices.values()))
+        stream, recipe = one.trained(plan, loss, devices)
+        stack.callback(stream.close)
+        held = holdings([part.keys for part in recipe.parts], names, trained)
+        evaluation = None
+        if one.task.eval_loader is not None:
+            alike = [holding.all for holding in held]
+            evaluation, also = one.evaluated(one.task.eval_loader, loss, devices, names, alike)
+            stack.callback(evaluation.close)
+            pairs = zip(recipe.parts, also.parts, strict=True)
+            held = holdings([(*a.keys, *b.keys) for a, b in pairs], names, trained)
+        one.optimizer.initialise()
+        # Gradients of what the user did before are none of this run's.
+        one.optimizer.zero_grad()
+        files = [self._file(folder, index, shard.index, plan.home_bytes(shard.index)) for shard in plan.shards]
+        pinned = any(backend(device).pins for device in devices)
+        state = State(own, held, one.optimizer, files, pinned=pinned, carried=plan.carried, together=plan.resident)
+        stack.callback(state.close)
+        seed = int(torch.randint(1 << 62, ())) if one.task.seed is None else one.task.seed
+        return Training(plan, state, names, stream, evaluation, limits, seed)
+
+    def _limits(self, one: Arrangement) -> Tensor | None:
+        """The largest norms ``[width]`` of these members."""
+        if one.task.clip is None:
+            return None
+        for param in one.array.parameters():
+            found = membership(param)
+            if param.requires_grad and found is not None and not found.stacked and found.members > 1:
+                raise PlanError(
+                    f"task {one.task.name!r} is clipped per member, but {found.name!r} is one trained tensor for all "
+                    "members, whose gradient is no member's own: freeze it, or give each member its own"
+                )
+        limits = member_vector("clip", one.task.clip, one.task.members).as_subclass(Tensor)
+        if not bool((limits >= 0).all()):
+            raise PlanError(f"task {one.task.name!r}: clip is {limits.tolist()}: every value must be at least 0")
+        return limits[list(one.members)]
+
+    def _file(self, folder: SpillFolder, task: int, shard: int, size: int) -> Path | None:
+        """A file for a shard that the host has no room for."""
+        self._room -= size
+        if self._room >= 0:
+            return None
+        self._room += size
+        return folder.file(f"{task}-{shard}")
+
+    def run(self, policy: Policy, show: Callable[[int], None] | None) -> Report:
+        executor = Executor(
+            self.plan, policy, self._devices, self.trainings, lambda i, unit: self._after(i, unit, show)
+        )
+        try:
+            executor.run()
+        except TaskFailed as failed:
+            name = self.plan.tasks[failed.task].name
+            # A callback may have failed after the last unit.
+            others = [index for index in range(len(self.trainings)) if index != failed.task]
+            done = [index for index in others if executor.done(index)]
+            report = self._report(executor, done)
+            cause = failed.__cause__
+            names = ", ".join(report) or "none"
+            raise TrainError(
+                f"task {name!r} failed: {type(cause).__name__}: {cause}; finished before: {names} (error.report)",
+                report,
+            ) from cause
+        return self._report(executor, list(range(len(self.trainings))))
+
+    def _after(self, index: int, unit: Unit, show: Callable[[int], None] | None) -> None:
+        """Tell callbacks and bars when a minibatch or the evaluation of an epoch is done."""
+        one, plan, training = self.arrangements[index], self.plan.tasks[index], self.trainings[index]
+        heard: Step | Evaluation | None = None
+        if unit.direction is Direction.BACKWARD and unit.shard == 0:
+            epoch, step = divmod(unit.step, one.task.epoch)
+            heard = Step(one.task.name, epoch, step, one.members, training.losses[unit.step])
+            if show is not None:
+                show(index)
+        elif unit.direction is Direction.EVALUATE and unit.shard == len(plan.shards) - 1:
+            epoch, step = divmod(unit.step, plan.evaluated)
+            if step == plan.evaluated - 1:
+                heard = Evaluation(one.task.name, epoch, one.members, torch.stack(training.evaluations[-step - 1 :]))
+        if heard is not None:
+            for callback in one.task.callbacks:
+                callback(heard)
+
+    def _report(self, executor: Executor, done: Sequence[int]) -> Report:
+        tasks: dict[str, TaskReport] = {}
+        for task in dict.fromkeys(one.task for one in self.arrangements):
+            indices = [index for index, one in enumerate(self.arrangements) if one.task is task]
+            if all(index in done for index in indices):
+                tasks[task.name] = self._task_report(task, indices)
+        return Report(tasks, self.plan, executor.timeline, executor.peak)
+
+    def _task_report(self, task: Task, indices: Sequence[int]) -> TaskReport:
+        members = [member for index in indices for member in self.arrangements[index].members]
+        order = torch.tensor(members).argsort()
+        losses = torch.cat([torch.stack(self.trainings[index].losses) for index in indices], 1)[:, order]
+        evaluated = None
+        if task.eval_loader is not None:
+            rows = torch.cat([torch.stack(self.trainings[index].evaluations) for index in indices], 1)[:, order]
+            evaluated = rows.unflatten(0, (task.epochs, task.evaluated))
+        arrays = tuple((self.arrangements[index].members, self.arrangements[index].array) for index in indices)
+        return TaskReport(losses, evaluated, arrays)
+
+
+@contextmanager
+def _bars(arrangements: Sequence[Arrangement], plan: Plan) -> Iterator[Callable[[int], None]]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # rich's own thread, which would draw them, is not awaited in the end.
+    with Progress(*columns, auto_refresh=False) as bars:
+        rows = [bars.add_task(task.name, total=task.steps) for task in plan.tasks]
+        drawn = perf_counter()
+
+        def show(index: int) -> None:
+            nonlocal drawn
+            bars.advance(rows[index])
+            if perf_counter() - drawn > _REDRAW:
+                drawn = perf_counter()
+                bars.refresh()
+
+        yield show

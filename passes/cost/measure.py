@@ -1,0 +1,245 @@
+"""Prices that are measured: every candidate that is asked for runs, forward and backward, on tensors of its own.
+
+What a lowering takes depends on how its operands lie in memory. So results keep the strides that a call gave them,
+and the operands of later calls are made with these.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from hfusion.core.layout import Conversion, Layout, Listed
+from hfusion.core.tree import change, leaves
+from hfusion.device.backend import backend, random_states_kept
+from hfusion.ops.rule import Call, Operand, PerMember, Scalar, Value, hint
+from hfusion.passes.candidates import route
+from hfusion.passes.cost.price import Model, group, is_view
+from hfusion.passes.cost.times import Times
+from hfusion.passes.layouts import Price
+
+# Families whose kernels take any numbers, and cost the same for all.
+MEASURED = frozenset({"conv", "norm", "pool", "linear", "scaled_dot_product_attention"})
+RUNS = 7
+
+# How the tensors of a value lie: the strides of one, or of each in a nest.
+Strides: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A call on tensors of its own: ``run`` makes it, ``leaves`` get gradients, ``key`` is what its time depends on."""
+
+    run: Callable[[], Any]
+    leaves: Sequence[Tensor]
+    key: str
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Prices as of ``model``, those of measured calls beside. Conversions stay estimated.
+
+    ``lying``: the strides of a node's value in a layout, from the first call that gave it.
+    """
+
+    model: Model
+    times: Times
+    lying: dict[tuple[fx.Node, Layout], Strides] = field(default_factory=dict)
+
+    def calls(self, node: fx.Node, calls: Sequence[Call]) -> Sequence[Price]:
+        estimates = self.model.calls(node, calls)
+        known = all(map(_sized, (node, *node.all_input_nodes)))
+        if not known or not _runs(node) or any(call.layout is Layout.SHARED for call in calls):
+            return estimates
+        with _apart(self.model.device):
+            trials = [self._trial(node, call) for call in calls]
+            for call, trial in zip(calls, trials, strict=True):
+                self.lying.setdefault((node, call.layout), _strides(trial.run()))
+            if is_view(node):
+                return estimates
+            missing = [trial for trial in trials if self.times.get(trial.key) is None]
+            found = measure(missing, self.model.device)
+            self.times.found.update({trial.key: seconds for trial, seconds in zip(missing, found, strict=True)})
+        return [Price(e.estimate, self.times.get(t.key)) for e, t in zip(estimates, trials, strict=True)]
+
+    def _trial(self, node: fx.Node, call: Call) -> Trial:
+        operands = _Operands(self)
+        args, kwargs = operands.fill(call.args), operands.fill(dict(call.kwargs))
+        return Trial(lambda: call.fn(*args, **kwargs), operands.leaves, self._key(node, call, operands.told))
+
+    def move(self, value: Value, convert: Conversion) -> float:
+        return self.model.move(value, convert)
+
+    def _key(self, node: fx.Node, call: Call, told: Sequence[str]) -> str:
+        """Everything that the time depends on, but the machine."""
+        kind = self.model.device.type
+        rest = [repr(item) for item in _plain((call.args, dict(call.kwargs)))]
+        autocast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
+        name = f"{node.target} {call.how} {getattr(call.fn, '__name__', call.fn)} B={self.model.members} {autocast}"
+        return " | ".join([name.strip(), *told, " ".join(rest)])
+
+
+class _Operands:
+    """Tensors for the operands of one call: ``leaves`` of them get a gradient, ``told`` describes them."""
+
+    def __init__(self, prices: Measured) -> None:
+        self.prices = prices
+        self.generator = torch.Generator(prices.model.device).manual_seed(0)
+        self.leaves: list[Tensor] = []
+        self.told: list[str] = []
+
+    def fill(self, arguments: Any) -> Any:
+        if isinstance(arguments, Value):
+            return self._operand(Operand(arguments, arguments.layout))
+        if isinstance(arguments, Operand):
+            return self._operand(arguments)
+        if isinstance(arguments, Scalar):
+            return _number(arguments.example)
+        if isinstance(arguments, PerMember):
+            return Listed(arguments.values)
+        if isinstance(arguments, Mapping):
+            return {name: self.fill(item) for name, item in arguments.items()}
+        if isinstance(arguments, list | tuple):
+            return type(arguments)(self.fill(item) for item in arguments)
+        return _number(arguments)
+
+    def _operand(self, operand: Operand) -> Any:
+        value, members = operand.value, self.prices.model.members
+        made = self._make(value.example, value.layout, self.prices.lying.get((value.node, value.layout)))
+        for fn, number, _ in route(operand, members):
+            made = fn(made, number)
+        tracked = value.node in self.prices.model.tracked
+        found = change(made, Tensor, lambda x: self._leaf(x, tracked))
+        first = next(leaves(found, Tensor), None)
+        if first is not None:
+            kind = str(first.dtype).removeprefix("torch.")
+            mark = " grad" if first.requires_grad else ""
+            self.told.append(f"{operand.layout.value} {kind}{list(first.shape)} strides {list(first.stride())}{mark}")
+        return found
+
+    def _leaf(self, x: Tensor, tracked: bool) -> Tensor:
+        x = x.detach()
+        if tracked and x.is_floating_point():
+            self.leaves.append(x.requires_grad_())
+        return x
+
+    def _make(self, example: Any, layout: Layout, lying: Strides | None) -> Any:
+        if isinstance(example, list | tuple):
+            forms = lying if lying is not None else (None,) * len(example)
+            parts = [[self._make(part, layout, form)] for part, form in zip(example, forms, strict=True)]
+            if layout is not Layout.LISTED:
+                return [part for (part,) in parts]
+            return Listed([part[b] for (part,) in parts] for b in range(self.prices.model.members))
+        if not isinstance(example, Tensor):
+            return _number(example)
+        if layout is Layout.LISTED:
+            return Listed(self._tensor(example, Layout.SHARED, lying) for _ in range(self.prices.model.members))
+        return self._tensor(example, layout, lying)
+
+    def _tensor(self, example: Tensor, layout: Layout, lying: Strides | None) -> Tensor:
+        members, shape = self.prices.model.members, [_number(size) for size in example.shape]
+        if layout is Layout.STACKED:
+            shape = [members, *shape]
+        elif layout is Layout.PACKED:
+            shape[1] *= members
+        if lying is None and layout is Layout.SHARED:
+            lying = tuple(_number(stride) for stride in example.stride())
+        # What is expanded lies in memory once; what overlaps in other ways is made anew.
+        sizes = shape if lying is None else [1 if stride == 0 else n for n, stride in zip(shape, lying, strict=True)]
+        device, dtype = self.prices.model.device, example.dtype
+        if lying is None or not _apart_in_memory(sizes, lying):
+            made = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            made = torch.empty_strided(sizes, lying, dtype=dtype, device=device)
+        if made.is_floating_point():
+            made.copy_(torch.rand(made.shape, generator=self.generator, device=device))
+        else:
+            # An index that is valid everywhere, a mask that hides nothing.
+            made.fill_(dtype is torch.bool)
+        return made.expand(shape)
+
+
+def measure(trials: Sequence[Trial], device: torch.device) -> list[float]:
+    """Seconds of each, with the gradients of all it returns: the least of some runs, the trials taking turns."""
+    grads = [[torch.ones_like(x) for x in _differentiable(trial.run())] for trial in trials]
+    best = [math.inf] * len(trials)
+    for _ in range(RUNS):
+        for k, trial in enumerate(trials):
+            backend(device).wait()
+            start = time.perf_counter()
+            outputs = _differentiable(trial.run())
+            if outputs:
+                torch.autograd.grad(outputs, trial.leaves, grads[k], allow_unused=True)
+            backend(device).wait()
+            best[k] = min(best[k], time.perf_counter() - start)
+    return best
+
+
+def _differentiable(result: Any) -> list[Tensor]:
+    return [x for x in leaves(result, Tensor) if x.requires_grad]
+
+
+def _apart(device: torch.device) -> ExitStack:
+    """Gradients on, and the random state left as it was."""
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.enable_grad())
+    stack.enter_context(random_states_kept())
+    return stack
+
+
+def _runs(node: fx.Node) -> bool:
+    """Whether a node can run on any numbers: of a family that is measured, elementwise, or a view."""
+    target = node.target
+    if is_view(node) or not isinstance(target, OpOverload):
+        return is_view(node)
+    known = group(node) in MEASURED or torch.Tag.pointwise in target.tags
+    return known and not target._schema.is_mutable
+
+
+def _sized(node: fx.Node) -> bool:
+    """Whether all sizes of a value are known; some follow from values of tensors."""
+    parts = pytree.tree_leaves(node.meta.get("val"))
+    sizes = [size for part in parts for size in (part.shape if isinstance(part, Tensor) else (part,))]
+    return all(hint(size) is not None for size in sizes if isinstance(size, int | torch.SymInt))
+
+
+def _apart_in_memory(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether no two elements share memory."""
+    reach = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size != 1):
+        if stride < reach:
+            return False
+        reach = stride * size
+    return True
+
+
+def _number(number: Any) -> Any:
+    """A number that varies as it was at capture."""
+    return hint(number) if isinstance(number, torch.SymInt) else number
+
+
+def _strides(result: Any) -> Strides:
+    if isinstance(result, Listed):
+        return _strides(result[0])
+    if isinstance(result, Tensor):
+        return tuple(result.stride())
+    return tuple(_strides(part) for part in result) if isinstance(result, list | tuple) else ()
+
+
+def _plain(arguments: Any) -> Iterator[Any]:
+    """The arguments that are no tensors, sizes as numbers."""
+    for item in pytree.tree_leaves(arguments):
+        if isinstance(item, Scalar):
+            yield _number(item.example)
+        elif not isinstance(item, Value | Operand) and not callable(item):
+            yield _number(item)

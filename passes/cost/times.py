@@ -1,0 +1,69 @@
+"""Measured times, kept in the user's cache folder: one JSON file per processor, number of threads and torch version."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from hfusion.device.cache import cache_file, number, read_json, write_json
+from hfusion.device.machine import describe
+
+# Seconds that a file may tell.
+_PLAUSIBLE = (1e-12, 1e6)
+
+
+@dataclass
+class Times:
+    """Seconds by key: what was ``known``, and what was ``found`` since."""
+
+    known: dict[str, float] = field(default_factory=dict)
+    found: dict[str, float] = field(default_factory=dict)
+
+    def get(self, key: str) -> float | None:
+        return self.found.get(key, self.known.get(key))
+
+
+@contextmanager
+def times_on(device: torch.device) -> Iterator[Times]:
+    """The times kept for ``device``; what is found is kept in turn, beside what other processes kept meanwhile.
+
+    A file that cannot be read or written is told by one UserWarning, and the times hold for this process alone.
+    """
+    machine = describe(device)
+    path = cache_file("lowerings", machine)
+    known, trouble = _read(path, machine)
+    times = Times(known)
+    yield times
+    if times.found:
+        latest, _ = _read(path, machine)
+        try:
+            write_json(path, {"machine": machine, "seconds": {**latest, **times.found}})
+        except OSError as error:
+            trouble = trouble or f"cannot be written: {error.strerror}"
+    if trouble:
+        warnings.warn(
+            f"the measured times of operators in {path} {trouble}; what is missing there is measured anew, by every "
+            "process if it cannot be kept. Delete the file, or let XDG_CACHE_HOME name a folder that can be written",
+            stacklevel=2,
+        )
+
+
+def _read(path: Path, machine: dict[str, str]) -> tuple[dict[str, float], str]:
+    """The seconds kept at ``path``, and what is wrong with it."""
+    try:
+        kept = read_json(path)
+        seconds = {str(key): number(value, *_PLAUSIBLE) for key, value in kept["seconds"].items()}
+        if kept["machine"] != machine:
+            raise ValueError("of another machine")
+    except FileNotFoundError:
+        return {}, ""
+    except OSError as error:
+        return {}, f"cannot be read: {error.strerror}"
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return {}, "are no valid JSON of them"
+    return seconds, ""

@@ -1,0 +1,53 @@
+"""Cut a second program of the same modules where the first was cut, so that each shard finds its tensors there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from hfusion.core.errors import PlanError
+from hfusion.core.program import Kind, Program, Slot
+from hfusion.passes.cost.cost import operators
+from hfusion.passes.partition.split import Cut, slots, weight_views
+
+
+def recut(program: Program, names: Mapping[str, str], held: Sequence[frozenset[str]], batch: int) -> list[Cut]:
+    """One run of operators for each shard, possibly empty: every operator as early as its tensors allow.
+
+    Args:
+        names: from the keys of tensors to one key per tensor.
+        held: those that each shard has loaded; tensors that none has may be used anywhere.
+        batch: samples, see `split`.
+
+    Raises:
+        PlanError: the tensors are used in another order than the shards have them.
+    """
+    of, views, nodes = slots(program), weight_views(program, batch), operators(program)
+    known = frozenset[str]().union(*held)
+    ends, shard = [], 0
+    for place, node in enumerate(nodes):
+        used = {names[key] for key in _keys(node, of, views) if key in names} & known if node not in views else set()
+        while not used <= held[shard]:
+            ends.append(place)
+            shard += 1
+            if shard == len(held):
+                raise PlanError(
+                    f"program {program.name}: operator {node.name} uses {', '.join(sorted(used))} after tensors of "
+                    "later shards, so it cannot be cut like the program that is trained; give a device the memory to "
+                    "hold the task whole, or leave the eval loader out"
+                )
+    ends += [len(nodes)] * (len(held) - len(ends))
+    return [Cut(first, last) for first, last in zip([0, *ends], ends, strict=False)]
+
+
+def _keys(node: fx.Node, of: Mapping[fx.Node, Slot], views: set[fx.Node]) -> set[str]:
+    """The tensors that an operator uses, itself or by views of them."""
+    found: set[str] = set()
+    for source in node.all_input_nodes:
+        slot = of.get(source)
+        if slot is not None and slot.kind is not Kind.INPUT:
+            found.add(slot.name)
+        elif source in views:
+            found |= _keys(source, of, views)
+    return found

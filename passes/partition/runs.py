@@ -1,0 +1,191 @@
+"""The bytes of every run of steps of a line, were it a shard: what the ways to cut are chosen by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from hfusion.passes.cost.cost import Line, Step, Storage
+
+
+class Run(NamedTuple):
+    """Bytes of the steps ``[first, last)`` as one shard, as in `Shard`; its cuts come on top.
+
+    ``floor``: what a longer run of the same beginning needs at least.
+    """
+
+    last: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    workspace: int
+    peak: int
+    floor: int
+
+    @property
+    def stepped(self) -> int:
+        """Bytes an optimizer step touches: it reads weights, gradients and state, and writes weights and state."""
+        return 3 * self.gradients + 2 * self.optimizer
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The bytes of every run of steps of a line; ``carried``: gradients outlive their backward, as in `TaskPlan`."""
+
+    line: Line
+    optimizer_state: float
+    carried: bool = False
+
+    @property
+    def count(self) -> int:
+        return len(self.line.steps)
+
+    @cached_property
+    def alive(self) -> tuple[int, ...]:
+        """Bytes alive at the cut before each step, and at both ends: none, since those cut nothing."""
+        spans = [(storage.born + 1, storage.last, storage.size) for storage in self.line.storages]
+        return (0, *_levels(spans, self.count + 1)[1:-1], 0)
+
+    @cached_property
+    def _during(self) -> tuple[int, ...]:
+        """Bytes alive while each step runs, with what it and its backward take for themselves."""
+        spans = [(storage.born, storage.last, storage.size) for storage in self.line.storages]
+        own = [step.workspace + step.summed for step in self.line.steps]
+        return tuple(map(sum, zip(_levels(spans, self.count), own, strict=True)))
+
+    @cached_property
+    def _owed(self) -> tuple[int, ...]:
+        """At each cut the gradients that later steps have for weights which earlier ones use, too."""
+        spans = [(weight.uses[0] + 1, weight.uses[-1], weight.size) for weight in self.line.weights if weight.trained]
+        return tuple(_levels(spans, self.count + 1))
+
+    @cached_property
+    def _made(self) -> tuple[int, ...]:
+        """Per step the bytes it makes that are used after it."""
+        sizes = [0] * self.count
+        for storage in self.line.storages:
+            sizes[storage.born] += storage.size if storage.last > storage.born else 0
+        return tuple(sizes)
+
+    @cached_property
+    def _ends(self) -> tuple[tuple[Storage, ...], ...]:
+        """Per step the storages that no later one uses."""
+        found: list[list[Storage]] = [[] for _ in range(self.count)]
+        for storage in self.line.storages:
+            found[min(storage.last, self.count - 1)].append(storage)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def _uses(self) -> tuple[tuple[tuple[int, int, bool], ...], ...]:
+        """Per step the weights that it uses, as (the use before or -1, size, trained)."""
+        found: list[list[tuple[int, int, bool]]] = [[] for _ in range(self.count)]
+        for weight in self.line.weights:
+            for before, index in zip((-1, *weight.uses), weight.uses, strict=False):
+                found[index].append((before, weight.size, weight.trained))
+        return tuple(map(tuple, found))
+
+    def starting(self, first: int) -> Iterator[Run]:
+        """The runs that begin at ``first``, the shortest first.
+
+        What is only handed through from one cut to the other is in both cuts, and in neither workspace nor peak.
+        """
+        weights = gradients = 0
+        through = self.alive[first]
+        growing = _Growing(first, self.count)
+        for index in range(first, self.count):
+            growing.begin(self.line.steps[index], self._during[index], self._made[index])
+            for before, size, trained in self._uses[index]:
+                new = before < first
+                weights += size if new else 0
+                gradients += size if new and trained else 0
+                if trained:
+                    growing.earns(before + 1, size)
+            for storage in self._ends[index]:
+                if storage.born >= first:
+                    growing.ends(storage)
+                elif storage.last == index:
+                    through -= storage.size
+            state = round(gradients * self.optimizer_state)
+            peak = growing.peak - through + self._owed[index + 1]
+            workspace = growing.workspace(keeps=index + 1 == self.count)
+            floor = weights + state + max(gradients, growing.activations)
+            yield Run(index + 1, weights, gradients, state, growing.activations, workspace, peak, floor)
+
+    def state(self, run: Run) -> int:
+        """Bytes beside the weights that come and go with the run: optimizer state, gradients if they are carried."""
+        return run.optimizer + (run.gradients if self.carried else 0)
+
+    def need(self, first: int, run: Run) -> int:
+        """Bytes on the device to train the run as a spilled shard; as `TaskPlan.device_bytes` counts it."""
+        state = self.state(run)
+        # The last one turns from forward to backward in place: it comes whole, and keeps its activations.
+        forward = run.workspace + (state + run.activations if run.last == self.count else 0)
+        return run.weights + self.alive[first] + self.alive[run.last] + max(state + run.peak, forward)
+
+    def alone(self, step: int) -> int:
+        """Bytes to train one step as a shard of its own."""
+        return self.need(step, next(self.starting(step)))
+
+
+class _Growing:
+    """Bytes alive while each step of a growing run runs, backward and forward.
+
+    Backward a gradient lives from the last use of its value down to where that was made; those at the second cut, with
+    which the backward begins, to its end; those of weights from their last use to the end. What is saved is alive down
+    to the step that saved it; what is saved and used after the run is in the cut. Forward counts what is in no cut.
+    """
+
+    def __init__(self, first: int, count: int) -> None:
+        self.activations = 0
+        self._first = first
+        self._size = 0
+        self._backward, self._forward, self._beside = np.zeros((3, count - first), dtype=np.int64)
+
+    @property
+    def peak(self) -> int:
+        """The most while the backward runs."""
+        return int(self._backward[: self._size].max())
+
+    def workspace(self, *, keeps: bool) -> int:
+        """The most while the forward runs; if it ``keeps`` activations, beside these."""
+        return int((self._beside if keeps else self._forward)[: self._size].max())
+
+    def begin(self, step: Step, during: int, made: int) -> None:
+        """One more step, while which so many bytes are alive, and which makes some that are used after it."""
+        self._backward[: self._size] += made
+        self.activations += step.saved
+        self._backward[self._size] = during + self.activations
+        self._forward[self._size] = self._beside[self._size] = step.workspace
+        self._size += 1
+
+    def earns(self, first: int, size: int) -> None:
+        """The latest step gives a gradient to a weight, which steps from ``first`` on have not."""
+        self._backward[max(0, first - self._first) : self._size] += size
+
+    def ends(self, storage: Storage) -> None:
+        """The latest step is the last that uses what the run made."""
+        born = storage.born - self._first
+        self._forward[born : self._size] += storage.size
+        if storage.last > storage.born:
+            self._backward[:born] -= storage.size
+        if storage.saved is None:
+            self._beside[born : self._size] += storage.size
+        else:
+            self.activations += storage.size
+            self._backward[storage.saved - self._first : self._size] += storage.size
+
+
+def _levels(spans: Iterable[tuple[int, int, int]], count: int) -> list[int]:
+    """At each of ``count`` places the sum of the sizes of all spans (first, last, size) over it."""
+    changes = [0] * (count + 1)
+    for first, last, size in spans:
+        if first <= last:
+            changes[min(first, count)] += size
+            changes[min(last + 1, count)] -= size
+    return list(accumulate(changes[:-1]))

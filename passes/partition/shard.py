@@ -1,0 +1,177 @@
+"""Cut a program into shards that fit a budget, where few bytes are alive: Program -> shards of a plan.
+
+Every partition of the line into runs of steps is a path; dynamic programming finds the best one in O(n^2), and
+stops to extend a run as soon as it outgrows the budget (as Jia et al., "Beyond Data and Model Parallelism",
+arXiv:1807.05358, and Hydra's partitioner, arXiv:2110.08633, cut sequences). A storage that is alive at several
+cuts counts at each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hfusion.core.errors import PlanError
+from hfusion.core.program import Program
+from hfusion.device.machine import Rates
+from hfusion.passes.cost.cost import line
+from hfusion.passes.partition.ahead import cut_ahead
+from hfusion.passes.partition.runs import Run, Runs
+from hfusion.schedule.plan import Shard
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The shards of a program, in order; ``kept``: the last one best stays on the device, there is room for it."""
+
+    shards: tuple[Shard, ...]
+    kept: bool
+
+
+def sharding(
+    program: Program,
+    batch: int,
+    budget: int,
+    rates: Rates,
+    optimizer_state: float = 2,
+    *,
+    carried: bool = False,
+    keep: bool = True,
+) -> Sharding:
+    """Shards of ``program`` each of which trains within ``budget`` bytes when it is alone there, or with what is kept.
+
+    Cut so that the shard that comes next can be loaded while one runs, see `cut_ahead`. Where no cut allows that, the
+    bytes alive at the cuts are fewest, and among the ways to cut where they are, the shards.
+
+    Args:
+        batch: samples of a minibatch, in place of the dim that varies.
+        budget: bytes of the device for weights, gradients, optimizer state, activations, both cuts, workspace.
+        rates: of the device, for the seconds.
+        optimizer_state: values the optimizer keeps per trained value, of its dtype: SGD 0, with momentum 1, Adam 2.
+        carried: gradients outlive their backward, and fresh ones are added to them.
+        keep: the last shard may stay on the device.
+
+    Raises:
+        PlanError: a bad argument; or no cut fits, which says the smallest budget that would do and which node needs it.
+    """
+    runs = _runs(program, batch, rates, optimizer_state, carried=carried)
+    way = cut_ahead(runs, budget, rates, keep=keep)
+    cuts = cut(runs, budget) if way is None else way.cuts
+    if cuts is None:
+        raise PlanError(_infeasible(program.name, runs, budget))
+    return Sharding(_between(runs, cuts, rates), way is not None and way.kept)
+
+
+def shards_at(
+    program: Program, cuts: Sequence[int], batch: int, rates: Rates, optimizer_state: float = 2
+) -> tuple[Shard, ...]:
+    """The shards of ``program`` cut before the operators numbered ``cuts``, whatever they need; else as `sharding`.
+
+    Raises:
+        PlanError: a bad argument, or cuts that do not ascend inside the program.
+    """
+    runs = _runs(program, batch, rates, optimizer_state)
+    if any(a >= b for a, b in pairwise([0, *cuts, runs.count])):
+        raise PlanError(f"program {program.name}: cuts {list(cuts)} must ascend between 1 and {runs.count - 1}")
+    return _between(runs, cuts, rates)
+
+
+def _runs(program: Program, batch: int, rates: Rates, optimizer_state: float, *, carried: bool = False) -> Runs:
+    if batch < 1 or not optimizer_state >= 0:
+        raise PlanError(f"batch is {batch}, optimizer_state {optimizer_state}: give at least 1 sample and 0 values")
+    costs = line(program, batch, rates)
+    if not costs.steps:
+        raise PlanError(f"program {program.name} holds no operator: there is nothing to shard")
+    return Runs(costs, optimizer_state, carried)
+
+
+def _between(runs: Runs, cuts: Sequence[int], rates: Rates) -> tuple[Shard, ...]:
+    places = [0, *cuts, runs.count]
+    return tuple(_shard(runs, number, first, last, rates) for number, (first, last) in enumerate(pairwise(places)))
+
+
+def cut(runs: Runs, budget: int) -> tuple[int, ...] | None:
+    """Where to cut, ascending, so that every run fits and the bytes alive at the cuts are fewest; None if none fits."""
+    best: list[tuple[int, int] | None] = [(0, 0), *[None] * runs.count]
+    came = [0] * (runs.count + 1)
+    for first in range(runs.count):
+        here, end = best[first], best[-1]
+        if here is None:
+            continue
+        reached = (here[0] + runs.alive[first], here[1] + 1)
+        if end is not None and reached >= end:
+            continue
+        for run in runs.starting(first):
+            if run.floor + runs.alive[first] > budget:
+                break
+            known = best[run.last]
+            if runs.need(first, run) <= budget and (known is None or reached < known):
+                best[run.last], came[run.last] = reached, first
+    return None if best[-1] is None else _back(came)
+
+
+def tightest(runs: Runs) -> tuple[int, int, int]:
+    """The smallest budget that some cut fits, and the run ``[first, last)`` that needs it."""
+    bound = max(map(runs.alone, range(runs.count)))
+    best = [0, *[bound] * runs.count]
+    came = [0, *range(runs.count)]
+    for first in range(runs.count):
+        for run in runs.starting(first):
+            if max(best[first], run.floor + runs.alive[first]) > bound:
+                break
+            reached = max(best[first], runs.need(first, run))
+            if reached < best[run.last]:
+                best[run.last], came[run.last] = reached, first
+    places = [0, *_back(came), runs.count]
+    worst = max(pairwise(places), key=lambda place: runs.need(place[0], _run(runs, *place)))
+    return best[-1], *worst
+
+
+def _back(came: list[int]) -> tuple[int, ...]:
+    """The cuts on the way to the last place."""
+    cuts = []
+    place = came[-1]
+    while place:
+        cuts.append(place)
+        place = came[place]
+    return tuple(reversed(cuts))
+
+
+def _run(runs: Runs, first: int, last: int) -> Run:
+    return next(run for run in runs.starting(first) if run.last == last)
+
+
+def _shard(runs: Runs, number: int, first: int, last: int, rates: Rates) -> Shard:
+    run = _run(runs, first, last)
+    steps = runs.line.steps[first:last]
+    used = [weight for weight in runs.line.weights if any(first <= use < last for use in weight.uses)]
+    return Shard(
+        number,
+        first,
+        last,
+        run.weights,
+        run.gradients,
+        run.optimizer,
+        run.activations,
+        run.workspace,
+        run.peak,
+        boundary=runs.alive[last],
+        forward=sum(step.forward for step in steps),
+        backward=sum(step.backward for step in steps),
+        step=run.stepped / rates.memory,
+        frozen=sum(weight.size for weight in used if not weight.written),
+    )
+
+
+def _infeasible(name: str, runs: Runs, budget: int) -> str:
+    smallest, first, last = tightest(runs)
+    node = max(range(first, last), key=runs.alone)
+    run = _run(runs, first, last)
+    cuts = runs.alive[first] + runs.alive[last]
+    return (
+        f"program {name}: no cut into shards fits {budget:,} bytes; the smallest budget that would do is "
+        f"{smallest:,} bytes, which node {runs.line.steps[node].where} needs: weights {run.weights:,}, optimizer "
+        f"{run.optimizer:,}, values at its cuts {cuts:,}, and {run.peak:,} for gradients, activations and temporaries; "
+        "give more memory, fewer samples or fewer members"
+    )

@@ -1,0 +1,160 @@
+"""Write the shards of a program as programs of their own: Program and shards -> parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from hfusion.core.errors import PlanError
+from hfusion.core.program import Kind, Part, Program, Slot
+from hfusion.passes.cost.cost import operators, viewed
+from hfusion.passes.effects import has_effect
+from hfusion.passes.partition.place import place
+from hfusion.passes.regions import regions
+
+_BORDERS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+
+
+class Range(Protocol):
+    """Operators ``[first, last)`` of a program, such as a `Shard`."""
+
+    @property
+    def first(self) -> int:
+        """The first operator."""
+
+    @property
+    def last(self) -> int:
+        """The one after the last operator."""
+
+
+class Cut(NamedTuple):
+    """A `Range` and nothing else."""
+
+    first: int
+    last: int
+
+
+def input_names(program: Program) -> tuple[str, ...]:
+    """The names under which parts take the program's inputs, in the order of the inputs."""
+    found = {int(slot.name): node.name for node, slot in slots(program).items() if slot.kind is Kind.INPUT}
+    return tuple(found[position] for position in sorted(found))
+
+
+def split(program: Program, shards: Sequence[Range], batch: int) -> tuple[Part, ...]:
+    """The parts that ``shards`` cut ``program`` into; run one after the other they are the program, bit for bit.
+
+    Views of weights are taken anew in every part that uses them: a weight never crosses a cut. ``batch``: samples for
+    which it is judged whether a reshaped weight is still a view.
+
+    Raises:
+        PlanError: a cut inside an autocast region, or shards of another program.
+    """
+    nodes = operators(program)
+    if shards[-1].last != len(nodes):
+        raise PlanError(
+            f"program {program.name} has {len(nodes)} operators, but the shards given are of one with "
+            f"{shards[-1].last} operators: plan anew"
+        )
+    if len(shards) > 1 and any(node.target in _BORDERS for node in nodes):
+        raise PlanError(
+            f"program {program.name}: forward switches autocast on or off inside, where it cannot be cut; "
+            "give a device the memory to hold it whole, or use torch.autocast outside of the model"
+        )
+    cutting = _Cutting(program, nodes, batch)
+    return tuple(cutting.part(shard, last=place == len(shards)) for place, shard in enumerate(shards, start=1))
+
+
+def slots(program: Program) -> dict[fx.Node, Slot]:
+    """The placeholders, and what each stands for."""
+    placeholders = [node for node in program.module.graph.nodes if node.op == "placeholder"]
+    return dict(zip(placeholders, program.slots, strict=True))
+
+
+def weight_views(program: Program, batch: int) -> set[fx.Node]:
+    """The operators that give views of parameters, buffers or constants."""
+    own = {node for node, slot in slots(program).items() if slot.kind is not Kind.INPUT}
+    views: set[fx.Node] = set()
+    for node in operators(program):
+        if viewed(node, batch) is not None and all(source in views or source in own for source in node.all_input_nodes):
+            views.add(node)
+    return views
+
+
+class _Cutting:
+    """What all parts of one program need to know of it."""
+
+    def __init__(self, program: Program, nodes: Sequence[fx.Node], batch: int) -> None:
+        self.members = program.members
+        self.nodes = nodes
+        self.slots = slots(program)
+        self.output = next(node for node in program.module.graph.nodes if node.op == "output")
+        self.place = {node: place for place, node in enumerate((*nodes, self.output))}
+        self.views = weight_views(program, batch)
+
+    def _own(self, node: fx.Node) -> bool:
+        return node in self.slots and self.slots[node].kind is not Kind.INPUT
+
+    def part(self, shard: Range, *, last: bool) -> Part:
+        wanted = [self.output] if last else []
+        inside = [node for node in self.nodes[shard.first : shard.last] if node not in self.views]
+        needed = self._with_views([*inside, *wanted])
+        outside = dict.fromkeys(source for node in needed for source in node.all_input_nodes if source not in needed)
+        keys = [node for node in outside if self._own(node)]
+        takes = [node for node in outside if not self._own(node)]
+        gives = [node for node in inside if not last and any(self.place[user] >= shard.last for user in node.users)]
+        graph, env = fx.Graph(), {}
+        for node in (*keys, *takes):
+            env[node] = graph.placeholder(node.name)
+            env[node].meta.update(node.meta)
+        for node in needed:
+            if node is not self.output:
+                env[node] = graph.node_copy(node, env.__getitem__)
+        if last:
+            graph.node_copy(self.output, env.__getitem__)
+        else:
+            graph.output(tuple(env[node] for node in gives))
+        graph.lint()
+        code = regions(fx.GraphModule(torch.nn.Module(), graph), self.members)
+        return Part(
+            cache(lambda device: place(code, device).forward),
+            tuple(self.slots[node] for node in keys),
+            tuple(node.name for node in takes),
+            tuple(node.name for node in gives),
+            frozenset(name for node in inside for name in self._written(node)),
+        )
+
+    def _with_views(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
+        """``nodes`` with the views of weights that they use, each before its users."""
+        found: dict[fx.Node, None] = {}
+
+        def add(node: fx.Node) -> None:
+            for source in node.all_input_nodes:
+                if source in self.views and source not in found:
+                    add(source)
+            found[node] = None
+
+        for node in nodes:
+            add(node)
+        return found
+
+    def _written(self, node: fx.Node) -> list[str]:
+        """The buffers that a call writes to."""
+        origin = node.meta.get("origin")
+        if origin is None or node.meta.get("transition"):
+            return []
+        unknown = isinstance(origin.target, OpOverload) and origin.target.namespace == "hfusion"
+        if not (unknown or has_effect(origin)):
+            return []
+        roots = [self._root(source) for source in node.all_input_nodes]
+        slots = [self.slots[root] for root in roots if root in self.slots]
+        return [slot.name for slot in slots if slot.kind is Kind.BUFFER]
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        while node in self.views:
+            node = node.all_input_nodes[0]
+        return node

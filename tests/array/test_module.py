@@ -1,0 +1,299 @@
+"""A fused module is an ordinary module: views, copies, conversions, modes, hooks, names."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hfusion as hf
+from hfusion.core.membership import membership
+from tests.alone import assert_alone, close, normal
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+
+def fused(members: int = 3) -> hf.FusedModule:
+    return hf.fuse([mlp() for _ in range(members)])
+
+
+def test_members_are_live_views_both_ways() -> None:
+    array = fused()
+    member = array[1]
+    assert type(member) is nn.Sequential
+    member[0].weight.data.fill_(7)
+    assert (array.get_parameter("0.weight")[1] == 7).all()
+    array.get_parameter("0.weight").data[1].fill_(3)
+    assert (member[0].weight == 3).all()
+    assert torch.equal(array[-2][0].weight, member[0].weight)
+    assert len(array) == len(list(array)) == 3
+    with pytest.raises(IndexError, match="member 3 of an array of 3"):
+        array[3]
+
+
+def test_unfuse_gives_independent_models() -> None:
+    array = fused()
+    x = normal(5, 4)
+    expected = array(x)
+    models = array.unfuse()
+    close(expected, [model.eval()(x) if not array.training else model(x) for model in models], "unfused")
+    models[0][0].weight.data.zero_()
+    assert array.get_parameter("0.weight")[0].any()
+
+
+COPIES: dict[str, Callable[[hf.FusedModule], hf.FusedModule]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda array: pickle.loads(pickle.dumps(array)),
+    "state_dict": lambda array: _loaded(array, assign=False),
+    "assigned": lambda array: _loaded(array, assign=True),
+}
+
+
+def _loaded(array: hf.FusedModule, assign: bool) -> hf.FusedModule:
+    other, file = fused(), io.BytesIO()
+    other(normal(5, 4))
+    torch.save(array.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file), assign=assign)
+    return other
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies(name: str) -> None:
+    array = fused()
+    array(normal(5, 4))
+    other = COPIES[name](array).eval()
+    array.eval()
+    x = normal(5, 4)
+    assert torch.equal(other(x), array(x))
+    found = membership(other.get_parameter("0.weight"))
+    assert found is not None
+    assert (found.name, found.members, found.stacked) == ("0.weight", 3, True)
+    other.get_parameter("0.weight").data.zero_()
+    assert array.get_parameter("0.weight").any()
+
+
+class Tokens(nn.Module):
+    """Takes integers, so that only its own tensors tell the dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.table(ids)
+        return self.out(h * torch.full((4,), 0.3, dtype=h.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_conversion_after_a_call(dtype: torch.dtype) -> None:
+    models, ids = [Tokens() for _ in range(2)], torch.randint(7, (5,))
+    array = hf.fuse(models)
+    array(ids)
+    ours, theirs = array.to(dtype)(ids), torch.stack([model.to(dtype)(ids) for model in models])
+    assert ours.dtype is theirs.dtype is dtype
+    bound = 1e-12 if dtype is torch.float64 else 2e-2
+    assert torch.allclose(ours, theirs, rtol=bound, atol=bound)
+
+
+def test_modes_of_the_whole_and_of_a_part() -> None:
+    models = [mlp() for _ in range(2)]
+    array, x = hf.fuse(models), normal(5, 4)
+    for change in (
+        lambda m: m.train(),
+        lambda m: m.get_submodule("1").eval(),
+        lambda m: m.eval(),
+        lambda m: m.get_submodule("1").train(),
+    ):
+        for module in (array, *models):
+            change(module)
+        close(array(x), [model(x) for model in models], "output")
+        close(array.get_buffer("1.running_mean"), [model[1].running_mean for model in models], "statistics")
+
+
+def test_freezing_after_fusing() -> None:
+    array, x = fused(), normal(5, 4)
+    array(x)
+    array.get_parameter("0.weight").requires_grad_(False)
+    array(x).sin().sum().backward()
+    assert array.get_parameter("0.weight").grad is None
+    assert array.get_parameter("0.bias").grad is not None
+    assert not array[0][0].weight.requires_grad
+    assert not array.unfuse()[0][0].weight.requires_grad
+
+
+def test_gradients_of_inputs() -> None:
+    models = [mlp() for _ in range(3)]
+    array = hf.fuse(models)
+    shared, own = normal(5, 4).requires_grad_(), normal(3, 5, 4).requires_grad_()
+    (ours,) = torch.autograd.grad(array(shared).sin().sum(), shared)
+    (theirs,) = torch.autograd.grad(sum(model(shared).sin().sum() for model in models), shared)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    (ours,) = torch.autograd.grad(array(hf.stacked(own)).sin().sum(), own)
+    (theirs,) = torch.autograd.grad(sum(model(x).sin().sum() for model, x in zip(models, own, strict=True)), own)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+def test_two_calls_before_backward() -> None:
+    models, x = [mlp() for _ in range(2)], normal(5, 4)
+    array = hf.fuse(models)
+    for module in (array, *models):
+        (module(x).sin().sum() + module(x * 2).sin().sum()).backward()
+    close(array.get_parameter("0.weight").grad, [model[0].weight.grad for model in models], "gradient")  # type: ignore[arg-type]
+
+
+def test_inference_mode_first() -> None:
+    array = fused()
+    with torch.inference_mode():
+        array(normal(5, 4))
+    array(normal(5, 4)).sum().backward()
+
+
+def test_nan_stays_with_its_member() -> None:
+    models = [mlp().float() for _ in range(3)]
+    sick = copy.deepcopy(models)
+    sick[1][0].weight.data.fill_(float("nan"))
+    x = torch.randn(6, 4)
+    arrays = [hf.fuse(models), hf.fuse(sick)]
+    outputs = [array(x) for array in arrays]
+    for output in outputs:
+        output.sin().sum().backward()
+    for b in (0, 2):
+        assert torch.equal(outputs[0][b], outputs[1][b])
+        for a, c in zip(*(array.parameters() for array in arrays), strict=True):
+            assert torch.equal(a.grad[b], c.grad[b])
+
+
+def test_hooks() -> None:
+    array, seen = fused(), []
+    array.register_forward_pre_hook(lambda *args: seen.append("pre"))
+    array.register_forward_hook(lambda *args: seen.append("forward"))
+    array.register_full_backward_hook(lambda *args: seen.append("backward"))
+    array(normal(5, 4).requires_grad_()).sum().backward()
+    assert seen == ["pre", "forward", "backward"]
+    part = array.get_submodule("0")
+    for name in (
+        "forward_hook",
+        "forward_pre_hook",
+        "full_backward_hook",
+        "full_backward_pre_hook",
+        "backward_hook",
+    ):
+        with pytest.raises(hf.FusionError, match="hooks on the Linear inside a fused module never run"):
+            getattr(part, f"register_{name}")(lambda *args: None)
+    with pytest.raises(hf.FusionError, match="cannot be called by itself"):
+        part(normal(5, 4))
+
+
+def test_settings_that_would_do_nothing_are_refused() -> None:
+    array = hf.fuse([nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(2)])
+    with pytest.raises(hf.FusionError, match=r"setting p on a fused Dropout .* unfuse"):
+        array.get_submodule("1").p = 0.0
+    with pytest.raises(hf.FusionError, match="setting 0 on a fused Sequential"):
+        setattr(array, "0", nn.Linear(4, 4))
+    array.note = "free"
+
+
+class Named(nn.Module):
+    """Submodules and tensors under the names that a fused module uses itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("report", "origin", "_array", "_compiler", "_branches", "_original", "_fixed"):
+            setattr(self, name, nn.Linear(4, 4))
+        self.unfuse = nn.Parameter(torch.randn(4))
+        self.register_buffer("_bound", torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.children():
+            x = module(x).tanh()
+        return x * self.unfuse + self._bound
+
+
+def test_names_that_collide() -> None:
+    array = assert_collides([Named().double() for _ in range(2)])
+    assert "report.weight" in array.state_dict()
+
+
+def assert_collides(models: list[Any]) -> hf.FusedModule:
+    x = normal(3, 4)
+    array = hf.fuse(models)
+    close(array(x), [model(x) for model in models], "output")
+    close(copy.deepcopy(array)(x), [model(x) for model in array.unfuse()], "output")
+    return array
+
+
+def test_deep_names() -> None:
+    model: nn.Module = nn.Linear(4, 4).double()
+    for _ in range(15):
+        model = nn.Sequential(model)
+    assert_alone([model, copy.deepcopy(model)], normal(3, 4))
+
+
+class Asking(nn.Module):
+    """Reads whether its input requires a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (2 if x.requires_grad else 3)
+
+
+def test_a_branch_on_requires_grad_is_captured_for_both() -> None:
+    fused, x = hf.fuse([Asking(), Asking()]), torch.ones(4)
+    assert fused(x)[0, 0] == 3
+    assert fused(x.requires_grad_())[0, 0] == 2
+    assert fused(hf.stacked(torch.ones(2, 4)))[0, 0] == 3
+    assert fused(hf.stacked(torch.ones(2, 4).requires_grad_()))[0, 0] == 2
+
+
+class Counted(nn.Module):
+    """Writes into a buffer after the last tensor that backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x).sin()
+        self.calls.add_(1)
+        return y
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_first_call_inside_a_checkpoint(reentrant: bool) -> None:
+    models = [Counted() for _ in range(2)]
+    array, x = hf.fuse(models), normal(7, 4).requires_grad_()
+    for _ in range(2):
+        for module in (array, *models):
+            checkpoint(module, x, use_reentrant=reentrant).sin().sum().backward()
+        for name, parameter in array.named_parameters():
+            close(parameter.grad, [model.get_parameter(name).grad for model in models], name)  # type: ignore[misc, arg-type]
+        for name, buffer in array.named_buffers():
+            close(buffer, [model.get_buffer(name) for model in models], name)
+    assert "self-check passed" in str(array.report())
+
+
+def test_draws_inside_a_checkpoint_are_made_again_in_backward() -> None:
+    array, x = (
+        hf.fuse([nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 3)).double() for _ in range(2)]),
+        normal(7, 4),
+    )
+    found = []
+    for call in (lambda: checkpoint(array, x, use_reentrant=False), lambda: array(x)):
+        torch.manual_seed(1)
+        array.zero_grad()
+        y = call()
+        y.sin().sum().backward()
+        found.append([y, *(p.grad for p in array.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,185 @@
+"""The smallest submodule runs in a loop, however it is called and wherever it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfusion as hf
+from tests.alone import assert_alone, normal
+from tests.capture.test_export import Sevenfold
+
+
+class Square(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Sevenfold.apply(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(4, 4), Square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.act(self.fc(x))
+
+    def encode(self, x: Tensor, *, shift: Tensor | None = None) -> Tensor:
+        h: Tensor = Sevenfold.apply(self.fc(x))
+        return h if shift is None else h + shift
+
+    def through(self, x: Tensor) -> Tensor:
+        return self.act(self.fc(x))
+
+
+class Sized(NamedTuple):
+    value: Tensor
+    size: int
+
+
+class Telling(nn.Module):
+    def forward(self, x: Tensor) -> Sized:
+        return Sized(Sevenfold.apply(x), x.shape[1])
+
+
+class Moody(nn.Module):
+    """Asks whether gradients are on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor, *, y: Tensor | None = None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return Sevenfold.apply(x + self.w)
+        return Sevenfold.apply(x * self.w) if y is None else Sevenfold.apply(x) + y
+
+
+class Noisy(nn.Module):
+    """Draws random numbers of no consequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0 * torch.rand_like(x) if x.sum() < 1e9 else x
+
+
+class Referring(nn.Module):
+    """Reaches a module that is not its own."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.blocks = [blocks]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sevenfold.apply(self.blocks[0][0].fc(x))
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.nest = nn.ModuleDict({"a": nn.ModuleDict({"b": Block()})})
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.act, self.telling, self.moody, self.noisy = Square(), Telling(), Moody(), Noisy()
+        self.again = self.act
+        self.referring = Referring(self.blocks)
+        self.register_buffer("scale", torch.full((4,), 0.5))
+        self.double()
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return Sevenfold.apply(x * self.scale)
+
+    def applied(self, blocks: nn.ModuleList, x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x)
+        return Sevenfold.apply(x)
+
+
+def listed(self: Any, x: Tensor) -> Tensor:
+    for block in self.blocks:
+        x = block(x)
+    return self.head(self.norm(x))
+
+
+def directly(self: Any, x: Tensor) -> Tensor:
+    for block in self.blocks:
+        x = block.forward(x)
+    return self.head(x)
+
+
+def by_methods(self: Any, x: Tensor) -> Tensor:
+    return self.head(self.blocks[0].encode(self.norm(x), shift=x) + self.blocks[1].through(x))
+
+
+def in_modes(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        a = self.moody(self.head(x)[:, :1].expand(-1, 4))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        b = self.moody(x, y=x * 2)
+    return self.head(a + self.moody(self.norm(x))) + b.sum()
+
+
+FORWARDS: dict[str, tuple[Callable[..., Any], set[str]]] = {
+    "ModuleList": (listed, {"blocks.0.act", "blocks.1.act"}),
+    "ModuleDict": (lambda self, x: self.head(self.nest["a"]["b"](x)), {"nest.a.b.act"}),
+    "forward called directly": (directly, {"blocks.0.act", "blocks.1.act"}),
+    "other methods": (by_methods, {"blocks.0.encode()", "blocks.1.act"}),
+    "a method of the model": (lambda self, x: self.head(self.norm(self.scaled(self.norm(x)))), {"scaled()"}),
+    "a named tuple and a number": (lambda self, x: self.head((t := self.telling(x)).value) * t.size, {"telling"}),
+    "no_grad, autocast, keywords": (in_modes, {"moody"}),
+    "two paths": (lambda self, x: self.head(self.act(x) + self.again(x * 2)), {"act"}),
+    "random numbers": (lambda self, x: self.head(self.noisy(self.act(x))), {"act", "noisy"}),
+    "modules as arguments": (lambda self, x: self.head(self.applied(self.blocks, x)), {"forward"}),
+    "another's module": (lambda self, x: self.head(self.referring(x)), {"forward"}),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_the_smallest_is_looped(name: str) -> None:
+    forward, islands = FORWARDS[name]
+    make = type("Net", (Base,), {"forward": forward})
+    array = assert_alone([make() for _ in range(2)], normal(5, 4), hf.stacked(normal(2, 5, 4)))
+    (part, *_) = array.report().parts
+    loops = {how.split(": ")[0] for op, _, how, _ in part.rows if op.startswith("hfusion")}
+    assert loops == {f"loop over members, {island}" for island in islands}
+    assert ("self-check passed" in part.check) == ("forward" not in islands)
+
+
+class Masking(nn.Module):
+    """Picks as many elements as a mask has, which no array can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        return h[h.abs() < 100].view(-1, 4)
+
+
+class Scaling(Masking):
+    """Scales by a number of the member's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        return h * h.mean().item()
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.parts = nn.Linear(4, 4), nn.ModuleList([Masking(), Scaling()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts[0](self.first(x)) + self.parts[1](x)
+
+
+@pytest.mark.parametrize(
+    ("make", "looped"), [(Masking, ["forward"]), (Scaling, ["forward"]), (Parts, ["parts.0", "parts.1"])]
+)
+def test_what_no_array_can_compute_runs_in_a_loop(make: Callable[[], nn.Module], looped: list[str]) -> None:
+    array = assert_alone([make().double() for _ in range(3)], normal(5, 4), normal(3, 4))
+    text = str(array.report())
+    assert all(f"loop over members, {path}: aten." in text for path in looped)

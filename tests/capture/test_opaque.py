@@ -1,0 +1,101 @@
+"""Submodules that no graph holds run as the members' own code, with the array's tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfusion as hf
+from tests.alone import assert_alone, normal
+from tests.capture.test_export import Sevenfold
+
+
+class Opaque(nn.Module):
+    """Branches on values, owns a parameter and a buffer that it assigns anew."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4))
+        self.factor = factor
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor, twice: bool = False, *, shift: Tensor | None = None) -> dict[str, Any]:
+        self.steps = self.steps + 1
+        y = x * self.scale * self.factor
+        if y.sum() > 0:
+            y = y.sin()
+        return {"y": y * 2 if twice else y, "pair": (y, None)} if shift is None else {"y": y + shift, "pair": (y, None)}
+
+
+class Around(nn.Module):
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.first, self.inside, self.last = nn.Linear(4, 4), Opaque(factor), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inside(self.first(x), twice=True)
+        return self.last(self.inside(h["y"], shift=x)["pair"][0])
+
+
+@pytest.mark.parametrize("factors", [(1.0, 1.0, 1.0), (1.0, 2.0, 1.0)], ids=["alike", "variants"])
+def test_calls_buffers_and_keywords(factors: tuple[float, ...]) -> None:
+    models = [Around(factor).double() for factor in factors]
+    array = assert_alone(models, normal(5, 4), normal(3, 4), hf.stacked(normal(3, 5, 4)))
+    assert torch.equal(array.get_buffer("inside.steps"), torch.full((3,), 6.0, dtype=torch.float64))
+    loops = [
+        op for op, _, how, _ in array.report().parts[0].rows if "hfusion.opaque" in op and "loop over members" in how
+    ]
+    assert loops
+    assert any(how != "loop over members" and "linear" in op for op, _, how, _ in array.report().parts[0].rows)
+
+
+def test_loss_of_shape_agreement_is_told() -> None:
+    class Picking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Sevenfold.apply(x[: int((x > 0).sum())])
+
+    array = hf.fuse([Picking(), Picking()])
+    with pytest.raises(hf.FusionError, match="shapes that depend on values cannot be fused"):
+        array(hf.stacked(torch.tensor([[1.0, 2.0], [1.0, -1.0]])))
+
+
+def test_results_beside_tensors_are_refused() -> None:
+    class Telling(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, float]:
+            return Sevenfold.apply(x), float(x.sum())
+
+    with pytest.raises(hf.FusionError, match="beside tensors; let it give tensors only"):
+        hf.fuse([Telling(), Telling()])(torch.ones(2, 2))
+
+
+class Masked(nn.Module):
+    """Branches on a value, and takes arguments that may be None before one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None, y: Tensor | None) -> Tensor:
+        h = self.fc(x)
+        h = h * 2 if h.sum() > 0 else h
+        return h - y if mask is None and y is not None else h
+
+
+class AroundMasked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.masked = Masked()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.masked(x, None, x * 2)
+        return h
+
+
+def test_an_argument_that_is_none_keeps_its_place() -> None:
+    models = [AroundMasked().double() for _ in range(3)]
+    x = normal(5, 4)
+    expected = torch.stack([model(x) for model in models])
+    torch.testing.assert_close(hf.fuse(models)(x), expected, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,108 @@
+"""The self-check catches a wrong rule and names the node, and stays silent on right ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.compiler import compiler as compiling
+from hfusion.core.layout import Layout
+from hfusion.ops.rule import Call, Site, Value
+from tests.zoo import MODELS, Model
+
+aten = torch.ops.aten
+
+
+def wrong_values(site: Site, self: Value) -> Call:
+    return Call(torch.sigmoid, (self.to(Layout.STACKED),), Layout.STACKED, "planted")
+
+
+def wrong_gradient(site: Site, self: Value) -> Call:
+    return Call(lambda x: x.tanh().detach() + 0 * x, (self.to(Layout.STACKED),), Layout.STACKED, "planted")
+
+
+def wrong_member(site: Site, self: Value) -> Call:
+    def swapped(x: Tensor) -> Tensor:
+        return torch.cat([x[:1], x[1:2] * 0.99, x[2:]]).tanh()
+
+    return Call(swapped, (self.to(Layout.STACKED),), Layout.STACKED, "planted")
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (
+            wrong_values,
+            r"output 0 of model 0 differs .*; the first node that differs is tanh = aten.tanh.default",
+        ),
+        (wrong_gradient, r"gradient of .* of model 0 differs .*a gradient does"),
+        (wrong_member, r"of model 1 differs .*; the first node that differs is tanh"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_wrong_rule_is_caught(
+    rule: Callable[..., Any], message: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "RULES", {**compiling.RULES, aten.tanh.default: rule})
+    models = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(dtype) for _ in range(3)]
+    with pytest.raises(hf.FusionError, match=f"self-check: .*{message}"):
+        hf.fuse(models)(torch.randn(3, 4, dtype=dtype))
+    unchecked = hf.fuse(models, verify=False)
+    unchecked(torch.randn(3, 4, dtype=dtype))
+    assert "self-check not run" in str(unchecked.report())
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_no_false_alarm_in_float32(model: Model) -> None:
+    x = model.draw(4)
+    array = hf.fuse([model.make().float() for _ in range(3)])
+    array(x.float() if x.is_floating_point() else x)
+    assert "self-check not run" not in str(array.report())
+
+
+def test_the_check_leaves_no_trace() -> None:
+    models = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)) for _ in range(2)]
+    x, arrays = torch.randn(5, 4), [hf.fuse(models), hf.fuse(models, verify=False)]
+    outputs, states = [], []
+    for array in arrays:
+        torch.manual_seed(3)
+        outputs.append(array(x))
+        states.append(torch.get_rng_state())
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(states[0], states[1])
+    assert all(p.grad is None for p in arrays[0].parameters())
+    for (name, ours), theirs in zip(arrays[0].named_buffers(), arrays[1].buffers(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
+        lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4)),
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.2, batch_first=True),
+    ],
+)
+def test_random_draws_are_replayed(make: Callable[[], nn.Module]) -> None:
+    array = hf.fuse([make() for _ in range(3)])
+    array(torch.randn(5, 4))
+    assert "self-check passed: outputs and gradients of 3 members" in str(array.report())
+
+
+def test_under_autocast_rounding_is_that_of_the_cast() -> None:
+    """A GRU is computed in other steps than the members', and each of them rounds to bfloat16."""
+    models = [nn.GRU(4, 6, batch_first=True) for _ in range(3)]
+    x = torch.randn(5, 7, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        try:
+            models[0](x)
+        except RuntimeError as error:
+            pytest.skip(f"torch computes no such GRU on this processor: {error}")
+        array = hf.fuse(models)
+        array(x)
+    assert "self-check passed" in str(array.report())

@@ -1,0 +1,68 @@
+"""A thread that is quiet silences itself only, and leaves the process as it was."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+
+from hfusion.core.silence import quiet
+
+
+def in_thread(run: Callable[[], None]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def speak() -> None:
+    warnings.warn("a warning", stacklevel=1)
+    logging.getLogger("torch.export").error("a log of torch's")
+    logging.getLogger("mine").warning("a log of mine")
+
+
+def test_only_its_own_thread_and_torch(caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        with quiet():
+            speak()
+            assert not heard
+            assert caplog.messages == ["a log of mine"]
+            in_thread(speak)
+            assert len(heard) == 1
+        speak()
+        assert len(heard) == 2
+    assert caplog.messages.count("a log of mine") == 3
+    assert logging.root.manager.disable == 0
+
+
+def test_whatever_the_order_nothing_is_left() -> None:
+    before = list(warnings.filters), list(logging.getLogger("torch").filters)
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with quiet():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with quiet():
+        thread.start()
+        inside.wait(10)
+    with pytest.warns(UserWarning, match="heard"):
+        warnings.warn("heard", stacklevel=1)
+    leave.set()
+    thread.join()
+    assert (list(warnings.filters), list(logging.getLogger("torch").filters)) == before
+    assert "print" not in vars(importlib.import_module("torch.export._trace"))
+
+
+def test_an_interrupt_inside() -> None:
+    before = list(warnings.filters)
+    with pytest.raises(KeyboardInterrupt), quiet():
+        raise KeyboardInterrupt
+    assert list(warnings.filters) == before

@@ -1,0 +1,221 @@
+"""The cache folder: where it is, whom it belongs to, and which files there are not believed."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hfusion.device import cache
+from hfusion.device.cache import (
+    MAX_BYTES,
+    cache_folder,
+    number,
+    read,
+    read_json,
+    read_sealed,
+    write,
+    write_json,
+    write_sealed,
+)
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+STRANGER = 12345
+
+
+@contextmanager
+def masked(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o277])
+def test_only_the_user_reads_and_writes_whatever_the_umask(mask: int, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "hfusion" / "kernels.so"
+    path.parent.parent.mkdir()
+    with masked(mask & 0o077):
+        write(path.parent / "first", b"")
+    with masked(mask):
+        write(path, b"x")
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read(path) == b"x"
+    assert {found.name for found in path.parent.iterdir()} == {"first", "kernels.so"}
+
+
+HOMES: dict[str, tuple[dict[str, str | None], str]] = {
+    "named": ({"XDG_CACHE_HOME": "{}/a", "HOME": "{}/b"}, "{}/a/hfusion"),
+    "by default": ({"XDG_CACHE_HOME": None, "HOME": "{}/b"}, "{}/b/.cache/hfusion"),
+    "relative": ({"XDG_CACHE_HOME": "a", "HOME": "{}/b"}, "{}/b/.cache/hfusion"),
+    "empty": ({"XDG_CACHE_HOME": "", "HOME": "{}/b"}, "{}/b/.cache/hfusion"),
+}
+
+
+@pytest.mark.parametrize("name", HOMES)
+def test_where_it_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables, wanted = HOMES[name]
+    monkeypatch.chdir(tmp_path)
+    set_all(variables, tmp_path, monkeypatch)
+    assert cache_folder() == Path(wanted.format(tmp_path))
+
+
+def set_all(variables: dict[str, str | None], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in variables.items():
+        if value is None:
+            monkeypatch.delenv(variable, raising=False)
+        else:
+            monkeypatch.setenv(variable, value.format(folder))
+
+
+def stranger(folder: Path) -> None:
+    folder.mkdir()
+    os.chown(folder, STRANGER, -1)
+
+
+def open_to_all(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def dangling(folder: Path) -> None:
+    folder.symlink_to(folder.parent / "nowhere")
+
+
+FOLDERS = [
+    pytest.param(stranger, f"it belongs to user {STRANGER}", marks=needs_root),
+    pytest.param(open_to_all, r"others can write to it \(mode 777\): chmod go-w"),
+    pytest.param(Path.touch, "Not a directory"),
+    pytest.param(dangling, ""),
+]
+
+
+@pytest.mark.parametrize(("make", "why"), FOLDERS)
+def test_a_folder_that_cannot_be_used_is_told_once(
+    make: Callable[[Path], None], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    make(tmp_path / "hfusion")
+    with pytest.warns(UserWarning, match=f"no cache folder can be used .*hfusion: .*{why}") as told:
+        private = cache_folder()
+    assert len(told) == 1
+    assert private.parent != tmp_path
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    assert cache_folder() == private
+    write(private / "kept", b"x")
+    assert read(private / "kept") == b"x"
+    (private / "kept").unlink()
+
+
+def test_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all({"XDG_CACHE_HOME": None, "HOME": None}, tmp_path, monkeypatch)
+    try:
+        known = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".cache" / "hfusion"
+    except KeyError:
+        known = None
+    assert cache._wanted() == known
+    set_all({"HOME": "."}, tmp_path, monkeypatch)
+    assert cache._wanted() is None
+    cache._usable.cache_clear()
+    with pytest.warns(UserWarning, match=r"\(the user has no home folder\)"):
+        assert cache_folder().is_dir()
+
+
+def given_away(path: Path) -> None:
+    os.chown(path, STRANGER, -1)
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def another(path: Path) -> None:
+    """A file of ours under a name that is not its own."""
+    write_sealed(path.with_name("other"), b"other")
+    path.with_name("other").rename(path)
+
+
+ATTACKS = {
+    "given away": pytest.param(given_away, f"it belongs to user {STRANGER}", marks=needs_root),
+    "writable": pytest.param(lambda path: path.chmod(0o620), "others can write to it"),
+    "a link": pytest.param(linked, "symbolic links"),
+    "a pipe": pytest.param(pipe, "it is no regular file"),
+    "a folder": pytest.param(folder, "it is no regular file"),
+    "huge": pytest.param(lambda path: os.truncate(path, 1 << 40), f"more than {MAX_BYTES:,} bytes"),
+    "cut short": pytest.param(lambda path: os.truncate(path, path.stat().st_size // 2), "damaged, or was cut short"),
+    "empty": pytest.param(lambda path: os.truncate(path, 0), "damaged, or was cut short"),
+    "flipped": pytest.param(flipped, "damaged, or was cut short"),
+    "another": pytest.param(another, "damaged, or was cut short"),
+}
+
+
+@pytest.mark.parametrize(("attack", "why"), ATTACKS.values(), ids=ATTACKS)
+def test_what_is_not_believed(attack: Callable[[Path], None], why: str, tmp_path: Path) -> None:
+    path = tmp_path / "hfusion" / "kept"
+    write_sealed(path, b"content of some length")
+    assert read_sealed(path) == b"content of some length"
+    attack(path)
+    with pytest.raises(OSError, match=why) as told:
+        read_sealed(path)
+    assert told.value.strerror
+    if path.is_dir():
+        with pytest.raises(OSError, match="directory"):
+            write_sealed(path, b"new")
+        path.rmdir()
+    write_sealed(path, b"new")
+    assert read_sealed(path) == b"new"
+
+
+@pytest.mark.parametrize("make", [open_to_all, pytest.param(stranger, marks=needs_root)])
+def test_no_file_is_believed_in_a_folder_of_others(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "hfusion")
+    (tmp_path / "hfusion" / "kept").write_bytes(b"x")
+    for act in (read, lambda path: write(path, b"y")):
+        with pytest.raises(PermissionError):
+            act(tmp_path / "hfusion" / "kept")
+    assert os.listdir(tmp_path / "hfusion") == ["kept"]
+
+
+@pytest.mark.parametrize("content", ["", "[" * 1_000_000, '{"a":' * 100_000, "\x00", "[" + "9" * 5000 + "]"])
+def test_what_is_no_json(content: str, tmp_path: Path) -> None:
+    write(tmp_path / "hfusion" / "kept.json", content.encode())
+    with pytest.raises(ValueError):  # noqa: PT011
+        read_json(tmp_path / "hfusion" / "kept.json")
+
+
+def test_json(tmp_path: Path) -> None:
+    write_json(tmp_path / "hfusion" / "kept.json", {"a": [1, None]})
+    assert read_json(tmp_path / "hfusion" / "kept.json") == {"a": [1, None]}
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "hfusion" / "other.json")
+
+
+@pytest.mark.parametrize("value", ["1", None, True, float("nan"), float("inf"), -1, 0, 0.5, 10**400, [1], {}])
+def test_what_is_no_number(value: object) -> None:
+    with pytest.raises(ValueError, match="is no number from 1 to 1000"):
+        number(value, 1, 1000)
+    assert number(7, 1, 1000) == 7.0

@@ -1,0 +1,104 @@
+"""Compiling C with the machine's own compiler; that there is none is tested where it is used."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hfusion.device import native
+from hfusion.device.cache import write_sealed
+from hfusion.ops import rnn
+from hfusion.optim import native as kernels
+from hfusion.runtime import copying
+from tests.device.test_cache import ATTACKS
+
+
+@pytest.mark.parametrize("source", [kernels.SOURCE, rnn.SOURCE, copying.SOURCE], ids=lambda source: source.stem)
+def test_a_library_is_compiled_once(source: Path, compiler: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    assert isinstance(native.build(source, compiler, folder), ctypes.CDLL)
+    (made,) = folder.iterdir()
+    stamp = made.stat().st_mtime_ns
+    assert isinstance(native.build(source, compiler, folder), ctypes.CDLL)
+    assert made.stat().st_mtime_ns == stamp
+    assert list(folder.iterdir()) == [made]
+
+
+@pytest.fixture
+def seven(tmp_path: Path) -> Path:
+    """C that is compiled in no time."""
+    source = tmp_path / "seven.c"
+    source.write_text("int seven(void) { return 7; }")
+    return source
+
+
+def test_a_library_that_does_not_load_is_compiled_again(seven: Path, compiler: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    assert isinstance(native.build(seven, compiler, folder), ctypes.CDLL)
+    (made,) = folder.iterdir()
+    write_sealed(made, b"no library")
+    library = native.build(seven, compiler, folder)
+    assert isinstance(library, ctypes.CDLL)
+    assert library.seven() == 7
+    assert made.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("attack", "why"), ATTACKS.values(), ids=ATTACKS)
+@pytest.mark.filterwarnings("ignore:cannot keep compiled kernels")
+def test_a_library_that_is_not_believed_is_compiled_again(
+    attack: Callable[[Path], None], why: str, seven: Path, compiler: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "cache"
+    native.build(seven, compiler, folder)
+    (made,) = folder.iterdir()
+    attack(made)
+    with pytest.warns(UserWarning, match=rf"the compiled kernels in {made} are made anew: .*{why}"):
+        library = native.build(seven, compiler, folder)
+    assert isinstance(library, ctypes.CDLL)
+    assert library.seven() == 7
+    if made.is_dir():
+        made.rmdir()
+        native.build(seven, compiler, folder)
+    assert isinstance(native.build(seven, compiler, folder), ctypes.CDLL)
+
+
+def test_code_of_a_stranger_does_not_run(seven: Path, compiler: list[str], tmp_path: Path) -> None:
+    """A library of that name whose constructor would leave a file."""
+    folder, mark, evil = tmp_path / "cache", tmp_path / "mark", tmp_path / "evil.c"
+    native.build(seven, compiler, folder)
+    (made,) = folder.iterdir()
+    evil.write_text(
+        f'#include <stdio.h>\n__attribute__((constructor)) void run(void) {{ fclose(fopen("{mark}", "w")); }}'
+    )
+    subprocess.run([*compiler, "-shared", "-fPIC", "-o", str(made), str(evil)], check=True)
+    with pytest.warns(UserWarning, match="are made anew: it is damaged"):
+        native.build(seven, compiler, folder)
+    assert not mark.exists()
+
+
+def test_a_file_that_is_cut_short_while_it_is_loaded_harms_nobody(
+    seven: Path, compiler: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "cache"
+    native.build(seven, compiler, folder)
+    library = native.build(seven, compiler, folder)
+    (made,) = folder.iterdir()
+    os.truncate(made, 0)
+    assert isinstance(library, ctypes.CDLL)
+    assert library.seven() == 7
+
+
+def test_a_folder_that_cannot_be_written_is_told(seven: Path, compiler: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.warns(UserWarning, match=r"are made anew: Not a directory"),
+        pytest.warns(UserWarning, match=r"cannot keep compiled kernels in .*: Not a directory; .* XDG_CACHE_HOME"),
+    ):
+        library = native.build(seven, compiler, tmp_path / "file")
+    assert isinstance(library, ctypes.CDLL)
+    assert library.seven() == 7

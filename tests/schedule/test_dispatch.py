@@ -1,0 +1,97 @@
+"""The dispatcher: it counts what begins, and tells the policy what is left."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hfusion.schedule.dispatch import Dispatcher
+from hfusion.schedule.plan import Plan
+from hfusion.schedule.policy import POLICIES, Candidate, Policy, State
+from tests.shards import plans, task
+
+FIFO, LONGEST = POLICIES["fifo"], POLICIES["sharded-lrtf"]
+
+
+@given(plans(), st.sampled_from(sorted(POLICIES)))
+def test_every_unit_begins_once_and_in_order(plan: Plan, policy: str) -> None:
+    dispatcher = Dispatcher(plan, POLICIES[policy])
+    budget = max(plan.devices.values())
+    begun: list[list[object]] = [[] for _ in plan.tasks]
+    rest = [[*dispatcher.rest(number)] for number in range(len(plan.tasks))]
+    running = dispatcher.choose(budget, None)
+    while running is not None:
+        assert dispatcher.left()
+        expected = dispatcher.next(running)
+        assert next(dispatcher.rest(running)) == expected
+        unit = dispatcher.begin(running)
+        assert unit == expected
+        begun[running].append(unit)
+        chosen = dispatcher.choose(budget, running)
+        if chosen != running:
+            dispatcher.wait(running)
+        running = chosen
+    assert not dispatcher.left()
+    assert not dispatcher.waits()
+    assert not any([*dispatcher.rest(number)] for number in range(len(plan.tasks)))
+    assert begun == rest == [[each.unit(number) for number in range(each.units)] for each in plan.tasks]
+
+
+def test_a_policy_sees_what_is_left_except_where_the_last_shard_turns() -> None:
+    made = task("a", 2, steps=2, accumulate=2, clipped=True)
+    seen: list[State] = []
+
+    def watch(order: object, state: State) -> Candidate | None:
+        seen.append(state)
+        return state.running or state.waiting.first(state.budget)
+
+    plan = Plan((made,), {"d": 99, "e": 99}, 1.0, 1.0)
+    dispatcher = Dispatcher(plan, Policy("watch", "", FIFO.order, watch))
+    assert dispatcher.choose(99, None) == 0
+    asked = []
+    for _ in range(made.units):
+        dispatcher.begin(0)
+        before = len(seen)
+        dispatcher.choose(99, 0)
+        asked.append(len(seen) > before)
+    shown = [state.running for state in seen[1:-1]]
+    assert asked == [True, False, True, True, True, False, True, True, True, True]
+    units = [number for number, each in enumerate(asked[:-1], 1) if each]
+    assert [candidate.unit for candidate in shown if candidate] == units
+    assert [candidate.since for candidate in shown if candidate] == units
+    assert [candidate.remaining for candidate in shown if candidate] == [10.0 - number for number in units]
+    assert {(candidate.quantum, candidate.need) for candidate in shown if candidate} == {(1.0, made.device_bytes)}
+    assert [state.share for state in seen] == [(10.0 - number) / 2 for number in (0, *units, 10)]
+    assert seen[-1].running is None
+
+
+def test_a_task_that_runs_is_chosen_by_no_other_device() -> None:
+    dispatcher = Dispatcher(Plan((task("a", steps=2), task("b")), {"d": 99, "e": 99}, 1.0, 1.0), LONGEST)
+    assert [dispatcher.choose(99, None) for _ in range(3)] == [0, 1, None]
+    assert not dispatcher.waits()
+    dispatcher.begin(0)
+    dispatcher.wait(0)
+    assert dispatcher.waits()
+    assert dispatcher.choose(1, None) is None
+    assert dispatcher.choose(99, None) == 0
+
+
+def test_a_task_that_is_done_neither_waits_nor_begins() -> None:
+    dispatcher = Dispatcher(Plan((task("a"),), {"d": 99}, 1.0, 1.0), LONGEST)
+    assert dispatcher.choose(99, None) == 0
+    for _ in range(2):
+        dispatcher.begin(0)
+    assert dispatcher.next(0) is None
+    dispatcher.wait(0)
+    assert dispatcher.choose(99, 0) is None
+    assert not dispatcher.left()
+    with pytest.raises(IndexError, match="task 'a' has no unit left to begin"):
+        dispatcher.begin(0)
+
+
+def test_no_tasks() -> None:
+    dispatcher = Dispatcher(Plan((), {"d": 1}, 1.0, 1.0), LONGEST)
+    assert dispatcher.choose(1, None) is None
+    assert not dispatcher.left()
+    assert not dispatcher.waits()

@@ -1,0 +1,301 @@
+"""The vocabulary of shards: what is derived, what is refused, how it prints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+
+from hfusion.core.errors import PlanError
+from hfusion.schedule.plan import Direction, Plan, TaskPlan, Unit
+from tests.shards import shard, task, tasks
+
+FORWARD, BACKWARD, UPDATE, EVALUATE = Direction
+
+
+def test_bytes_of_a_shard_at_rest() -> None:
+    """Gradients are among them if they outlive their unit."""
+    sizes = {"weights": 1, "gradients": 2, "optimizer": 4}
+    assert [task("a", clipped=clipped, **sizes).home_bytes(0) for clipped in (False, True)] == [5, 7]
+    assert shard(0).seconds == 3.0
+
+
+def test_units_go_forward_ascending_and_backward_descending() -> None:
+    made = task("a", count=2, steps=2)
+    assert [made.unit(number) for number in range(made.units)] == [
+        Unit("a", step, direction, index, updates=direction is BACKWARD)
+        for step in range(2)
+        for direction, index in ((FORWARD, 0), (FORWARD, 1), (BACKWARD, 1), (BACKWARD, 0))
+    ]
+
+
+def by_definition(made: TaskPlan) -> list[Unit]:
+    """The units of a task, minibatch after minibatch."""
+    found, count = [], len(made.shards)
+    epoch = made.epoch or made.steps
+    for step in range(made.steps):
+        ends = (step + 1) % epoch == 0 or (step % epoch + 1) % made.accumulate == 0
+        found += [Unit(made.name, step, FORWARD, index, False) for index in range(count)]
+        found += [Unit(made.name, step, BACKWARD, index, ends and not made.clipped) for index in reversed(range(count))]
+        found += [Unit(made.name, step, UPDATE, index, True) for index in range(count) if ends and made.clipped]
+        evaluations = range(step // epoch * made.evaluated, (step + 1) // epoch * made.evaluated)
+        found += [Unit(made.name, each, EVALUATE, index, False) for each in evaluations for index in range(count)]
+    return found
+
+
+@given(tasks("a"))
+def test_units_and_their_seconds_are_those_of_the_minibatches(made: TaskPlan) -> None:
+    units = [made.unit(number) for number in range(made.units)]
+    assert units == by_definition(made)
+    assert made.update_count * len(made.shards) == sum(unit.updates for unit in units)
+    assert {unit.step for unit in units if unit.updates} == {step for step in range(made.steps) if made.closes(step)}
+    assert {unit.direction for unit in units} == set(made.directions)
+    assert made.seconds == pytest.approx(sum(made.unit_seconds(unit) for unit in units))
+    assert made.longest_seconds == max(made.unit_seconds(unit) for unit in units)
+    bytes_of = [
+        made.held_bytes(u.direction, u.shard) + made.extra_bytes(u.direction, u.shard) + made.beside_bytes(u.shard)
+        for u in units
+    ]
+    assert made.device_bytes >= max(bytes_of)
+    assert made.resident or made.device_bytes == max(bytes_of)
+
+
+def kinds(made: TaskPlan) -> str:
+    """The units of a task of one shard: F, B, B! if it updates, U, E."""
+    units = (made.unit(number) for number in range(made.units))
+    return " ".join(u.direction[0].upper() + "!" * (u.updates and u.direction is BACKWARD) for u in units)
+
+
+@pytest.mark.parametrize(
+    ("made", "wanted"),
+    [
+        (task("a", steps=2), "F B! F B!"),
+        (task("a", steps=3, accumulate=2), "F B F B! F B!"),
+        (task("a", steps=2, accumulate=9), "F B F B!"),
+        (task("a", steps=6, epoch=3, accumulate=2), "F B F B! F B! F B F B! F B!"),
+        (task("a", steps=2, clipped=True), "F B U F B U"),
+        (task("a", steps=4, epoch=2, accumulate=3, clipped=True), "F B F B U F B F B U"),
+        (task("a", steps=3, accumulate=2, clipped=True), "F B F B U F B U"),
+        (task("a", steps=4, epoch=2, evaluated=3), "F B! F B! E E E F B! F B! E E E"),
+        (task("a", steps=2, epoch=1, clipped=True, evaluated=1), "F B U E F B U E"),
+    ],
+)
+def test_when_the_optimizer_steps(made: TaskPlan, wanted: str) -> None:
+    assert kinds(made) == wanted
+
+
+SPILLED = {"weights": 1000, "frozen": 300, "gradients": 200, "optimizer": 400, "activations": 50}
+CUTS = {"workspace": 7, "boundary": 10}
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "clipped", "direction", "index", "held", "extra", "moved_in", "moved_out"),
+    [
+        (1, False, FORWARD, 1, 1010, 17, 1010, 10),
+        (1, False, BACKWARD, 1, 1420, 257, 1420, 1110),
+        (1, False, FORWARD, 2, 1400, 67, 1410, 0),
+        (1, False, BACKWARD, 2, 1400, 267, 0, 1110),
+        (2, False, FORWARD, 1, 1010, 17, 1010, 10),
+        (2, False, BACKWARD, 1, 1620, 257, 1620, 1310),
+        (2, False, FORWARD, 2, 1600, 67, 1610, 0),
+        (1, True, BACKWARD, 1, 1220, 257, 1220, 210),
+        (1, True, FORWARD, 2, 1200, 67, 1210, 0),
+        (1, True, BACKWARD, 2, 1200, 267, 0, 210),
+        (1, True, UPDATE, 1, 1600, 0, 1600, 1100),
+        (1, False, EVALUATE, 1, 1010, 17, 1010, 10),
+        (1, False, EVALUATE, 2, 1010, 7, 1010, 0),
+    ],
+)
+def test_bytes_of_a_spilled_unit(
+    accumulate: int,
+    clipped: bool,
+    direction: Direction,
+    index: int,
+    held: int,
+    extra: int,
+    moved_in: int,
+    moved_out: int,
+) -> None:
+    made = task("a", 3, resident=False, accumulate=accumulate, clipped=clipped, **SPILLED, **CUTS)
+    unit = (direction, index)
+    assert (made.held_bytes(*unit), made.extra_bytes(*unit)) == (held, extra)
+    assert (made.in_bytes(*unit), made.out_bytes(*unit)) == (moved_in, moved_out)
+
+
+def test_a_backward_that_recomputes_takes_its_room_in_two_steps() -> None:
+    """Activations and workspace first: 50 + 7 of the 257 bytes of its peak, or all of a smaller one."""
+    made = task("a", 3, resident=False, **SPILLED, **CUTS)
+    assert [made.recomputes(BACKWARD, index) for index in range(3)] == [True, True, False]
+    assert not any(made.recomputes(way, 0) for way in (FORWARD, UPDATE, EVALUATE))
+    assert made.again_bytes(1) == 57
+    assert task("a", 3, resident=False, **(SPILLED | {"peak": 20})).again_bytes(1) == 20
+    assert not any(replace(made, resident=True).recomputes(BACKWARD, index) for index in range(3))
+
+
+def test_what_turns_leaves_its_activations_to_its_backward() -> None:
+    """Those, with the values at both its cuts; the unit before the backward has taken them."""
+    made = task("a", 3, resident=False, **SPILLED, **CUTS)
+    assert [made.fresh_bytes(way, 2) for way in (FORWARD, BACKWARD)] == [67, 207]
+    assert [made.freed_bytes(way, 2) for way in (FORWARD, BACKWARD)] == [7, 267]
+    assert made.fresh_bytes(BACKWARD, 1) == made.freed_bytes(BACKWARD, 1) == made.extra_bytes(BACKWARD, 1)
+
+
+@pytest.mark.parametrize(("clipped", "home"), [(False, 1400), (True, 1600)])
+def test_a_kept_shard_holds_the_same_in_every_unit(clipped: bool, home: int) -> None:
+    made = task("a", 3, resident=False, clipped=clipped, evaluated=1, kept=True, **SPILLED, **CUTS)
+    other = replace(made, kept=False)
+    assert {made.held_bytes(way, 2) for way in Direction} == {home}
+    assert [made.extra_bytes(way, 2) for way in Direction] == [67, 267, 0, 17]
+    assert [made.beside_bytes(index) for index in range(3)] == [home, home, 0]
+    assert made.device_bytes == home + max(
+        other.held_bytes(way, 1) + other.extra_bytes(way, 1) for way in made.directions
+    )
+    units = [Unit("a", 0, way, 2, False) for way in Direction]
+    assert all(made.stays(before, after) for before in units for after in units)
+
+
+def test_a_kept_shard_does_not_move() -> None:
+    made = task("a", 3, resident=False, kept=True, **SPILLED, **CUTS)
+    first_in, first_out = 1000 + 1410, 10 + 1100
+    middle_in, middle_out = 1010 + 1420, 10 + 1110
+    assert made.moved_bytes == (first_in + middle_in, first_out + middle_out)
+    assert replace(made, kept=False).moved_bytes == (first_in + middle_in + 1410, first_out + middle_out + 1110)
+    assert replace(made, resident=True).moved_bytes == (0, 0)
+    assert not replace(made, resident=True).keeps(2)
+
+
+def test_a_resident_task_holds_the_same_in_every_unit() -> None:
+    made = task("a", 3, clipped=True, **SPILLED, **CUTS)
+    assert {made.held_bytes(way, 1) for way in Direction} == {1660}
+    assert [made.extra_bytes(way, 1) for way in Direction] == [7, 207, 0, 7]
+    assert [made.in_bytes(way, 1) for way in Direction] == [1610, 1620, 1600, 1610]
+    assert [made.out_bytes(way, 1) for way in Direction] == [1610, 1610, 1600, 1610]
+    assert made.device_bytes == 1660 + 1660 + 1650 + 207
+
+
+def test_clipping_leaves_the_optimizer_out_of_the_backward() -> None:
+    values = {"weights": 10, "gradients": 10, "optimizer": 100, "activations": 50}
+    plain, clipped = (task("a", resident=False, clipped=each, **values) for each in (False, True))
+    assert plain.device_bytes == 10 + 10 + 100 + 50 + 1
+    assert clipped.device_bytes == 10 + 10 + 100
+
+
+def test_an_update_needs_its_shard_anew() -> None:
+    made = task("a", 1, steps=2, accumulate=2, clipped=True)
+    units = [made.unit(number) for number in range(made.units)]
+    assert [made.stays(*pair) for pair in pairwise(units)] == [True, True, True, False]
+    two = task("a", 2)
+    assert [two.stays(*pair) for pair in pairwise(map(two.unit, range(4)))] == [False, True, False]
+
+
+def test_an_evaluation_leaves_what_a_step_needs_away() -> None:
+    made = task("a", 1, steps=2, epoch=1, evaluated=2)
+    units = [made.unit(number) for number in range(5)]
+    assert [made.stays(*pair) for pair in pairwise(units)] == [True, True, True, False]
+
+
+def test_the_last_shard_turns_at_once() -> None:
+    made = task("a", 2, epoch=1, evaluated=1)
+    units = [made.unit(number) for number in range(made.units)]
+    assert [made.goes_on(unit) for unit in units] == [False, False, True, False, False, False]
+
+
+def test_a_resident_task_holds_all_shards_and_recomputes_nothing() -> None:
+    made = task("a", count=3, steps=5, workspace=100)
+    assert made.device_bytes == (1 + 1 + 1) * 3 + 2 + 101
+    assert made.step_seconds == 9.0
+    assert made.seconds == 45.0
+
+
+def test_a_spilled_task_needs_its_largest_unit_and_recomputes_all_but_the_last() -> None:
+    made = task("a", count=3, resident=False, weights=10, activations=7, workspace=100)
+    middle_backward = (10 + 1 + 1) + 1 + 1 + 7 + 100
+    assert made.device_bytes == middle_backward
+    assert made.step_seconds == 9.0 + 2.0
+
+
+def test_a_spilled_forward_needs_no_optimizer_state_except_where_it_turns() -> None:
+    made = task("a", count=2, resident=False, weights=10, optimizer=1000)
+    assert made.held_bytes(FORWARD, 0) == 10
+    assert made.held_bytes(FORWARD, 1) == made.held_bytes(BACKWARD, 1) == 10 + 1000
+
+
+@given(tasks("a"))
+def test_overlapped_is_what_a_unit_needs_with_the_shard_after_it(made: TaskPlan) -> None:
+    if made.resident:
+        return
+    units = [made.unit(number) for number in range(made.units)]
+    found = [
+        made.held_bytes(a.direction, a.shard)
+        + made.extra_bytes(a.direction, a.shard)
+        + made.beside_bytes(a.shard)
+        + (made.held_bytes(b.direction, b.shard) if a.shard != b.shard and not made.keeps(b.shard) else 0)
+        for a, b in pairwise(units)
+    ]
+    assert made.overlapped_bytes >= max(found, default=0)
+    assert made.overlapped_bytes <= 2 * made.device_bytes
+
+
+def test_a_task_that_fits_no_device_names_the_smallest_budget() -> None:
+    made = task("large", weights=1000)
+    with pytest.raises(PlanError, match=r"'large'.*largest budget is 500.*budget that would do is 1,004 bytes"):
+        Plan((made,), {"a": 500, "b": 20}, 1.0, 1.0)
+    Plan((made,), {"a": 1004, "b": 20}, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "devices", "rate", "message"),
+    [
+        ((task("a"), task("a")), {"d": 99}, 1.0, "two tasks are named 'a'"),
+        ((task("a"),), {}, 1.0, "no device"),
+        ((task("a"),), {"d 0": 99}, 1.0, "one word"),
+        ((task("a"),), {"d": 99}, 0.0, "load_rate is 0.0 bytes/s: it must be positive"),
+    ],
+)
+def test_a_bad_plan(tasks: tuple[TaskPlan, ...], devices: dict[str, int], rate: float, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan(tasks, devices, rate, 1.0)
+
+
+def test_bad_tasks_and_shards() -> None:
+    with pytest.raises(PlanError, match="one word"):
+        task("two words")
+    with pytest.raises(PlanError, match="0 steps"):
+        task("a", steps=0)
+    with pytest.raises(PlanError, match="weights is -1"):
+        shard(0, weights=-1)
+    with pytest.raises(PlanError, match="forward is nan"):
+        shard(0, forward=float("nan"))
+    with pytest.raises(PlanError, match="shard 0: frozen is 2 bytes, weights 1:"):
+        shard(0, frozen=2)
+    with pytest.raises(PlanError, match="frozen is -1"):
+        shard(0, frozen=-1)
+    with pytest.raises(PlanError, match="accumulate 0: each must be at least 1"):
+        task("a", accumulate=0)
+    for epoch in (0, 2, 5):
+        with pytest.raises(PlanError, match=f"3 steps in epochs of {epoch}: give steps as a whole number of epochs"):
+            task("a", steps=3, epoch=epoch)
+    with pytest.raises(PlanError, match="begins at node 2, the one before ends at 1"):
+        TaskPlan("a", (shard(0), replace(shard(1), first=2, last=3)), 1, True)
+
+
+def test_lower_bound() -> None:
+    assert Plan((task("a"), task("b", steps=9)), {"d": 99, "e": 99}, 1.0, 1.0).lower_bound == 27.0
+    assert Plan((task("a"), task("b"), task("c")), {"d": 99, "e": 99}, 1.0, 1.0).lower_bound == 4.5
+
+
+def test_print_and_draw(tmp_path: Path) -> None:
+    plan = Plan((task("a"), task("b", 2, resident=False)), {"d": 2048}, 1024.0, 1.0)
+    lines = str(plan).split("\n")
+    assert lines[0] == "plan  2 tasks  1 devices: d 2.0KiB  (host to device 1.0KiB/s, back 1B/s)"
+    assert [line.split()[:2] for line in lines[2:]] == [["a", "resident"], ["b", "spilled"]]
+    kept = task("k", 2, resident=False, kept=True, weights=1000)
+    shown = str(Plan((*plan.tasks, kept), {"d": 9000}, 1.0, 1.0)).split("\n")
+    assert [line.split()[6] for line in shown[1:]] == ["stays", "all", "-", "1001B"]
+    moved = task("c", 2, steps=2, resident=False, clipped=True, accumulate=2, weights=1000, boundary=0)
+    assert "4.9KiB" in str(Plan((moved,), {"d": 2048}, 1.0, 1.0)).split("\n")[2]
+    plan.draw(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,152 @@
+"""The simulator: any plan and policy gives a valid timeline, near the lower bound where it must be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hfusion.bench.schedule import MIXES, Case, plan_of
+from hfusion.core.errors import PlanError
+from hfusion.schedule.plan import Plan
+from hfusion.schedule.policy import POLICIES
+from hfusion.schedule.simulate import simulate
+from hfusion.schedule.timeline import Kind
+from tests.shards import plans, task
+
+
+@settings(deadline=None, max_examples=150)
+@given(plans(), st.sampled_from(sorted(POLICIES)))
+def test_any_plan_and_policy_gives_a_valid_timeline(plan: Plan, policy: str) -> None:
+    timeline = simulate(plan, policy)
+    timeline.validate(plan)
+    assert timeline.makespan >= plan.lower_bound * (1 - 1e-9)
+    assert 0 <= timeline.utilisation <= 1 + 1e-9
+    assert all(timeline.peak[name] <= budget for name, budget in plan.devices.items())
+    assert simulate(plan, policy) == timeline
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("tasks", "devices"), [(8, 4), (9, 4), (16, 8), (17, 8), (40, 8)])
+def test_near_the_lower_bound_with_two_tasks_per_device(tasks: int, devices: int, mix: str) -> None:
+    plan = plan_of(Case(tasks, devices), mix)
+    assert simulate(plan, "patient-lrtf").makespan <= 1.05 * plan.lower_bound
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_very_near_it_with_sixteen_tasks_per_device(mix: str) -> None:
+    plan = plan_of(Case(1024, 64), mix)
+    assert simulate(plan, "patient-lrtf").makespan <= 1.02 * plan.lower_bound
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_sharded_lrtf_alike_where_moving_costs_nothing(mix: str) -> None:
+    plan = plan_of(Case(9, 4), mix)
+    free = Plan(plan.tasks, plan.devices, float("inf"), float("inf"))
+    assert simulate(free, "sharded-lrtf").makespan <= 1.05 * plan.lower_bound
+
+
+def test_the_next_shard_is_loaded_while_the_present_one_computes() -> None:
+    made = task("a", 4, steps=3, resident=False, weights=10, gradients=0, optimizer=0, boundary=0, activations=0)
+    roomy = simulate(Plan((made,), {"d": 2 * made.device_bytes}, 20.0, 20.0))
+    first_load = 0.5
+    assert roomy.makespan == pytest.approx(made.seconds + first_load)
+    tight_plan = Plan((made,), {"d": made.device_bytes}, 20.0, 20.0)
+    tight = simulate(tight_plan)
+    tight.validate(tight_plan)
+    assert tight.makespan > roomy.makespan
+
+
+def test_a_kept_shard_is_loaded_and_evicted_once_by_a_task_alone() -> None:
+    made = task("a", 3, steps=5, resident=False, kept=True, evaluated=1)
+    plan = Plan((made,), {"d": made.overlapped_bytes}, 1.0, 1.0)
+    timeline = simulate(plan)
+    timeline.validate(plan)
+    moved = [(action.kind, action.shard) for action in timeline.actions if action.kind.lane != "compute"]
+    assert [moved.count((kind, 2)) for kind in (Kind.LOAD, Kind.EVICT)] == [1, 1]
+    assert moved.count((Kind.LOAD, 1)) == 5 + 5 + 1
+    other = simulate(Plan((replace(made, kept=False),), plan.devices, 1.0, 1.0))
+    assert timeline.makespan < other.makespan
+
+
+def test_a_resident_task_alone_is_loaded_and_evicted_once() -> None:
+    made = task("a", 3, steps=5)
+    timeline = simulate(Plan((made,), {"d": 1000}, 1.0, 1.0))
+    assert [action.kind for action in timeline.actions].count(Kind.LOAD) == 3
+    assert [action.kind for action in timeline.actions].count(Kind.EVICT) == 3
+    assert timeline.peak == {"d": made.device_bytes}
+
+
+def test_resident_tasks_share_a_device_that_has_room_for_both() -> None:
+    made = (task("a", steps=9), task("b", steps=9))
+    plan = Plan(made, {"d": sum(each.device_bytes for each in made)}, 1.0, 1.0)
+    timeline = simulate(plan, "round-robin")
+    timeline.validate(plan)
+    assert [action.kind for action in timeline.actions].count(Kind.LOAD) == 2
+
+
+def computed(**settings: Any) -> str:
+    """What a spilled task of two shards computes: kind, shard, minibatch."""
+    made = task("a", 2, resident=False, **settings)
+    actions = simulate(Plan((made,), {"d": 99}, 1e9, 1e9)).actions
+    return " ".join(f"{a.kind[0]}{a.shard}{a.step}" for a in actions if a.kind.lane == "compute")
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"steps": 2}, "F00 F10 B10 S10 R00 B00 S00 F01 F11 B11 S11 R01 B01 S01"),
+        ({"steps": 2, "accumulate": 2}, "F00 F10 B10 R00 B00 F01 F11 B11 S11 R01 B01 S01"),
+        ({"steps": 2, "accumulate": 2, "epoch": 1}, "F00 F10 B10 S10 R00 B00 S00 F01 F11 B11 S11 R01 B01 S01"),
+        ({"steps": 1, "clipped": True}, "F00 F10 B10 R00 B00 S00 S10"),
+        ({"steps": 2, "clipped": True, "accumulate": 2}, "F00 F10 B10 R00 B00 F01 F11 B11 R01 B01 S01 S11"),
+        ({"steps": 1, "evaluated": 2}, "F00 F10 B10 S10 R00 B00 S00 E00 E10 E01 E11"),
+    ],
+)
+def test_the_optimizer_steps_when_its_gradients_are_there(settings: dict[str, Any], wanted: str) -> None:
+    assert computed(**settings) == wanted
+
+
+def test_a_clipped_spilled_task_as_text() -> None:
+    made = task("a", 1, resident=False, clipped=True, weights=4, frozen=2, optimizer=2, activations=3, workspace=0)
+    plan = Plan((made,), {"d": 9}, 4.0, 4.0)
+    assert str(simulate(plan)) == CLIPPED
+
+
+CLIPPED = """\
+timeline
+lower_bound 3.0
+devices d
+0.0 1.25 LOAD d a 0 0 5
+1.25 2.25 FORWARD d a 0 0 3
+2.25 3.25 BACKWARD d a 0 0 4
+3.25 3.5 EVICT d a 0 0 5
+3.5 5.25 LOAD d a 0 0 7
+5.25 6.25 STEP d a 0 0 0
+6.25 7.25 EVICT d a 0 0 7"""
+
+
+def test_frozen_weights_are_not_written_back() -> None:
+    made = task("a", steps=3, resident=False, weights=100, frozen=100, gradients=0, optimizer=0)
+    timeline = simulate(Plan((made,), {"d": 999}, 10.0, 10.0))
+    (load,) = (action for action in timeline.actions if action.kind is Kind.LOAD)
+    (evict,) = (action for action in timeline.actions if action.kind is Kind.EVICT)
+    assert load.end - load.start == 10.0
+    assert evict.end == evict.start == timeline.makespan
+
+
+def test_a_task_runs_where_it_fits() -> None:
+    large, small = task("large", weights=100), task("small")
+    plan = Plan((large, small), {"little": 10, "big": 200}, 1e9, 1e9)
+    where = {action.task: action.device for action in simulate(plan).actions}
+    assert where == {"large": "big", "small": "little"}
+
+
+def test_no_tasks_and_unknown_policy() -> None:
+    empty = Plan((), {"d": 1}, 1.0, 1.0)
+    assert simulate(empty).makespan == simulate(empty).lower_bound == 0.0
+    with pytest.raises(PlanError, match="unknown policy 'best': choose from sharded-lrtf, patient-lrtf, fifo"):
+        simulate(empty, "best")

@@ -1,0 +1,193 @@
+"""The timeline: text, numbers, pictures, and that each broken rule is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hfusion.schedule.plan import Plan
+from hfusion.schedule.simulate import simulate
+from hfusion.schedule.timeline import Action, Kind, Timeline, TimelineError
+from tests.shards import plans, task
+
+PLAN = Plan((task("a", 2, steps=2), task("b", 2, steps=2, resident=False)), {"d": 25, "e": 20}, 1.0, 1.0)
+LOAD, FORWARD, RECOMPUTE, BACKWARD, STEP, EVALUATE, EVICT = Kind
+
+
+@settings(deadline=None, max_examples=50)
+@given(plans())
+def test_text_round_trips(plan: Plan) -> None:
+    timeline = simulate(plan)
+    assert Timeline.parse(str(timeline)) == timeline
+
+
+WORDS = st.text("abc0123/:_-", min_size=1)
+TIMES = st.floats(0, 1e300)
+
+
+@given(
+    st.builds(Action, st.sampled_from(Kind), WORDS, st.integers(), st.integers(), WORDS, TIMES, TIMES, st.integers())
+)
+def test_any_action_round_trips(action: Action) -> None:
+    assert Action.parse(str(action)) == action
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no timeline begins with ''"),
+        ("timeline\nlower 1\ndevices d", "expected 'lower_bound SECONDS'"),
+        ("timeline\nlower_bound 1.0\ndevices d\n0.0 1.0 JUMP d a 0 0 0", "cannot read the action"),
+        ("timeline\nlower_bound 1.0\ndevices d\n0.0 LOAD d a 0 0 0", "cannot read the action"),
+    ],
+)
+def test_text_that_is_no_timeline(text: str, message: str) -> None:
+    with pytest.raises(TimelineError, match=message):
+        Timeline.parse(text)
+
+
+def test_numbers() -> None:
+    actions = (
+        Action(LOAD, "a", 0, 0, "d", 0.0, 1.0, 10),
+        Action(FORWARD, "a", 0, 0, "d", 1.0, 2.0, 5),
+        Action(BACKWARD, "a", 0, 0, "d", 2.0, 3.0, 7),
+        Action(STEP, "a", 0, 0, "d", 3.0, 4.0, 0),
+        Action(EVICT, "a", 0, 0, "d", 4.0, 9.0, 10),
+    )
+    timeline = Timeline(actions, ("d", "e"), 3.0)
+    assert timeline.makespan == 4.0
+    assert timeline.utilisation == pytest.approx(3 / 8)
+    assert timeline.peak == {"d": 17, "e": 0}
+
+
+def nth(kind: Kind, number: int = 0) -> int:
+    """The position of an action of task b, the spilled one."""
+    found = [n for n, action in enumerate(TIMELINE.actions) if action.kind is kind and action.task == "b"]
+    return found[number]
+
+
+TIMELINE = simulate(PLAN, "fifo")
+Edit = Callable[[list[Action]], object]
+
+
+def change(kind: Kind, number: int = 0, **values: object) -> Edit:
+    def edit(actions: list[Action]) -> None:
+        place = nth(kind, number)
+        actions[place] = replace(actions[place], **values)  # type: ignore[arg-type]
+
+    return edit
+
+
+def drop(kind: Kind, number: int = 0) -> Edit:
+    return lambda actions: actions.pop(nth(kind, number))
+
+
+BROKEN: dict[str, tuple[Edit, str]] = {
+    "unknown task": (change(LOAD, task="z"), "no such device, task or shard"),
+    "unknown shard": (change(LOAD, shard=9), "no such device, task or shard"),
+    "backwards": (change(FORWARD, end=-1.0), "time runs backwards"),
+    "missing work": (drop(BACKWARD, -1), "should do the BACKWARD of shard 0 in step 1, not .* STEP"),
+    "wrong order": (change(FORWARD, 1, shard=0), "should do the FORWARD of shard 1 in step 0, not"),
+    "other minibatch": (change(STEP, 0, step=1), "should do the STEP of shard 1 in step 0, not"),
+    "missing step": (drop(STEP, 0), "should do the STEP of shard 1 in step 0, not"),
+    "missing last step": (drop(STEP, -1), "is not done: the STEP of shard 0 in step 1 is missing"),
+    "step too many": (
+        lambda actions: actions.append(actions[nth(STEP, -1)]),
+        "its 8 units ran, but this comes: .* STEP",
+    ),
+    "two at a time": (change(FORWARD, 1, end=TIMELINE.makespan), "task 'b' runs twice at a time"),
+    "not loaded": (drop(LOAD), "is not loaded"),
+    "elsewhere": (change(FORWARD, device="d"), "is not loaded on 'd'"),
+    "loaded twice": (lambda actions: actions.insert(nth(LOAD), actions[nth(LOAD)]), "already on a device"),
+    "never evicted": (drop(EVICT, -1), "never evicted"),
+    "other bytes": (change(EVICT, bytes=999), "took fewer bytes"),
+    "not all given back": (change(EVICT, -1, bytes=0), "never evicted"),
+    "too little": (change(LOAD, bytes=0), "took fewer bytes|holds less"),
+    "too much": (change(FORWARD, bytes=1000), "its budget is 20"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_found(name: str) -> None:
+    edit, message = BROKEN[name]
+    TIMELINE.validate(PLAN)
+    actions = list(TIMELINE.actions)
+    edit(actions)
+    with pytest.raises(TimelineError, match=message):
+        replace(TIMELINE, actions=tuple(actions)).validate(PLAN)
+
+
+def test_the_step_of_a_clipped_task_needs_the_optimizer_state() -> None:
+    plan = Plan((task("a", resident=False, clipped=True, optimizer=9),), {"d": 99}, 1.0, 1.0)
+    timeline = simulate(plan)
+    timeline.validate(plan)
+    small = [replace(action, bytes=min(action.bytes, 5)) for action in timeline.actions]
+    with pytest.raises(TimelineError, match=r"holds less than the 11 bytes that this needs: .* STEP"):
+        replace(timeline, actions=tuple(small)).validate(plan)
+
+
+LARGE = next(n for n, action in enumerate(TIMELINE.actions) if action.kind is EVICT and action.bytes > 1)
+
+
+def in_pieces(more: int = 0, start: float | None = None) -> Timeline:
+    """The first eviction of more than one byte in two: one byte from ``start`` on, then the rest, and ``more``."""
+    actions, whole = TIMELINE.actions, TIMELINE.actions[LARGE]
+    middle = (whole.start + whole.end) / 2
+    early = whole.start if start is None else start
+    first = replace(whole, start=early, end=min(middle, early + 0.1), bytes=1)
+    rest = replace(whole, start=middle, bytes=whole.bytes - 1 + more)
+    return replace(TIMELINE, actions=(*actions[:LARGE], first, rest, *actions[LARGE + 1 :]))
+
+
+def test_a_shard_may_leave_in_pieces() -> None:
+    timeline = in_pieces()
+    timeline.validate(PLAN)
+    assert Timeline.parse(str(timeline)) == timeline
+    with pytest.raises(TimelineError, match=r"took fewer bytes than are given back until .* EVICT"):
+        in_pieces(more=1).validate(PLAN)
+
+
+def test_nothing_computes_on_a_shard_of_which_a_piece_has_left() -> None:
+    shard = TIMELINE.actions[LARGE].shard, TIMELINE.actions[LARGE].task
+    loads = [a for a in TIMELINE.actions[:LARGE] if a.kind is LOAD and (a.shard, a.task) == shard]
+    with pytest.raises(TimelineError, match="is being evicted when this begins"):
+        in_pieces(start=loads[-1].end).validate(PLAN)
+
+
+def test_two_tasks_on_one_lane_are_found() -> None:
+    plan = Plan((task("a"), task("b")), {"d": 99, "e": 99}, 1e9, 1e9)
+    timeline = simulate(plan)
+    together = tuple(replace(action, device="d") for action in timeline.actions)
+    with pytest.raises(TimelineError, match="of device 'd' does two things at a time"):
+        replace(timeline, actions=together).validate(plan)
+
+
+def test_a_task_that_leaves_a_device_takes_its_values_along() -> None:
+    plan = Plan((task("a", 2, resident=False, boundary=0),), {"d": 99, "e": 99}, 1.0, 1.0)
+    timeline = simulate(plan)
+    moved = tuple(replace(action, device="e" if action.shard else "d") for action in timeline.actions)
+    with pytest.raises(TimelineError, match="what the task left on 'd' is not yet evicted"):
+        replace(timeline, actions=moved).validate(plan)
+
+
+def test_perfetto(tmp_path: Path) -> None:
+    TIMELINE.perfetto(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    drawn = [event for event in events if event["ph"] == "X"]
+    assert len(drawn) == len(TIMELINE.actions)
+    assert [event["ts"] for event in drawn] == [action.start * 1e6 for action in TIMELINE.actions]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"d", "e"}
+    levels = [event["args"]["bytes"] for event in events if event["ph"] == "C" and event["pid"] == 0]
+    assert max(levels) == TIMELINE.peak["d"]
+    assert levels[-1] == 0
+
+
+def test_draw(tmp_path: Path) -> None:
+    TIMELINE.draw(tmp_path / "gantt.png")
+    assert (tmp_path / "gantt.png").read_bytes().startswith(b"\x89PNG")

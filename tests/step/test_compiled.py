@@ -1,0 +1,70 @@
+"""Steps that are compiled member by member, against the eager loop of hfusion."""
+
+from __future__ import annotations
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.step import compiled as step_program
+from tests.step.test_step_graph import arrays, loss_of
+from tests.step.test_train_step import Pair, batch, needs_compiler, pair
+from tests.zoo import Model, normal
+
+
+class Sloped(nn.Module):
+    """An activation whose slope is one of two, so that it runs member by member; buffers, and a base that all share."""
+
+    shared = nn.Linear(4, 4).double()
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        Sloped.made += 1
+        self.base, self.norm, self.head = Sloped.shared, nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.slope = (0.1, 0.3)[Sloped.made % 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.leaky_relu(self.norm(self.base(x)), self.slope)
+        return self.head(F.leaky_relu(F.leaky_relu(h, self.slope), self.slope))
+
+
+@needs_compiler
+def test_member_by_member() -> None:
+    """Loops over many members: one program per kind of member."""
+    model = Model("sloped", Sloped, normal(4))
+    ours, theirs = arrays(model, 12)
+    # One rate: the base is trained, and the same for all.
+    opt, other = (hf.optim.Adam(array.parameters(), lr=0.01, eps=1e-4) for array in (ours, theirs))
+    both = Pair(hf.train_step(ours, loss_of, opt), ours, theirs, hf.per_model(loss_of), other)
+    for step, size in enumerate([4, 4, 3, 3, 5]):
+        both.advance(*batch(model, size), f"after step {step}")
+    rows = both.step.report().rows
+    assert "2 programs of" in rows[0].how
+    assert "called once per member" in rows[0].how
+    assert len(both.step._programs()) == 1
+
+
+@needs_compiler
+def test_member_by_member_where_the_whole_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few calls, as of a recurrent layer, may be many operators."""
+    monkeypatch.setattr(step_program, "MOST_OPERATORS", 130)
+    model = Model("sloped", Sloped, normal(4))
+    ours, _ = arrays(model, 6)
+    step = hf.train_step(ours, loss_of, hf.optim.SGD(ours.parameters(), lr=0.1))
+    for _ in range(2):
+        step(*batch(model, 4))
+    assert "called once per member" in step.report().rows[0].how
+
+
+@needs_compiler
+def test_too_many_kinds_of_members_run_eagerly() -> None:
+    made = iter(range(100))
+    model = Model(
+        "slopes", lambda: nn.Sequential(*[nn.LeakyReLU(next(made) / 100) for _ in range(3)], nn.Linear(4, 2)), normal(4)
+    )
+    both = pair(model, compile=True, count=11)
+    both.advance(*batch(model, 4), "at the first step")
+    with pytest.warns(UserWarning, match="scalars differ in 11 ways"):
+        both.advance(*batch(model, 4), "at the second step")

@@ -1,0 +1,175 @@
+"""The traced step, run as it is: what inductor is given must be the eager step already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import hfusion as hf
+from hfusion.compiler.compiler import Arguments, Place, Source
+from hfusion.step.compiled import Each, StepProgram, Whole, kinds_of
+from hfusion.step.step_graph import Call, Tensors, cpu_options, trace, trace_member
+from tests.zoo import MODELS, Model, normal
+
+EPS = 1e-4
+
+
+class Shared(nn.Module):
+    """A frozen base that is one object in all members, and a slope of each member's own."""
+
+    base = nn.Linear(4, 6).double().requires_grad_(False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Shared.base
+        self.head = nn.Linear(6, 3)
+        self.act = nn.LeakyReLU(float(torch.rand(())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.act(self.base(x)))
+
+
+class Partly(nn.Module):
+    """A parameter without a gradient, one that is frozen, and one used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Parameter(torch.ones(2))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.twin = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.twin(self.twin(x)) + self.scale, self.frozen(x * self.scale)
+
+
+# Not "branching", which runs member by member.
+TRACED = [
+    *(model for model in MODELS if model.name != "branching"),
+    Model("shared", Shared, normal(4)),
+    Model("partly", Partly, normal(4)),
+]
+
+
+def loss_of(output: Any, target: Tensor) -> Tensor:
+    """A loss that reaches every output, one number."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return torch.stack([(leaf.sin() * (k + 1)).mean() for k, leaf in enumerate(leaves)]).sum() * target.mean()
+
+
+def arrays(model: Model, count: int) -> tuple[hf.FusedModule, hf.FusedModule]:
+    """Two arrays of the same members."""
+    torch.manual_seed(count)
+    models = [model.make().double() for _ in range(count)]
+    return hf.fuse(models), hf.fuse(models, verify=False)
+
+
+def adam(fused: hf.FusedModule) -> hf.optim.Adam:
+    return hf.optim.Adam(fused.parameters(), lr=[0.01 * (b + 1) for b in range(len(fused))], eps=EPS)
+
+
+def eager(fused: hf.FusedModule, loss: Any, opt: Any, x: Any, target: Any) -> Tensor:
+    opt.zero_grad()
+    losses = loss(fused(x), target)
+    losses.sum().backward()
+    opt.step()
+    return losses.detach()
+
+
+def close(ours: Tensor, theirs: Tensor, what: str) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=lambda m: f"{what}: {m}")
+
+
+def compare(ours: nn.Module, theirs: nn.Module, when: str) -> None:
+    expected = theirs.state_dict()
+    for name, tensor in ours.state_dict().items():
+        close(tensor, expected[name], f"{name} {when}")
+    grads = {name: p.grad for name, p in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        assert (parameter.grad is None) == (grads[name] is None), f"gradient of {name} {when}"
+        if parameter.grad is not None:
+            assert parameter.grad.is_contiguous()
+            close(parameter.grad, grads[name], f"gradient of {name} {when}")
+
+
+def sources(fused: hf.FusedModule, loss: Any, call: Call, outputs: Any) -> tuple[Source, Source]:
+    return Source.of(fused.find(call.inputs), fused), loss.found(outputs, *call.target.values)
+
+
+def places(fused: hf.FusedModule) -> tuple[Place, ...]:
+    return tuple((m._parameters, name) for m in fused.modules() for name, p in m._parameters.items() if p is not None)
+
+
+def whole(fused: hf.FusedModule, found: tuple[Source, Source], call: Call) -> Whole:
+    joint = trace(*found, call)
+    return Whole(joint, joint.module, Tensors.of(*found), places(fused))
+
+
+def each(fused: hf.FusedModule, found: tuple[Source, Source], call: Call) -> Each:
+    kinds = kinds_of(*found)
+    joints = tuple(trace_member(*found, call, kinds.index(kind)) for kind in sorted(set(kinds)))
+    return Each(joints, tuple(joint.module for joint in joints), kinds, Tensors.of(*found), places(fused))
+
+
+@pytest.mark.parametrize("way", [whole, each])
+@pytest.mark.parametrize("per_member", [False, True], ids=["shared", "stacked"])
+@pytest.mark.parametrize("model", TRACED, ids=str)
+def test_five_steps_of_the_graph(model: Model, per_member: bool, way: Any) -> None:
+    ours, theirs = arrays(model, 3)
+    loss, opt, other = hf.per_model(loss_of), adam(ours), adam(theirs)
+    program: StepProgram | None = None
+    for step, size in enumerate([4, 4, 3, 5, 3]):
+        rows = [model.draw(size) for _ in range(3)] if per_member else model.draw(size)
+        x, target = hf.stacked(rows) if per_member else rows, torch.rand(size, dtype=torch.float64)
+        expected = eager(theirs, loss, other, x, target)
+        call = Call(Arguments.of((x,), {}), Arguments.of((target,), {}))
+        if program is None:
+            losses = eager(ours, loss, opt, x, target)
+            with torch.no_grad():
+                outputs = theirs(x)
+            loss(outputs, target)
+            theirs.load_state_dict(ours.state_dict())
+            program = way(ours, sources(ours, loss, call, outputs), call)
+        else:
+            assert program.fits(call)
+            losses = program.step(call)
+            opt.step()
+        close(losses, expected, f"losses at step {step}")
+        compare(ours, theirs, f"after step {step}")
+
+
+def test_sizes_that_fit() -> None:
+    """Inputs and target of one size, which is open."""
+    model = TRACED[0]
+    fused, _ = arrays(model, 2)
+    loss = hf.per_model(lambda output, target: ((output.mean(1) - target) ** 2).mean())
+    x, target = model.draw(4), torch.rand(4, dtype=torch.float64)
+    outputs = fused(x)
+    loss(outputs, target)
+    call = Call(Arguments.of((x,), {}), Arguments.of((target,), {}))
+    joint = trace(*sources(fused, loss, call, outputs), call)
+    for sizes, fits in [((4, 4), True), ((9, 9), True), ((9, 4), False), ((1, 1), False), ((0, 0), False)]:
+        assert joint.fits([model.draw(sizes[0]), torch.rand(sizes[1]).double()]) is fits
+
+
+class Grouped(nn.Sequential):
+    """The second convolution of ``count`` members is one of ``count`` groups, of ``16 * count`` channels."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(2, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1))
+
+
+@pytest.mark.parametrize(("count", "turned"), [(4, True), (32, False)])
+def test_inductor_does_not_turn_long_rows(count: int, turned: bool) -> None:
+    fused = hf.fuse([Grouped() for _ in range(count)], verify=False)
+    loss, x, target = hf.per_model(loss_of), torch.randn(3, 2, 4, 4), torch.rand(3)
+    outputs = fused(x)
+    loss(outputs, target)
+    call = Call(Arguments.of((x,), {}), Arguments.of((target,), {}))
+    module = trace(*sources(fused, loss, call, outputs), call).module
+    assert [node.args[8] for node in module.graph.nodes if "convolution.default" in str(node.target)] == [1, count]
+    assert cpu_options(module) == {"cpp_wrapper": True, "layout_optimization": turned}

@@ -1,0 +1,447 @@
+"""`hf.train_step` against the eager loop of hfusion, which other tests hold against the members alone."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.step.step_graph import cpu_options
+from hfusion.step.train_step import Seen
+from tests.step.test_step_graph import TRACED, adam, arrays, close, compare, eager, loss_of
+from tests.zoo import MODELS, Model, normal
+
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+TINY = Model("tiny", lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), normal(4))
+ATTENTION = next(model for model in MODELS if model.name == "attention")
+
+
+@dataclass
+class Pair:
+    """A step and the eager loop over the same members."""
+
+    step: Any
+    ours: hf.FusedModule
+    theirs: hf.FusedModule
+    loss: Any
+    other: Any
+
+    def advance(self, x: Any, target: Tensor, what: str) -> None:
+        expected = eager(self.theirs, self.loss, self.other, x, target)
+        losses = self.step(x, target)
+        assert not losses.requires_grad
+        close(losses, expected, f"losses {what}")
+        compare(self.ours, self.theirs, what)
+
+
+def pair(model: Model, *, compile: bool, count: int = 3, loss: Callable[..., Any] = loss_of) -> Pair:
+    ours, theirs = arrays(model, count)
+    return Pair(hf.train_step(ours, loss, adam(ours), compile=compile), ours, theirs, hf.per_model(loss), adam(theirs))
+
+
+def batch(model: Model, size: int) -> tuple[Tensor, Tensor]:
+    return model.draw(size), torch.rand(size, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("per_member", [False, True], ids=["shared", "stacked"])
+@pytest.mark.parametrize("model", [*MODELS, *TRACED[-2:]], ids=str)
+def test_uncompiled(model: Model, per_member: bool) -> None:
+    both = pair(model, compile=False)
+    for step, size in enumerate([4, 3]):
+        rows = [model.draw(size) for _ in range(3)] if per_member else model.draw(size)
+        x = hf.stacked(rows) if per_member else rows
+        both.advance(x, torch.rand(size, dtype=torch.float64), f"after step {step}")
+    assert "compile=False" in str(both.step.report())
+
+
+@needs_compiler
+@pytest.mark.parametrize("model", [TINY, ATTENTION], ids=str)
+def test_compiled(model: Model) -> None:
+    both = pair(model, compile=True)
+    for step, size in enumerate([4, 4, 3, 3, 5, 5]):
+        both.advance(*batch(model, size), f"after step {step}")
+    state = both.ours.state_dict()
+    for array in (both.ours, both.theirs):
+        array.load_state_dict({name: torch.ones_like(tensor) for name, tensor in state.items()})
+    for opt in (both.step._optimizer, both.other):
+        opt.param_groups[0]["lr"] = [0.3, 0.2, 0.1]
+    both.advance(*batch(model, 4), "after loading, at other rates")
+    rows = both.step.report().rows
+    # One program serves all sizes.
+    assert len(rows) == 1
+    assert rows[0].how.startswith("one program of")
+    assert len(both.step._programs()) == 1
+
+
+@needs_compiler
+def test_compiled_with_long_rows_of_channels() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(2, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.ConvTranspose2d(16, 16, 2, 2)
+        )
+
+    wide = Model("wide", make, normal(2, 4, 4))
+    both = pair(wide, compile=True, count=16)
+    for step, size in enumerate([4, 4, 3, 3]):
+        both.advance(*batch(wide, size), f"after step {step}")
+    (program,) = both.step._programs()
+    assert not cpu_options(program.joint.module)["layout_optimization"]
+
+
+@needs_compiler
+def test_a_situation_of_its_own_for_modes_and_frozen_parameters() -> None:
+    both = pair(TINY, compile=True)
+    arrays = (both.ours, both.theirs)
+
+    def freeze(on: bool) -> None:
+        for array in arrays:
+            array.get_submodule("0").requires_grad_(not on)
+
+    changes: list[Callable[[], Any]] = [
+        lambda: freeze(True),
+        lambda: [array.eval() for array in arrays],
+        lambda: [array.train() for array in arrays],
+    ]
+    for number, change in enumerate(changes):
+        change()
+        for step in range(2):
+            both.advance(*batch(TINY, 4), f"step {step} after change {number}")
+    assert len(both.step._programs()) == 2
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.a(x) + self.b(y)
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=needs_compiler)])
+def test_tuples_and_keywords(compile: bool) -> None:
+    """One result whichever way the inputs are given."""
+    torch.manual_seed(0)
+    models = [TwoInputs().double() for _ in range(2)]
+    x, y, target = torch.randn(5, 3).double(), torch.randn(5, 4).double(), torch.randn(2, 5, 2).double()
+    found = []
+    for inputs, keywords in [((x, y), {}), ([x, y], {}), ({"x": x, "y": y}, {}), (x, {"y": y})]:
+        fused = hf.fuse(models)
+        step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.1), compile=compile)
+        found.append(torch.stack([step(inputs, hf.stacked(target), **keywords) for _ in range(3)]))
+    for losses in found[1:]:
+        assert torch.equal(losses, found[0])
+    assert torch.equal(found[0][0], torch.stack([F.mse_loss(m(x, y), t) for m, t in zip(models, target, strict=True)]))
+
+
+def test_what_runs_member_by_member_runs_eagerly_and_says_so() -> None:
+    model = next(model for model in MODELS if model.name == "branching")
+    both = pair(model, compile=True)
+    with pytest.warns(UserWarning, match="runs eagerly.*gate runs in a loop over members"):
+        both.advance(*batch(model, 4), "first")
+    both.advance(*batch(model, 4), "second")
+    assert "gate" in both.step.report().rows[0].why
+    assert "eager" in repr(both.step)
+
+
+def branching_loss(output: Tensor, target: Tensor) -> Tensor:
+    loss = (output.mean() - target.mean()) ** 2
+    return loss if loss > 1e9 else 2 * loss
+
+
+def test_a_loss_that_cannot_be_captured() -> None:
+    both = pair(TINY, compile=True, loss=branching_loss)
+    with pytest.warns(UserWarning, match="the loss runs in a loop over members"):
+        both.advance(*batch(TINY, 4), "first")
+    both.advance(*batch(TINY, 4), "second")
+
+
+def test_hooks_are_called() -> None:
+    both = pair(TINY, compile=True)
+    called = []
+    both.ours.get_parameter("0.weight").register_hook(lambda grad: called.append(len(grad)))
+    with pytest.warns(UserWarning, match="a parameter has hooks"):
+        both.advance(*batch(TINY, 4), "first")
+    both.advance(*batch(TINY, 4), "second")
+    assert called == [3, 3]
+
+
+@needs_compiler
+def test_hooks_that_come_and_go_once_a_program_is_there() -> None:
+    both = pair(TINY, compile=True)
+    weight, called = both.ours.get_parameter("0.weight"), []
+    weight.register_hook(called.append).remove()
+    for step in range(2):
+        both.advance(*batch(TINY, 4), f"without hooks {step}")
+    assert both.step.report().rows[0].how.startswith("one program")
+    # The dict of hooks is the one that was empty before.
+    handles = [
+        weight.register_hook(called.append),
+        both.ours.register_forward_hook(lambda *given: called.append(given)),
+    ]
+    with pytest.warns(UserWarning, match="a parameter has hooks"):
+        both.advance(*batch(TINY, 4), "with hooks")
+    handles[0].remove()
+    both.advance(*batch(TINY, 4), "with a hook of the module")
+    handles[1].remove()
+    both.advance(*batch(TINY, 4), "without hooks again")
+    assert len(called) == 3
+
+
+class Twins(nn.Module):
+    """Two parameters with one gradient, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64))
+        self.drop = nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.drop(x + self.a + self.b)
+        return y
+
+
+@needs_compiler
+def test_gradients_of_their_own_and_fresh_draws() -> None:
+    fused = hf.fuse([Twins() for _ in range(3)])
+    opt = torch.optim.SGD(fused.parameters(), lr=0.0)
+    step = hf.train_step(fused, lambda output, target: (output * target).sum(), opt)
+    x = torch.ones(100, 64)
+    a, b = fused.get_parameter("a"), fused.get_parameter("b")
+    found = []
+    for _ in range(4):
+        losses = step(x, x)
+        assert torch.equal(a.grad, b.grad)
+        found += [*a.grad.clone(), losses]
+        a.grad.zero_()
+        assert b.grad.count_nonzero() == b.grad.numel()
+        torch.testing.assert_close(losses, torch.full((3,), 6400.0), rtol=0.05, atol=0)
+    assert step.report().rows[0].how.startswith("one program")
+    assert all(not torch.equal(g, h) for k, g in enumerate(found) for h in found[:k] if len(g) == len(h))
+    torch.manual_seed(3)
+    once = step(x, x)
+    torch.manual_seed(3)
+    assert torch.equal(step(x, x), once)
+
+
+def clip(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    hf.optim.clip_grad_norm_(opt.param_groups[0]["params"], 0.1)
+
+
+@needs_compiler
+def test_an_optimizer_of_torch_with_schedule_clipping_and_gradients_left_over() -> None:
+    """All that stands around a step in a training loop."""
+    ours, theirs = arrays(TINY, 3)
+    opts = [torch.optim.AdamW(array.parameters(), lr=0.1, eps=1e-4) for array in (ours, theirs)]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.5) for opt in opts]
+    for opt in opts:
+        opt.register_step_pre_hook(clip)
+    step, loss = hf.train_step(ours, loss_of, opts[0]), hf.per_model(loss_of)
+    for number in range(5):
+        x, target = batch(TINY, 4)
+        for array in (ours, theirs):
+            loss(array(x), target).sum().backward()
+        expected = eager(theirs, loss, opts[1], x, target)
+        close(step(x, target), expected, f"losses at step {number}")
+        compare(ours, theirs, f"after step {number}")
+        for schedule in schedules:
+            schedule.step()
+    assert step.report().rows[0].how.startswith("one program")
+
+
+@needs_compiler
+def test_a_single_sample_gets_a_program_of_its_own() -> None:
+    plain = Model("plain", lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), normal(4))
+    both = pair(plain, compile=True)
+    # 4 is a width, too; which sizes are open must not be told from numbers.
+    for step, size in enumerate([4, 4, 1, 1, 7, 7, 4]):
+        both.advance(*batch(plain, size), f"after step {step}")
+    assert len(both.step._programs()) == 2
+
+
+@needs_compiler
+def test_autocast_is_a_situation_of_its_own() -> None:
+    def run(compile: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        fused = hf.build(lambda: nn.Linear(64, 8), seeds=[0, 1])
+        step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.1), compile=compile)
+        x, target = torch.randn(16, 64), torch.randn(16, 8)
+        losses = []
+        for enabled in (False, True, True, False):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                losses.append(step(x, target))
+        assert len(step.report().rows) == (2 if compile else 1)
+        return losses
+
+    for compiled, plain in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-2, atol=0)
+
+
+class Scaled:
+    """A loss with a number that changes."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.scale * (output.mean() - target.mean()) ** 2
+
+
+@needs_compiler
+def test_what_the_loss_reads_may_change() -> None:
+    loss = Scaled()
+    both = pair(TINY, compile=True, loss=loss)
+    for scale in (1.0, 2.0):
+        loss.scale = scale
+        for step in range(2):
+            both.advance(*batch(TINY, 4), f"step {step} of scale {scale}")
+
+
+class Counting(Scaled):
+    """A loss that changes what it reads."""
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.scale += 1
+        return super().__call__(output, target)
+
+
+def test_a_loss_that_changes_itself_runs_eagerly() -> None:
+    both = pair(TINY, compile=True, loss=Counting())
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        both.step(*batch(TINY, 4))
+    for _ in range(3):
+        both.step(*batch(TINY, 4))
+    assert all(row.how == "eager" for row in both.step.report().rows)
+
+
+def test_errors_of_the_loss_are_raised() -> None:
+    class Mine(Exception):
+        pass
+
+    def broken(output: Tensor, target: Tensor) -> Tensor:
+        raise Mine
+
+    fused, _ = arrays(TINY, 2)
+    with pytest.raises(Mine):
+        hf.train_step(fused, broken, adam(fused))(*batch(TINY, 4))
+
+
+def test_a_loss_must_be_one_number_per_member() -> None:
+    fused, _ = arrays(TINY, 2)
+    step = hf.train_step(fused, lambda output, target: output.mean(1), adam(fused))
+    with pytest.raises(
+        ValueError, match=re.escape("must give one number for each of 2 members, it gave [B, ...] = [2, 4]")
+    ):
+        step(*batch(TINY, 4))
+
+
+def test_an_optimizer_of_other_parameters() -> None:
+    one, other = arrays(TINY, 2)
+    with pytest.raises(ValueError, match="4 parameters of the Adam belong to no member of the fused Sequential"):
+        hf.train_step(one, loss_of, adam(other))
+
+
+WITHOUT_COMPILER = """
+import warnings, torch, hfusion as hf
+fused = hf.build(lambda: torch.nn.Linear(2, 1), seeds=[0, 1])
+step = hf.train_step(fused, torch.nn.functional.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.1))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    losses = [step(torch.ones(4, 2), torch.ones(4, 1)) for _ in range(3)]
+assert (losses[2] < losses[0]).all()
+(warning,) = [str(w.message) for w in caught if "train_step" in str(w.message)]
+assert "runs eagerly" in warning and "install a C++ compiler" in warning, warning
+assert "install a C++ compiler" in str(step.report())
+"""
+
+
+def test_without_a_compiler_it_falls_back(tmp_path: Any) -> None:
+    environment = {**os.environ, "CXX": "/nowhere/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", WITHOUT_COMPILER], check=True, env=environment)
+
+
+def test_tensors_are_seen_again_until_something_about_them_changes() -> None:
+    changes: list[Callable[[nn.Parameter], object]] = [
+        lambda p: setattr(p, "data", torch.zeros(4, 3).mT),
+        lambda p: setattr(p, "data", torch.zeros(3, 5)),
+        lambda p: setattr(p, "data", p.data.double()),
+        lambda p: p.requires_grad_(False),
+        lambda p: p.register_hook(lambda grad: None),
+    ]
+    for change in changes:
+        tied, other = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(3, 4))
+        seen = Seen.of([tied, other, tied])
+        assert seen.again([tied, other, tied])
+        assert not seen.again([tied, other, other])
+        change(tied)
+        assert not seen.again([tied, other, tied])
+
+
+def sequences(sequence: nn.Module) -> Pair:
+    """Sums over steps of ``sequence``, whose target has as many."""
+    model = Model("sequences", lambda: copy.deepcopy(sequence).double(), normal(4))
+    return pair(model, compile=True, count=2, loss=lambda out, y: F.mse_loss(out.sum(-1), y))
+
+
+class Summed(nn.Module):
+    """Each step sees those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.tril(x.new_ones(x.shape[1], x.shape[1]))
+        return self.outer(mask @ self.inner(x) / x.shape[1])
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(4, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+LENGTHS = [(7, 3), (9, 3), (12, 3), (5, 4), (8, 8), (7, 3), (9, 3), (30, 2)]
+
+
+@needs_compiler
+def test_new_lengths_need_no_new_program() -> None:
+    both = sequences(Summed())
+    for t, n in LENGTHS:
+        both.advance(torch.randn(n, t, 4).double(), torch.rand(n, t).double(), f"length {t}")
+    assert sum("program" in row.how for row in both.step.report().rows) == 1
+    # Another step with a loss of its like has no need to begin anew.
+    again = hf.train_step(both.ours, lambda out, y: F.mse_loss(out, y), adam(both.ours))
+    assert again(torch.randn(3, 11, 4).double(), torch.rand(3, 11, 2).double()).shape == (2,)
+
+
+def test_a_recurrent_layer_of_many_lengths_runs_eagerly_and_says_so() -> None:
+    both = sequences(Steps())
+
+    def advance(t: int, n: int) -> None:
+        both.advance(torch.randn(n, t, 4).double(), torch.rand(n, t).double(), f"length {t}")
+
+    advance(7, 3)
+    advance(9, 3)
+    with pytest.warns(UserWarning, match="a recurrent layer over a length that varies"):
+        advance(12, 3)
+    for t, n in [(5, 4), (8, 8), (30, 2), (9, 3)]:
+        advance(t, n)
+    assert not any("program" in row.how for row in both.step.report().rows)

@@ -1,0 +1,238 @@
+"""From tasks and a machine to arrays: what is fused with what, how it is told, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hfusion as hf
+from hfusion.core.errors import PlanError
+from hfusion.schedule.plan import Plan, TaskPlan
+from hfusion.tasks.arrange import arrange, batched_evenly
+from tests.trained import EPOCHS, RATES, SEED, Way, machine, plain
+
+PAIR = (torch.ones(2, 3), torch.tensor([0, 1]))
+
+
+def linear(out: int = 2) -> nn.Module:
+    return nn.Linear(3, out)
+
+
+def task(name: str = "mine", **values: Any) -> hf.Task:
+    given = {
+        "models": [linear(), linear()],
+        "loss": nn.functional.cross_entropy,
+        "optimizer": lambda params: hf.optim.SGD(params, lr=0.1),
+        "loader": [PAIR],
+    }
+    return hf.Task(**(given | {"name": name} | values))
+
+
+class Lying:
+    """Says that it has minibatches, and gives none."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class Once(list[Any]):
+    """Can be read once."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        raise AssertionError("read")
+
+
+def tied() -> list[nn.Module]:
+    """Two models with one trained weight."""
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    second.weight = first.weight
+    return [first, second]
+
+
+REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "no task": ([], "there is no task: give at least one hf.Task"),
+    "one name": ([{}, {}], "two tasks are named 'mine': give each its own name"),
+    "a name of two words": ([{"name": "my task"}], "'my task': a name is one word without spaces"),
+    "read once": ([{"loader": Once([PAIR])}], "the loader, a Once, can be read only once; give one that can be read"),
+    "evaluated once": ([{"eval_loader": Once([PAIR])}], "the eval_loader, a Once, can be read only once"),
+    "nothing": ([{"loader": Lying()}], "'mine': the loader gives no minibatch, but its length is 3: give one whose"),
+    "no pair": ([{"loader": [PAIR[0]]}], "'mine': a minibatch of the loader is Tensor; it must be a pair"),
+    "three": ([{"loader": [(*PAIR, 1)]}], r"a minibatch of the loader is 3 values; .*pair \(inputs, target\), inputs"),
+    "one norm for many": (
+        [{"models": tied(), "clip": 1.0}],
+        "'mine' is clipped per member, but 'weight' is one trained tensor for all members.*: freeze it, or give each",
+    ),
+    "negative clip": ([{"clip": [1.0, -1.0]}], r"'mine': clip is \[1.0, -1.0\]: every value must be at least 0"),
+    "losses of samples": (
+        [{"loss": lambda y, t: nn.functional.cross_entropy(y, t, reduction="none")}],
+        r"'mine': the losses of 2 members have shape \[2, 2\]; the loss must reduce to one number per member",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str) -> None:
+    values, words = REFUSED[case]
+    with pytest.raises(PlanError, match=words):
+        hf.train([task(**each) for each in values], machine())
+
+
+def test_a_task_that_fits_in_no_way_names_the_smallest_budget() -> None:
+    with pytest.raises(PlanError, match=r"smallest .*budget"):
+        hf.plan([task()], machine(memory="64B"))
+
+
+def other_plan(made: Plan, **values: Any) -> Plan:
+    return replace(made, tasks=(replace(made.tasks[0], **values),))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"name": "yours"}, "the plan given has the task 'yours' where 'mine' is to be trained: plan anew"),
+        ({"steps": 2, "epoch": 2}, "the plan given has the task 'mine'"),
+        ({"width": 1}, "the plan given has the task 'mine'"),
+        ({"accumulate": 2}, "the plan given has the task 'mine'"),
+        ({"clipped": True}, "the plan given has the task 'mine'"),
+    ],
+)
+def test_a_plan_of_other_tasks(values: dict[str, Any], words: str) -> None:
+    one = task()
+    made = hf.plan([one], machine())
+    with pytest.raises(PlanError, match=words):
+        hf.train([one], machine(), plan=other_plan(made, **values))
+
+
+def test_a_plan_of_more_tasks_or_other_devices() -> None:
+    tasks = [task(), task("yours")]
+    for planned, on in (([*tasks], machine()), (tasks[:1], machine(2))):
+        with pytest.raises(PlanError, match="the plan given has other tasks or devices than those of this call"):
+            hf.train(tasks[:1], machine(), plan=hf.plan(planned, on))
+
+
+def test_a_plan_of_another_program() -> None:
+    deep = nn.Sequential(linear(), nn.Tanh(), nn.Linear(2, 2))
+    for mine, other in ((task(), task(models=[deep] * 1)), (task(models=[deep]), task(models=[linear()]))):
+        theirs = replace(hf.plan([other], machine()).tasks[0], width=mine.members)
+        given = replace(hf.plan([mine], machine()), tasks=(theirs,))
+        with pytest.raises(
+            PlanError, match=r"has \d operators, but the shards given are of one with \d operators: plan anew"
+        ):
+            hf.train([mine], machine(), plan=given)
+
+
+@pytest.mark.parametrize(
+    ("count", "width", "sizes"), [(5, 3, [2, 3]), (6, 3, [3, 3]), (7, 3, [2, 2, 3]), (1, 1, [1]), (4, 9, [4])]
+)
+def test_members_are_divided_evenly(count: int, width: int, sizes: list[int]) -> None:
+    runs = batched_evenly(range(10, 10 + count), width)
+    assert sorted(map(len, runs)) == sizes
+    assert [item for run in runs for item in run] == list(range(10, 10 + count))
+
+
+def test_names_of_arrays() -> None:
+    models = [linear(), linear(5), linear()]
+    found, plan = arrange([task(models=models), task("array", models=hf.fuse([linear()]))], machine())
+    assert [one.members for one in found] == [(0, 2), (1,), (0,)]
+    assert [made.name for made in plan.tasks] == ["mine.0", "mine.1", "array"]
+    assert all(made.resident for made in plan.tasks)
+
+
+def test_planning_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the models nor torch's random numbers, also where the machine is measured first."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    models = [linear(), nn.Sequential(linear(), nn.BatchNorm1d(2))]
+    before = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
+    one, on = task(models=models), machine(disk=tmp_path)
+    drawn = torch.get_rng_state()
+    hf.plan([one], on)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    for model, state in zip(models, before, strict=True):
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+        assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch's", "its own"])
+@pytest.mark.parametrize("size", [4, 3], ids=["full", "ragged"])
+def test_a_loader_that_shuffles_gives_what_it_gives_a_loop(own: bool, size: int) -> None:
+    """Also where the loader has a generator of its own, which every pass over it advances."""
+    data = TensorDataset(torch.randn(12, 3), torch.randint(2, (12,)))
+
+    def loader() -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(data, size, shuffle=True, generator=torch.Generator().manual_seed(3) if own else None)
+
+    array = hf.fuse([linear(), linear()])
+    way = Way(lambda params: hf.optim.SGD(params, lr=0.1))
+    losses, after = plain(array, way, loader())  # type: ignore[arg-type]
+    one = task(models=array, loader=loader(), epochs=EPOCHS, seed=SEED)
+    assert torch.equal(hf.train([one], machine())["mine"].losses, losses)
+    for name, tensor in array.state_dict().items():
+        assert torch.equal(tensor, after[name])
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_shards_are_as_large_as_lets_the_next_one_be_loaded(clip: float | None) -> None:
+    layers = [layer for _ in range(12) for layer in (nn.Linear(16, 16), nn.ReLU())]
+    models = [nn.Sequential(*layers) for _ in range(2)]
+    batch = (torch.ones(4, 16), torch.zeros(4, dtype=torch.int64))
+
+    def planned(budget: int) -> TaskPlan:
+        one = task(models=models, loader=[batch], clip=clip)
+        return hf.plan([one], machine(memory=f"{budget}B")).tasks[0]
+
+    need = planned(1 << 40).device_bytes
+    counts = []
+    for part in (2, 3, 4, 6):
+        made = planned(need // part)
+        assert made.overlapped_bytes <= need // part
+        counts.append(len(made.shards))
+    assert counts == sorted(counts)
+    smallest = next(budget for budget in range(need // 14, need, 256) if fits(planned, budget))
+    alone = planned(smallest)
+    assert alone.device_bytes <= smallest < alone.overlapped_bytes
+
+
+def test_where_there_is_room_the_last_shard_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tasks that take turns on a device none is, unless the policy lets them do so as rarely as it can.
+
+    Links are slow, so that what does not move is worth much.
+    """
+    slow = replace(RATES, load=1e6, evict=1e6)
+    monkeypatch.setattr(hf.Machine, "calibrate", lambda machine: {each.name: slow for each in machine.devices})
+    layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    models = [nn.Sequential(*layers, nn.Linear(64, 2)) for _ in range(2)]
+    batch = (torch.ones(2, 64), torch.zeros(2, dtype=torch.int64))
+    one, other = (task(name, models=models, loader=[batch]) for name in ("one", "other"))
+    need = hf.plan([one], machine()).tasks[0].device_bytes
+    on = machine(memory=f"{need * 3 // 4}B")
+    made = hf.plan([one], on).tasks[0]
+    assert made.kept
+    assert made.overlapped_bytes <= need * 3 // 4
+
+    def kept(tasks: list[hf.Task], policy: str) -> list[bool]:
+        return [each.kept for each in hf.train(tasks, on, policy).plan.tasks]
+
+    assert kept([one], "sharded-lrtf") == [True]
+    assert kept([one, other], "sharded-lrtf") == [False, False]
+    assert kept([one, other], "patient-lrtf") == [True, True]
+
+
+def fits(planned: Callable[[int], object], budget: int) -> bool:
+    try:
+        planned(budget)
+    except PlanError:
+        return False
+    return True

@@ -1,0 +1,226 @@
+"""Minibatches: their forms, which of them have one recipe, and what a loader must keep to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.array.per_model import PerModel
+from hfusion.core.errors import PlanError
+from hfusion.runtime.training import Recipe
+from hfusion.tasks.arrange import arrange
+from hfusion.tasks.source import Minibatch, Stream
+from tests.trained import machine
+
+X, Y = torch.arange(12.0).view(4, 3), torch.tensor([0, 1, 1, 0])
+
+
+class Model(nn.Module):
+    """A dim of its input that does not vary decides which operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        if x.shape[1] > 3:
+            x = x[:, :3].sin()
+        return self.linear(x) * scale
+
+
+def task(loader: Any = ((X, Y),), members: int = 2, **values: Any) -> hf.Task:
+    torch.manual_seed(0)
+    return hf.Task(
+        [Model() for _ in range(members)],
+        values.pop("loss", nn.functional.cross_entropy),
+        lambda params: hf.optim.SGD(params, lr=0.1),
+        loader,
+        name="mine",
+        **values,
+    )
+
+
+def rows(tensor: Tensor, count: int = 3) -> Any:
+    return hf.stacked([tensor + k for k in range(count)])
+
+
+FORMS: dict[str, tuple[Any, int, list[Any]]] = {
+    "tensor": (X, 4, [X]),
+    "tuple": ((X, 2.0), 4, [X, 2.0]),
+    "list": ([X, 2.0], 4, [X, 2.0]),
+    "dict": ({"x": X, "scale": 2.0}, 4, [X, 2.0]),
+    "numbers first": ((2.0, X), 4, [2.0, X]),
+    "no dim": (torch.tensor(3.0), 1, [torch.tensor(3.0)]),
+}
+
+
+@pytest.mark.parametrize("pair", [tuple, list])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_a_minibatch(form: str, pair: Any) -> None:
+    inputs, samples, values = FORMS[form]
+    made = Minibatch.of(task(), pair((inputs, Y)), range(2))
+    assert made.samples == samples
+    assert made.target is Y
+    assert len(made.arguments.values) == len(values)
+    for ours, theirs in zip(made.arguments.values, values, strict=True):
+        assert ours is theirs or ours == theirs
+
+
+def test_some_members_get_their_own_rows() -> None:
+    made = Minibatch.of(task(members=3), ((rows(X), X), {"a": rows(Y), "b": Y}), (2, 0))
+    own, all_ = made.arguments.values
+    assert torch.equal(own, torch.stack([X + 2, X]))
+    assert all_ is X
+    assert torch.equal(made.target["a"].tensor, torch.stack([Y + 2, Y]))
+    assert made.target["b"] is Y
+    assert made.samples == 4
+
+
+@pytest.mark.parametrize(
+    ("found", "form"),
+    [(X, "Tensor"), (None, "NoneType"), ((X,), "1 values"), ([X, Y, Y], "3 values"), ({"x": X, "y": Y}, "dict")],
+)
+def test_what_is_no_minibatch(found: Any, form: str) -> None:
+    words = rf"task 'mine': a minibatch of the loader is {form}; it must be a pair \(inputs, target\), inputs a tensor"
+    with pytest.raises(PlanError, match=words):
+        Minibatch.of(task(), found, range(2))
+
+
+SAME = [(X + 1, Y), (X, Y + 1)]
+OTHER: dict[str, tuple[Any, Any]] = {
+    "samples": (X[:2], Y[:2]),
+    "size": (torch.ones(4, 5), Y),
+    "dtype": (X.double(), Y),
+    "number": ((X, 2.0), Y),
+    "own inputs": (rows(X, 2), Y),
+    "dtype of the target": (X, Y.float()),
+    "shape of the target": (X, Y[:2]),
+    "kind of the target": (X, 3),
+}
+
+
+def test_minibatches_of_one_kind_have_one_key() -> None:
+    first = Minibatch.of(task(), (X, Y), range(2)).key
+    assert {Minibatch.of(task(), pair, range(2)).key for pair in SAME} == {first}
+
+
+@pytest.mark.parametrize("kind", OTHER)
+def test_minibatches_of_another_kind_have_another_key(kind: str) -> None:
+    first = Minibatch.of(task(), (X, Y), range(2)).key
+    assert Minibatch.of(task(), OTHER[kind], range(2)).key != first
+
+
+def stream(one: hf.Task) -> tuple[Stream, Recipe]:
+    """The stream of a task's only array, and the recipe of its first minibatch."""
+    (arrangement,), plan = arrange([one], machine())
+    return arrangement.trained(plan.tasks[0], PerModel(one.loss), [torch.device("cpu")])
+
+
+def test_one_recipe_serves_all_minibatches_of_a_kind() -> None:
+    loader = [(X, Y), (X + 1, Y), (X[:2], Y[:2]), (X[:2] + 1, Y[1:3])]
+    made, first = stream(task(loader))
+    found = []
+    for x, y in loader:
+        batch = made.next()
+        assert torch.equal(batch.inputs[0], x)
+        assert batch.target is y
+        found.append(made.find(batch) or made.make(batch))
+    assert found[0] is found[1] is first
+    assert found[2] is found[3]
+    assert found[2] is not first
+    assert [part.keys for part in found[2].parts] == [part.keys for part in first.parts]
+
+
+LATER: dict[str, tuple[Any, str]] = {
+    "operators": (
+        (torch.ones(4, 5), Y),
+        r"a minibatch of another kind than the first needs another program, whose operators differ \(\d+ instead of",
+    ),
+    "larger": ((torch.ones(5, 3), Y), "a minibatch has 5 samples, but the plan counts with the 4 of the first one"),
+    "form": (X, "a minibatch of the loader is Tensor"),
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_what_a_later_minibatch_cannot_be(kind: str) -> None:
+    pair, words = LATER[kind]
+    made, _ = stream(task([(X, Y), pair]))
+    made.next()
+    with pytest.raises(PlanError, match=f"task 'mine': {words}"):
+        made.make(made.next())
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return output.mean()
+
+
+def dropped(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.dropout(output, 0.5).mean()
+
+
+@pytest.mark.parametrize(("loss", "random"), [(mean, False), (dropped, True)])
+def test_a_recipe_tells_whether_it_draws(loss: Any, random: bool) -> None:
+    assert stream(task(loss=loss))[1].random is random
+
+
+@pytest.mark.parametrize(
+    ("loss", "given"),
+    [
+        (lambda y, t: nn.functional.cross_entropy(y, t, reduction="none"), r"shape \[2, 4\]"),
+        (lambda y, t: (y.mean(), t), "tuple"),
+    ],
+)
+def test_a_loss_is_one_number_per_member(loss: Any, given: str) -> None:
+    words = f"task 'mine': the losses of 2 members have {given}; the loss must reduce to one number per member"
+    with pytest.raises(PlanError, match=words):
+        stream(task(loss=loss))
+
+
+class Counted:
+    """A loader that says it has three minibatches; epoch by epoch it gives as many as ``gives`` says."""
+
+    def __init__(self, *gives: int) -> None:
+        self.gives = [3, *gives]
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        count, self.epoch = self.gives[self.epoch], self.epoch + 1
+        return ((X + k, Y) for k in range(count))
+
+
+def read(gives: list[int]) -> tuple[list[Tensor], str]:
+    """What comes of a loader until it ends or fails, and the words of that."""
+    loader = Counted(*gives)
+    made, _ = stream(task(loader, epochs=len(gives)))
+    loader.epoch = 1
+    found: list[Tensor] = []
+    for _ in range(3 * len(gives)):
+        try:
+            found.append(made.next().inputs[0])
+        except PlanError as error:
+            return found, str(error)
+    return found, ""
+
+
+@pytest.mark.parametrize(
+    ("gives", "count", "words"),
+    [
+        ([3, 3], 6, ""),
+        ([2, 3], 2, "task 'mine': the loader gave 2 minibatches in epoch 0, but its length is 3: give one whose"),
+        ([3, 0], 3, "task 'mine': the loader gave 0 minibatches in epoch 1, but its length is 3"),
+        ([4, 3], 3, "task 'mine': the loader gave more minibatches in epoch 0, but its length is 3"),
+    ],
+)
+def test_every_epoch_is_as_long_as_the_loader_says(gives: list[int], count: int, words: str) -> None:
+    found, told = read(gives)
+    assert [int(x[0, 0]) for x in found] == [0, 1, 2, 0, 1, 2][:count]
+    assert told.startswith(words)
+    assert bool(told) is bool(words)

@@ -1,0 +1,303 @@
+"""hf.train: in shards, spilled, interleaved, and still the same bits as the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.schedule.plan import Direction
+from hfusion.schedule.policy import POLICIES
+from hfusion.schedule.timeline import Kind
+from tests import zoo
+from tests.trained import (
+    BATCHES,
+    EPOCHS,
+    MEMBERS,
+    Way,
+    adamw,
+    assert_same,
+    batches,
+    fused,
+    machine,
+    momentum,
+    plain,
+    planned,
+    task,
+)
+
+WAYS = [
+    Way(optimizer, clip, accumulate) for optimizer, clip, accumulate in product((momentum, adamw), (None, 0.5), (1, 2))
+]
+DTYPES = (torch.float32, torch.float64)
+MODES = ("spilled", "kept", "resident")
+
+
+@cache
+def knotted(dtype: torch.dtype) -> hf.FusedModule:
+    """One array for many runs: every run puts its state back, and capture happens once."""
+    torch.manual_seed(0)
+    return fused(dtype=dtype)
+
+
+@cache
+def by_loop(dtype: torch.dtype, way: Way) -> tuple[Tensor, dict[str, Tensor]]:
+    return plain(knotted(dtype), way, batches(dtype))
+
+
+def name_of(value: Any) -> str:
+    return getattr(value, "__name__", str(value)).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_every_number_of_shards_gives_the_same_bits(dtype: torch.dtype, count: int, mode: str) -> None:
+    for way in WAYS:
+        one, on = task(knotted(dtype), way, batches(dtype)), machine()
+        plan = planned([one], on, [count], [mode == "resident"], [mode == "kept"])
+        report = assert_same([knotted(dtype)], [one], [by_loop(dtype, way)], on, plan)
+        loads = [action for action in report.timeline.actions if (action.kind, action.shard) == (Kind.LOAD, count - 1)]
+        assert len(loads) == 1 or mode == "spilled"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_tasks_interleave_on_devices(devices: int, policy: str) -> None:
+    dtype = torch.float64
+    ways = [WAYS[0], WAYS[7], WAYS[2], WAYS[5], WAYS[4]]
+    arrays = [_copy(index) for index in range(len(ways))]
+    expected = [plain(array, way, batches(dtype)) for array, way in zip(arrays, ways, strict=True)]
+    tasks = [
+        task(array, way, batches(dtype), f"t{k}", eval_loader=batches(dtype, 2) if k != 2 else None)
+        for k, (array, way) in enumerate(zip(arrays, ways, strict=True))
+    ]
+    on = machine(devices)
+    kept = [False, False, True, False, True]
+    plan = planned(tasks, on, [3, 1, 4, 2, 6], [False, True, False, True, False], kept)
+    assert_same(arrays, tasks, expected, on, plan, policy)
+
+
+@cache
+def _copy(index: int) -> hf.FusedModule:
+    torch.manual_seed(index)
+    return fused()
+
+
+@pytest.mark.parametrize("model", zoo.MODELS, ids=str)
+def test_models_of_every_kind(model: zoo.Model) -> None:
+    array = fused(model.make)
+    draw = torch.Generator().manual_seed(3)
+    torch.manual_seed(3)
+    loader = [(model.draw(n), torch.rand((), generator=draw, dtype=torch.float64)) for n in (5, 5, 3)]
+    way = Way(adamw, 0.5, 2)
+    expected = plain(array, way, loader, distance)
+    one, on = task(array, way, loader, loss=distance), machine()
+    for count in (1, 3, 7):
+        assert_same([array], [one], [expected], on, planned([one], on, [count], [False], [count == 3]))
+
+
+def distance(output: Any, target: Tensor) -> Tensor:
+    """A loss of any nest of outputs."""
+    tensors = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else [output]
+    total = target * 0
+    for tensor in tensors:
+        total = total + (tensor - target).square().mean()
+    return total
+
+
+def test_state_that_the_host_cannot_hold_goes_to_the_disk(tmp_path: Path) -> None:
+    way, dtype = Way(), torch.float32
+    one = task(knotted(dtype), way, batches(dtype))
+    on = machine(host="2KiB", disk=tmp_path / "spill")
+    files: list[Path] = []
+    watching = task(
+        knotted(dtype), way, batches(dtype), callbacks=[lambda step: files.extend(tmp_path.rglob("*.safetensors"))]
+    )
+    plan = planned([one], on, [4], [False])
+    assert_same([knotted(dtype)], [watching], [by_loop(dtype, way)], on, plan)
+    assert files
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_list_is_fused_by_shape_and_comes_back_in_order() -> None:
+    def models() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Linear(6, 3) if k % 2 else nn.Sequential(nn.Linear(6, 3)) for k in range(5)]
+
+    rates = [0.1, 0.2, 0.3, 0.4, 0.5]
+    loader = batches(torch.float32)
+    own = models()
+    one = hf.Task(
+        own,
+        F.cross_entropy,
+        optimizer=lambda params: hf.optim.SGD(params, lr=rates),
+        loader=loader,
+        epochs=EPOCHS,
+        name="mixed",
+    )
+    report = hf.train([one], machine())
+    assert [plan.name for plan in report.plan.tasks] == ["mixed.0", "mixed.1"]
+    for index, (model, trained) in enumerate(zip(models(), report["mixed"].models, strict=True)):
+        assert type(model) is type(trained)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rates[index])
+        losses = []
+        for _ in range(EPOCHS):
+            for x, y in loader:
+                loss = F.cross_entropy(model(x), y)
+                losses.append(loss.detach())
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        torch.testing.assert_close(report["mixed"].losses[:, index], torch.stack(losses))
+        for ours, theirs in zip(trained.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    for before, after in zip(models(), own, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+
+
+def test_members_that_do_not_fit_at_once_are_trained_a_few_at_a_time() -> None:
+    models = [nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 3)) for _ in range(8)]
+    rates = [0.01 * (k + 1) for k in range(8)]
+
+    def make(params: list[nn.Parameter]) -> hf.optim.SGD:
+        return hf.optim.SGD(params, lr=rates)
+
+    one = hf.Task(models, F.cross_entropy, optimizer=make, loader=batches(torch.float64), name="wide")
+    models = [model.double() for model in models]
+    whole = hf.train([one], machine())
+    need = whole.plan.tasks[0].device_bytes
+    narrow = hf.train([one], machine(memory=str(need // 2)))
+    assert [plan.width for plan in whole.plan.tasks] == [8]
+    assert max(plan.width for plan in narrow.plan.tasks) < 8
+    torch.testing.assert_close(narrow["wide"].losses, whole["wide"].losses)
+    narrow.timeline.validate(narrow.plan)
+
+
+def test_a_frozen_base_moves_once_for_all_members() -> None:
+    base = nn.Linear(32, 32).requires_grad_(False)
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = base
+            self.head = nn.Linear(32, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.relu(self.base(x)))
+
+    def moved(members: int) -> int:
+        one = hf.Task(
+            [Adapted() for _ in range(members)],
+            F.cross_entropy,
+            optimizer=lambda params: hf.optim.SGD([p for p in params if p.requires_grad], lr=0.1),
+            loader=[(torch.randn(4, 32), torch.randint(3, (4,)))],
+            name="adapters",
+        )
+        on = machine()
+        plan = planned([one], on, [2], [False])
+        hf.train([one], on, plan=plan)
+        (made,) = plan.tasks
+        return made.in_bytes(Direction.FORWARD, 0)
+
+    frozen = base.weight.nbytes + base.bias.nbytes
+    assert moved(4) < moved(1) + frozen
+
+
+@pytest.mark.parametrize("make", [hf.stacked, lambda rows: torch.stack(rows)[0]], ids=["stacked", "shared"])
+def test_inputs_of_members_and_of_all(make: Callable[[list[Tensor]], Any]) -> None:
+    array = knotted(torch.float64)
+    rows = [batches(torch.float64)] * MEMBERS
+    loader = [
+        (make([x * (k + 1) for k, (x, _) in enumerate(each)]), make([y for _, y in each]))
+        for each in zip(*rows, strict=True)
+    ]
+    one, on = task(array, Way(), loader), machine()
+    assert_same([array], [one], [plain(array, Way(), loader)], on, planned([one], on, [3], [False]))
+
+
+def test_callbacks_hear_of_every_minibatch() -> None:
+    heard: list[Any] = []
+    one = task(fused(), Way(), batches(torch.float64), callbacks=[heard.append])
+    report = hf.train([one], machine())
+    assert [(step.epoch, step.step) for step in heard] == list(product(range(EPOCHS), range(BATCHES)))
+    assert torch.equal(torch.stack([step.losses for step in heard]), report["task"].losses)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_evaluations_are_those_of_the_loop_in_eval_mode(count: int, mode: str) -> None:
+    array, loader, held_out = knotted(torch.float64), batches(torch.float64), batches(torch.float64, 3)
+    for way in (Way(momentum, 0.5, 2), Way(adamw)):
+        wanted: list[Tensor] = []
+
+        def evaluate(each: Callable[..., Tensor], wanted: list[Tensor] = wanted) -> None:
+            array.eval()
+            with torch.no_grad():
+                wanted.append(torch.stack([each(array(x), y) for x, y in held_out]))
+            array.train()
+
+        expected = plain(array, way, loader, after_epoch=evaluate)
+        heard: list[hf.Evaluation] = []
+        one = task(array, way, loader, eval_loader=held_out, callbacks=[_only(hf.Evaluation, heard)])
+        plan = planned([one], machine(), [count], [mode == "resident"], [mode == "kept"])
+        report = assert_same([array], [one], [expected], machine(), plan)
+        losses = report["task"].eval_losses
+        assert losses is not None
+        assert torch.equal(losses, torch.stack(wanted))
+        assert [(each.epoch, each.members) for each in heard] == [(epoch, (0, 1, 2)) for epoch in range(EPOCHS)]
+        assert torch.equal(torch.stack([each.losses for each in heard]), losses)
+        assert array.training
+
+
+def _only(kind: type, heard: list[Any]) -> Callable[[Any], None]:
+    return lambda event: heard.append(event) if isinstance(event, kind) else None
+
+
+def test_evaluated_members_come_in_the_order_of_the_models() -> None:
+    torch.manual_seed(0)
+    models = [nn.Linear(6, 3) if k % 2 else nn.Sequential(nn.Linear(6, 3), nn.Dropout()) for k in range(4)]
+    held_out = batches(torch.float32, 2)
+    one = hf.Task(
+        models,
+        F.cross_entropy,
+        optimizer=lambda params: hf.optim.SGD(params, lr=0.0),
+        loader=batches(torch.float32),
+        eval_loader=held_out,
+    )
+    losses = hf.train([one], machine())["task"].eval_losses
+    assert losses is not None
+    for index, model in enumerate(models):
+        model.eval()
+        wanted = torch.stack([F.cross_entropy(model(x), y) for x, y in held_out])
+        torch.testing.assert_close(losses[0, :, index], wanted)
+
+
+class OtherWayRound(nn.Module):
+    """Uses its layers in another order when it is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()) if self.training else self.first(self.second(x).relu())
+
+
+def test_what_cannot_be_evaluated_in_shards_is_refused() -> None:
+    array, loader = fused(OtherWayRound), batches(torch.float64)
+    one = task(array, Way(), loader, eval_loader=loader)
+    hf.train([one], machine())
+    with pytest.raises(hf.PlanError, match=r"after tensors of later shards.*leave the eval loader out"):
+        hf.train([one], machine(), plan=planned([one], machine(), [2], [False]))
+    large = [(torch.zeros(7, 6, dtype=torch.float64), torch.zeros(7, dtype=torch.int64))]
+    with pytest.raises(hf.PlanError, match="has 7 samples, but the plan counts with the 6"):
+        hf.train([task(array, Way(), loader, eval_loader=large)], machine())
