@@ -244,7 +244,7 @@ def _results(call: OpaqueCall, member: int, output: Any) -> list[Tensor]:
             shape = f"a result of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else _told(leaf)
             raise FusionError(
                 f"{who} gave {shape}, where it gave {expected.shape} when it was captured; shapes that depend on "
-                "values cannot be fused"
+                f"values cannot be fused. It runs member by member, since {call.why}"
             )
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 

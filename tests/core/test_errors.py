@@ -182,7 +182,7 @@ def test_members_that_do_different_things() -> None:
 def test_shared_statistics_are_refused_in_training(first: bool) -> None:
     norm = nn.BatchNorm1d(4)
     models = [nn.Sequential(*([norm, nn.Linear(4, 4)][:: 1 if first else -1])) for _ in range(3)]
-    with pytest.raises(hf.FusionError, match="own buffer"):
+    with pytest.raises(hf.FusionError, match="give each model its own"):
         hf.fuse(models)(torch.randn(5, 4))
     norm.eval()
     assert hf.fuse(models)(torch.randn(5, 4)).shape == (3, 5, 4)
@@ -193,5 +193,5 @@ def test_data_dependent_sizes_are_refused() -> None:
         return self.fc(x).relu().nonzero()
 
     make = net(forward)
-    with pytest.raises(hf.FusionError, match="use a form of fixed size"):
+    with pytest.raises(hf.FusionError, match=r"shapes that depend on values .* use a form of fixed size"):
         hf.fuse([make(), make()])(normal(4, 4))
