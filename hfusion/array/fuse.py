@@ -12,6 +12,7 @@ from hfusion.capture.compare import Comparison, Sharing, check_alone, check_pair
 from hfusion.capture.skeleton import skeleton
 from hfusion.core.errors import FusionError
 from hfusion.device.allocator import keep_large_blocks
+from hfusion.device.backend import random_states_kept
 
 
 def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False) -> FusedModule:
@@ -137,7 +138,7 @@ def _check_made(index: int, model: object, first: nn.Module | None) -> None:
 
 
 def _made(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with random_states_kept():
         torch.manual_seed(seed)
         return make_model()
 

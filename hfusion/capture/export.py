@@ -30,6 +30,7 @@ from hfusion.core.exclusive import tracing
 from hfusion.core.guards import Guards
 from hfusion.core.program import Capture, Kind, Slot
 from hfusion.core.silence import quiet
+from hfusion.device.backend import random_states_kept
 from hfusion.ops.random import LIKE
 from hfusion.passes.functional import functional
 
@@ -211,7 +212,7 @@ def _drawless(export: Callable[[], torch.export.ExportedProgram]) -> torch.expor
     """
     for _ in range(1 if threading.active_count() == 1 else MOST_TRIES):
         before = _outer_random_state()
-        with _watched(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with _watched(), random_states_kept():
             exported = export()
         if _outer_random_state() == before:
             return exported

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hfusion.core.fingerprint import names_in
+
 # Packages whose own variables are no state of a model.
 _FOREIGN = frozenset({"torch", "builtins", "typing", "abc", "numpy", "collections", "functools", "hfusion"})
 _PLAIN = (str, bool, int, float, complex, bytes, types.NoneType, torch.dtype, torch.device, torch.Size)
@@ -98,7 +100,7 @@ def _files(functions: list[types.FunctionType]) -> dict[Any, frozenset[str]]:
         if function.__code__ in met or file is None or _foreign(function.__module__):
             continue
         met.add(function.__code__)
-        names = _names(function.__code__)
+        names = frozenset(names_in(function.__code__))
         found.setdefault(file, set()).update(names)
         waiting += [code for name in names & vars(file).keys() for code in _functions(vars(file)[name])]
     return {file: frozenset(names) for file, names in found.items()}
@@ -115,12 +117,6 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
         yield from (code for part in (value.fget, value.fset) if part is not None for code in _functions(part))
     elif isinstance(value, type) and not _foreign(value.__module__):
         yield from (part for part in vars(value).values() if isinstance(part, types.FunctionType))
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """The global and attribute names in ``code`` and the functions inside it."""
-    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    return set(code.co_names).union(*map(_names, inner))
 
 
 def _foreign(file: str | None) -> bool:

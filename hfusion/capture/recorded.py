@@ -21,6 +21,7 @@ from hfusion.capture.compare import tensors
 from hfusion.capture.kept import restored
 from hfusion.capture.memo import rehearse
 from hfusion.capture.rehearse import copied, twin
+from hfusion.device.backend import random_states_kept
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def same_values(one: Tensor, other: Tensor) -> bool:
 def _random_kept() -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with random_states_kept():
             yield
     finally:
         random.setstate(python)

@@ -19,6 +19,7 @@ from hfusion.capture.compare import tensors
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture, Kind
 from hfusion.core.silence import quiet
+from hfusion.device.backend import random_states_kept
 
 # Relative; a graph has the operators of the code, so that rounding hardly differs. Gradients may be ten times that.
 ALIKE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
@@ -104,7 +105,7 @@ def _apart(module: nn.Module) -> Iterator[None]:
     """Random numbers, the same for every run, autocast and grad mode come back as they were."""
     outer = random.getstate(), np.random.get_state()
     kinds = {tensor.device.type for _, tensor in tensors(module)} or {"cpu"}
-    with quiet(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with quiet(), random_states_kept():
         try:
             torch.manual_seed(SEED)
             with torch.enable_grad(), torch.autocast(kinds.pop(), enabled=False):

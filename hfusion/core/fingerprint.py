@@ -145,7 +145,7 @@ class _Reader:
         if _fixed(function.__module__):
             return _Same(function)
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
-        outside = list(_outside(_names(function.__code__), function.__globals__, set()))
+        outside = list(_outside(names_in(function.__code__), function.__globals__, set()))
         return (
             function.__code__,
             self.read([cells, function.__defaults__, function.__kwdefaults__, outside]),
@@ -194,7 +194,7 @@ def _fixed(module: str | None) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> tuple[str, ...]:
+def names_in(code: types.CodeType) -> tuple[str, ...]:
     """The global and attribute names in ``code`` and the functions inside it."""
     inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    return (*code.co_names, *(name for part in inner for name in _names(part)))
+    return (*code.co_names, *(name for part in inner for name in names_in(part)))

@@ -25,6 +25,7 @@ from hfusion.core.guards import Guards, open_dims
 from hfusion.core.layout import Layout
 from hfusion.core.program import describe_value
 from hfusion.core.silence import quiet
+from hfusion.device.backend import random_states_kept
 from hfusion.passes.inductor.at_once import at_once
 from hfusion.passes.inductor.decompositions import DECOMPOSITIONS
 from hfusion.passes.inductor.onehot import onehot
@@ -298,13 +299,12 @@ def build(joint: Joint, own: Sequence[Tensor], batch: Sequence[Tensor]) -> Calla
     # Imported late: most programs never compile, and inductor takes a second to import.
     from torch._inductor import compile as inductor
 
-    devices = range(torch.cuda.device_count())
     kind = joint.examples[0].device.type
     options = cpu_options(joint.module) if kind == "cpu" else {}
     with quiet(), torch.no_grad(), torch.autocast(kind, enabled=False):
         run: Callable[..., Sequence[Tensor]] = inductor(joint.module, [e.detach() for e in joint.examples], options)
         kept = [tensor if tensor.requires_grad else tensor.clone() for tensor in own]
-        with torch.random.fork_rng(devices):
+        with random_states_kept():
             run(*kept, *batch)
     return run
 
