@@ -127,15 +127,24 @@ def _functional_call(state: State, node: fx.Node) -> fx.Node:
     kwargs = fx.map_arg(node.kwargs, lambda n: state.current[n])
     written = args[0]
     assert isinstance(written, fx.Node)
-    if target is aten.copy.default and written.meta["val"].is_complex():
-        # Autograd knows `copy` for real numbers only.
-        given = emit(state, node, aten.to.dtype, (args[1], written.meta["val"].dtype), {})
-        return emit(state, node, aten.expand.default, (given, sizes_of(state, node, written)), {})
+    if target is aten.copy.default:
+        source = args[1]
+        assert isinstance(source, fx.Node)
+        return _copy(state, node, written, source)
     value = emit(state, node, target, args, kwargs)
     example = written.meta["val"]
     if value.meta["val"].dtype != example.dtype:
         value = emit(state, node, aten.to.dtype, (value, example.dtype), {})
     return value
+
+
+def _copy(state: State, node: fx.Node, written: fx.Node, source: fx.Node) -> fx.Node:
+    """``source`` as ``written`` is, in memory of its own; written out, because ``aten.copy`` has no derivative."""
+    here, there = written.meta["val"], source.meta["val"]
+    if (here.dtype, here.device) != (there.dtype, there.device):
+        source = emit(state, node, aten._to_copy.default, (source,), {"dtype": here.dtype, "device": here.device})
+    expanded = emit(state, node, aten.expand.default, (source, sizes_of(state, node, written)), {})
+    return emit(state, node, aten.clone.default, (expanded,), {"memory_format": torch.contiguous_format})
 
 
 def _functional_target(node: fx.Node) -> OpOverload:

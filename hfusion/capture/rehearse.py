@@ -83,17 +83,8 @@ def run_graph(found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: 
     held = dict(tensors(module)) | found.constants
     values = [given[int(slot.name)] if slot.kind is Kind.INPUT else held[slot.name] for slot in found.slots]
     with _apart(module):
-        outputs = _Differentiable(fx.GraphModule(nn.Module(), found.graph)).run(*values)
+        outputs = fx.Interpreter(fx.GraphModule(nn.Module(), found.graph)).run(*values)
         return _outcome(list(outputs), leaves, dict(tensors(module)))
-
-
-class _Differentiable(fx.Interpreter):
-    """Runs a graph in which a write became a copy, for which torch has no gradient."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is torch.ops.aten.copy.default:
-            return args[1].expand_as(args[0]).to(args[0].device, args[0].dtype)
-        return super().call_function(target, args, kwargs)
 
 
 def copied(values: Any) -> Any:

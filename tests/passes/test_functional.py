@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
+import hfusion as hf
 from hfusion.capture.export import capture
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture, Kind
@@ -209,3 +210,28 @@ def test_writes_broadcast_where_sizes_vary(name: str) -> None:
     given = tuple(torch.rand(*shape, dtype=torch.float64) + 1 for shape in ((5, 5), (5, 1), (1, 5)))
     (got,) = fx.GraphModule(nn.Module(), capture(Net(), given, {}).graph)(*given)
     assert torch.equal(got, Net()(*given))
+
+
+COPIES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "same shape": lambda h, x: h[:, :2].copy_(x[:, :2]),
+    "of itself": lambda h, x: h.view(-1, 2, 3)[:, 1].copy_(h.clone()[:, :3]),
+    "broadcast": lambda h, x: h.copy_(x[0]),
+    "other dtype": lambda h, x: h.copy_(x.float()),
+    "complex": lambda h, x: torch.view_as_complex(h.view(-1, 3, 2)).copy_(x[0, :3]),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_copy_has_gradients(name: str, members: int) -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            h = x.sin()
+            COPIES[name](h, x)
+            return h * h
+
+    x = torch.rand(5, 6, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(Net()(x).sum(), x)
+    ours = hf.fuse([Net() for _ in range(members)])(x)
+    assert torch.equal(ours[-1], Net()(x))
+    assert torch.equal(torch.autograd.grad(ours.sum(), x)[0], expected * members)
