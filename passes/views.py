@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from hfusion.ops.rule import hint
 
 aten = torch.ops.aten
 
@@ -83,13 +85,45 @@ def viewed(node: fx.Node) -> fx.Node | None:
 
 def _handed_on(call: fx.Node, result: fx.Node) -> fx.Node | None:
     """The operand that a composite operator gives back, or a view of it, though its schema does not say so."""
-    target = call.target
-    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+    if not _composite(call.target):
         return None
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
-        return None
-    example = infer(target, call.args, call.kwargs) if target in DROPOUTS else result.meta.get("val")
+    if call.target in DROPOUTS:
+        return handed_back(call)
+    example = result.meta.get("val")
     return next((operand for operand in call.all_input_nodes if _same_storage(operand.meta.get("val"), example)), None)
+
+
+def _composite(target: Any) -> bool:
+    """Whether an operator that changes nothing is made of others."""
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+
+
+def handed_back(call: fx.Node) -> fx.Node | None:
+    """The operand that a call gives back itself; told with numbers for symbols, with which it may copy instead."""
+    if not _composite(call.target) or not isinstance(call.meta.get("val"), Tensor):
+        return None
+    mode = FakeTensorMode()
+    with mode:
+        examples = {operand: _of_numbers(operand.meta.get("val")) for operand in call.all_input_nodes}
+        if any(example is None for example in examples.values()):
+            return None
+        args, kwargs = fx.map_arg((call.args, dict(call.kwargs)), examples.__getitem__)
+        result = call.target(*args, **kwargs)  # type: ignore[operator]
+    return next((operand for operand, example in examples.items() if example is result), None)
+
+
+def _of_numbers(value: Any) -> Any:
+    """The like of a value, with a number for every symbol; None where there is none."""
+    if not isinstance(value, Tensor):
+        return hint(value) if isinstance(value, torch.SymInt) else value
+    if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+        return None
+    sizes, strides = ([hint(n) for n in numbers] for numbers in (value.shape, value.stride()))
+    if None in sizes or None in strides:
+        return None
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)  # type: ignore[arg-type]
 
 
 def _same_storage(a: Any, b: Any) -> bool:

@@ -5,7 +5,6 @@ Source: https://docs.pytorch.org/docs/stable/export.html
 
 from __future__ import annotations
 
-import operator
 import random
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from hfusion.capture.inlined import inlined
 from hfusion.capture.kept import restored
-from hfusion.capture.lengths import open_lengths, original
+from hfusion.capture.lengths import open_lengths
 from hfusion.capture.memo import rehearse
 from hfusion.capture.rehearse import ALIKE, Outcome, difference, run_graph, runnable, twin
 from hfusion.core.errors import FusionError
@@ -31,7 +30,6 @@ from hfusion.core.guards import Guards
 from hfusion.core.program import Capture, Kind, Slot
 from hfusion.core.silence import quiet
 from hfusion.device.backend import random_states_kept
-from hfusion.ops.random import LIKE
 from hfusion.passes.functional import functional
 
 # Captures of one module while other threads draw from Python's or numpy's random numbers.
@@ -79,7 +77,8 @@ def _capture(
         raise FusionError(real.outside)
     exported = _drawless(lambda: _export(module, args, kwargs, attempts))
     slots = tuple(_slot(spec, k) for k, spec in _numbered(exported.graph_signature.input_specs))
-    flat = _with_dense_gradients(_inlined(exported.graph_module))
+    trained = _trained(exported.graph_module.graph, slots, pytree.tree_leaves((args, dict(kwargs)), _is_none))
+    flat = _with_dense_gradients(inlined(exported.graph_module, trained))
     placeholders = [node for node in flat.nodes if node.op == "placeholder"]
     writable = frozenset(n.name for n, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.BUFFER)
     try:
@@ -258,6 +257,20 @@ def _slot(spec: Any, position: int) -> Slot:
     return Slot(kind, str(position) if kind is Kind.INPUT else spec.target)
 
 
+def _trained(graph: fx.Graph, slots: Sequence[Slot], given: Sequence[Any]) -> frozenset[str]:
+    """The placeholders that may need a gradient: parameters, which are frozen and thawed later, and such inputs."""
+    found = set()
+    for node, slot in zip(graph.find_nodes(op="placeholder"), slots, strict=True):
+        leaf = given[int(slot.name)] if slot.kind is Kind.INPUT else None
+        if slot.kind is Kind.PARAMETER or (isinstance(leaf, Tensor) and leaf.requires_grad):
+            found.add(node.name)
+    return frozenset(found)
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
 def _guards(placeholders: Sequence[fx.Node], slots: Sequence[Slot]) -> Callable[[Sequence[Sequence[Any]]], bool]:
     """Whether inputs of other shapes meet all that the capture has assumed of the sizes."""
     examples = [n.meta["val"] for n, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.INPUT]
@@ -272,62 +285,3 @@ def _with_dense_gradients(graph: fx.Graph) -> fx.Graph:
             if len(node.args) > place:
                 node.update_arg(place, False)
     return graph
-
-
-def _inlined(module: fx.GraphModule) -> fx.Graph:
-    """The graph with export's no_grad and autocast regions written out."""
-    graph = fx.Graph()
-    outputs = _inline(graph, module, None, [])
-    graph.output(tuple(outputs))
-    return graph
-
-
-def _inline(graph: fx.Graph, module: fx.GraphModule, inputs: Sequence[Any] | None, path: list[str]) -> list[Any]:
-    env: dict[fx.Node, Any] = {}
-    given = iter(inputs or ())
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = graph.node_copy(node) if inputs is None else next(given)
-        elif node.op == "get_attr":
-            env[node] = getattr(module, node.target)
-        elif node.op == "output":
-            found = node.args[0]
-            results = found if isinstance(found, list | tuple) else [found]
-            return [env[r] if isinstance(r, fx.Node) else r for r in results]
-        elif isinstance(node.target, torch._ops.HigherOrderOperator):
-            env[node] = _region(graph, node, env, path)
-        elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
-            env[node] = env[node.args[0]][node.args[1]]
-        elif node.target in LIKE:
-            # torch's Python functions of these names ask for no gradient, the operators in a graph do.
-            env[node] = graph.node_copy(node, lambda n: _detached(graph, env[n]))
-        else:
-            env[node] = graph.node_copy(node, lambda n: env[n])
-            env[node].target = original(node.target)
-    raise FusionError("a captured region has no output")
-
-
-def _region(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, Any], path: list[str]) -> list[Any]:
-    name = str(node.target)
-    args: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
-    if name == "wrap_with_set_grad_enabled":
-        enabled, body, *operands = args
-        if enabled and "no_grad" in path:
-            raise FusionError("forward turns gradients on again inside torch.no_grad, which a graph would lose")
-        kept = operands if enabled else [_detached(graph, operand) for operand in operands]
-        return _inline(graph, body, kept, path if enabled else [*path, "no_grad"])
-    if name == "wrap_with_autocast":
-        device, dtype, enabled, cache, body, *operands = args
-        token = graph.call_function(_enter_autocast, (device, dtype, enabled, cache))
-        outputs = _inline(graph, body, operands, [*path, "autocast"])
-        graph.call_function(_exit_autocast, (token,))
-        return outputs
-    raise FusionError(f"forward uses {name}, a control flow that hfusion does not fuse")
-
-
-def _detached(graph: fx.Graph, operand: Any) -> Any:
-    if not isinstance(operand, fx.Node) or not isinstance(operand.meta.get("val"), Tensor):
-        return operand
-    node = graph.call_function(torch.ops.aten.detach.default, (operand,))
-    node.meta["val"] = operand.meta["val"]
-    return node

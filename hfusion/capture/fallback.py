@@ -127,8 +127,6 @@ def _unfit(model: nn.Module, island: Island, records: Records) -> str | None:
         for leaf in pytree.tree_leaves((call.args, call.kwargs)):
             if island != WHOLE and leaf is not None and not isinstance(leaf, (Tensor, *_ARGUMENTS)):
                 return f"{who} takes {_told(leaf)}, which may hold what is a member's own; give it tensors and numbers"
-        if island != WHOLE and call.attached:
-            return f"{who} gives back, while autograd is off, a tensor that needs a gradient; let it give back a copy"
         if island == WHOLE and call.written:
             return f"{who} writes into its input, which members may share; let it write into a copy"
     held = next(_held(model, island), None)

@@ -122,6 +122,7 @@ class _Stub:
             record.assigned,
             self._changed,
             torch.is_grad_enabled(),
+            record.attached,
             self._bodies,
         )
         number = next(_numbers)

@@ -44,8 +44,8 @@ class OpaqueCall:
     arguments, `TENSOR` where a tensor comes; ``fixed`` and ``changing`` the keys of its own tensors; ``results`` what
     one member gave, flat, values that are no tensors as they are; ``contiguous`` tells of each input whether it was,
     ``written`` are the positions of those that it writes into; ``assigned`` the keys of the buffers that it assigns
-    anew; ``changed`` the keys of its own tensors that a run of forward changed; ``grad`` whether autograd is on there;
-    ``bodies`` every member's submodule.
+    anew; ``changed`` the keys of its own tensors that a run of forward changed; ``grad`` whether autograd is on there,
+    ``attached`` whether it is off and some result needs a gradient all the same; ``bodies`` every member's submodule.
     """
 
     path: str
@@ -62,6 +62,7 @@ class OpaqueCall:
     assigned: frozenset[str]
     changed: frozenset[str]
     grad: bool
+    attached: bool
     bodies: tuple[nn.Module, ...]
 
 

@@ -115,7 +115,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     own = dict(tensors(member))
     versions = {name: tensor._version for name, tensor in own.items()}
     recorder = _Recorder()
-    with restored(model), _random_kept(), _no_autocast(args, kwargs), _recorded(member, recorder):
+    with restored(model), _random_kept(), torch.enable_grad(), _no_autocast(args, kwargs), _recorded(member, recorder):
         args, kwargs = copied((args, dict(kwargs)))
         member(*args, **kwargs)
     after, originals = dict(tensors(member)), dict(tensors(model))

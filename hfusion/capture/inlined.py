@@ -1,0 +1,127 @@
+"""Write out the regions of an exported graph, those without gradients and those with autocast."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+from hfusion.capture.lengths import original
+from hfusion.capture.own_code import calls
+from hfusion.core.errors import FusionError
+from hfusion.ops.random import LIKE
+from hfusion.passes.islands import OPAQUE
+from hfusion.passes.views import handed_back
+
+aten = torch.ops.aten
+
+# In place, these write nothing where they drop nothing.
+_DROPOUTS = {
+    aten.dropout_.default: aten.dropout.default,
+    aten.feature_dropout_.default: aten.feature_dropout.default,
+    aten.alpha_dropout_.default: aten.alpha_dropout.default,
+    aten.feature_alpha_dropout_.default: aten.feature_alpha_dropout.default,
+}
+
+
+def inlined(module: fx.GraphModule, trained: Collection[str]) -> fx.Graph:
+    """The graph of ``module`` with its regions written out; ``trained`` names what may need a gradient.
+
+    Where gradients are off, a call takes its operands without their history. One that gives back its operand itself
+    (a dropout that drops nothing, ``contiguous``, ``to``) gives it back with the history, as the code does.
+    """
+    found = _Inliner(fx.Graph(), frozenset(trained))
+    found.graph.output(tuple(found.inline(module, None, enabled=True)))
+    return found.graph
+
+
+@dataclass(frozen=True, eq=False)
+class _Inliner:
+    """``attached`` are the values of ``graph`` that a gradient may flow through, ``detached`` their copies without."""
+
+    graph: fx.Graph
+    trained: frozenset[str]
+    attached: set[fx.Node] = field(default_factory=set)
+    detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def inline(self, module: fx.GraphModule, inputs: Sequence[Any] | None, enabled: bool) -> list[Any]:
+        env: dict[fx.Node, Any] = {}
+        given = iter(inputs or ())
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = self._placeholder(node) if inputs is None else next(given)
+            elif node.op == "get_attr":
+                env[node] = getattr(module, node.target)
+            elif node.op == "output":
+                found = node.args[0]
+                results = found if isinstance(found, list | tuple) else [found]
+                return [env[r] if isinstance(r, fx.Node) else r for r in results]
+            elif isinstance(node.target, torch._ops.HigherOrderOperator):
+                env[node] = self._region(node, env, enabled)
+            elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
+                env[node] = env[node.args[0]][node.args[1]]
+            else:
+                env[node] = self._call(node, env, enabled)
+        raise FusionError("a captured region has no output")
+
+    def _placeholder(self, node: fx.Node) -> fx.Node:
+        new = self.graph.node_copy(node)
+        if node.name in self.trained:
+            self.attached.add(new)
+        return new
+
+    def _region(self, node: fx.Node, env: Mapping[fx.Node, Any], enabled: bool) -> list[Any]:
+        name = str(node.target)
+        args: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
+        if name == "wrap_with_set_grad_enabled":
+            inside, body, *operands = args
+            return self.inline(body, operands, inside)
+        if name == "wrap_with_autocast":
+            device, dtype, active, cache, body, *operands = args
+            token = self.graph.call_function(_enter_autocast, (device, dtype, active, cache))
+            outputs = self.inline(body, operands, enabled)
+            self.graph.call_function(_exit_autocast, (token,))
+            return outputs
+        raise FusionError(f"forward uses {name}, a control flow that hfusion does not fuse")
+
+    def _call(self, node: fx.Node, env: Mapping[fx.Node, Any], enabled: bool) -> fx.Node:
+        new = self.graph.node_copy(node, lambda n: env[n])
+        new.target = original(node.target)
+        if new.target in _DROPOUTS:
+            in_place, new.target = new.target, _DROPOUTS[new.target]
+            if handed_back(new) is None:
+                new.target = in_place
+        reached = any(operand in self.attached for operand in new.all_input_nodes)
+        if not reached or enabled or node.target is operator.getitem:
+            keeps = node.target not in LIKE
+        else:
+            keeps = handed_back(new) in self.attached or _gives_attached(new)
+        if not keeps:
+            self._detach_operands(new)
+        elif reached:
+            self.attached.add(new)
+        return new
+
+    def _detach_operands(self, call: fx.Node) -> None:
+        with self.graph.inserting_before(call):
+            for operand in call.all_input_nodes:
+                call.replace_input_with(operand, self._without_history(operand))
+
+    def _without_history(self, operand: fx.Node) -> fx.Node:
+        if operand not in self.attached or not isinstance(operand.meta.get("val"), Tensor):
+            return operand
+        if operand not in self.detached:
+            node = self.graph.call_function(aten.detach.default, (operand,))
+            node.meta["val"] = operand.meta["val"]
+            self.detached[operand] = node
+        return self.detached[operand]
+
+
+def _gives_attached(call: fx.Node) -> bool:
+    """Whether members' own code gives tensors that need a gradient though gradients are off around it."""
+    return call.target is OPAQUE and calls[call.args[3]].attached  # type: ignore[index]
