@@ -48,13 +48,17 @@ class Crossing:
 
     def load(self, shard: int, names: Sequence[str], device: torch.device) -> list[Move]:
         """Bring the values named to the device for the backward of ``shard``; what must be copied for that."""
-        self._entries[shard], self._here[shard] = self._find(names, device, shard)
+        kept = [name for name in names if name not in self._given]
+        self._entries[shard], self._here[shard] = self._find(kept, device, shard)
         return [move for each in self._here[shard].values() for move in each.moves]
 
     def entry(self, shard: int, names: Sequence[str], device: torch.device) -> dict[str, Any]:
         """What was loaded for a backward, or else the values named, as new leaves."""
-        found = self._entries.pop(shard, None)
-        return self.take(names, device) if found is None else detached(found)
+        loaded = self._entries.pop(shard, None)
+        if loaded is None:
+            return self.take(names, device)
+        # The minibatch is copied by whoever computes: memory belongs to the queue under which it was taken.
+        return detached({name: loaded[name] if name in loaded else self._of_batch(name, device) for name in names})
 
     def keep(self, shard: int, outputs: Mapping[str, Any], later: frozenset[str]) -> None:
         """Keep what parts after ``shard``, which take ``later``, need here, and, where it is put away, for the host."""
@@ -106,7 +110,7 @@ class Crossing:
         missing: dict[int, list[str]] = {}
         for name in names:
             if name in self._given:
-                found[name] = change(self._given[name], Tensor, lambda tensor: tensor.to(device))
+                found[name] = self._of_batch(name, device)
             elif name in values:
                 found[name] = values[name]
             else:
@@ -115,6 +119,10 @@ class Crossing:
         for each in restored.values():
             found |= each.values
         return {name: found[name] for name in names}, restored
+
+    def _of_batch(self, name: str, device: torch.device) -> Any:
+        """An input of the minibatch on the device."""
+        return change(self._given[name], Tensor, lambda tensor: tensor.to(device, non_blocking=True))
 
     def _restore(self, maker: int, names: Sequence[str], device: torch.device, shard: int | None) -> Restored:
         bundle = self._bundles[maker]
