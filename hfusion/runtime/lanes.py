@@ -36,8 +36,11 @@ class Lanes:
         # A new thread begins with its own number of threads, and kernels may round by it.
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
-        self._queue.run(job)
-        self._queue.wait()
+        try:
+            self._queue.run(job)
+        finally:
+            # Also after an error: nothing writes to what is read then.
+            self._queue.wait()
 
     def close(self) -> None:
         """Wait for what runs, drop what waits; no thread is left."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hfusion.core.membership import mark, membership
 from hfusion.core.program import Kind, Slot
+from hfusion.device.backend import backend
 from hfusion.optim.base import FusedOptimizer
 from hfusion.runtime.copying import Move, Ticket, copy_now
 from hfusion.runtime.home import Copy, Home, Section
@@ -269,8 +270,9 @@ class State:
 
     def close(self) -> None:
         """Give every tensor memory of its own again, and drop the homes; a run that broke off keeps what it reached."""
-        for shard in [*self._here]:
+        for shard, here in [*self._here.items()]:
             copy_now([move for moves in self.evict(shard).values() for move in moves])
+            backend(here.copy.device).wait()
         for index, home in enumerate(self._homes):
             for name in self.shards[index].own:
                 frozen = self._frozen.get(name)
