@@ -360,8 +360,10 @@ class Training:
 
     def _again(self, shard: int, device: torch.device) -> _Saved:
         inputs = self._crossing.entry(shard, self._recipe.parts[shard].takes, device)
+        # The task may have come from another device since its forward.
+        before = {name: tensor.to(device) for name, tensor in self._before[shard].items()}
         with self._drawing(self._drawn[shard], device):
-            return self._compute(shard, inputs, self._before[shard], device)
+            return self._compute(shard, inputs, before, device)
 
     def _collect(self, shard: int, grads: Mapping[str, Tensor]) -> None:
         """Sort gradients: the shard's own parameters', and what earlier shards go on with."""
