@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from hfusion.capture.assigned import assigned_as_writes
 from hfusion.capture.inlined import inlined
 from hfusion.capture.kept import restored
 from hfusion.capture.lengths import open_lengths
@@ -137,7 +138,7 @@ def _export(
             args, kwargs = _aliases((args, dict(kwargs)))
             try:
                 shapes = None if dims is None else _varying(module, args, kwargs, dims)
-                with restored(module), open_lengths():
+                with restored(module), open_lengths(), assigned_as_writes(module):
                     return torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
             except FusionError:
                 raise
