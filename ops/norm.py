@@ -58,6 +58,14 @@ def batch_norm(site: Site, **arguments: Any) -> Call | None:
     return Call(fn, (x.to(layout), *state, *options), layout, layout.value)
 
 
+def native_batch_norm(site: Site, **arguments: Any) -> Call | None:
+    """Writes running statistics in training, too, though its schema does not say so."""
+    if not arguments["training"] or (arguments["running_mean"] is None and arguments["running_var"] is None):
+        return None
+    _written_by_all(site, arguments)
+    return loop(site, arguments)
+
+
 def _batch_norm_once(arguments: Mapping[str, Any]) -> Call:
     """For a shared input and statistics that are its own, or shared."""
     state = tuple(arguments[name] for name in ("weight", "bias"))
@@ -297,6 +305,7 @@ AT_ONCE = {rows: rows_at_once}
 
 RULES: RuleTable = {
     aten.batch_norm.default: batch_norm,
+    aten.native_batch_norm.default: native_batch_norm,
     aten.instance_norm.default: instance_norm,
     aten.group_norm.default: group_norm,
     aten.layer_norm.default: last_dims_norm,

@@ -10,7 +10,7 @@ from hfusion.passes.views import writes
 
 aten = torch.ops.aten
 
-RUNNING_STATISTICS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
+RUNNING_STATISTICS = frozenset({aten.batch_norm.default, aten.instance_norm.default, aten.native_batch_norm.default})
 
 
 def remove_dead(graph: fx.Graph) -> None:
