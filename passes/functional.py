@@ -96,7 +96,7 @@ def _call_members(state: State, node: fx.Node, watched: Watched) -> None:
     changing, call = node.args[2], node.args[3]
     places = [_in_memory(state, tensor, node) for tensor in changing]  # type: ignore[union-attr, arg-type]
     state.current[node] = new = state.graph.node_copy(node, lambda n: state.current[n])
-    new.args = (*new.args[:2], places, call, [], [], watched.apart, watched.alive)
+    new.args = (*new.args[:2], places, call, [], [], watched.apart, watched.alive, new.args[8])
     for tensor, place in zip(changing, places, strict=True):  # type: ignore[arg-type]
         assert isinstance(tensor, fx.Node)
         # Once more a node of its own: what was made of the tensor before the call is not to be used again.

@@ -23,10 +23,11 @@ from hfusion.core.program import source_line
 
 _library = torch.library.Library("hfusion", "DEF")
 # ``fixed`` and ``changing`` are the submodule's own tensors. ``written`` and ``links`` are what was seen: positions
-# among inputs and changing; pairs of a result and a source. ``apart`` and ``alive`` are what `checked` asks for.
+# among inputs and changing; pairs of a result and a source. ``apart`` and ``alive`` are what `checked` asks for;
+# ``sizes`` are numbers among the arguments that vary.
 _library.define(
     "opaque(Tensor[] inputs, Tensor[] fixed, Tensor(a!)[] changing, int call, int[] written, int[] links, "
-    "int[] apart, int[] alive) -> Tensor[]",
+    "int[] apart, int[] alive, SymInt[] sizes) -> Tensor[]",
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 OPAQUE: OpOverload = torch.ops.hfusion.opaque.default

@@ -18,6 +18,7 @@ from hfusion.array.dynamo import finder, inline
 from hfusion.array.exported import exported
 from hfusion.array.modes import Change, Left, Switch, own_modes
 from hfusion.capture.compare import Comparison, modeless_fingerprint, tensors
+from hfusion.capture.own_code import OtherSizes
 from hfusion.capture.skeleton import live_rows, materialize, skeleton
 from hfusion.compiler.compiler import Arguments, Compiled, Compiler, Subject, bind
 from hfusion.compiler.report import Report, describe
@@ -127,7 +128,11 @@ class FusedModule(Tree):
         bound = self._bound.get(id(compiled))
         if bound is None:
             bound = self._bound[id(compiled)] = bind(compiled, self)
-        found = bound(arguments.values)
+        try:
+            found = bound(arguments.values)
+        except OtherSizes as error:
+            self._compiler.distrust(self._pattern(), arguments, compiled, str(error))
+            return self.forward(*args, **kwargs)
         self._leave(compiled)
         return found
 

@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -71,7 +72,7 @@ def _capture(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    attempts: Sequence[Sequence[Collection[int]] | None],
+    attempts: Sequence[_Open],
 ) -> Capture:
     real = rehearse(module, args, kwargs) if runnable(module) else None
     if real is not None and real.outside:
@@ -120,24 +121,33 @@ def _check_faithful(
         )
 
 
-def _attempts(varying: bool, dims: Sequence[Collection[int]]) -> list[Sequence[Collection[int]] | None]:
-    """Which dims are left open, the most first; None for fixed sizes."""
-    return [*([dims] if any(dims) else []), (), None] if varying else [None]
+def _attempts(varying: bool, dims: Sequence[Collection[int]]) -> list[_Open]:
+    """Which dims are left open, the most first."""
+    asked = [_Open(varying, tuple(dims))] if any(dims) else []
+    return [*asked, *([_Open(True)] if varying else []), _Open(False)]
+
+
+@dataclass(frozen=True)
+class _Open:
+    """The dims that are left open: the first of every input if ``first``, and for each leaf further ones."""
+
+    first: bool
+    dims: tuple[Collection[int], ...] = ()
 
 
 def _export(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    attempts: Sequence[Sequence[Collection[int]] | None],
+    attempts: Sequence[_Open],
 ) -> torch.export.ExportedProgram:
     """Export with dims that vary; where forward needs to know them, with fewer of them."""
     with quiet(), torch.enable_grad(), _no_autocast(args, kwargs), _counted_parts():
         failures = []
-        for dims in attempts:
+        for attempt in attempts:
             args, kwargs = _aliases((args, dict(kwargs)))
             try:
-                shapes = None if dims is None else _varying(module, args, kwargs, dims)
+                shapes = _varying(module, args, kwargs, attempt) if attempt.first or any(attempt.dims) else None
                 with restored(module), open_lengths(), assigned_as_writes(module):
                     return torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
             except FusionError:
@@ -183,14 +193,16 @@ def _aliases(arguments: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: x.detach().contiguous().requires_grad_(x.requires_grad), arguments)
 
 
-def _varying(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Sequence[Collection[int]]
-) -> Any:
+def _varying(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opened: _Open) -> Any:
     shapes = torch.export.ShapesCollection()
     leaves = pytree.tree_leaves((args, dict(kwargs)))
-    for leaf, more in zip_longest(leaves, dims, fillvalue=()):
+    for leaf, more in zip_longest(leaves, opened.dims, fillvalue=()):
         # A size of 0 or 1 is no symbol.
-        found = [dim for dim in {0, *more} if isinstance(leaf, Tensor) and dim < leaf.dim() and leaf.shape[dim] > 1]
+        found = [
+            dim
+            for dim in {*([0] if opened.first else []), *more}
+            if isinstance(leaf, Tensor) and dim < leaf.dim() and leaf.shape[dim] > 1
+        ]
         if found:
             shapes[leaf] = dict.fromkeys(found, torch.export.Dim.AUTO)
     return shapes.dynamic_shapes(module, args, dict(kwargs))

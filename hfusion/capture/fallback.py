@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.capture.compare import contents
 from hfusion.capture.export import capture
+from hfusion.capture.foretell import foretold
 from hfusion.capture.opaque import opaque
 from hfusion.capture.recorded import Island, Records
 from hfusion.core.errors import FusionError
@@ -77,7 +78,7 @@ class _Search:
             left = self._refusal(island, found)
             if left is None:
                 return found
-            why = why or left
+            why = f"{why}; {left}" if why else left
         return {} if why is None else {island: why}
 
     def _refusal(self, island: Island, stubs: Mapping[Island, str]) -> str | None:
@@ -117,7 +118,7 @@ class _Method(nn.Module):
 def _unfit(model: nn.Module, island: Island, records: Records) -> str | None:
     """Why ``island`` cannot run as the members' own code by itself; None if it can."""
     who = f"{island} can only run in a loop over members, and"
-    for call in records.of(island):
+    for call, others in records.all_sightings(island):
         for leaf in pytree.tree_leaves(call.output):
             if leaf is not None and not isinstance(leaf, (Tensor, *_RESULTS)):
                 return (
@@ -127,6 +128,11 @@ def _unfit(model: nn.Module, island: Island, records: Records) -> str | None:
         for leaf in pytree.tree_leaves((call.args, call.kwargs)):
             if island != WHOLE and leaf is not None and not isinstance(leaf, (Tensor, *_ARGUMENTS)):
                 return f"{who} takes {_told(leaf)}, which may hold what is a member's own; give it tensors and numbers"
+        numbers = [k for k, leaf in enumerate(pytree.tree_leaves((call.args, call.kwargs))) if type(leaf) is int]
+        try:
+            foretold(island, call, others, numbers)
+        except FusionError as error:
+            return str(error)
         if island == WHOLE and call.written:
             return f"{who} writes into its input, which members may share; let it write into a copy"
     held = next(_held(model, island), None)

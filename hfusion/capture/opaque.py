@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.compare import tensors
-from hfusion.capture.own_code import TENSOR, OpaqueCall, Result, calls, run
+from hfusion.capture.foretell import foretold
+from hfusion.capture.own_code import SIZE, TENSOR, OpaqueCall, Result, calls, run
+from hfusion.capture.patched import Patch, patched
 from hfusion.capture.recorded import Island, Recorded, Records
 from hfusion.core.errors import FusionError
+from hfusion.core.guards import fixed as fixed_size
 from hfusion.core.layout import Layout
 from hfusion.ops.rule import Call, PerMember, RuleTable, Site, Value
 from hfusion.passes.islands import OPAQUE
@@ -33,9 +36,10 @@ def _fake(
     links: Sequence[int],
     apart: Sequence[int],
     alive: Sequence[int],
+    sizes: Sequence[int],
 ) -> list[Tensor]:
     results = [result for result in calls[call].results if isinstance(result, Result)]
-    return [torch.empty(r.shape, dtype=r.dtype, device=r.device) for r in results]
+    return [torch.empty(r.sizes(inputs, sizes), dtype=r.dtype, device=r.device) for r in results]
 
 
 @contextmanager
@@ -52,21 +56,16 @@ def opaque(
     traced, by default that of the whole forward.
     """
     met: list[OpaqueCall] = []
-    patched: list[tuple[nn.Module, str, Any]] = []
-    try:
+
+    def stubs() -> Iterator[Patch]:
         for island, why in culprits.items():
             module = model.get_submodule(island.path)
-            seen = itertools.cycle(records.within(top or records.top, island, culprits.keys()))
+            seen = itertools.cycle(records.sightings(top or records.top, island, culprits.keys()))
             stub = _Stub(module, island, why, seen, records.changed, members, met)
-            patched.append((module, island.method, vars(module).get(island.method)))
-            vars(module)[island.method] = _traced(getattr(module, island.method), stub)
+            yield module, island.method, _traced(getattr(module, island.method), stub)
+
+    with patched(stubs()):
         yield met
-    finally:
-        for module, name, before in patched:
-            if before is None:
-                del vars(module)[name]
-            else:
-                vars(module)[name] = before
 
 
 def _traced(original: Any, stub: _Stub) -> Any:
@@ -74,19 +73,18 @@ def _traced(original: Any, stub: _Stub) -> Any:
     def traced(*args: Any, **kwargs: Any) -> Any:
         return stub.trace(args, kwargs)
 
-    traced.hfusion_opaque = True  # type: ignore[attr-defined]
     return traced
 
 
 class _Stub:
-    """What stands for an island while forward is traced; ``seen`` are its recorded calls in turn."""
+    """What stands for an island while forward is traced; ``seen`` are its recorded calls in turn, as at other sizes."""
 
     def __init__(
         self,
         module: nn.Module,
         island: Island,
         why: str,
-        seen: Iterator[Recorded],
+        seen: Iterator[tuple[Recorded, list[Recorded] | None]],
         changed: frozenset[str],
         members: Sequence[nn.Module],
         met: list[OpaqueCall],
@@ -98,12 +96,13 @@ class _Stub:
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves = [_number(leaf) for leaf in leaves]
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         own = dict(tensors(self._module))
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
         changing = [key for key in own if key in buffers or key in self._changed]
         fixed = [key for key in own if key not in changing]
-        record = next(self._seen, None)
+        record, others = next(self._seen, (None, None))
         if record is None or record.count != len(given):
             raise FusionError(f"{self._island} is called otherwise when it is captured than when it runs")
         output, out_spec = pytree.tree_flatten(record.output)
@@ -112,11 +111,11 @@ class _Stub:
             self._island.path,
             self._island.method,
             self._why,
-            tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+            tuple(_marked(leaf) for leaf in leaves),
             spec,
             tuple(fixed),
             tuple(changing),
-            tuple(_like(leaf) for leaf in output),
+            foretold(self._island, record, others, [k for k, leaf in enumerate(leaves) if _open(leaf)]),
             tuple(tensor.is_contiguous() for tensor in given),
             record.written,
             record.assigned,
@@ -133,12 +132,30 @@ class _Stub:
             *(len(given) + changing.index(key) for key in changing if key in record.wrote),
         ]
         links = _links(record, {key: len(given) + k for k, key in enumerate((*fixed, *changing))})
-        fresh = iter(OPAQUE(given, [own[k] for k in fixed], [own[k] for k in changing], number, written, links, [], []))
+        sizes = [leaf for leaf in leaves if _open(leaf)]
+        held = [own[k] for k in fixed], [own[k] for k in changing]
+        fresh = iter(OPAQUE(given, *held, number, written, links, [], [], sizes))
         return pytree.tree_unflatten([next(fresh) if isinstance(o, Tensor) else o for o in output], out_spec)
 
 
-def _like(leaf: Any) -> Any:
-    return Result(tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+def _open(leaf: Any) -> bool:
+    return isinstance(leaf, torch.SymInt)
+
+
+def _marked(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return TENSOR
+    return SIZE if _open(leaf) else leaf
+
+
+def _number(leaf: Any) -> Any:
+    """A number that a trace knows as a number; of those that it does not know, sizes stay open."""
+    if isinstance(leaf, torch.SymInt):
+        known = fixed_size(leaf)
+        return leaf if known is None else known
+    if isinstance(leaf, torch.SymFloat):
+        return float(leaf)
+    return bool(leaf) if isinstance(leaf, torch.SymBool) else leaf
 
 
 def _links(record: Recorded, keys: Mapping[str, int]) -> list[int]:
@@ -162,6 +179,7 @@ def rule(
     links: Any,
     apart: list[Any],
     alive: list[Any],
+    sizes: list[Any],
 ) -> Call:
     """A loop over members around the submodule's own code."""
     numbers = call.values if isinstance(call, PerMember) else (call,) * site.members
@@ -177,7 +195,7 @@ def rule(
     watched = tuple(sorted({*shared, *_numbers_in(alive)}))
     rows = [[v if v.shared else v.to(Layout.LISTED) for v in group] for group in (inputs, fixed, changing)]
     how = f"loop over members, {first.path}: {first.why}"
-    return Call(run, (numbers, *rows, tuple(_numbers_in(apart)), watched), Layout.STACKED, how)
+    return Call(run, (numbers, *rows, tuple(_numbers_in(apart)), watched, sizes), Layout.STACKED, how)
 
 
 def _numbers_in(items: Sequence[Any]) -> list[int]:

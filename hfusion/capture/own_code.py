@@ -25,15 +25,40 @@ from hfusion.core.usage import join, running
 
 # Not None, which is an argument like any other.
 TENSOR = object()
+SIZE = object()
+
+
+class OtherSizes(FusionError):
+    """A result has other sizes than were foretold; the array is to be captured for these."""
+
+
+@dataclass(frozen=True)
+class Follows:
+    """A size that is one of an input, and ``more``: of the tensor at ``place``, or of the argument ``-1 - place``."""
+
+    place: int
+    dim: int
+    more: int
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a tensor is like."""
+    """What a tensor is like; ``free``: its sizes may be any."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int | Follows, ...]
     dtype: torch.dtype
     device: torch.device
+    free: bool = False
+
+    def sizes(self, inputs: Sequence[Tensor], sizes: Sequence[Any]) -> list[Any]:
+        """As foretold for such inputs."""
+
+        def size(part: int | Follows) -> Any:
+            if not isinstance(part, Follows):
+                return part
+            return part.more + (sizes[-1 - part.place] if part.place < 0 else inputs[part.place].shape[part.dim])
+
+        return [size(part) for part in self.shape]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +66,12 @@ class OpaqueCall:
     """One call of a submodule in forward.
 
     ``path`` names it, ``place`` is the submodule's path and ``method`` what is called of it. ``leaves`` are its flat
-    arguments, `TENSOR` where a tensor comes; ``fixed`` and ``changing`` the keys of its own tensors; ``results`` what
-    one member gave, flat, values that are no tensors as they are; ``contiguous`` tells of each input whether it was,
-    ``written`` are the positions of those that it writes into; ``assigned`` the keys of the buffers that it assigns
-    anew; ``changed`` the keys of its own tensors that a run of forward changed; ``grad`` whether autograd is on there,
-    ``attached`` whether it is off and some result needs a gradient all the same; ``bodies`` every member's submodule.
+    arguments, `TENSOR` where a tensor comes, `SIZE` where a size that varies; ``fixed`` and ``changing`` the keys of
+    its own tensors; ``results`` what one member gave, flat, values that are no tensors as they are; ``contiguous``
+    tells of each input whether it was, ``written`` are the positions of those that it writes into; ``assigned`` the
+    keys of the buffers that it assigns anew; ``changed`` the keys of its own tensors that a run of forward changed;
+    ``grad`` whether autograd is on there, ``attached`` whether it is off and some result needs a gradient all the
+    same; ``bodies`` every member's submodule.
     """
 
     path: str
@@ -65,6 +91,11 @@ class OpaqueCall:
     attached: bool
     bodies: tuple[nn.Module, ...]
 
+    @property
+    def foretells(self) -> bool:
+        """Whether sizes of results are taken to follow from those of the inputs."""
+        return any(isinstance(size, Follows) for r in self.results if isinstance(r, Result) for size in r.shape)
+
 
 calls: WeakValueDictionary[int, OpaqueCall] = WeakValueDictionary()
 
@@ -76,6 +107,7 @@ def run(
     changing: Sequence[Any],
     apart: Sequence[int],
     alive: Sequence[int],
+    sizes: Sequence[int],
 ) -> list[Tensor]:
     """The members' own code, one after another; each result stacked ``[B, *S]``.
 
@@ -84,6 +116,7 @@ def run(
         inputs: shared, or one per member; as are ``fixed`` and ``changing``, the submodule's own tensors.
         apart: flat pairs of a result and a source that must share no memory.
         alive: positions among inputs and changing that must not change.
+        sizes: numbers among the arguments that vary.
 
     Raises:
         FusionError: a member does what it did not do when it was captured, and what this array cannot keep apart.
@@ -103,7 +136,7 @@ def run(
             own = [memory[x][member] for x in alive if x not in shared]
             weights = [x[member] if isinstance(x, Listed) else x for x in fixed]
             with _unchanged(own, f"{call.path} of model {member}"), seeded(place, member):
-                rows.append(_run_member(call, member, [x[member] for x in given], weights, apart, alive))
+                rows.append(_run_member(call, member, [x[member] for x in given], weights, apart, alive, sizes))
             for mine, row in list(zip(given, memory, strict=True))[len(inputs) :]:
                 _tell_version(mine[member], row[member])
     return [_stack(first, parts) for parts in zip(*rows, strict=True)]
@@ -202,23 +235,30 @@ def _run_member(
     weights: Sequence[Tensor],
     apart: Sequence[int],
     alive: Sequence[int],
+    sizes: Sequence[int],
 ) -> list[Tensor]:
     count = len(given) - len(call.changing)
     inputs = [_prepared(call, place, x) for place, x in enumerate(given[:count])]
     held = [*inputs, *given[count:]]
     versions = [_version(x) for x in held]
-    arguments = iter(inputs)
-    leaves = [next(arguments) if leaf is TENSOR else leaf for leaf in call.leaves]
+    arguments, numbers = iter(inputs), iter(sizes)
+    leaves = [_next(leaf, arguments, numbers) for leaf in call.leaves]
     args, kwargs = pytree.tree_unflatten(leaves, call.spec)
     own = dict(zip((*call.fixed, *call.changing), (*weights, *given[count:]), strict=True))
     with _filled(call, member, own) as body, torch.set_grad_enabled(call.grad and torch.is_grad_enabled()):
         output = getattr(body, call.method)(*args, **kwargs)
-    found = _results(call, member, output)
+    found = _results(call, member, output, inputs, sizes)
     for place in [*range(count), *(place for place in alive if place >= count)]:
         if _version(held[place]) != versions[place] and place not in call.written:
             raise FusionError(_writes(f"{call.path} of model {member}", held[place]))
     _check_apart(call, member, found, [*inputs, *own.values()], apart)
     return found
+
+
+def _next(leaf: Any, inputs: Iterator[Tensor], sizes: Iterator[int]) -> Any:
+    if leaf is TENSOR:
+        return next(inputs)
+    return next(sizes) if leaf is SIZE else leaf
 
 
 def _prepared(call: OpaqueCall, place: int, x: Tensor) -> Tensor:
@@ -228,7 +268,9 @@ def _prepared(call: OpaqueCall, place: int, x: Tensor) -> Tensor:
     return x.contiguous() if call.contiguous[place] else x
 
 
-def _results(call: OpaqueCall, member: int, output: Any) -> list[Tensor]:
+def _results(
+    call: OpaqueCall, member: int, output: Any, inputs: Sequence[Tensor], sizes: Sequence[int]
+) -> list[Tensor]:
     """The tensors among the results, checked against what the capture saw."""
     who = f"{call.path} of model {member}"
     leaves = pytree.tree_leaves(output)
@@ -241,13 +283,21 @@ def _results(call: OpaqueCall, member: int, output: Any) -> list[Tensor]:
                     f"{who} gave {_told(leaf)} where it gave {_told(expected)} when it was captured; results that "
                     "depend on values must be tensors"
                 )
-        elif not isinstance(leaf, Tensor) or tuple(leaf.shape) != expected.shape:
-            shape = f"a result of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else _told(leaf)
-            raise FusionError(
-                f"{who} gave {shape}, where it gave {expected.shape} when it was captured; shapes that depend on "
-                f"values cannot be fused. It runs member by member, since {call.why}"
-            )
+        else:
+            _check_shape(call, who, leaf, expected, expected.sizes(inputs, sizes))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _check_shape(call: OpaqueCall, who: str, leaf: Any, expected: Result, shape: list[int]) -> None:
+    alike = isinstance(leaf, Tensor) and leaf.dim() == len(shape)
+    if alike and (expected.free or list(leaf.shape) == shape):
+        return
+    told = f"a result of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else _told(leaf)
+    foretold = any(isinstance(part, Follows) for part in expected.shape)
+    raise (OtherSizes if alike and foretold else FusionError)(
+        f"{who} gave {told}, where it gave {tuple(shape)} when it was captured; shapes that depend on "
+        f"values cannot be fused. It runs member by member, since {call.why}"
+    )
 
 
 def _told(value: Any) -> str:

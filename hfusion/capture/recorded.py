@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import random
-import types
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,10 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.compare import tensors
+from hfusion.capture.foretell import other_sizes
 from hfusion.capture.kept import restored
 from hfusion.capture.memo import rehearse
+from hfusion.capture.patched import Patch, methods, patched
 from hfusion.capture.rehearse import copied, twin
 from hfusion.device.backend import random_states_kept
 
@@ -66,12 +66,13 @@ class Recorded:
 class Records:
     """The calls of one run in the order in which they began; ``changed`` are the model's tensors that it changed.
 
-    ``modes`` as of `Capture`.
+    ``modes`` as of `Capture`. ``others`` are runs with other sizes, where sizes vary; None if forward takes no others.
     """
 
     calls: Sequence[Recorded]
     changed: frozenset[str]
     modes: Mapping[str, bool]
+    others: tuple[Records, ...] | None = ()
 
     @property
     def top(self) -> Recorded:
@@ -93,6 +94,26 @@ class Records:
             if call is top or (top.number in call.inside and not entered.intersection(_between(call, top)))
         ]
 
+    def sightings(
+        self, top: Recorded, island: Island, stubs: Set[Island]
+    ) -> list[tuple[Recorded, list[Recorded] | None]]:
+        """As `within`, each call with the same one in the runs with other sizes; None if those make fewer or more."""
+        nth, calls = self.of(top.island).index(top), self.within(top, island, stubs)
+        rows = []
+        for other in self.others or ():
+            tops = other.of(top.island)
+            rows.append(other.within(tops[nth], island, stubs) if nth < len(tops) else [])
+        if self.others is None or any(len(row) != len(calls) for row in rows):
+            return [(call, None) for call in calls]
+        return [(call, [row[k] for row in rows]) for k, call in enumerate(calls)]
+
+    def all_sightings(self, island: Island) -> list[tuple[Recorded, list[Recorded] | None]]:
+        """As `sightings`, of all calls of ``island``."""
+        calls, rows = self.of(island), [other.of(island) for other in self.others or ()]
+        if self.others is None or any(len(row) != len(calls) for row in rows):
+            return [(call, None) for call in calls]
+        return [(call, [row[k] for row in rows]) for k, call in enumerate(calls)]
+
     def children(self, island: Island) -> list[Island]:
         """The islands that ``island`` calls itself."""
         own = {call.number for call in self.of(island)}
@@ -104,20 +125,44 @@ def _between(call: Recorded, top: Recorded) -> tuple[int, ...]:
     return call.inside[call.inside.index(top.number) + 1 :]
 
 
-def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Records:
-    """Run a copy of ``model`` once and note the calls in it. Leaves inputs and random states as they were.
+def record(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Sequence[Collection[int]] = ()
+) -> Records:
+    """Run a copy of ``model`` and note the calls in it. Leaves inputs and random states as they were.
+
+    Args:
+        dims: for each leaf of the arguments, dims that vary: for each of their sizes there is one more run.
 
     Raises:
         FusionError: forward changes what an array cannot keep per member: Python attributes, parameters.
     """
     modes = rehearse(model, args, kwargs).modes
+    found, others = _run(model, args, kwargs, modes), []
+    for calls in other_sizes(args, kwargs, dims):
+        runs = list(filter(None, (_attempt(model, *call, modes) for call in calls)))
+        if not runs:
+            return replace(found, others=None)
+        others += runs
+    return replace(found, others=tuple(others))
+
+
+def _attempt(model: nn.Module, args: Any, kwargs: Any, modes: Mapping[str, bool]) -> Records | None:
+    try:
+        return _run(model, args, kwargs, modes)
+    except Exception:
+        # Forward takes no such sizes.
+        return None
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: Mapping[str, bool]) -> Records:
     member = twin(model)
     own = dict(tensors(member))
     versions = {name: tensor._version for name, tensor in own.items()}
     recorder = _Recorder()
-    with restored(model), _random_kept(), torch.enable_grad(), _no_autocast(args, kwargs), _recorded(member, recorder):
+    with restored(model), _random_kept(), torch.enable_grad(), _no_autocast(args, kwargs):
         args, kwargs = copied((args, dict(kwargs)))
-        member(*args, **kwargs)
+        with patched(_watched(member, recorder)):
+            member(*args, **kwargs)
     after, originals = dict(tensors(member)), dict(tensors(model))
     changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
     changed |= {name for name in own if own[name] is not after[name] or own[name]._version != versions[name]}
@@ -153,38 +198,10 @@ def tensors_in(values: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-@contextmanager
-def _recorded(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """While active, ``recorder`` notes every call of a method in ``model``, however it is called."""
-    patched = []
+def _watched(model: nn.Module, recorder: _Recorder) -> Iterator[Patch]:
     for path, module in model.named_modules():
-        for name in _methods(type(module)):
-            patched.append((module, name, vars(module).get(name)))
-            vars(module)[name] = recorder.watched(Island(path, name), module, getattr(module, name))
-    try:
-        yield
-    finally:
-        for module, name, before in patched:
-            if before is None:
-                del vars(module)[name]
-            else:
-                vars(module)[name] = before
-
-
-_STANDARD = frozenset(vars(nn.Module)) - {"forward"}
-
-
-def _methods(kind: type) -> list[str]:
-    """The methods of a class of modules that compute: forward, and what its author wrote beside it."""
-    found = []
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        of_torch = base.__module__ == "torch" or base.__module__.startswith("torch.")
-        for name, value in vars(base).items():
-            own = not of_torch and not name.startswith("__") and name not in _STANDARD
-            plain = isinstance(value, types.FunctionType) and not inspect.isgeneratorfunction(value)
-            if name not in found and plain and (own or name == "forward"):
-                found.append(name)
-    return found
+        for name in methods(type(module)):
+            yield module, name, recorder.watched(Island(path, name), module, getattr(module, name))
 
 
 @dataclass

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.compare import tensors
+from hfusion.capture.patched import is_patch
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture, Kind
 from hfusion.core.silence import quiet
@@ -44,7 +45,7 @@ class Outcome:
 
 def runnable(module: nn.Module) -> bool:
     """Whether ``module`` has values and its own code, which a submodule that is left out of a capture has not."""
-    stubs = any(hasattr(value, "hfusion_opaque") for part in module.modules() for value in vars(part).values())
+    stubs = any(is_patch(value) for part in module.modules() for value in vars(part).values())
     return not stubs and not any(tensor.is_meta for _, tensor in tensors(module))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -13,18 +13,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.export import capture
-from hfusion.capture.fallback import culprits
+from hfusion.capture.fallback import WHOLE
+from hfusion.capture.member import Member, Sizes, capture_member
 from hfusion.capture.opaque import RULES as OPAQUE_RULES
-from hfusion.capture.opaque import opaque
-from hfusion.capture.own_code import OpaqueCall
-from hfusion.capture.recorded import Island, record
+from hfusion.capture.own_code import OpaqueCall, OtherSizes
+from hfusion.capture.recorded import Island
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
-from hfusion.core.guards import open_dims
+from hfusion.core.guards import fixed
 from hfusion.core.layout import Layout
-from hfusion.core.program import Capture, Kind, Program, Slot
+from hfusion.core.program import Capture, Kind, Program, Slot, input_dims
 from hfusion.core.sandbox import apart
 from hfusion.core.usage import watched
 from hfusion.ops import RULES as ATEN_RULES
@@ -46,10 +45,16 @@ BATCHED = (Tensor, StackedInput)
 _LEAVES = (*BATCHED, *_NUMBERS, *_NAMES)
 
 
+# Programs of one kind of call that hold for one size each; for further sizes, what needs to know them runs member by
+# member. And of any sizes: beyond so many, all of forward does.
+MAX_CLOSED = 2
+MAX_PROGRAMS = 8
+
 # Kinds of calls whose program is told at a glance; those of others by its guards.
 MOST_KEYS = 4096
 
 RULES = merge(ATEN_RULES, OPAQUE_RULES)
+UNKNOWN = Sizes()
 
 # A tensor that may be replaced: where it is looked up, a mapping and the key in it.
 Place: TypeAlias = tuple[Mapping[str, Any], str]
@@ -167,27 +172,41 @@ class Compiled:
         return frozenset(found | own)
 
     @property
+    def foretells(self) -> bool:
+        """Whether sizes of what runs member by member are taken to follow from those of the inputs."""
+        return any(call.foretells for call in self.opaque)
+
+    @property
     def dims(self) -> list[frozenset[int]]:
         """For each input, the dims whose sizes are left open."""
-        nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
-        pairs = zip(nodes, self.program.slots, strict=True)
-        return [open_dims(node.meta.get("val")) for node, slot in pairs if slot.kind is Kind.INPUT]
+        return input_dims(self.graph, self.program.slots)
 
 
 @dataclass
-class Sizes:
+class Met:
     """The sizes of one kind of call: ``dims[k]`` are the dims of leaf k that were met with two sizes."""
 
     first: tuple[tuple[int, ...], ...]
     dims: tuple[set[int], ...]
 
     @staticmethod
-    def of(shapes: Sequence[tuple[int, ...]]) -> Sizes:
-        return Sizes(tuple(shapes), tuple(set() for _ in shapes))
+    def of(shapes: Sequence[tuple[int, ...]]) -> Met:
+        return Met(tuple(shapes), tuple(set() for _ in shapes))
 
     def meet(self, shapes: Sequence[tuple[int, ...]]) -> None:
         for dims, first, now in zip(self.dims, self.first, shapes, strict=True):
             dims.update(dim for dim, (a, b) in enumerate(zip(first, now, strict=True)) if a != b)
+
+    def closed_in(self, compiled: Compiled) -> bool:
+        """Whether a program holds for one size only of what was met with two; that of a single one always does."""
+        placeholders = compiled.graph.find_nodes(op="placeholder")
+        pairs = zip(placeholders, compiled.program.slots, strict=True)
+        examples = [node.meta.get("val") for node, slot in pairs if slot.kind is Kind.INPUT]
+        return any(
+            (size := fixed(example.shape[dim])) is not None and size > 1
+            for example, dims in zip(examples, self.dims, strict=True)
+            for dim in dims
+        )
 
 
 @dataclass
@@ -201,8 +220,10 @@ class Compiler:
     subject: Subject
     programs: dict[Any, Compiled] = field(default_factory=dict)
     families: dict[Any, list[Compiled]] = field(default_factory=dict)
-    sizes: dict[Any, Sizes] = field(default_factory=dict)
+    met: dict[Any, Met] = field(default_factory=dict)
     opens: bool = True
+    whole: dict[Any, str] = field(default_factory=dict)
+    refused: dict[Any, str] = field(default_factory=dict)
 
     def find(self, training: Any, arguments: Arguments) -> Compiled | None:
         """The program for this call if there is one already; also for sizes not met before, where the guards hold."""
@@ -222,8 +243,9 @@ class Compiler:
     def _fitting(self, training: Any, arguments: Arguments) -> Compiled | None:
         shapes = arguments.shapes
         family = self.families.get((training, arguments.loose_key), [])
-        # The latest is the most general.
-        return next((compiled for compiled in reversed(family) if compiled.guards(shapes)), None)
+        # The latest is the most general, but for those in which more runs member by member.
+        fitting = (compiled for compiled in reversed(family) if compiled.guards(shapes))
+        return min(fitting, key=lambda compiled: len(compiled.opaque), default=None)
 
     def get(self, training: Any, arguments: Arguments) -> Compiled:
         """The program for this call, made if there is none. Raises FusionError."""
@@ -238,13 +260,32 @@ class Compiler:
         """Capture, align and batch; raises FusionError where that is impossible."""
         loose = arguments.loose_key
         shapes = arguments.shapes
-        sizes = self.sizes.setdefault(loose, Sizes.of(shapes))
-        sizes.meet(shapes)
-        with apart():
-            compiled = compile_array(self.subject, arguments, _any_training(training), sizes.dims if self.opens else ())
+        met = self.met.setdefault(loose, Met.of(shapes))
+        met.meet(shapes)
+        family = self.families.setdefault((training, loose), [])
+        many = sum(map(met.closed_in, family)) >= MAX_CLOSED
+        if many and loose in self.refused:
+            raise FusionError(self.refused[loose])
+        if len(family) >= MAX_PROGRAMS:
+            self.whole.setdefault(loose, f"sizes vary, and {MAX_PROGRAMS} programs did not serve all of them")
+        sizes = Sizes(met.dims, many, self.whole.get(loose, "")) if self.opens else UNKNOWN
+        try:
+            with apart():
+                compiled = compile_array(self.subject, arguments, _any_training(training), sizes)
+        except FusionError as error:
+            if many:
+                self.refused[loose] = str(error)
+            raise
         self._keep((training, arguments.key), compiled)
-        self.families.setdefault((training, loose), []).append(compiled)
+        family.append(compiled)
         return compiled
+
+    def distrust(self, training: Any, arguments: Arguments, compiled: Compiled, why: str) -> None:
+        """Forget a program that foretold other sizes than there are; from here on none is foretold."""
+        loose = arguments.loose_key
+        self.whole[loose] = why
+        self.programs = {key: found for key, found in self.programs.items() if found is not compiled}
+        self.families[training, loose].remove(compiled)
 
     def clear(self) -> None:
         self.programs.clear()
@@ -255,19 +296,17 @@ def _any_training(training: Any) -> bool:
     return any(flag is True for flag in training) if isinstance(training, tuple) else bool(training)
 
 
-def compile_array(
-    subject: Subject, arguments: Arguments, training: bool, dims: Sequence[Collection[int]] = ()
-) -> Compiled:
-    """The program of ``subject`` for calls like ``arguments``; ``dims`` of its leaves may have other sizes.
+def compile_array(subject: Subject, arguments: Arguments, training: bool, sizes: Sizes = UNKNOWN) -> Compiled:
+    """The program of ``subject`` for calls like ``arguments``, and for other ``sizes`` of its leaves.
 
     A submodule with an operator that no array can compute runs in a loop over members, as one that no graph can hold.
     """
     check_members(subject.members, arguments)
     _check_signature(subject, arguments)
-    looped: dict[Island, str] = {}
+    looped: dict[Island, str] = {WHOLE: sizes.whole} if sizes.whole else {}
     while True:
         try:
-            return _compiled(subject, arguments, training, dims, looped)
+            return _compiled(subject, arguments, training, sizes, looped)
         except Unbatchable as error:
             island = Island(_module_path(error.node))
             if not subject.loops or island in looped:
@@ -284,11 +323,11 @@ def _compiled(
     subject: Subject,
     arguments: Arguments,
     training: bool,
-    dims: Sequence[Collection[int]],
+    sizes: Sizes,
     looped: Mapping[Island, str],
 ) -> Compiled:
     members = representatives(subject.variants)
-    found = [_captured(subject, member, arguments, dims, looped) for member in members]
+    found = [_captured(subject, member, arguments, sizes, looped) for member in members]
     captures = [one for one, _ in found]
     first = captures[0]
     graph = align([c.graph for c in captures], subject.variants) if len(captures) > 1 else first.graph
@@ -359,10 +398,28 @@ def bind(compiled: Compiled, owner: nn.Module) -> Callable[[list[Any]], Any]:
     if compiled.opaque:
         run = watched(run)
     single = spec.is_leaf()
+    if compiled.foretells:
+        run = _undone(run, compiled)
 
     def call(inputs: list[Any]) -> Any:
         outputs = run(*[holder[name] for holder, name in places], *inputs)
         return outputs[0] if single else pytree.tree_unflatten(outputs, spec)
+
+    return call
+
+
+def _undone(run: Callable[..., Any], compiled: Compiled) -> Callable[..., Any]:
+    """``run``, which leaves no trace in buffers where sizes are others than foretold."""
+    written = [k for k, slot in enumerate(compiled.program.slots) if slot.name in compiled.written]
+
+    def call(*values: Any) -> Any:
+        before = [(values[k].detach(), values[k].detach().clone()) for k in written]
+        try:
+            return run(*values)
+        except OtherSizes:
+            for tensor, kept in before:
+                tensor.copy_(kept)
+            raise
 
     return call
 
@@ -381,42 +438,20 @@ def representatives(variants: Sequence[int]) -> list[int]:
 
 
 def _captured(
-    subject: Subject,
-    member: int,
-    arguments: Arguments,
-    dims: Sequence[Collection[int]],
-    looped: Mapping[Island, str],
+    subject: Subject, member: int, arguments: Arguments, sizes: Sizes, looped: Mapping[Island, str]
 ) -> tuple[Capture, list[OpaqueCall]]:
     """One member's graph, and the calls in it that stay in a loop over members, among them those of ``looped``."""
-    args, kwargs = arguments.of_member(member)
-    model = subject.member(member)
-    refusal: FusionError | None = None
-    if not looped:
-        try:
-            return capture(model, args, kwargs, dims=dims), []
-        except FusionError as error:
-            if not subject.loops:
-                raise
-            refusal = error
+
+    def bodies() -> list[nn.Module]:
+        return [subject.member(index) for index in range(subject.members)]
+
+    one = Member(subject.member(member), *arguments.of_member(member), bodies)
     try:
-        records = record(model, args, kwargs)
-        found = culprits(model, records, looped)
-        _check_modes(records.modes, [island.path for island in found])
-        bodies = [subject.member(b) for b in range(subject.members)]
-        with opaque(model, found, records, bodies) as calls:
-            return replace(capture(model, args, kwargs, varying=False), modes=records.modes), calls
+        return capture_member(one, sizes, looped, subject.loops)
     except FusionError as error:
-        raise FusionError(f"{subject.name}, model {member}: {error}") from refusal
-
-
-def _check_modes(modes: Mapping[str, bool], looped: Sequence[str]) -> None:
-    """Raise a FusionError where what runs member by member, at the paths ``looped``, changes its own modes."""
-    for name in modes:
-        if any(not path or name == path or name.startswith(f"{path}.") for path in looped):
-            raise FusionError(
-                f"forward leaves {name or '(root)'} in another mode (train or eval), and can only run in a loop over "
-                "members there, whose modes an array cannot follow; set modes by train and eval"
-            )
+        if not subject.loops:
+            raise
+        raise FusionError(f"{subject.name}, model {member}: {error}") from error.__cause__
 
 
 def _check_signature(subject: Subject, arguments: Arguments) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import TreeSpec
 
+from hfusion.core.guards import open_dims
 from hfusion.core.layout import Layout
 
 
@@ -47,6 +48,17 @@ class Capture:
     out_spec: TreeSpec
     guards: Callable[[Sequence[Sequence[Any]]], bool]
     modes: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def open_dims(self) -> list[frozenset[int]]:
+        """For each input, the dims whose sizes are left open."""
+        return input_dims(self.graph, self.slots)
+
+
+def input_dims(graph: fx.Graph, slots: Sequence[Slot]) -> list[frozenset[int]]:
+    """For each input of a member's graph, the dims whose sizes are left open."""
+    pairs = zip(graph.find_nodes(op="placeholder"), slots, strict=True)
+    return [open_dims(node.meta.get("val")) for node, slot in pairs if slot.kind is Kind.INPUT]
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from tests.alone import Call, assert_alone, call, normal
+from tests.capture.test_export import Sevenfold
 
 SIZES = [(7, 3), (9, 3), (12, 2), (5, 5), (3, 6), (6, 3), (15, 4)]
 
@@ -156,7 +157,7 @@ def test_sizes_met_in_training_are_open_in_evaluation() -> None:
 
 
 class Loop(nn.Module):
-    """Cells in a Python loop: every length is a graph of its own."""
+    """Cells in a Python loop, which a graph writes out for one length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,8 +170,94 @@ class Loop(nn.Module):
         return h
 
 
-def test_a_loop_over_a_length_is_right_for_each() -> None:
-    assert_alone([Loop(), Loop()], *(call(normal(n, t, 4)) for t, n in [(3, 2), (2, 3), (4, 2), (3, 5)]))
+class Odd(nn.Module):
+    """No graph holds it; it counts in a buffer, and gives what ``cut`` makes of its input."""
+
+    def __init__(self, cut: Callable[..., Any]) -> None:
+        super().__init__()
+        self.cut = cut
+        self.w = nn.Parameter(torch.randn(4))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor, *rest: Any) -> Any:
+        self.mean += x.detach().mean((0, 1))
+        return self.cut(Sevenfold.apply(x * self.w), *rest)
+
+
+def odd(cut: Callable[..., Any], forward: Callable[..., Any]) -> Callable[[], nn.Module]:
+    return lambda: Model(forward, inner=lambda: Odd(cut), **FC)
+
+
+def around(self: Any, x: Tensor) -> Tensor:
+    return self.fc(self.inner(self.fc(x)).cumsum(1))
+
+
+def told_a_length(self: Any, x: Tensor) -> Tensor:
+    return self.fc(self.inner(self.fc(x), x.shape[1] - 1).cumsum(1))
+
+
+def told_by_a_number(self: Any, x: Tensor) -> Tensor:
+    y, t = self.inner(self.fc(x))
+    return self.fc(y) / t
+
+
+def stepwise(self: Any, x: Tensor) -> Tensor:
+    h = x[:, 0]
+    for t in range(x.shape[1]):
+        h = self.inner(h[:, None])[:, 0] + self.fc(x[:, t])
+    return h
+
+
+# The model, and what runs member by member when many sizes were met.
+LOOPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "python loop": (Loop, "forward"),
+    "python loop in a part": (
+        lambda: Model(lambda s, x: s.out(s.loop(s.fc(x))), loop=Loop, out=lambda: nn.Linear(3, 2), **FC),
+        "loop",
+    ),
+    "all of it": (odd(lambda x: x, around), "inner"),
+    "one less": (odd(lambda x: x[:, 1:], around), "inner"),
+    "flat": (odd(lambda x: x.mean(1, keepdim=True), around), "inner"),
+    "as long as told": (odd(lambda x, t: x[:, :t], told_a_length), "inner"),
+    "half": (odd(lambda x: x[:, : x.shape[1] // 2], around), "forward"),
+    "a number": (odd(lambda x: (x, x.shape[1]), told_by_a_number), "forward"),
+    "as many calls": (odd(lambda x: x, stepwise), "forward"),
+}
+
+
+@pytest.mark.parametrize("name", LOOPED)
+def test_what_needs_to_know_its_sizes_runs_member_by_member_in_the_end(name: str) -> None:
+    make, island = LOOPED[name]
+    torch.manual_seed(0)
+    fused = assert_alone([make(), make()], *(SEQUENCE(t, n) for t, n in [*SIZES, (8, 3), (7, 2), (11, 3)]))
+    assert captures(fused) <= 3
+    assert f"loop over members, {island}: " in str(fused.report().parts[-1])
+
+
+def test_sizes_that_were_foretold_wrongly() -> None:
+    """What a call has changed before this shows is put back, and everything runs member by member from there on."""
+    make = odd(lambda x: x[:, :8], around)
+    fused = assert_alone([make(), make()], *(SEQUENCE(t, 3) for t in (3, 5, 4, 12, 6, 20, 2)))
+    assert captures(fused) <= 3
+    assert "loop over members, forward: " in str(fused.report().parts[-1])
+
+
+def test_many_programs_that_each_serve_some_sizes() -> None:
+    """As many branches as lengths: no size is fixed, and yet every graph holds for a few of them only."""
+    make = lambda: Model(lambda s, x: sum(part.sum(1) for part in s.fc(x).split(2, 1)), **FC)  # noqa: E731
+    assert captures(assert_alone([make(), make()], *(SEQUENCE(t, 2) for t in range(2, 30)))) <= 9
+
+
+def test_a_loss_over_a_python_loop() -> None:
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return torch.stack([(y[:, t] - target[:, t]).square().mean() * (t + 1) for t in range(y.shape[1])]).sum()
+
+    losses = hf.per_model(loss)
+    for t in (3, 5, 4, 7, 6, 9):
+        y, target = normal(2, 3, t, 4), normal(3, t, 4)
+        expected = torch.stack([loss(row, target) for row in y])
+        torch.testing.assert_close(losses(y, target), expected, rtol=1e-9, atol=1e-11)
+    assert len(losses.programs) <= 2
 
 
 def test_a_task_of_many_lengths() -> None:

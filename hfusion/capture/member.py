@@ -1,0 +1,112 @@
+"""One member's graph: what cannot be captured, or not for the sizes that vary, runs as the members' own code in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.capture.closing import closing
+from hfusion.capture.export import capture
+from hfusion.capture.fallback import WHOLE, culprits
+from hfusion.capture.opaque import opaque
+from hfusion.capture.own_code import OpaqueCall
+from hfusion.capture.recorded import Island, record
+from hfusion.core.errors import FusionError
+from hfusion.core.program import Capture
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is known of sizes: for each leaf of the arguments the dims that vary, and whether they must stay open.
+
+    ``whole`` says why the sizes of what runs member by member cannot be foretold, so that all of forward does.
+    """
+
+    dims: Sequence[Collection[int]] = ()
+    open: bool = False
+    whole: str = ""
+
+    def closed_by(self, found: Capture, leaves: Sequence[Any]) -> bool:
+        """Whether a capture holds for one size only where others are met; a size of 0 or 1 is always one."""
+        inputs = found.open_dims
+        return any(
+            dim not in inputs[k] and leaves[k].shape[dim] > 1
+            for k, dims in enumerate(self.dims)
+            for dim in dims
+            if isinstance(leaves[k], Tensor)
+        )
+
+
+@dataclass(frozen=True)
+class Member:
+    """A model to capture, with the arguments; ``bodies`` gives all members' models."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    bodies: Callable[[], Sequence[nn.Module]]
+
+    @property
+    def leaves(self) -> list[Any]:
+        return pytree.tree_leaves((self.args, dict(self.kwargs)))
+
+
+def capture_member(
+    member: Member, sizes: Sizes, looped: Mapping[Island, str], loops: bool
+) -> tuple[Capture, list[OpaqueCall]]:
+    """The graph of a member, and the calls in it that run in a loop over members, among them those of ``looped``.
+
+    Args:
+        loops: whether there may be such calls.
+
+    Raises:
+        FusionError: what keeps it from being captured.
+    """
+    refusal: FusionError | None = None
+    if not looped:
+        try:
+            found = capture(member.model, member.args, member.kwargs, dims=sizes.dims)
+        except FusionError as error:
+            if not loops:
+                raise
+            refusal = error
+        else:
+            if not sizes.open or not sizes.closed_by(found, member.leaves):
+                return found, []
+            looped = closing(member.model, member.args, member.kwargs, sizes.dims)
+            if not loops:
+                raise FusionError(
+                    f"{next(iter(looped))} cannot be captured for all sizes: {next(iter(looped.values()))}"
+                )
+    try:
+        return _with_loops(member, sizes, looped)
+    except FusionError as error:
+        raise error from refusal
+
+
+def _with_loops(member: Member, sizes: Sizes, looped: Mapping[Island, str]) -> tuple[Capture, list[OpaqueCall]]:
+    model, args, kwargs = member.model, member.args, member.kwargs
+    records = record(model, args, kwargs, sizes.dims)
+    while True:
+        found = culprits(model, records, looped)
+        _check_modes(records.modes, [island.path for island in found])
+        with opaque(model, found, records, member.bodies()) as calls:
+            graph = capture(model, args, kwargs, varying=False, dims=sizes.dims)
+            if not sizes.open or not sizes.closed_by(graph, member.leaves) or WHOLE in found:
+                return replace(graph, modes=records.modes), calls
+            more = closing(model, args, kwargs, sizes.dims)
+        looped = {**found, **more} if more.keys() - found.keys() else {WHOLE: next(iter(more.values()))}
+
+
+def _check_modes(modes: Mapping[str, bool], looped: Sequence[str]) -> None:
+    """Raise a FusionError where what runs member by member, at the paths ``looped``, changes its own modes."""
+    for name in modes:
+        if any(not path or name == path or name.startswith(f"{path}.") for path in looped):
+            raise FusionError(
+                f"forward leaves {name or '(root)'} in another mode (train or eval), and can only run in a loop over "
+                "members there, whose modes an array cannot follow; set modes by train and eval"
+            )
