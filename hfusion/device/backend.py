@@ -7,16 +7,30 @@ Source: https://docs.pytorch.org/docs/stable/accelerator.html
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-ACCELERATORS = ("cuda", "xpu", "mps")
-"""The types of devices, besides the CPU, that tasks run on; ROCm's are called cuda."""
+_TYPES = ("cuda", "xpu", "mps")
+
+
+def types() -> tuple[str, ...]:
+    """The types of devices that tasks run on, besides the CPU: those that torch comes with, and what extends it here.
+
+    ROCm's are called cuda.
+    """
+    found = torch.accelerator.current_accelerator()
+    return _TYPES if found is None or found.type in _TYPES else (*_TYPES, found.type)
+
+
+T = TypeVar("T")
 
 
 class Queue(Protocol):
@@ -30,10 +44,18 @@ class Queue(Protocol):
 
 
 class Backend(Protocol):
-    """One device. ``pins``: copies between it and pinned host memory go on beside the computing."""
+    """One device. ``pins``: copies between it and pinned host memory go on beside the computing. ``hands_over``: one
+    tensor can take over another's memory by DLPack. ``fuses``: torch's fused optimizers run there.
+    """
 
     @property
     def pins(self) -> bool: ...
+
+    @property
+    def hands_over(self) -> bool: ...
+
+    @property
+    def fuses(self) -> bool: ...
 
     @property
     def name(self) -> str:
@@ -48,8 +70,17 @@ class Backend(Protocol):
     def wait(self) -> None:
         """Until all queues are empty."""
 
+    def recorder(self) -> Recorder | None:
+        """Who records what is launched there, to launch it again by one call; None where nobody can."""
+
     def free_bytes(self) -> int:
         """Bytes of memory that nobody has taken. Not for the host, whose memory is not this process's."""
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Until all that ``run`` asks for is done, by the device's own clock."""
+
+    def allocated(self, run: Callable[[], object]) -> int:
+        """The most bytes that are allocated at a time while ``run`` runs. Not for the host."""
 
     def random_states(self) -> dict[str, Tensor]:
         """The states of the generators that operators there draw from, by type of device."""
@@ -74,6 +105,8 @@ class Host:
     """The processor that runs Python."""
 
     pins: bool = False
+    hands_over: bool = True
+    fuses: bool = True
     name: str = ""
 
     def queue(self) -> Queue:
@@ -85,8 +118,19 @@ class Host:
     def wait(self) -> None:
         return
 
+    def recorder(self) -> Recorder | None:
+        return None
+
     def free_bytes(self) -> int:
         raise NotImplementedError("the memory of a host is not one process's to take")
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    def allocated(self, run: Callable[[], object]) -> int:
+        raise NotImplementedError("allocations of a host are not counted")
 
     def random_states(self) -> dict[str, Tensor]:
         return {"cpu": torch.get_rng_state()}
@@ -108,6 +152,19 @@ class _Stream:
 
 
 @dataclass(frozen=True)
+class _Whole:
+    """The one queue of a device that has no others."""
+
+    device: torch.device
+
+    def run(self, job: Callable[[], None]) -> None:
+        job()
+
+    def wait(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+
+@dataclass(frozen=True)
 class Accelerator:
     """A device of its own memory, which works beside Python."""
 
@@ -119,12 +176,21 @@ class Accelerator:
         return self.device.type != "mps"
 
     @property
+    def hands_over(self) -> bool:
+        # Not tried elsewhere, nor is what comes next.
+        return self.device.type == "cuda"
+
+    @property
+    def fuses(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
     def name(self) -> str:
         found = getattr(self._module, "get_device_name", None)
         return str(found(self.device)) if found is not None else self.device.type
 
     def queue(self) -> Queue:
-        return _Stream(torch.Stream(self.device))
+        return _Whole(self.device) if self.device.type == "mps" else _Stream(torch.Stream(self.device))
 
     def current(self) -> AbstractContextManager[Any]:
         return torch.accelerator.device_index(self.device.index)
@@ -132,21 +198,121 @@ class Accelerator:
     def wait(self) -> None:
         torch.accelerator.synchronize(self.device)
 
+    def recorder(self) -> Recorder | None:
+        try:
+            _Graph(None)
+        except RuntimeError:
+            return None
+        return Recorder(self.device)
+
     def free_bytes(self) -> int:
         if self.device.type == "mps":
             return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
         return int(self._module.mem_get_info(self.device)[0])
 
+    def seconds(self, run: Callable[[], object]) -> float:
+        with self.current():
+            start, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+            self.wait()
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    def allocated(self, run: Callable[[], object]) -> int:
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        run()
+        return int(torch.accelerator.max_memory_allocated(self.device))
+
     def random_states(self) -> dict[str, Tensor]:
-        return {"cpu": torch.get_rng_state(), self.device.type: self._module.get_rng_state(self.device)}
+        return {"cpu": torch.get_rng_state(), self.device.type: self._module.get_rng_state(*self._which)}
 
     def set_random_states(self, states: Mapping[str, Tensor]) -> None:
         torch.set_rng_state(states["cpu"])
-        self._module.set_rng_state(states[self.device.type], self.device)
+        self._module.set_rng_state(states[self.device.type], *self._which)
+
+    @property
+    def _which(self) -> tuple[torch.device, ...]:
+        """How its module is told which device is meant; there is but one of Apple's."""
+        return () if self.device.type == "mps" else (self.device,)
 
     @property
     def _module(self) -> Any:
         return torch.get_device_module(self.device)
+
+
+class Recorder:
+    """Records work in a queue of its own, all in one pool of memory: what was recorded must be replayed one by one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._accelerator = Accelerator(device)
+        self._stream = torch.Stream(device)
+        self._pool: Any = None
+
+    def __call__(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
+        """What replays ``work``, and its result, which replays write anew. Raises what keeps it from being recorded.
+
+        Afterwards the thread's queue and the device's generators are as they were.
+        """
+        asked, kept = self._accelerator, _generators_kept(self._accelerator.device)
+        with asked.current(), kept, warnings.catch_warnings():
+            # Nothing was launched on this device: a replay would do nothing, and look well.
+            warnings.filterwarnings("error", message=".*[Gg]raph is empty")
+            asked.wait()
+            torch.accelerator.empty_cache()
+            found = _Graph(self._pool)
+            with self._stream:
+                result = found.capture(work)
+            self._pool = found.graph.pool()
+
+        def replay() -> None:
+            with asked.current():
+                found.graph.replay()
+
+        return replay, result
+
+
+class _Graph:
+    """A graph of the current accelerator, in the memory of ``pool``. RuntimeError where it knows none.
+
+    Before torch 2.13, without `torch.accelerator.Graph`, those of CUDA only.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        # Threads that load data may go on.
+        options = {"pool": pool, "capture_error_mode": "thread_local"}
+        if hasattr(torch.accelerator, "Graph"):
+            self.graph: Any = torch.accelerator.Graph(**options)
+            self._begin: Callable[[], None] = self.graph.capture_begin
+        else:
+            self.graph = torch.cuda.CUDAGraph()
+            self._begin = partial(self.graph.capture_begin, **options)
+
+    def capture(self, work: Callable[[], T]) -> T:
+        self._begin()
+        try:
+            result = work()
+        except BaseException:
+            # The first error says why.
+            with suppress(Exception):
+                self.graph.capture_end()
+            raise
+        self.graph.capture_end()
+        return result
+
+
+@contextmanager
+def _generators_kept(device: torch.device) -> Iterator[None]:
+    """The device's generator gets a new state if an error leaves: a capture that failed keeps the old one for good."""
+    found = getattr(torch.get_device_module(device), "default_generators", ())
+    kept = [(generator, generator.clone_state()) for generator in found[device.index : device.index + 1]]
+    try:
+        yield
+    except BaseException:
+        for generator, state in kept:
+            generator.graphsafe_set_state(state)
+        raise
 
 
 def backend(device: torch.device) -> Backend:
@@ -157,15 +323,32 @@ def backend(device: torch.device) -> Backend:
 def accelerators() -> list[torch.device]:
     """The accelerators of this machine on which tasks run."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type not in ACCELERATORS:
+    if found is None:
         return []
     return [torch.device(found.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def _in_use() -> list[torch.device]:
+    """The accelerators, if this process has used one. To ask for their streams or generators would start them."""
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return []
+    started = getattr(torch.get_device_module(found), "is_initialized", None)
+    return accelerators() if started is None or started() else []
+
+
+def current_queue() -> AbstractContextManager[Any]:
+    """In which any thread's operators run in the queue in which they run here, on the accelerator that is current."""
+    return torch.accelerator.current_stream() if _in_use() else nullcontext()
 
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
     """Inside it, draws leave torch's random states, those of all devices, as they were."""
-    devices = accelerators()
-    kind = devices[0].type if devices else None
-    with torch.random.fork_rng(devices=range(len(devices)), device_type=kind):
+    asked: list[Backend] = [Host(), *map(Accelerator, _in_use())]
+    before = [each.random_states() for each in asked]
+    try:
         yield
+    finally:
+        for each, states in zip(asked, before, strict=True):
+            each.set_random_states(states)

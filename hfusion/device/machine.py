@@ -22,7 +22,7 @@ from statistics import median
 import torch
 
 from hfusion.core.errors import PlanError
-from hfusion.device.backend import ACCELERATORS, accelerators, backend
+from hfusion.device.backend import accelerators, backend, types
 from hfusion.device.cache import cache_file, number, read_json, write_json
 
 _UNITS = {"B": 0, "KIB": 1, "MIB": 2, "GIB": 3, "TIB": 4}
@@ -69,10 +69,11 @@ class Device:
     memory: int
 
     def __init__(self, device: str, name: str | None = None, *, memory: str | int) -> None:
-        if not re.fullmatch(rf"(cpu|{'|'.join(ACCELERATORS)})(:\d+)?", device):
-            known = ", ".join(ACCELERATORS)
+        known = ("cpu", *types())
+        if not re.fullmatch(rf"({'|'.join(known)})(:\d+)?", device):
             raise PlanError(
-                f"device {device!r} is not known: give 'cpu', 'cpu:1', 'cuda:0' or the like; {known} are known"
+                f"device {device!r} is not known: give a type and a number, such as 'cpu:1' or '{known[1]}:0'; the "
+                f"types are {', '.join(known)}"
             )
         name = device if name is None else name
         if not name or any(character.isspace() for character in name):

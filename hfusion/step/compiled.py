@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +58,12 @@ class Whole:
     params: tuple[Place, ...]
 
     @property
+    def operators(self) -> list[Any]:
+        return self.joint.operators
+
+    @property
     def how(self) -> str:
-        return f"one program of {len(self.joint.operators)} operators"
+        return f"one program of {len(self.operators)} operators"
 
     def fits(self, call: Call) -> bool:
         return self.joint.fits(call.batch())
@@ -83,6 +87,10 @@ class Each:
     kinds: tuple[int, ...]
     tensors: Tensors
     params: tuple[Place, ...]
+
+    @property
+    def operators(self) -> list[Any]:
+        return [operator for joint in self.joints for operator in joint.operators]
 
     @property
     def how(self) -> str:

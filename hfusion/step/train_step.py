@@ -21,9 +21,10 @@ from hfusion.array.per_model import per_model
 from hfusion.compiler.compiler import MOST_KEYS, Arguments, Place, Source
 from hfusion.core.exclusive import compiling
 from hfusion.core.fingerprint import read_state
+from hfusion.device.backend import types
 from hfusion.optim import coupling
 from hfusion.step.compiled import StepProgram, Unprofitable, make
-from hfusion.step.cuda_graph import captured
+from hfusion.step.recorded import recorded
 from hfusion.step.step_graph import Call, OtherSizes
 
 # Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
@@ -31,7 +32,6 @@ MOST_PROGRAMS = 16
 
 _TRAITS = attrgetter("shape", "dtype", "device", "requires_grad")
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class TrainStep:
     def _made(self, way: Way, call: Call) -> StepProgram | None:
         assert way.sources is not None
         try:
-            return captured(make(*way.sources, call, way.places))
+            return recorded(make(*way.sources, call, way.places))
         except OtherSizes:
             raise
         except Unprofitable as error:
@@ -353,7 +353,7 @@ def _autocast() -> Any:
     """The active autocast, None if there is none."""
     if not torch._C._is_any_autocast_enabled():
         return None
-    active = [(kind, torch.get_autocast_dtype(kind)) for kind in _DEVICES if torch.is_autocast_enabled(kind)]
+    active = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", *types()) if torch.is_autocast_enabled(kind)]
     return tuple(active) or None
 
 
@@ -381,8 +381,8 @@ def train_step(fused: FusedModule, loss_fn: Callable[..., Any], opt: Optimizer, 
             over members, as over convolutions on a CPU, one program of a member, called for each. Mode, requires_grad,
             dtype, device, hooks and what the loss reads by itself may change; a program is made for each situation.
             Random draws, as of dropout, differ from those of the eager step. What cannot be compiled runs eagerly, and
-            a UserWarning says why, as does ``step.report()``. On a CUDA device the program is recorded as a CUDA graph
-            for each size of batch, up to four; gradients then lie in the same memory at every step.
+            a UserWarning says why, as does ``step.report()``. On an accelerator that can (CUDA graphs) the program is
+            recorded for each size of batch, up to four; gradients then lie in the same memory at every step.
 
     Returns:
         A callable ``step(inputs, target, **keywords)``. Inputs are the one argument of the fused module, a tuple or

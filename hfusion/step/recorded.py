@@ -1,4 +1,4 @@
-"""A compiled step whose launches are recorded once and replayed by one: a CUDA graph.
+"""A compiled step whose launches are recorded once and replayed by one, on a device that can: a CUDA graph.
 
 See https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
@@ -13,53 +13,51 @@ import torch
 from torch import Tensor
 
 from hfusion.compiler.compiler import Place
+from hfusion.device.backend import backend
 from hfusion.step.compiled import Each, StepProgram, Whole
 from hfusion.step.step_graph import Call, refilled
 
 # Kinds of batches that are recorded; each keeps the memory of a step.
 MOST_RECORDED = 4
+# How often tensors may move before recording them anew is given up.
+MOST_MOVES = 3
 
 Work: TypeAlias = Callable[[], Tensor]
 Record: TypeAlias = Callable[[Work], tuple[Callable[[], object], Tensor]]
 """Records what work launches, without running it: what replays that, and where it leaves the losses."""
 
 
-def record(work: Work) -> tuple[Callable[[], object], Tensor]:
-    """As a CUDA graph, in memory of its own. Raises what CUDA raises for work that it cannot record."""
-    graph = torch.cuda.CUDAGraph()
-    # Threads that load data may go on.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        losses = work()
-    return graph.replay, losses
-
-
 @dataclass(frozen=True, eq=False)
 class _Recorded:
     """A step that is replayed: it reads ``batch``, and leaves ``losses`` and ``grads`` where they are."""
 
-    addresses: list[int]
     batch: list[Tensor]
     replay: Callable[[], object]
     losses: Tensor
     grads: list[Tensor | None]
 
 
-class Captured:
-    """``program``, recorded at the first step of each kind of batch, as long as its tensors stay where they are.
+class Recorded:
+    """``program`` on ``device``, recorded at the first step of each kind of batch, while its tensors stay there.
 
     Gradients lie in the same memory at every step of a kind. What cannot be recorded runs as it is.
     """
 
-    def __init__(self, program: Whole | Each, record: Record = record) -> None:
+    def __init__(self, program: Whole | Each, device: torch.device, record: Record) -> None:
         self._program = program
+        self._device = device
         self._record = record
         self._recorded: dict[Any, _Recorded] = {}
-        self._why = ""
+        self._addresses: list[int] = []
+        self._moves = 0
+        self._why = _obstacle(program)
 
     @property
     def how(self) -> str:
         """In words."""
-        return f"{self._program.how}, " + (f"not as a CUDA graph: {self._why}" if self._why else "as a CUDA graph")
+        return f"{self._program.how}, " + (
+            f"not recorded: {self._why}" if self._why else "recorded and replayed as one"
+        )
 
     def fits(self, call: Call) -> bool:
         return self._program.fits(call)
@@ -67,10 +65,14 @@ class Captured:
     def step(self, call: Call) -> Tensor:
         """Write gradients and buffers; the losses ``[B]``."""
         batch = call.batch()
+        # A number on the host would be read once, when it is recorded.
+        if self._why or any(tensor.device != self._device for tensor in batch):
+            return self._program.step(call)
+        self._look()
         kind = tuple((tensor.shape, tensor.dtype) for tensor in batch)
         found = self._recorded.get(kind)
-        if found is None or found.addresses != self._addresses():
-            full = found is None and len(self._recorded) == MOST_RECORDED
+        if found is None:
+            full = len(self._recorded) == MOST_RECORDED
             return self._program.step(call) if full or self._why else self._first(kind, call, batch)
         for mine, given in zip(found.batch, batch, strict=True):
             mine.copy_(given, non_blocking=True)
@@ -78,20 +80,32 @@ class Captured:
         self._give(found.grads)
         return found.losses.clone()
 
+    def _look(self) -> None:
+        """Forget what was recorded of tensors that lie elsewhere now."""
+        addresses = list(map(Tensor.data_ptr, self._program.tensors.all()))
+        if addresses == self._addresses:
+            return
+        if self._recorded:
+            self._recorded.clear()
+            self._moves += 1
+            if self._moves == MOST_MOVES:
+                self._why = f"its tensors have moved {MOST_MOVES} times"
+        self._addresses = addresses
+
     def _first(self, kind: Any, call: Call, batch: list[Tensor]) -> Tensor:
         """A step that is recorded for those to come."""
-        self._recorded.pop(kind, None)
-        # Not the caller's own tensors, which may change while the graph is there.
+        # Not the caller's own tensors, which may change while the recording is there.
         kept = [tensor.clone() for tensor in batch]
         own = refilled(call, kept)
         losses = self._program.step(own)
         grads = self._grads()
         try:
             replay, place = self._record(lambda: self._program.step(own))
-            self._recorded[kind] = _Recorded(self._addresses(), kept, replay, place, self._grads())
+            self._recorded[kind] = _Recorded(kept, replay, place, self._grads())
         except Exception as error:
             first, _, _ = str(error).strip().partition("\n")
             self._why = f"{type(error).__name__}: {first[:300]}"
+            self._recorded.clear()
         finally:
             # Recorded gradients have not been computed.
             self._give(grads)
@@ -101,9 +115,6 @@ class Captured:
     def _params(self) -> tuple[Place, ...]:
         return self._program.params
 
-    def _addresses(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self._program.tensors.all()))
-
     def _grads(self) -> list[Tensor | None]:
         return [holder[name].grad for holder, name in self._params]
 
@@ -112,6 +123,19 @@ class Captured:
             holder[name].grad = grad
 
 
-def captured(program: Whole | Each) -> StepProgram:
-    """``program`` as a CUDA graph, where all its tensors lie on a CUDA device."""
-    return Captured(program) if all(tensor.is_cuda for tensor in program.tensors.all()) else program
+def _obstacle(program: Whole | Each) -> str:
+    """An operator for which the host must look at values, in words."""
+    tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    for operator in program.operators:
+        if tags.intersection(getattr(operator, "tags", ())):
+            return f"the host must read values of {operator}"
+    return ""
+
+
+def recorded(program: Whole | Each) -> StepProgram:
+    """``program``, recorded where all its tensors lie on one device that can do so."""
+    devices = {tensor.device for tensor in program.tensors.all()}
+    record = backend(devices.pop()).recorder() if len(devices) == 1 else None
+    if record is None:
+        return program
+    return Recorded(program, program.tensors.all()[0].device, record)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.step import cuda_graph as captured
+from hfusion.step import recorded as recording
 from hfusion.step import train_step as step
-from hfusion.step.cuda_graph import Captured, Record, Work
+from hfusion.step.recorded import Record, Recorded, Work
 from tests.step.test_step_graph import loss_of
 from tests.step.test_train_step import TINY, Pair, batch, needs_compiler, pair
+
+CPU = torch.device("cpu")
 
 
 def replaying(array: hf.FusedModule, made: list[None]) -> Record:
@@ -46,7 +48,7 @@ def replaying(array: hf.FusedModule, made: list[None]) -> Record:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[Pair, list[None]]:
     """A pair whose step is recorded, and an entry for every time that it was."""
     both, made = pair(TINY, compile=True), list[None]()
-    monkeypatch.setattr(step, "captured", lambda program: Captured(program, replaying(both.ours, made)))
+    monkeypatch.setattr(step, "recorded", lambda program: Recorded(program, CPU, replaying(both.ours, made)))
     return both, made
 
 
@@ -63,7 +65,7 @@ def row(both: Pair) -> str:
 def test_equals_eager_for_batches_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     both, made = recorded(monkeypatch)
     advance(both, [4, 4, 4, 3, 4, 3, 3, 4])
-    assert row(both).endswith("as a CUDA graph")
+    assert row(both).endswith("recorded and replayed as one")
     assert len(made) == 2
     assert len(both.step._programs()) == 1
 
@@ -94,8 +96,20 @@ def test_tensors_that_move_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @needs_compiler
+def test_tensors_that_move_again_and_again_are_no_longer_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, made = recorded(monkeypatch)
+    advance(both, [4, 4])
+    for _ in range(recording.MOST_MOVES + 2):
+        for param in both.ours.parameters():
+            param.data = param.data.clone()
+        advance(both, [4, 3])
+    assert len(made) <= 2 * recording.MOST_MOVES + 1
+    assert row(both).endswith(f"not recorded: its tensors have moved {recording.MOST_MOVES} times")
+
+
+@needs_compiler
 def test_many_kinds_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "MOST_RECORDED", 1)
+    monkeypatch.setattr(recording, "MOST_RECORDED", 1)
     both, made = recorded(monkeypatch)
     advance(both, [4, 4, 3, 3, 4, 3])
     assert len(made) == 1
@@ -114,9 +128,9 @@ def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     both = pair(TINY, compile=True)
     for array in (both.ours, both.theirs):
         array.eval()
-    monkeypatch.setattr(step, "captured", lambda program: Captured(program, refused(both.ours)))
+    monkeypatch.setattr(step, "recorded", lambda program: Recorded(program, CPU, refused(both.ours)))
     advance(both, [4, 4, 4, 3])
-    assert row(both).endswith("not as a CUDA graph: RuntimeError: operation not permitted when stream is capturing")
+    assert row(both).endswith("not recorded: RuntimeError: operation not permitted when stream is capturing")
 
 
 @pytest.mark.gpu
@@ -132,7 +146,7 @@ def test_equals_eager_on_a_gpu() -> None:
     for number, size in enumerate([4, 4, 4, 3, 4, 3, 5]):
         x, target = (tensor.double().cuda() for tensor in (torch.randn(size, 4), torch.rand(size)))
         both.advance(x, target, f"after step {number}")
-    assert row(both).endswith("as a CUDA graph")
+    assert row(both).endswith("recorded and replayed as one")
 
 
 @pytest.mark.gpu
