@@ -103,8 +103,8 @@ def shuffled(data: Labelled, size: int, epochs: int, seed: int) -> list[Labelled
 
 def clock(device: torch.device) -> float:
     """Seconds, once all the work given to ``device`` is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
@@ -255,7 +255,9 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="images per step (32)")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the order (0)")
     parser.add_argument("--out", type=Path, default=Path("digits_sweep.png"), help="the plot (digits_sweep.png)")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu, cuda, ... (cpu)")
+    parser.add_argument(
+        "--device", type=torch.device, default=torch.device("cpu"), help="cpu (default) or an accelerator"
+    )
     parser.add_argument("--check", action="store_true", help="only compare with training alone, in float64")
     chosen = parser.parse_args(argv)
     for name in ("members", "epochs", "batch"):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch._guards import tracing
 
 from hfusion.compiler.compiler import Arguments, Compiled, bind
+from hfusion.compiler.sandbox import apart
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError
-from hfusion.core.sandbox import apart
 from hfusion.ops.rule import hint
 
 

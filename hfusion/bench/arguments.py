@@ -14,6 +14,7 @@ from hfusion.bench import fuse, optim, schedule, shard, shard_cases
 from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
 from hfusion.bench.results import kept_rows
+from hfusion.device.backend import accelerators, types
 from hfusion.schedule.policy import POLICIES
 
 SUB_BENCHMARKS = {
@@ -62,7 +63,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--contenders", metavar="A,B", help="fuse: these contenders only")
     made.add_argument("--repeats", type=_count, help="rounds, each timing every contender (default 7; shard 3)")
     made.add_argument("--threads", type=_count, default=1, help="threads of torch (default 1)")
-    made.add_argument("--device", type=_device, default=torch.device("cpu"), help="cpu (default) or cuda")
+    made.add_argument(
+        "--device", type=_device, default=torch.device("cpu"), help="cpu (default), or the type of an accelerator"
+    )
     made.add_argument("--quick", action="store_true", help="few models, members, contenders and rounds")
     made.add_argument("--json", metavar="FILE", type=Path, help="write machine and rows to FILE")
     made.add_argument(
@@ -229,8 +232,9 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _device(text: str) -> torch.device:
-    if text not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"unknown device {text!r}: choose from cpu, cuda")
-    if text == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError("torch sees no CUDA device here: leave --device out")
+    known = ("cpu", *types())
+    if text not in known:
+        raise argparse.ArgumentTypeError(f"unknown device {text!r}: choose from {', '.join(known)}")
+    if text != "cpu" and text not in {device.type for device in accelerators()}:
+        raise argparse.ArgumentTypeError(f"torch sees no {text} device here: leave --device out")
     return torch.device(text)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from hfusion.device.backend import backend
+
 
 def _cpu_model() -> str:
     """The processor's own name where the system tells it (Linux), else what Python knows of it."""
@@ -21,7 +23,7 @@ def _cpu_model() -> str:
 
 
 def describe(device: torch.device) -> dict[str, str | int]:
-    """Processor, cores, threads of torch, versions, system, today's date; with CUDA the device's name too."""
+    """Processor, cores, threads of torch, versions, system, today's date; with an accelerator its name too."""
     facts: dict[str, str | int] = {
         "cpu": _cpu_model(),
         "cores": os.cpu_count() or 1,
@@ -32,6 +34,6 @@ def describe(device: torch.device) -> dict[str, str | int]:
         "device": str(device),
         "date": datetime.date.today().isoformat(),
     }
-    if device.type == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        facts["gpu"] = backend(device).name
     return facts

@@ -1,8 +1,9 @@
 """Memory per member while a contender trains: the most that its tensors take during steps, after those that warm up.
 
 Counted are the bytes that torch allocates from the making of the models on and has not freed: parameters, gradients,
-the optimizer's state, activations, temporaries. On a CPU the profiler reports every allocation and release; on a CUDA
-device ``torch.cuda.max_memory_allocated`` is read. Peak resident memory would tell of code, compilers and malloc, too.
+the optimizer's state, activations, temporaries. On a CPU the profiler reports every allocation and release; on an
+accelerator ``torch.accelerator.max_memory_allocated`` is read. Peak resident memory would tell of code, compilers and
+malloc, too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from hfusion.bench.progress import Meter
 from hfusion.bench.results import BASELINE, Cell
 from hfusion.bench.table import Footnotes
 from hfusion.bench.workload import Contender, Running, Workload, losses
+from hfusion.device.backend import backend
 
 STEPS = 2
 STEADY = "steady steps"
@@ -76,8 +78,7 @@ def _row(contender: Contender, workload: Workload, expected: Tensor) -> Row:
     if contender.name in ELSEWHERE:
         return Row(*head, reason=ELSEWHERE[contender.name])
     gc.collect()
-    count = _on_cuda if workload.device.type == "cuda" else _on_cpu
-    prepared, peak = count(lambda: prepare(contender, workload, expected))
+    prepared, peak = _counted(workload.device, lambda: prepare(contender, workload, expected))
     if isinstance(prepared, Cell):
         return Row(*head, reason=prepared.reason, disagrees=prepared.disagrees)
     prepared.close()
@@ -87,17 +88,18 @@ def _row(contender: Contender, workload: Workload, expected: Tensor) -> Row:
 Prepare = Callable[[], Running | Cell]
 
 
-def _on_cuda(start: Prepare) -> tuple[Running | Cell, int]:
+def _counted(device: torch.device, start: Prepare) -> tuple[Running | Cell, int]:
     """What ``start`` gives, and the most bytes that were allocated in its steps, beside what was there before."""
-    before = torch.cuda.memory_allocated()
+    if device.type == "cpu":
+        return _on_host(start)
+    asked = backend(device)
+    before = asked.allocated(lambda: None)
     prepared = start()
-    torch.cuda.reset_peak_memory_stats()
-    if isinstance(prepared, Running):
-        _steady(prepared)
-    return prepared, torch.cuda.max_memory_allocated() - before
+    most = asked.allocated(lambda: _steady(prepared) if isinstance(prepared, Running) else None)
+    return prepared, most - before
 
 
-def _on_cpu(start: Prepare) -> tuple[Running | Cell, int]:
+def _on_host(start: Prepare) -> tuple[Running | Cell, int]:
     """The same by the profiler."""
     # Else it writes a line to stderr at each start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")

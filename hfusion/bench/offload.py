@@ -60,7 +60,7 @@ class LoadComputeEvict:
     def __init__(self, one: Arrangement, plan: TaskPlan, device: torch.device) -> None:
         self._stream, _ = one.trained(plan, per_model(one.task.loss), [device])
         self._plan = plan
-        self._pinned = device.type == "cuda"
+        self._pinned = backend(device).pins
         self._optimizer = one.optimizer
         self._optimizer.initialise()
         self._params = dict(one.array.named_parameters(remove_duplicate=False))
@@ -233,15 +233,14 @@ def fsdp_offload(alone: Alone, steps: int, device: torch.device) -> Sample:
     """
     if dist.is_initialized():
         raise Unavailable("a process group exists already")
-    cuda = device.type == "cuda"
     try:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=0, world_size=1)
+        dist.init_process_group(dist.get_default_backend_for_device(device), store=store, rank=0, world_size=1)
         try:
             with warnings.catch_warnings():
                 # Models that return views may not be written to from outside; nobody does.
                 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-                return _fsdp_run(alone, steps, device, CPUOffloadPolicy(pin_memory=cuda))
+                return _fsdp_run(alone, steps, device, CPUOffloadPolicy(pin_memory=backend(device).pins))
         finally:
             dist.destroy_process_group()
     except (RuntimeError, ValueError, NotImplementedError) as error:

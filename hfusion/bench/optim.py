@@ -211,7 +211,7 @@ ABOUT = {
 
 def form(device: torch.device) -> str:
     """Which kernels hfusion runs on ``device``, and why if they are torch's."""
-    found = (gpu if device.type == "cuda" else native).library()
+    found = (native if device.type == "cpu" else gpu).library()
     return f"torch rows: {found}" if isinstance(found, str) else "native"
 
 

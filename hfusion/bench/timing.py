@@ -9,11 +9,12 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+
+from hfusion.device.backend import backend
 
 Times = Mapping[str, tuple[float, ...]]
 
@@ -33,26 +34,7 @@ def collector_off() -> Iterator[None]:
 def measure(step: Callable[[], object], count: int, device: torch.device) -> float:
     """Seconds per call of ``step`` over ``count`` calls, without pauses of the garbage collector."""
     with collector_off():
-        if device.type == "cuda":
-            return _measure_by_events(step, count, device)
-        start = time.perf_counter()
-        for _ in range(count):
-            step()
-        return (time.perf_counter() - start) / count
-
-
-def _measure_by_events(step: Callable[[], object], count: int, device: torch.device) -> float:
-    """Seconds per call on the clock of a CUDA device, from the first call's start to the end of all that was queued."""
-    with torch.cuda.device(device):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        for _ in range(count):
-            step()
-        end.record()
-        end.synchronize()
-        milliseconds: float = start.elapsed_time(end)
-    return milliseconds / 1e3 / count
+        return backend(device).seconds(lambda: [step() for _ in range(count)]) / count
 
 
 def calibrate(step: Callable[[], object], slot: float, device: torch.device) -> int:

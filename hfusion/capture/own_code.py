@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
+from hfusion.capture.repeat import next_call, seeded
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Listed
-from hfusion.core.repeat import next_call, seeded
 from hfusion.core.usage import join, running
 
 # Not None, which is an argument like any other.

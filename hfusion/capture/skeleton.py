@@ -11,9 +11,7 @@ from torch.utils import dlpack
 
 from hfusion.capture.compare import results, tensors
 from hfusion.core.errors import FusionError
-
-# Whose memory one tensor can take over from another.
-_DEVICES = ("cpu", "cuda")
+from hfusion.device.backend import backend
 
 
 def skeleton(index: int, model: nn.Module) -> nn.Module:
@@ -46,7 +44,7 @@ def live_rows(stack: Tensor, rows: int | slice | None) -> Tensor:
     view = stack.detach()
     if rows is not None:
         view = view[rows]
-        if view.is_contiguous() and view.numel() > 0 and type(view) is Tensor and view.device.type in _DEVICES:
+        if view.is_contiguous() and view.numel() > 0 and type(view) is Tensor and backend(view.device).hands_over:
             with torch.inference_mode(False):
                 view.data = dlpack.from_dlpack(view)
     return nn.Parameter(view, requires_grad=stack.requires_grad) if isinstance(stack, nn.Parameter) else view

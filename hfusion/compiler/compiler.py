@@ -18,13 +18,13 @@ from hfusion.capture.member import Member, Sizes, capture_member
 from hfusion.capture.opaque import RULES as OPAQUE_RULES
 from hfusion.capture.own_code import OpaqueCall, OtherSizes
 from hfusion.capture.recorded import Island
+from hfusion.compiler.sandbox import apart
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.guards import fixed
 from hfusion.core.layout import Layout
 from hfusion.core.program import Capture, Kind, Program, Slot, input_dims
-from hfusion.core.sandbox import apart
 from hfusion.core.usage import watched
 from hfusion.ops import RULES as ATEN_RULES
 from hfusion.ops.rule import merge

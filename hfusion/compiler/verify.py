@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.compare import tensors
+from hfusion.capture.repeat import repeat, repeatable
 from hfusion.compiler.bisect import first_difference
 from hfusion.compiler.compiler import Arguments, Compiled
 from hfusion.compiler.replay import Replay, Unmatched
+from hfusion.compiler.sandbox import copies, without_trace
 from hfusion.compiler.shorten import shortened
 from hfusion.core.calls import StackedInput
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Kind
 from hfusion.core.random import recording
-from hfusion.core.repeat import repeat, repeatable
-from hfusion.core.sandbox import copies, without_trace
 
 TIGHT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 WIDE = 1e-7

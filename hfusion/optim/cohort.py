@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.membership import Membership, membership
+from hfusion.device.backend import backend
 from hfusion.optim import gpu, native
 from hfusion.optim.checks import check_gradient, check_state
 from hfusion.optim.hyper import Values
@@ -30,11 +31,8 @@ class Plan(Protocol):
         """Count a step and make it. ``grads``: as the parameters."""
 
 
-# By type of device; where kernels read memory as it lies.
-PLANS: Mapping[str, Callable[[str, Sequence[Sequence[Tensor]], Tensor | None], Plan | None]] = {
-    "cpu": native.plan,
-    "cuda": gpu.plan,
-}
+# Our own kernels by type of device; those of any accelerator are Triton's.
+PLANS: Mapping[str, Callable[[str, Sequence[Sequence[Tensor]], Tensor | None], Plan | None]] = {"cpu": native.plan}
 # Below float32 torch's fused kernels round differently from its default implementation.
 _FUSED_DTYPES = (torch.float32, torch.float64)
 
@@ -56,8 +54,9 @@ class Cohort:
         self._count = self._counts[0, 0] if self._counts is not None else None
         self._stacks = self._read(params, state, names)
         contiguous = all(tensor.is_contiguous() for stack in self._stacks for tensor in stack)
-        self.fused = contiguous and self._device.type in PLANS and first.dtype in _FUSED_DTYPES
-        self._plan = PLANS[self._device.type](kernel, self._stacks, self._counts) if self.fused else None
+        self.fused = contiguous and backend(self._device).fuses and first.dtype in _FUSED_DTYPES
+        plan = PLANS.get(self._device.type, gpu.plan)
+        self._plan = plan(kernel, self._stacks, self._counts) if self.fused else None
         self._rows: tuple[object, RowPlan] | None = None
 
     def _read(self, params: list[Tensor], state: list[State], names: Sequence[str]) -> list[list[Tensor]]:

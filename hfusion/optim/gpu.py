@@ -11,13 +11,13 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from hfusion.device.backend import backend
 from hfusion.optim.settings import Flags, Settings
 
 Scalars: TypeAlias = Callable[[Tensor, Tensor, Flags], list[Tensor]]
@@ -113,7 +113,8 @@ class Plan:
         scalars = torch.stack(self._scalars(table, counts.double(), settings.flags)).to(self._dtype)
         if not len(self._spots):
             return
-        with _on(self._device):
+        # Triton launches on the current device.
+        with backend(self._device).current():
             self._kernel[(len(self._spots),)](
                 self._spots,
                 self._sizes,
@@ -146,8 +147,3 @@ def _spots(sizes: Sequence[int], members: int, block: int) -> Tensor:
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -14,6 +14,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from hfusion.device.backend import current_queue
 
 T = TypeVar("T")
 
@@ -176,15 +178,15 @@ def _answer(awaited: Future[T], read: Callable[[], T]) -> None:
 
 
 def _here(items: Iterator[T]) -> Callable[[], T]:
-    """Advance ``items`` with this thread's number of threads and CUDA stream, wherever that is called."""
+    """Advance ``items`` with this thread's number of threads and queue of the device, wherever that is called."""
     threads = torch.get_num_threads()
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    queued = current_queue()
 
     def read() -> T:
         # A new thread begins with its own number of threads, and kernels may round by it.
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
+        with queued:
             return next(items)
 
     return read

@@ -91,8 +91,8 @@ _CPU = Speeds(
     },
     Lane(15 * US),
 )
-_CUDA = Speeds(30e12, 1.5e12, 4 * US, False, {}, Lane(30 * US))
-SPEEDS: Mapping[str, Speeds] = {"cpu": _CPU, "cuda": _CUDA}
+_ACCELERATOR = Speeds(30e12, 1.5e12, 4 * US, False, {}, Lane(30 * US))
+SPEEDS: Mapping[str, Speeds] = {"cpu": _CPU}
 
 # Seconds for a score of attention on a CPU, beside its products and traffic. Written out it is the faster (0.6 to 0.9)
 # of heads that lie apart, and the slower (1.0 to 1.3) of heads side by side, as one layer for all gives them.
@@ -142,7 +142,7 @@ class Model:
 
     @property
     def speeds(self) -> Speeds:
-        return SPEEDS.get(self.device.type, _CUDA)
+        return SPEEDS.get(self.device.type, _ACCELERATOR)
 
     def calls(self, node: fx.Node, calls: Sequence[Call]) -> Sequence[Price]:
         return [self.call(node, call) for call in calls]

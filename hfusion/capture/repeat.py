@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hfusion.device.backend import random_states_kept
+
 _active = threading.local()
 
 
@@ -43,7 +45,7 @@ def seeded(call: int | None, member: int) -> Iterator[None]:
         yield
         return
     seed = 1 + call * 100_003 + member
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+    with random_states_kept():
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hfusion.core.silence import quiet
+from hfusion.device.backend import random_states_kept
 
 
 @contextmanager
@@ -22,7 +23,7 @@ def without_trace() -> Iterator[None]:
     """
     dtype, python, numpy = torch.get_default_dtype(), random.getstate(), np.random.get_state()
     try:
-        with quiet(), _torch_randomness(), torch.enable_grad(), apart():
+        with quiet(), random_states_kept(), torch.enable_grad(), apart():
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -47,11 +48,6 @@ def apart() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(outer):
             graph._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def _torch_randomness() -> AbstractContextManager[None]:
-    """CUDA's generators are forked only where CUDA is in use, as asking for them starts it."""
-    return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ())
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hfusion.core.sandbox import copies, without_trace
+from hfusion.compiler.sandbox import copies, without_trace
 
 
 def test_copies_have_memory_of_their_own_with_the_same_aliases() -> None:

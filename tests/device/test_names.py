@@ -1,0 +1,47 @@
+"""Devices are asked in one place: no other file names a kind of accelerator."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("hfusion", "ops", "passes", "examples")
+NAMED = re.compile(r"cuda|\bxpu\b|\bmps\b|\bhip\b|nccl", re.IGNORECASE)
+WHY = {
+    "hfusion/device/backend.py": "asks devices",
+    "hfusion/bench/cuda_graph.py": "a contender that there is on CUDA only",
+    "hfusion/bench/contenders.py": "lists that contender",
+}
+
+
+def words(tree: ast.Module) -> Iterator[str]:
+    """Names and texts of code; what only people read is left out."""
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            yield node.value
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield node.name
+
+
+def naming(source: str) -> list[str]:
+    return [word for word in words(ast.parse(source)) if NAMED.search(word)]
+
+
+def test_no_other_file_names_an_accelerator() -> None:
+    files = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    found = {str(path.relative_to(ROOT)): naming(path.read_text()) for path in files}
+    assert {name for name, names in found.items() if names} == set(WHY)
+
+
+def test_what_names_one_is_seen() -> None:
+    assert naming("import torch\nx = torch.cuda.Stream()") == ["cuda"]
+    assert naming('"""Of CUDA."""\nx.to("cuda:0")') == ["cuda:0"]
+    assert naming('def f():\n    """cuda"""\n    return 1') == []
