@@ -157,15 +157,17 @@ class State:
         known = membership(self._tensors[name])
         return found if known is None else mark(found, known)
 
-    def load(self, shard: int, sections: tuple[Section, ...], device: torch.device) -> list[Move]:
-        """Take memory for a shard on a device; the shards it borrows from must be there or at home.
+    def load(
+        self, shard: int, sections: tuple[Section, ...], device: torch.device, *, borrows: bool = True
+    ) -> list[Move]:
+        """Take memory for a shard on a device; the shards it ``borrows`` from must be there or at home.
 
         Returns what must be copied before it is used.
         """
         copy = self._homes[shard].load(sections, device)
         moves = copy.moves
         borrowed: dict[str, Tensor] = {}
-        if not self._together:
+        if borrows and not self._together:
             for name, owner in self.shards[shard].borrowed.items():
                 source = self._source(name, owner)
                 borrowed[name] = torch.empty_like(source, device=device)

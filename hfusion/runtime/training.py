@@ -178,7 +178,9 @@ class Training:
 
     def load(self, unit: Unit, shard: int, device: torch.device, copier: Copier) -> Ticket:
         """Bring a shard to a device for ``unit``, and for a backward what its forward started from."""
-        moves = self.state.load(shard, self.sections(unit.direction, shard), device)
+        # An update reads the shard's own tensors only; those that it borrows may be updated meanwhile.
+        borrows = unit.direction is not Direction.UPDATE
+        moves = self.state.load(shard, self.sections(unit.direction, shard), device, borrows=borrows)
         again = unit.direction is Direction.BACKWARD and unit.shard == shard and not self.plan.resident
         if again and shard not in self._saved:
             moves += self._crossing.load(shard, self._recipe.parts[shard].takes, device)
