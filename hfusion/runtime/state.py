@@ -23,6 +23,9 @@ from hfusion.runtime.copying import Move, Ticket, copy_now
 from hfusion.runtime.home import Copy, Home, Section
 
 
+_BORROWED = frozenset({Kind.PARAMETER, Kind.BUFFER})
+
+
 @dataclass(frozen=True)
 class Holding:
     """The tensors of one shard by name: its own, those it borrows (with the shard that owns them), those it trains."""
@@ -158,20 +161,21 @@ class State:
         return found if known is None else mark(found, known)
 
     def load(
-        self, shard: int, sections: tuple[Section, ...], device: torch.device, *, borrows: bool = True
+        self, shard: int, sections: tuple[Section, ...], device: torch.device, borrows: frozenset[Kind] = _BORROWED
     ) -> list[Move]:
-        """Take memory for a shard on a device; the shards it ``borrows`` from must be there or at home.
+        """Take memory for a shard on a device; the shards it borrows from must be there or at home.
 
-        Returns what must be copied before it is used.
+        ``borrows``: what kinds of tensors are fetched from these. Returns what must be copied before it is used.
         """
         copy = self._homes[shard].load(sections, device)
         moves = copy.moves
         borrowed: dict[str, Tensor] = {}
-        if borrows and not self._together:
+        if not self._together:
             for name, owner in self.shards[shard].borrowed.items():
                 source = self._source(name, owner)
                 borrowed[name] = torch.empty_like(source, device=device)
-                moves.append(Move.of(borrowed[name], source))
+                if (Kind.PARAMETER if isinstance(self._tensors[name], nn.Parameter) else Kind.BUFFER) in borrows:
+                    moves.append(Move.of(borrowed[name], source))
         with self._lock:
             self._here[shard] = _Shard(copy, borrowed)
         return moves

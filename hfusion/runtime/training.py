@@ -31,6 +31,16 @@ from hfusion.runtime.values import Bundle, Restored, spill, tracked
 from hfusion.schedule.plan import Direction, TaskPlan, Unit
 
 
+# What is brought along of other shards, which may be written to at the same time: an update uses nothing of it, and a
+# forward fetches buffers when it begins.
+_BORROWED = {
+    Direction.FORWARD: frozenset({Kind.PARAMETER}),
+    Direction.BACKWARD: frozenset({Kind.PARAMETER, Kind.BUFFER}),
+    Direction.EVALUATE: frozenset({Kind.PARAMETER, Kind.BUFFER}),
+    Direction.UPDATE: frozenset[Kind](),
+}
+
+
 @dataclass(frozen=True)
 class Batch:
     """One minibatch on the host: the flat inputs of the program, and the target of the loss."""
@@ -178,9 +188,7 @@ class Training:
 
     def load(self, unit: Unit, shard: int, device: torch.device, copier: Copier) -> Ticket:
         """Bring a shard to a device for ``unit``, and for a backward what its forward started from."""
-        # An update reads the shard's own tensors only; those that it borrows may be updated meanwhile.
-        borrows = unit.direction is not Direction.UPDATE
-        moves = self.state.load(shard, self.sections(unit.direction, shard), device, borrows=borrows)
+        moves = self.state.load(shard, self.sections(unit.direction, shard), device, _BORROWED[unit.direction])
         again = unit.direction is Direction.BACKWARD and unit.shard == shard and not self.plan.resident
         if again and shard not in self._saved:
             moves += self._crossing.load(shard, self._recipe.parts[shard].takes, device)
