@@ -181,7 +181,7 @@ class LoadComputeEvict:
         for param in self._of(part):
             entry = self._optimizer.state.get(param, {})
             for kind, value in entry.items():
-                if kind != "step" and isinstance(value, Tensor):
+                if kind not in self._optimizer.numbers and isinstance(value, Tensor):
                     entry[kind] = self._copied(value, device)
 
     def _copied(self, value: Any, device: torch.device | str) -> Any:

@@ -1,7 +1,7 @@
 """The sub-benchmark ``optim``: the step of an optimizer alone, over B members with B learning rates.
 
-hfusion's way is a kernel of its own that makes one pass over the stacks, or a row per member through torch's
-fused kernels where that one cannot run (``hfusion.optim.native``, ``gpu``). It is compared with what a user could do
+hfusion's way is a kernel of its own that makes one pass over the stacks, or the optimizer's formula over the stacks
+where that one cannot run (``hfusion.optim.native``, ``gpu``). It is compared with what a user could do
 instead, and with the bound: torch's fused kernel over the whole stack, which knows only one learning rate.
 """
 
@@ -210,9 +210,9 @@ ABOUT = {
 
 
 def form(device: torch.device) -> str:
-    """Which kernels hfusion runs on ``device``, and why if they are torch's."""
+    """What hfusion runs on ``device``, and why if it is no kernel of its own."""
     found = (native if device.type == "cpu" else gpu).library()
-    return f"torch rows: {found}" if isinstance(found, str) else "native"
+    return f"formula: {found}" if isinstance(found, str) else "native"
 
 
 def pieces(settings: Settings) -> int:

@@ -2,9 +2,35 @@
 
 from hfusion.optim import lr_scheduler
 from hfusion.optim.adadelta import Adadelta
+from hfusion.optim.adagrad import Adagrad
 from hfusion.optim.adam import Adam, AdamW
+from hfusion.optim.adamax import Adamax
+from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.clip import clip_grad_norm_
 from hfusion.optim.convert import fuse
+from hfusion.optim.hyper import Hyper
+from hfusion.optim.lion import Lion
+from hfusion.optim.muon import Muon
+from hfusion.optim.nadam import NAdam
+from hfusion.optim.radam import RAdam
+from hfusion.optim.rmsprop import RMSprop
 from hfusion.optim.sgd import SGD
 
-__all__ = ["SGD", "Adadelta", "Adam", "AdamW", "clip_grad_norm_", "fuse", "lr_scheduler"]
+__all__ = [
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "FusedOptimizer",
+    "Hyper",
+    "Lion",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "clip_grad_norm_",
+    "fuse",
+    "lr_scheduler",
+]

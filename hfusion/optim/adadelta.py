@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import compress
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.optim.adadelta import adadelta
 
 from hfusion.optim.base import FusedOptimizer
-from hfusion.optim.hyper import Hyper, HyperValue, Values
-from hfusion.optim.rows import Row
-from hfusion.optim.settings import Flags
-
-# torch has no fused Adadelta, but a dozen elementwise operators. They run on blocks that stay in the
-# processor's cache; tensors that cost less to copy than these calls are copied next to each other.
-_BLOCK = 1 << 17
-_SMALL = 1 << 11
+from hfusion.optim.formula import ascent, decayed, unless_zero
+from hfusion.optim.hyper import Hyper, HyperValue
 
 
 class Adadelta(FusedOptimizer):
@@ -36,9 +27,9 @@ class Adadelta(FusedOptimizer):
         Hyper("eps"),
         Hyper("weight_decay"),
     )
-    flags: ClassVar[tuple[str, ...]] = ("maximize",)
-    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adadelta
-    kernel: ClassVar[str] = "adadelta"
+    options: ClassVar[tuple[str, ...]] = ("maximize",)
+    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adadelta
+    kernel: ClassVar[str | None] = "adadelta"
 
     def __init__(
         self,
@@ -54,54 +45,25 @@ class Adadelta(FusedOptimizer):
         super().__init__(params, defaults)
 
     @staticmethod
-    def buffers(values: Values, flags: Flags) -> tuple[str, ...]:
+    def stacks(h: Any, o: Any) -> tuple[str, ...]:
         return ("square_avg", "acc_delta")
 
-    @classmethod
-    def fused(cls, row: Row, values: Values, flags: Flags) -> None:
-        lists = [row.params, row.grads, *row.buffers]
-        if row.params[0].device.type != "cpu":
-            _update(lists, values, flags, foreach=True)
-            return
-        small, large = _by_size(lists)
-        packs = [_flatten_dense_tensors(tensors) for tensors in small] if small[0] else []
-        for index, pack in enumerate(packs):
-            large[index].append(pack)
-        blocks = [[part for tensor in tensors for part in _parts(tensor)] for tensors in large]
-        _update(blocks, values, flags, foreach=False)
-        for pack, tensors in zip(packs, small, strict=False):
-            if tensors is not small[1]:
-                torch._foreach_copy_(tensors, _unflatten_dense_tensors(pack, tensors))
+    @staticmethod
+    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Tensor | None]:
+        return {
+            "sign": torch.full_like(h.lr, -1 if o.maximize else 1),
+            "lr": h.lr,
+            "decay": unless_zero(h.weight_decay),
+            "rho": h.rho,
+            "fresh": 1 - h.rho,
+            "eps": h.eps,
+        }
 
-    @classmethod
-    def general(cls, row: Row, values: Values, flags: Flags) -> None:
-        _update([row.params, row.grads, *row.buffers], values, flags, foreach=None)
-
-
-def _by_size(lists: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    small = [param.numel() <= _SMALL for param in lists[0]]
-    large = [not is_small for is_small in small]
-    return [list(compress(ts, small)) for ts in lists], [list(compress(ts, large)) for ts in lists]
-
-
-def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    return [tensor] if tensor.numel() <= _BLOCK else tensor.view(-1).split(_BLOCK)
-
-
-def _update(lists: list[list[Tensor]], values: Values, flags: Flags, foreach: bool | None) -> None:
-    lr, rho, eps, weight_decay = values
-    params, grads, square_avgs, acc_deltas = lists
-    adadelta(
-        params,
-        grads,
-        square_avgs,
-        acc_deltas,
-        [torch.zeros(()) for _ in params],
-        foreach=foreach,
-        has_complex=any(param.is_complex() for param in params),
-        lr=lr,
-        rho=rho,
-        eps=eps,
-        weight_decay=weight_decay,
-        maximize=flags[0],
-    )
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> None:
+        grad = decayed(ascent(grad, o.maximize), param, s.decay)
+        square, moved = state["square_avg"], state["acc_delta"]
+        square.mul_(s.rho).addcmul_(s.fresh * grad, grad)
+        delta = (moved + s.eps).sqrt_().div_((square + s.eps).sqrt_()).mul_(grad)
+        moved.mul_(s.rho).addcmul_(s.fresh * delta, delta)
+        param.addcmul_(delta, s.lr, value=-1)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch.optim.adam import adam
+from torch import Tensor
 
 from hfusion.optim.base import FusedOptimizer
-from hfusion.optim.hyper import Hyper, HyperValue, Values
-from hfusion.optim.rows import Row
-from hfusion.optim.settings import Flags
+from hfusion.optim.formula import ascent, decayed, unless_zero
+from hfusion.optim.hyper import Hyper, HyperValue
 
 
 class Adam(FusedOptimizer):
@@ -24,15 +23,14 @@ class Adam(FusedOptimizer):
 
     hypers: ClassVar[tuple[Hyper, ...]] = (
         Hyper("lr"),
-        Hyper("betas", 0, high=1.0, below=True),
-        Hyper("betas", 1, high=1.0, below=True),
+        Hyper("betas", 0, high=1.0, below=True, name="beta1"),
+        Hyper("betas", 1, high=1.0, below=True, name="beta2"),
         Hyper("eps"),
         Hyper("weight_decay"),
     )
-    flags: ClassVar[tuple[str, ...]] = ("amsgrad", "maximize")
-    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adam
-    kernel: ClassVar[str] = "adam"
-    decoupled: ClassVar[bool] = False
+    options: ClassVar[tuple[str, ...]] = ("amsgrad", "maximize")
+    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
+    kernel: ClassVar[str | None] = "adam"
 
     def __init__(
         self,
@@ -56,51 +54,43 @@ class Adam(FusedOptimizer):
         super().__init__(params, defaults)
 
     @staticmethod
-    def buffers(values: Values, flags: Flags) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if flags[0] else ("exp_avg", "exp_avg_sq")
+    def stacks(h: Any, o: Any) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * o.amsgrad)
 
-    @classmethod
-    def fused(cls, row: Row, values: Values, flags: Flags) -> None:
-        lr, beta1, beta2, eps, weight_decay = values
-        amsgrad, maximize = flags
-        kernel = torch._fused_adamw_ if cls.decoupled else torch._fused_adam_
-        kernel(
-            row.params,
-            row.grads,
-            row.buffers[0],
-            row.buffers[1],
-            row.buffers[2] if amsgrad else [],
-            [row.step] * len(row.params),
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=weight_decay,
-            eps=eps,
-            amsgrad=amsgrad,
-            maximize=maximize,
-        )
+    @staticmethod
+    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Tensor | None]:
+        return _moments(h, o, n.step, unless_zero(h.weight_decay), None)
 
-    @classmethod
-    def general(cls, row: Row, values: Values, flags: Flags) -> None:
-        lr, beta1, beta2, eps, weight_decay = values
-        amsgrad, maximize = flags
-        adam(
-            row.params,
-            row.grads,
-            row.buffers[0],
-            row.buffers[1],
-            row.buffers[2] if amsgrad else [],
-            [torch.tensor(row.number - 1) for _ in row.params],
-            has_complex=any(param.is_complex() for param in row.params),
-            decoupled_weight_decay=cls.decoupled,
-            amsgrad=amsgrad,
-            beta1=beta1,
-            beta2=beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=eps,
-            maximize=maximize,
-        )
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> None:
+        grad = decayed(ascent(grad, o.maximize), param, s.decay)
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.lerp_(grad, s.weight)
+        square.mul_(s.beta2).addcmul_(s.fresh * grad, grad)
+        if o.amsgrad:
+            highest = state["max_exp_avg_sq"]
+            square = torch.maximum(highest, square, out=highest)
+        if s.shrink is not None:
+            param.mul_(s.shrink)
+        param.addcdiv_(s.step * mean, square.sqrt().mul_(s.scale).add_(s.eps), value=-1)
+
+
+def _moments(h: Any, o: Any, step: Tensor, decay: Tensor | None, shrink: Tensor | None) -> Mapping[str, Tensor | None]:
+    near = 1 - h.beta1 < 0.5
+    return {
+        "sign": torch.full_like(h.lr, -1 if o.maximize else 1),
+        "decay": decay,
+        "shrink": shrink,
+        "near": near.to(h.lr),
+        "toward": torch.where(near, 1 - h.beta1, -h.beta1),
+        "beta2": h.beta2,
+        "fresh": 1 - h.beta2,
+        "scale": (1 - h.beta2**step).rsqrt(),
+        "eps": h.eps,
+        "step": h.lr / (1 - h.beta1**step),
+        # What torch.lerp takes; kernels take it as ``near`` and ``toward``.
+        "weight": 1 - h.beta1,
+    }
 
 
 class AdamW(Adam):
@@ -109,9 +99,8 @@ class AdamW(Adam):
     As :class:`Adam`, with the weight decay decoupled from the gradient.
     """
 
-    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
-    kernel: ClassVar[str] = "adamw"
-    decoupled: ClassVar[bool] = True
+    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.AdamW
+    kernel: ClassVar[str | None] = "adamw"
 
     def __init__(
         self,
@@ -125,3 +114,7 @@ class AdamW(Adam):
         maximize: bool = False,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+
+    @staticmethod
+    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Tensor | None]:
+        return _moments(h, o, n.step, None, 1 - h.lr * h.weight_decay)

@@ -1,10 +1,10 @@
 """The mechanism of the fused optimizers: stacks ``[B, *shape]`` of parameters, vectors ``[B]`` of numbers.
 
 Arithmetic that broadcasts a vector over a stack reads and writes every tensor several times and is slower
-than a loop over the members. So a kernel of our own, in C on a CPU (``native``) and in Triton on a CUDA device
-(``gpu``), takes the vectors and makes one pass over the memory of a group. Elsewhere, and where it cannot be compiled,
-the kernels of torch.optim, which take scalars, run on rows: each run of neighbouring members with equal
-hyper-parameters and step counts is one call.
+than a loop over the members. So the optimizers that are used most have a kernel of our own beside their formula, in C
+on a CPU (``native``) and in Triton on a CUDA device (``gpu``), which takes the vectors and makes one pass over the
+memory of a group. Elsewhere, and where it cannot be compiled, the formula runs (``stacked``); for dtypes of less than
+32 bits, and complex ones, torch's own class runs on the members' rows (``alone``).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import wraps
-from itertools import repeat
+from itertools import repeat, starmap
 from operator import attrgetter, is_
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,35 +25,25 @@ from hfusion.core.errors import CheckpointError
 from hfusion.core.membership import mark, membership
 from hfusion.core.usage import any_absent
 from hfusion.optim import coupling, native
-from hfusion.optim.cohort import Cohort, Cohorts, State, membership_of, same_objects
-from hfusion.optim.hyper import Hyper, Values, own, plain, read, unchanged
-from hfusion.optim.ready import Ready, Work
+from hfusion.optim.formula import Formula
+from hfusion.optim.group import Groups, State, membership_of, same_objects
+from hfusion.optim.hyper import own, plain, read, unchanged
 from hfusion.optim.resting import Resting, left_alone, together, without_gradient
-from hfusion.optim.rows import Row
 from hfusion.optim.scaled import divide, overflown
-from hfusion.optim.settings import Flags, Settings
+from hfusion.optim.settings import Options, ParamGroup, Settings, named
+from hfusion.optim.step_cache import StepCache, Work
+from hfusion.optim.unfuse import member_state_dicts
 
 _LAYOUT = attrgetter("layout")
 
-Group: TypeAlias = dict[str, Any]
 
-
-class FusedOptimizer(Optimizer):
+class FusedOptimizer(Formula, Optimizer):
     """Base class: a torch.optim.Optimizer whose every numeric hyper-parameter has one value per member.
 
     ``group["lr"]`` and the others are float64 vectors ``[B]``; a user may also write one number or a sequence
-    there. ``state[p]`` holds ``step``, the counts ``[B]``, and stacks shaped like ``p``. A subclass lists its
-    hyper-parameters and flags, names its native kernel and gives two of torch's.
+    there. ``state[p]`` holds ``step``, the counts ``[B]``, and stacks shaped like ``p``. A subclass is a
+    :class:`Formula`, and its ``__init__`` gives the defaults of a param group.
     """
-
-    hypers: ClassVar[tuple[Hyper, ...]]
-    """The learning rate first, the weight decay last."""
-    flags: ClassVar[tuple[str, ...]]
-    torch_class: ClassVar[type[Optimizer]]
-    counts_steps: ClassVar[bool] = True
-    """Whether torch's class has a ``step`` in its state."""
-    kernel: ClassVar[str]
-    """The name of the kernel in ``kernels.c``, and in ``gpu.py``."""
 
     keeps_members_apart: ClassVar[bool] = True
     # So torch.amp.GradScaler leaves it to the optimizer which gradients to divide and who must not step, and gives it
@@ -61,36 +51,17 @@ class FusedOptimizer(Optimizer):
     _step_supports_amp_scaling: ClassVar[bool] = True
 
     def __init__(self, params: Any, defaults: Mapping[str, Any]) -> None:
-        self._known: dict[int, tuple[Settings, Cohorts | None]] = {}
-        self._released: dict[tuple[int, ...], Cohorts] = {}
-        self._ready: Ready | None = None
+        self._known: dict[int, tuple[Settings, Groups | None]] = {}
+        self._released: dict[tuple[int, ...], Groups] = {}
+        self._cache: StepCache | None = None
         super().__init__(params, dict(defaults))
-
-    @staticmethod
-    def buffers(values: Values, flags: Flags) -> tuple[str, ...]:
-        """Names of the state stacks that a member with these values needs."""
-        raise NotImplementedError
-
-    @staticmethod
-    def fused(row: Row, values: Values, flags: Flags) -> None:
-        """Update a row of contiguous float32 or float64 tensors on a CPU or CUDA device with torch's fastest kernel."""
-        raise NotImplementedError
-
-    @staticmethod
-    def general(row: Row, values: Values, flags: Flags) -> None:
-        """Update a row of any dtype, device and strides, with torch's default implementation."""
-        raise NotImplementedError
-
-    @staticmethod
-    def check(values: Values, flags: Flags) -> None:
-        """ValueError if one member's values do not go together."""
 
     @property
     def members(self) -> int:
         """B, the number of members of the array."""
         return membership_of(self.param_groups[0]["params"][0]).members
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """As torch's; ValueError for parameters of no array or of another B, or for bad values."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -101,6 +72,7 @@ class FusedOptimizer(Optimizer):
                     f"param group {len(self.param_groups) - 1} belongs to an array of {members} members, "
                     f"the first group to one of {self.members}: use one optimizer per array"
                 )
+            self._check_params(group["params"])
             own(group)
             self._settings(group)
         except Exception:
@@ -145,29 +117,20 @@ class FusedOptimizer(Optimizer):
             resting = together(resting, self._unscaled(found_inf))
             work = self._work()
         with torch.no_grad(), left_alone(resting, self.state) if resting else nullcontext():
-            for settings, cohort, grads in work:
-                self._update(settings, cohort, grads)
+            for settings, group, grads in work:
+                group.step(grads, settings)
         return loss
 
     def _work(self) -> Work:
-        """The cohorts of this step with their gradients; whatever may fail has been checked, and nothing is written."""
-        work = self._ready.work(self.param_groups, self.state) if self._ready is not None else None
+        """The groups of this step with their gradients; whatever may fail has been checked, and nothing is written."""
+        work = self._cache.work(self.param_groups, self.state) if self._cache is not None else None
         if work is None:
-            before = [cohorts for _, cohorts in self._known.values()]
+            before = [groups for _, groups in self._known.values()]
             work = [part for index, group in enumerate(self.param_groups) for part in self._prepare(index, group)]
             # Not at the first step of its kind: shards come and go.
-            again = same_objects(before, [cohorts for _, cohorts in self._known.values()])
-            self._ready = self._remembered() if again else None
+            again = same_objects(before, [groups for _, groups in self._known.values()])
+            self._cache = self._remembered() if again else None
         return work
-
-    def _update(self, settings: Settings, cohort: Cohort, grads: list[Tensor]) -> None:
-        """Count a step of a cohort and make it."""
-        if cohort.planned:
-            cohort.step(grads, settings)
-            return
-        kernel = self.fused if cohort.fused else self.general
-        for row, values in cohort.rows(grads, settings):
-            kernel(row, values, settings.flags)
 
     def _unscaled(self, found_inf: Tensor) -> Resting:
         """Do what a GradScaler left to do: divide the gradients by its scale, and find who must not step."""
@@ -188,18 +151,18 @@ class FusedOptimizer(Optimizer):
     def initialise(self) -> None:
         """Make the state of every trained parameter now, which otherwise happens at its first step."""
         for group in self.param_groups:
-            names = self._settings(group).names
+            settings = self._settings(group)
             for param in group["params"]:
-                if names and param.requires_grad:
-                    self._state(param, names)
+                if settings.stateful and param.requires_grad:
+                    self._state(param, settings)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with hyper-parameters as plain float64 tensors ``[B]``: ``weights_only`` loads it."""
         found = super().state_dict()
         groups = [{key: plain(value) for key, value in group.items()} for group in found["param_groups"]]
-        # In the optimizer the counts of many parameters lie in one storage, which a file would hold whole.
+        # A copy: what a user keeps does not count on.
         state = {
-            key: {name: value.clone() if name == "step" else value for name, value in entry.items()}
+            key: {name: value.clone() if name in self.numbers else value for name, value in entry.items()}
             for key, entry in found["state"].items()
         }
         return {**found, "state": state, "param_groups": groups}
@@ -222,18 +185,19 @@ class FusedOptimizer(Optimizer):
 
     def unfuse(self) -> list[dict[str, Any]]:
         """B state dicts, one per member, from which torch.optim's class of the same name continues."""
-        from hfusion.optim.convert import unfuse
-
-        return unfuse(self)
+        options, early = _torch_ways(self.torch_class)
+        if early:
+            self.initialise()
+        return member_state_dicts(self.param_groups, self.state, options, counted=self.counts_steps, early=early)
 
     def forget(self) -> None:
         """Let go of the memory of tensors that are moved; the next step looks where they lie."""
-        self._ready = None
-        for index, (settings, cohorts) in list(self._known.items()):
+        self._cache = None
+        for index, (settings, groups) in list(self._known.items()):
             self._known[index] = settings, None
-            if cohorts is not None:
-                cohorts.release()
-                self._released[cohorts.key] = cohorts
+            if groups is not None:
+                groups.release()
+                self._released[groups.key] = groups
 
     def __getstate__(self) -> dict[str, Any]:
         marks = [[membership(param) for param in group["params"]] for group in self.param_groups]
@@ -244,7 +208,7 @@ class FusedOptimizer(Optimizer):
         super().__setstate__(state)
         self._known = {}
         self._released = {}
-        self._ready = None
+        self._cache = None
         # A copy of a Parameter has lost its mark.
         for group, memberships in zip(self.param_groups, marks, strict=False):
             for param, found in zip(group["params"], memberships, strict=True):
@@ -253,25 +217,37 @@ class FusedOptimizer(Optimizer):
         for group in self.param_groups:
             self._settings(group)
 
-    def _settings(self, group: Group, known: Settings | None = None) -> Settings:
+    def _settings(self, group: ParamGroup, known: Settings | None = None) -> Settings:
         """The checked values of ``group``; ``known`` itself if they are still the same."""
-        if known and unchanged(group, self.hypers, known.vectors, known.columns) and self._flags(group) == known.flags:
+        if (
+            known
+            and unchanged(group, self.hypers, known.vectors, known.columns)
+            and self._options(group) == known.options
+        ):
             return known
         vectors, columns = read(group, self.hypers, membership_of(group["params"][0]).members)
-        flags = self._flags(group)
+        options = self._options(group)
         for hyper, column in zip(self.hypers, columns, strict=True):
             hyper.check(column)
-        members = list(zip(*columns, strict=True))
-        for values in dict.fromkeys(members):
-            self.check(values, flags)
-        buffers = [self.buffers(values, flags) for values in members]
-        settings = Settings(vectors, columns, flags, members, buffers)
-        if len(settings.lengths) > 1:
+        values = named("Values", tuple(hyper.field for hyper in self.hypers))
+        members = list(starmap(values, zip(*columns, strict=True)))
+        different = dict.fromkeys(members)
+        for one in different:
+            self.check(one, options)
+        buffers = {one: tuple(self.stacks(one, options)) for one in different}
+        settings = Settings(vectors, columns, options, members, [buffers[one] for one in members], self.counts_steps)
+        if not settings.alike:
             self._check_shared([param for param in group["params"] if param.requires_grad], settings)
         return settings
 
-    def _flags(self, group: Group) -> Flags:
-        return tuple(bool(group[name]) for name in self.flags)
+    def _options(self, group: ParamGroup) -> Options:
+        found: Options = named("Options", self.options)._make(group[name] for name in self.options)
+        return found
+
+    def _check_params(self, params: Sequence[Tensor]) -> None:
+        for param in params:
+            found = membership_of(param)
+            self.check_param(found.name, param.shape[1:] if found.stacked else param.shape, param.dtype)
 
     def _check_shared(self, params: Sequence[Tensor], settings: Settings) -> None:
         for param in params:
@@ -290,16 +266,16 @@ class FusedOptimizer(Optimizer):
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, param in zip(keys, params, strict=False):
             for name, value in state_dict["state"].get(key, {}).items():
-                wanted = _counts_shape(param) if name == "step" else param.shape
+                wanted = _numbers_shape(param) if name in self.numbers else param.shape
                 if value.shape != wanted:
                     raise CheckpointError(
                         f"the state {name!r} of parameter {key} has shape {list(value.shape)}, this "
                         f"optimizer needs {list(wanted)}: load the state of an array with the same members"
                     )
 
-    def _prepare(self, index: int, group: Group) -> Work:
-        """Everything of a step that may fail, before anything is written: cohorts with their gradients."""
-        before, cohorts = self._known.get(index, (None, None))
+    def _prepare(self, index: int, group: ParamGroup) -> Work:
+        """Everything of a step that may fail, before anything is written: groups with their gradients."""
+        before, groups = self._known.get(index, (None, None))
         settings = self._settings(group, before)
         names = settings.names
         grads = [grad for param in group["params"] if (grad := param.grad) is not None]
@@ -308,48 +284,75 @@ class FusedOptimizer(Optimizer):
             active = [param for param in active if param.grad is not None]
         if not all(map(is_, map(_LAYOUT, grads), repeat(torch.strided))):
             raise RuntimeError(f"{type(self).__name__} does not support sparse gradients: use dense ones")
-        state = list(map(self.state.get, active)) if names else []
-        held = cohorts is not None and cohorts.holds(active, state, names)
-        if len(settings.lengths) > 1 and not (held and settings is before):
+        state = list(map(self.state.get, active)) if settings.stateful else []
+        held = groups is not None and groups.holds(active, state, names)
+        if not settings.alike and not (held and settings is before):
             self._check_shared(active, settings)
-        if cohorts is None or not held:
-            cohorts = self._cohorts(active, state, names)
-        cohorts.check(grads)
-        self._known[index] = (settings, cohorts)
-        return [(settings, cohort, part) for cohort, part in cohorts.load(grads)]
+        if groups is None or not held:
+            groups = self._groups(active, state, settings)
+        groups.check(grads)
+        self._known[index] = (settings, groups)
+        return [(settings, part, own) for part, own in groups.load(grads)]
 
-    def _cohorts(self, active: Sequence[Tensor], state: Sequence[State | None], names: list[str]) -> Cohorts:
+    def _groups(self, active: Sequence[Tensor], state: Sequence[State | None], settings: Settings) -> Groups:
         """Those of parameters that were there before and have moved, or new ones."""
         found = self._released.pop(tuple(map(id, active)), None)
-        if found is not None and found.move(active, state, names):
+        if found is not None and found.move(active, state, settings.names):
             return found
-        return Cohorts(active, [self._state(param, names) for param in active] if names else [], names, self.kernel)
+        made = [self._state(param, settings) for param in active] if settings.stateful else []
+        return Groups(type(self), active, made, settings.names)
 
-    def _remembered(self) -> Ready | None:
+    def _remembered(self) -> StepCache | None:
         """What the preparation of this step found, if the next one may start from there."""
         groups = self.param_groups
-        known = [
-            (settings, cohorts) for settings, cohorts in map(self._known.__getitem__, range(len(groups))) if cohorts
-        ]
-        keys = list(dict.fromkeys([*(hyper.key for hyper in self.hypers), *self.flags]))
+        known = [(settings, parts) for settings, parts in map(self._known.__getitem__, range(len(groups))) if parts]
+        keys = list(dict.fromkeys([*(hyper.key for hyper in self.hypers), *self.options]))
         steady = (
             all(type(param.grad) is Tensor for group in groups for param in group["params"])
-            and all(cohort.planned for _, cohorts in known for cohort in cohorts.all)
             and not isinstance(native.library(), str)
             and all(vector.is_contiguous() for settings, _ in known for vector in settings.vectors)
             # A list may change and stay the same object.
             and not any(isinstance(group[key], list) for group in groups for key in keys)
         )
-        return Ready(groups, self.state, keys, known) if steady else None
+        return StepCache(groups, self.state, keys, known) if steady else None
 
-    def _state(self, param: Tensor, names: Sequence[str]) -> State:
+    def _state(self, param: Tensor, settings: Settings) -> State:
         state: State = self.state[param]
-        if not state.keys() >= {"step", *names}:
-            state.setdefault("step", torch.zeros(_counts_shape(param), dtype=torch.float32))
-            for name in names:
-                if name not in state:
-                    state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        if state.keys() >= {*self.numbers, *settings.names}:
+            return state
+        for name, first in self.numbers.items():
+            dtype = torch.float32 if name == "step" else _scalar_dtype()
+            state.setdefault(name, torch.full(_numbers_shape(param), first, dtype=dtype))
+        fills = [self.begin(one, settings.options) for one in settings.members]
+        for name in settings.names:
+            if name not in state:
+                state[name] = _filled(param, [fill.get(name, 0.0) for fill in fills])
         return state
+
+
+def _filled(param: Tensor, values: Sequence[float]) -> Tensor:
+    """A stack like ``param`` with one number in each row."""
+    stack = torch.zeros_like(param, memory_format=torch.preserve_format)
+    if not any(values):
+        return stack
+    if not membership_of(param).stacked:
+        return stack.fill_(values[0])
+    for row, value in zip(stack, values, strict=True):
+        row.fill_(value)
+    return stack
+
+
+def _scalar_dtype() -> torch.dtype:
+    """What torch's optimizers keep their numbers in."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+
+
+def _torch_ways(kind: type[Optimizer] | None) -> tuple[ParamGroup, bool]:
+    """Torch's own options of a param group, at the installed version's defaults; whether it makes state at once."""
+    if kind is None:
+        return {}, False
+    example = kind([torch.zeros(1, 1)])  # type: ignore[call-arg]
+    return example.param_groups[0], bool(example.state)
 
 
 def _observed(optimizer: Optimizer) -> bool:
@@ -363,7 +366,7 @@ def _observed(optimizer: Optimizer) -> bool:
     )
 
 
-def _members(group: Group) -> int:
+def _members(group: ParamGroup) -> int:
     """B of the array that the parameters of ``group`` belong to."""
     members = None
     for index, param in enumerate(group["params"]):
@@ -380,6 +383,6 @@ def _members(group: Group) -> int:
     return members
 
 
-def _counts_shape(param: Tensor) -> torch.Size:
+def _numbers_shape(param: Tensor) -> torch.Size:
     found = membership_of(param)
     return torch.Size([found.members] if found.stacked else [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,9 +10,16 @@ from torch import Tensor
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import Membership
 
+_NUMBERS = {"step": "step counts"}
 
-def check_state(param: Tensor, found: Membership, entry: Mapping[str, Tensor], names: Sequence[str]) -> None:
-    """FusionError unless the state of ``param`` is of its shape, dtype and device, and its counts are numbers."""
+
+def check_state(
+    param: Tensor, found: Membership, entry: Mapping[str, Tensor], names: Sequence[str], numbers: Iterable[str]
+) -> None:
+    """FusionError unless the stacks of ``param`` are of its shape, dtype and device, and there is a number per member.
+
+    ``names``: of the stacks in its state ``entry``. ``numbers``: of what is one number per member.
+    """
     for name in names:
         stack = entry[name]
         if _kind(stack) != _kind(param):
@@ -21,12 +28,15 @@ def check_state(param: Tensor, found: Membership, entry: Mapping[str, Tensor], n
                 "of them was converted, moved or replaced after the other was made; bring the state to the parameters "
                 "by opt.load_state_dict(opt.state_dict()), or make a new optimizer"
             )
-    steps, wanted = entry["step"], ((found.members,) if found.stacked else ())
-    if not isinstance(steps, Tensor) or tuple(steps.shape) != wanted or steps.is_meta:
-        told = _text(steps) if isinstance(steps, Tensor) else repr(steps)
-        raise FusionError(
-            f"the step counts of parameter {found.name!r} are {told}; they must be numbers of shape {list(wanted)}"
-        )
+    wanted = (found.members,) if found.stacked else ()
+    for name in numbers:
+        value = entry[name]
+        if not isinstance(value, Tensor) or tuple(value.shape) != wanted or value.is_meta:
+            told = _text(value) if isinstance(value, Tensor) else repr(value)
+            raise FusionError(
+                f"the {_NUMBERS.get(name, f'state {name!r}')} of parameter {found.name!r} are {told}; they must be "
+                f"numbers of shape {list(wanted)}"
+            )
 
 
 def check_gradient(param: Tensor, found: Membership, grad: Tensor) -> None:

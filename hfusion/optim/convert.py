@@ -1,4 +1,4 @@
-"""From B running torch.optim optimizers to a fused one, and back."""
+"""From B running torch.optim optimizers to a fused one."""
 
 from __future__ import annotations
 
@@ -11,17 +11,34 @@ from torch.optim import Optimizer
 
 from hfusion.core.errors import FusionError
 from hfusion.optim.adadelta import Adadelta
+from hfusion.optim.adagrad import Adagrad
 from hfusion.optim.adam import Adam, AdamW
-from hfusion.optim.base import FusedOptimizer, Group
-from hfusion.optim.cohort import membership_of
-from hfusion.optim.hyper import plain
+from hfusion.optim.adamax import Adamax
+from hfusion.optim.base import FusedOptimizer
+from hfusion.optim.group import membership_of
+from hfusion.optim.muon import Muon
+from hfusion.optim.nadam import NAdam
+from hfusion.optim.radam import RAdam
+from hfusion.optim.rmsprop import RMSprop
+from hfusion.optim.settings import ParamGroup
 from hfusion.optim.sgd import SGD
 
-_SUPPORTED: tuple[type[FusedOptimizer], ...] = (SGD, Adam, AdamW, Adadelta)
+TORCH_CLASSES: tuple[type[FusedOptimizer], ...] = (
+    Adadelta,
+    Adagrad,
+    Adam,
+    AdamW,
+    Adamax,
+    Muon,
+    NAdam,
+    RAdam,
+    RMSprop,
+    SGD,
+)
 
 # How torch runs a step, not what it computes.
 _EXECUTION = ("foreach", "fused", "capturable")
-_INTERNAL = ("params", "param_names", "decoupled_weight_decay", "differentiable", *_EXECUTION)
+_INTERNAL = ("params", "param_names", "differentiable", *_EXECUTION)
 
 
 class FusedArray(Protocol):
@@ -34,24 +51,26 @@ class FusedArray(Protocol):
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]: ...
 
 
-def fuse(optimizers: Sequence[Optimizer], fused: FusedArray) -> FusedOptimizer:
+def fuse(
+    optimizers: Sequence[Optimizer], fused: FusedArray, into: type[FusedOptimizer] | None = None
+) -> FusedOptimizer:
     """The fused optimizer that continues where ``optimizers`` are.
 
-    ``optimizers``: one torch.optim.SGD, Adam, AdamW or Adadelta per member, over that member's original
-    parameters, with the same param groups; hyper-parameters, step counts and state may differ. ``fused``: the
-    array of these members. The state is copied. Raises FusionError for anything else, ValueError for values
-    out of range.
+    ``optimizers``: one of torch.optim per member, all of one class, over that member's original parameters, with the
+    same param groups; hyper-parameters, step counts and state may differ. ``fused``: the array of these members.
+    ``into``: the class to make, for optimizers that are not torch's; by default the one that is named as theirs. The
+    state is copied. Raises FusionError for anything else, ValueError for values out of range.
     """
     optimizers = list(optimizers)
     if len(optimizers) != len(fused):
         raise FusionError(
             f"{len(optimizers)} optimizers for an array of {len(fused)} members: give one per member, in their order"
         )
-    cls = _fused_class(optimizers)
+    cls = _fused_class(optimizers, into)
     params = dict(fused.named_parameters())
     keys = _aligned_keys(optimizers, fused, params)
     groups = [
-        _fuse_group(index, [opt.param_groups[index] for opt in optimizers], [params[key] for key in names])
+        _fuse_group(cls, index, [opt.param_groups[index] for opt in optimizers], [params[key] for key in names])
         for index, names in enumerate(keys)
     ]
     made: FusedOptimizer = cls(groups)  # type: ignore[call-arg]
@@ -60,85 +79,43 @@ def fuse(optimizers: Sequence[Optimizer], fused: FusedArray) -> FusedOptimizer:
         for param, same in zip(group["params"], originals, strict=True):
             states = [opt.state.get(original, {}) for opt, original in zip(optimizers, same, strict=True)]
             if any(_begun(state) for state in states):
-                made.state[param] = _stack_state(param, states)
+                made.state[param] = _stack_state(cls, param, states)
     return made
 
 
-def unfuse(optimizer: FusedOptimizer) -> list[dict[str, Any]]:
-    """B state dicts, one per member, for torch.optim's class of the same name; the state is copied."""
-    numbers: dict[Tensor, int] = {}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            numbers[param] = len(numbers)
-    # Torch's own options, at the defaults of the installed version.
-    options = type(optimizer).torch_class([torch.zeros(())]).param_groups[0]  # type: ignore[call-arg]
-    found = []
-    for member in range(optimizer.members):
-        states = {number: _member_state(optimizer, param, member) for param, number in numbers.items()}
-        groups = [
-            {
-                **options,
-                **_member_group(group, member),
-                "params": [numbers[param] for param in group["params"]],
-            }
-            for group in optimizer.param_groups
-        ]
-        found.append({"state": {number: state for number, state in states.items() if state}, "param_groups": groups})
-    return found
-
-
-def _member_group(group: Group, member: int) -> Group:
-    members = len(group["lr"])
-    return {key: _member_value(plain(value), member, members) for key, value in group.items()}
-
-
-def _member_value(value: Any, member: int, members: int) -> Any:
-    if isinstance(value, Tensor) and value.shape == (members,):
-        return float(value[member])
-    if isinstance(value, tuple):
-        return tuple(_member_value(item, member, members) for item in value)
-    return value
-
-
-def _member_state(optimizer: FusedOptimizer, param: Tensor, member: int) -> dict[str, Tensor]:
-    stacked = membership_of(param).stacked
-    state = {
-        name: (value[member] if stacked else value).clone() for name, value in optimizer.state.get(param, {}).items()
-    }
-    # A member that never stepped has no state in torch.
-    if not state or not state["step"] > 0:
-        return {}
-    if not optimizer.counts_steps:
-        del state["step"]
-    return state
-
-
-def _fused_class(optimizers: list[Optimizer]) -> type[FusedOptimizer]:
-    classes = [_counterpart(member, optimizer) for member, optimizer in enumerate(optimizers)]
-    for member, cls in enumerate(classes):
-        if cls is not classes[0]:
+def _fused_class(optimizers: list[Optimizer], into: type[FusedOptimizer] | None) -> type[FusedOptimizer]:
+    for member, optimizer in enumerate(optimizers):
+        if any(group.get("differentiable") for group in optimizer.param_groups):
             raise FusionError(
-                f"optimizer {member} is {cls.__name__}, optimizer 0 is {classes[0].__name__}: all members "
+                f"optimizer {member} has differentiable=True, which a fused optimizer cannot do: set it to False"
+            )
+    classes = [into or _counterpart(member, optimizer) for member, optimizer in enumerate(optimizers)]
+    for member, (cls, optimizer) in enumerate(zip(classes, optimizers, strict=True)):
+        if cls is not classes[0] or (into and type(optimizer) is not type(optimizers[0])):
+            kinds = [type(optimizer), type(optimizers[0])] if into else [cls, classes[0]]
+            raise FusionError(
+                f"optimizer {member} is {kinds[0].__name__}, optimizer 0 is {kinds[1].__name__}: all members "
                 "need the same class"
             )
     return classes[0]
 
 
 def _counterpart(member: int, optimizer: Optimizer) -> type[FusedOptimizer]:
-    for cls in _SUPPORTED:
+    for cls in TORCH_CLASSES:
         if type(optimizer) is cls.torch_class:
             break
     else:
-        names = ", ".join(f"torch.optim.{cls.torch_class.__name__}" for cls in _SUPPORTED)
-        raise FusionError(f"optimizer {member} is {type(optimizer).__name__}; supported are {names}")
+        names = ", ".join(f"torch.optim.{cls.torch_class.__name__}" for cls in TORCH_CLASSES if cls.torch_class)
+        raise FusionError(
+            f"optimizer {member} is {type(optimizer).__name__}; supported are {names}; for another one, give the class "
+            "of hf.optim that computes the same as into="
+        )
+    if not issubclass(cls, Adam):
+        return cls
     decoupled = [bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups]
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise FusionError(f"optimizer {member} has differentiable=True, which fused kernels cannot do: set it to False")
-    if issubclass(cls, Adam):
-        if len(set(decoupled)) > 1:
-            raise FusionError(f"optimizer {member} has decoupled_weight_decay={decoupled} in its groups: use one value")
-        return AdamW if decoupled[0] else Adam
-    return cls
+    if len(set(decoupled)) > 1:
+        raise FusionError(f"optimizer {member} has decoupled_weight_decay={decoupled} in its groups: use one value")
+    return AdamW if decoupled[0] else Adam
 
 
 def _aligned_keys(
@@ -188,18 +165,20 @@ def _key(fused: FusedArray, params: dict[str, torch.nn.Parameter], place: tuple[
     return key
 
 
-def _fuse_group(index: int, same: list[Group], params: list[torch.nn.Parameter]) -> Group:
-    group: Group = {"params": params}
+def _fuse_group(
+    cls: type[FusedOptimizer], index: int, same: list[ParamGroup], params: list[torch.nn.Parameter]
+) -> ParamGroup:
+    group: ParamGroup = {"params": params}
     if "param_names" in same[0]:
         group["param_names"] = list(same[0]["param_names"])
     for key, first in same[0].items():
-        if key in _INTERNAL:
+        if key in _INTERNAL or (key == "decoupled_weight_decay" and key not in cls.options):
             continue
         for member, other in enumerate(same):
             if key not in other:
                 raise FusionError(f"group {index} of optimizer {member} has no option {key!r}, that of optimizer 0 has")
-        values = [other[key] for other in same]
-        group[key] = _fuse_option(f"option {key!r} of group {index}", first, values)
+        where, values = f"option {key!r} of group {index}", [other[key] for other in same]
+        group[key] = _the_same(where, values) if key in cls.options else _fuse_option(where, first, values)
     return group
 
 
@@ -208,19 +187,23 @@ def _fuse_option(where: str, first: Any, values: list[Any]) -> Any:
         return tuple(_fuse_option(where, column[0], list(column)) for column in zip(*values, strict=True))
     if isinstance(first, Tensor) or (isinstance(first, (int, float)) and not isinstance(first, bool)):
         return torch.tensor([float(value) for value in values], dtype=torch.float64)
+    return _the_same(where, values)
+
+
+def _the_same(where: str, values: list[Any]) -> Any:
     for member, value in enumerate(values):
-        if value != first:
+        if value != values[0]:
             raise FusionError(
-                f"{where} is {value!r} for member {member} and {first!r} for member 0: it must be the same"
+                f"{where} is {value!r} for member {member} and {values[0]!r} for member 0: it must be the same"
             )
-    return first
+    return values[0]
 
 
 def _begun(state: dict[str, Any]) -> bool:
     return any(isinstance(value, Tensor) for value in state.values())
 
 
-def _stack_state(param: Tensor, states: list[dict[str, Any]]) -> dict[str, Tensor]:
+def _stack_state(cls: type[FusedOptimizer], param: Tensor, states: list[dict[str, Any]]) -> dict[str, Tensor]:
     found = membership_of(param)
     if not found.stacked and found.members > 1:
         raise FusionError(
@@ -229,13 +212,18 @@ def _stack_state(param: Tensor, states: list[dict[str, Any]]) -> dict[str, Tenso
         )
     names = dict.fromkeys(name for state in states for name, value in state.items() if isinstance(value, Tensor))
     stacked = {"step": torch.tensor([_steps(state) for state in states], dtype=torch.float32)}
+    row = param[0] if found.stacked else param
     for name in names:
-        if name != "step":
-            row = torch.zeros_like(param[0] if found.stacked else param)
-            stacked[name] = torch.stack([state.get(name, row).detach().to(row) for state in states])
+        if name == "step":
+            continue
+        if name in cls.numbers:
+            numbers = [state.get(name, torch.tensor(cls.numbers[name])) for state in states]
+            stacked[name] = torch.stack([number.detach().cpu() for number in numbers])
+        else:
+            stacked[name] = torch.stack([state.get(name, torch.zeros_like(row)).detach().to(row) for state in states])
     return stacked if found.stacked else {name: value[0] for name, value in stacked.items()}
 
 
 def _steps(state: dict[str, Any]) -> float:
-    """SGD keeps no count in torch; here one step means that the momentum buffer has begun."""
+    """SGD and Muon keep no count in torch; here one step means that the momentum buffer has begun."""
     return float(state["step"]) if "step" in state else float(_begun(state))

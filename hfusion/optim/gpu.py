@@ -1,8 +1,7 @@
-"""The kernels of ``triton_kernels.py``, on a CUDA device.
+"""The kernels of ``triton_kernels.py``, on an accelerator.
 
-triton comes with torch for CUDA (https://triton-lang.org). Where it is missing, torch's kernels run row by row
-(``rows.py``), one launch for each run of members with equal hyper-parameters; the environment variable
-``HFUSION_NATIVE=0`` chooses that.
+triton comes with torch for CUDA (https://triton-lang.org). Where it is missing, the optimizers run their formulas
+(``stacked.py``), a launch for each operator; the environment variable ``HFUSION_NATIVE=0`` chooses that.
 """
 
 from __future__ import annotations
@@ -10,59 +9,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, TypeAlias
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfusion.device.backend import backend
-from hfusion.optim.settings import Flags, Settings
-
-Scalars: TypeAlias = Callable[[Tensor, Tensor, Flags], list[Tensor]]
-"""From hyper-parameters ``[hyper, members]``, numbers of the step and flags to what a kernel reads, all float64."""
-
-
-def _sgd(table: Tensor, counts: Tensor, flags: Flags) -> list[Tensor]:
-    lr, momentum, dampening, decay = table
-    nesterov, maximize = flags
-    first = (counts == 1).to(lr)
-    return [_sign(lr, maximize), lr, decay, momentum, 1 - dampening, first, torch.full_like(lr, nesterov)]
-
-
-def _adam(table: Tensor, counts: Tensor, flags: Flags) -> list[Tensor]:
-    return _moments(table, counts, flags, table[4], torch.ones_like(table[0]))
-
-
-def _adamw(table: Tensor, counts: Tensor, flags: Flags) -> list[Tensor]:
-    lr, decay = table[0], table[4]
-    return _moments(table, counts, flags, torch.zeros_like(lr), 1 - lr * decay)
-
-
-def _moments(table: Tensor, counts: Tensor, flags: Flags, decay: Tensor, shrink: Tensor) -> list[Tensor]:
-    lr, beta1, beta2, eps, _ = table
-    near = 1 - beta1 < 0.5
-    toward = torch.where(near, 1 - beta1, -beta1)
-    scale, step = (1 - beta2**counts).rsqrt(), lr / (1 - beta1**counts)
-    return [_sign(lr, flags[1]), decay, shrink, near.to(lr), toward, beta2, 1 - beta2, scale, eps, step]
-
-
-def _adadelta(table: Tensor, counts: Tensor, flags: Flags) -> list[Tensor]:
-    lr, rho, eps, decay = table
-    return [_sign(lr, flags[0]), lr, decay, rho, 1 - rho, eps]
-
-
-def _sign(like: Tensor, maximize: bool) -> Tensor:
-    return torch.full_like(like, -1 if maximize else 1)
-
-
-_KERNELS: Mapping[str, tuple[str, Scalars]] = {
-    "sgd": ("sgd", _sgd),
-    "adam": ("adam", _adam),
-    "adamw": ("adam", _adamw),
-    "adadelta": ("adadelta", _adadelta),
-}
+from hfusion.optim.formula import Formula
+from hfusion.optim.settings import Settings
 
 
 def library() -> Any:
@@ -77,18 +34,21 @@ def _loaded() -> Any:
     return importlib.import_module("hfusion.optim.triton_kernels")
 
 
-def plan(name: str, stacks: Sequence[Sequence[Tensor]], counts: Tensor | None) -> Plan | None:
-    """The steps of optimizer ``name`` for these stacks, see `Plan`; None without Triton."""
-    return None if isinstance(library(), str) else Plan(name, stacks, counts)
+def plan(formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> Plan | None:
+    """The steps of ``formula`` for these stacks, see `Plan`; None without Triton."""
+    return None if isinstance(library(), str) else Plan(formula, stacks, counts)
 
 
 class Plan:
-    """As `hfusion.optim.native.Plan`, for stacks on a CUDA device; the ``counts`` stay on the CPU."""
+    """As `hfusion.optim.native.Plan`, for stacks on an accelerator; the ``counts`` stay on the CPU."""
 
-    def __init__(self, name: str, stacks: Sequence[Sequence[Tensor]], counts: Tensor | None) -> None:
+    contiguous = True
+
+    def __init__(self, formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> None:
+        assert formula.kernel is not None
         first, kernels = stacks[0][0], library()
-        kernel, self._scalars = _KERNELS[name]
-        self._kernel = getattr(kernels, kernel)
+        self._formula = formula
+        self._kernel = getattr(kernels, formula.kernel)
         self._device, self._dtype = first.device, first.dtype
         self._members = len(first)
         self._counts = counts
@@ -104,13 +64,14 @@ class Plan:
         """The same stacks lie elsewhere now."""
         self._params = torch.tensor([_addresses(stack) for stack in stacks], device=self._device)
 
+    def release(self) -> None:
+        """Nothing: this knows where tensors lie, and holds none."""
+
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
         """Count a step and make it. ``grads``: as the parameters."""
-        table, counts = settings.table[:, : self._members], torch.ones(self._members)
-        if self._counts is not None:
-            self._counts.add_(settings.advance[: self._members])
-            counts = self._counts[0, 0].reshape(-1)
-        scalars = torch.stack(self._scalars(table, counts.double(), settings.flags)).to(self._dtype)
+        if self._counts:
+            torch._foreach_add_(list(self._counts), settings.advance[: self._members])
+        scalars, begins = self._scalars(settings)
         if not len(self._spots):
             return
         # Triton launches on the current device.
@@ -123,10 +84,23 @@ class Plan:
                 self._params,
                 self._at(grads),
                 scalars.to(self._device, non_blocking=True),
+                begins.to(self._device, non_blocking=True),
                 **self._constants,
                 # As in C: every operation rounds.
                 enable_fp_fusion=False,
             )
+
+    def _scalars(self, settings: Settings) -> tuple[Tensor, Tensor]:
+        """What the kernel takes of numbers ``[counts, number, members]``, and where those of each tensor begin."""
+        own, which = torch.ones(1, self._members), torch.zeros(len(self._sizes), dtype=torch.int64)
+        if self._counts:
+            own, which = torch.unique(torch.stack(list(self._counts)), dim=0, return_inverse=True)
+        names = SimpleNamespace(step=own.double())
+        found = self._formula.scalars(settings.vectors_of(self._members), settings.options, names)
+        nothing = torch.zeros(self._members, dtype=torch.float64)
+        whole = [(nothing if value is None else value).expand(own.shape) for value in found.values()]
+        scalars = torch.stack(whole, dim=1).to(self._dtype)
+        return scalars, which * (scalars.numel() // len(own))
 
     def _at(self, grads: Sequence[Tensor]) -> Tensor:
         """Where the gradients lie, which is often where they lay before."""

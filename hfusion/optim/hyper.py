@@ -99,6 +99,13 @@ class Hyper:
     high: float = math.inf
     below: bool = False
     """True: ``high`` itself is out of range."""
+    name: str = ""
+    """What formulas call it, if not ``key``."""
+
+    @property
+    def field(self) -> str:
+        """What formulas call it."""
+        return self.name or self.key
 
     @property
     def label(self) -> str:
@@ -122,10 +129,6 @@ class Hyper:
         if math.isinf(self.high):
             return f"finite and at least {self.low:g}"
         return f"at least {self.low:g} and {'below' if self.below else 'at most'} {self.high:g}"
-
-
-Values: TypeAlias = tuple[float, ...]
-"""One number per hyper-parameter, in the order in which the optimizer lists them."""
 
 
 def read(

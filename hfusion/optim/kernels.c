@@ -1,4 +1,4 @@
-/* The steps of the fused optimizers on a CPU: one pass over the memory of all tensors of a cohort.
+/* The steps of the fused optimizers on a CPU: one pass over the memory of all tensors of a group.
 
    hfusion/optim/native.py compiles this file at first use. Every function takes
 
@@ -7,7 +7,8 @@
      params, grads              the address of each tensor
      state                      the same, one list after the other, in the order the comment of the kernel says
      columns                    hyper-parameters [hyper][stride], in the order in which the optimizer lists them
-     counts                     the number of this step for each member, from 1
+     counts                     for each tensor, the number of this step for each member, from 1; none where no
+                                kernel needs them
      flags                      the optimizer's flags, the first in the lowest bit
      threads                    at most so many are used
 
@@ -34,7 +35,7 @@
 
 #define ARGUMENTS                                                                                                  \
     int64_t tensors, int64_t members, int64_t stride, const int64_t *sizes, void *const *params,                    \
-        void *const *grads, void *const *state, const double *columns, const float *counts, int64_t flags,          \
+        void *const *grads, void *const *state, const double *columns, const float *const *counts, int64_t flags,   \
         int64_t threads
 #define PASSED tensors, members, stride, sizes, params, grads, state, columns, counts, flags, threads
 
@@ -49,10 +50,15 @@ typedef struct {
     int flush;                           /* whether 0 may be taken for denormal numbers */
     size_t element;
     Row row;
-    const char *scalars; /* one record for each member */
+    const int64_t *first; /* for each tensor the first of its records, one for each member */
+    const char *scalars;  /* the records; tensors with equal step counts have the same ones */
     size_t record;
-    const int64_t *ends; /* for each member the end of its run of members with equal records */
+    const int64_t *ends; /* for each record the end of the run of members with equal ones */
 } Work;
+
+/* Writes what a step takes of the numbers of each member; `counts`: of one tensor. */
+typedef void (*Fill)(void *records, int64_t members, int64_t stride, const double *columns, const float *counts,
+                     int64_t flags);
 
 /* What this thread does with denormal numbers, below 1.2e-38 as floats: 0 for them if `flush`. The moments of a weight
    that gets no gradient decay to them and stay there, and a processor takes a hundred cycles for each. */
@@ -92,13 +98,15 @@ static void walk(const Work *work, int64_t low, int64_t high) {
         const int64_t size = work->sizes[tensor], total = size * work->members;
         const int64_t stop = high - base < total ? high - base : total;
         int64_t from = low > base ? low - base : 0;
+        const int64_t *ends = work->ends + work->first[tensor];
+        const char *scalars = work->scalars + work->first[tensor] * work->record;
         while (from < stop) {
-            const int64_t member = from / size, end = work->ends[member] * size;
+            const int64_t member = from / size, end = ends[member] * size;
             const int64_t to = end < stop ? end : stop;
             void *at[2 + MAX_BUFFERS];
             for (int list = 0; list < work->used; list++)
                 at[list] = (char *)work->lists[list][tensor] + from * work->element;
-            work->row(to - from, at, work->scalars + member * work->record);
+            work->row(to - from, at, scalars + member * work->record);
             from = to;
         }
         base += total;
@@ -106,23 +114,23 @@ static void walk(const Work *work, int64_t low, int64_t high) {
     restore(before);
 }
 
-/* Makes the step of `row` with one record of scalars for each member, and frees the records. */
-static int finish(Work *work, size_t element, Row row, void *records, size_t record, int64_t threads) {
-    work->element = element;
-    work->row = row;
-    work->scalars = records;
-    work->record = record;
-    int64_t *ends = malloc(work->members * sizeof(int64_t)), total = 0;
-    if (!ends) {
-        free(records);
-        return 1;
-    }
-    for (int64_t member = work->members - 1; member >= 0; member--) {
-        const char *record = work->scalars + member * work->record;
-        const int joins = member + 1 < work->members && !memcmp(record, record + work->record, work->record);
+/* Whether a tensor takes other scalars than the one before it: its members are at other steps. */
+static int differs(int64_t tensor, int64_t members, const float *const *counts) {
+    return !tensor || (counts && memcmp(counts[tensor], counts[tensor - 1], members * sizeof(float)));
+}
+
+/* For each of `members` the end of its run of members with equal records. */
+static void find_ends(int64_t members, const char *records, size_t record, int64_t *ends) {
+    for (int64_t member = members - 1; member >= 0; member--) {
+        const char *own = records + member * record;
+        const int joins = member + 1 < members && !memcmp(own, own + record, record);
         ends[member] = joins ? ends[member + 1] : member + 1;
     }
-    work->ends = ends;
+}
+
+/* Makes the step of `row` on all elements, with as many threads as pay. */
+static void walk_all(const Work *work, int64_t threads) {
+    int64_t total = 0;
     for (int64_t tensor = 0; tensor < work->tensors; tensor++) total += work->sizes[tensor] * work->members;
     if (threads > total / GRAIN) threads = total / GRAIN;
 #ifdef _OPENMP
@@ -132,11 +140,40 @@ static int finish(Work *work, size_t element, Row row, void *records, size_t rec
             const int64_t team = omp_get_num_threads(), mine = omp_get_thread_num();
             walk(work, total * mine / team, total * (mine + 1) / team);
         }
-    } else
+        return;
+    }
 #endif
-        walk(work, 0, total);
-    free(ends);
+    walk(work, 0, total);
+}
+
+/* Makes the step of `row` with records of `record` bytes that `fill` writes. */
+static int run(Work *work, size_t element, Row row, Fill fill, size_t record, ARGUMENTS) {
+    int64_t sets = 0, set = -1;
+    for (int64_t tensor = 0; tensor < tensors; tensor++) sets += differs(tensor, members, counts);
+    char *records = calloc(sets * members, record);
+    int64_t *ends = malloc((sets * members + tensors) * sizeof *ends), *first = ends + sets * members;
+    if (!records || !ends) {
+        free(records);
+        free(ends);
+        return 1;
+    }
+    for (int64_t tensor = 0; tensor < tensors; tensor++) {
+        if (differs(tensor, members, counts)) {
+            char *own = records + ++set * members * record;
+            fill(own, members, stride, columns, counts ? counts[tensor] : 0, flags);
+            find_ends(members, own, record, ends + set * members);
+        }
+        first[tensor] = set * members;
+    }
+    work->element = element;
+    work->row = row;
+    work->first = first;
+    work->scalars = records;
+    work->record = record;
+    work->ends = ends;
+    walk_all(work, threads);
     free(records);
+    free(ends);
     return 0;
 }
 
@@ -156,10 +193,17 @@ int same(int64_t spans, const void *const *these, const void *const *those, cons
     return 1;
 }
 
-/* Adds `by`, one number for each member, to `rows` lists of counts. */
-void advance(int64_t rows, int64_t members, float *counts, const float *by) {
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t member = 0; member < members; member++) counts[row * members + member] += by[member];
+/* Adds `by`, one number for each member, to the counts of each tensor. */
+void advance(int64_t tensors, int64_t members, float *const *counts, const float *by) {
+    for (int64_t tensor = 0; tensor < tensors; tensor++)
+        for (int64_t member = 0; member < members; member++) counts[tensor][member] += by[member];
+}
+
+/* Whether none of `members` has an eps so small that denormal numbers count. */
+static int may_flush(int64_t members, const double *eps) {
+    for (int64_t member = 0; member < members; member++)
+        if (eps[member] < LEAST_EPS) return 0;
+    return 1;
 }
 
 /* What follows, once for each type. */
@@ -228,26 +272,28 @@ static void NAME(sgd_row)(int64_t n, void *const *at, const void *scalars) {
     }
 }
 
-int NAME(sgd)(ARGUMENTS) {
+static void NAME(sgd_fill)(void *records, int64_t members, int64_t stride, const double *columns, const float *counts,
+                           int64_t flags) {
     const double *lr = columns, *momentum = lr + stride, *dampening = momentum + stride, *decay = dampening + stride;
-    NAME(Sgd) *records = calloc(members, sizeof *records);
-    if (!records) return 1;
-    int buffers = 0;
     for (int64_t member = 0; member < members; member++) {
-        NAME(Sgd) *s = records + member;
+        NAME(Sgd) *s = (NAME(Sgd) *)records + member;
         s->mode = decay[member] != 0 ? SGD_DECAY : 0;
-        if (momentum[member] != 0) {
-            buffers = 1;
+        if (momentum[member] != 0)
             s->mode |= SGD_MOMENTUM | (counts[member] == 1 ? SGD_FIRST : 0) | (flags & 1 ? SGD_NESTEROV : 0);
-        }
         s->sign = flags & 2 ? -1 : 1;
         s->lr = lr[member];
         s->decay = decay[member];
         s->momentum = momentum[member];
         s->fresh = 1 - dampening[member];
     }
+}
+
+int NAME(sgd)(ARGUMENTS) {
+    const double *momentum = columns + stride;
+    int buffers = 0;
+    for (int64_t member = 0; member < members; member++) buffers |= momentum[member] != 0;
     Work work = work_of(tensors, members, sizes, params, grads, state, buffers);
-    return finish(&work, sizeof(REAL), NAME(sgd_row), records, sizeof *records, threads);
+    return run(&work, sizeof(REAL), NAME(sgd_row), NAME(sgd_fill), sizeof(NAME(Sgd)), PASSED);
 }
 
 /* Adam and AdamW (torch.optim.Adam, AdamW). hyper-parameters: lr, betas[0], betas[1], eps, weight_decay;
@@ -297,13 +343,12 @@ static void NAME(adam_row)(int64_t n, void *const *at, const void *scalars) {
     }
 }
 
-static int NAME(adams)(ARGUMENTS, int decoupled) {
+INLINE NAME(adams_fill)(void *records, int64_t members, int64_t stride, const double *columns, const float *counts,
+                        int64_t flags, int decoupled) {
     const double *lr = columns, *beta1 = lr + stride, *beta2 = beta1 + stride, *eps = beta2 + stride;
     const double *decay = eps + stride;
-    NAME(Adam) *records = calloc(members, sizeof *records);
-    if (!records) return 1;
     for (int64_t member = 0; member < members; member++) {
-        NAME(Adam) *s = records + member;
+        NAME(Adam) *s = (NAME(Adam) *)records + member;
         const int near = 1 - beta1[member] < 0.5;
         s->mode = (decay[member] != 0 && !decoupled ? ADAM_DECAY : 0) | (flags & 1 ? ADAM_AMSGRAD : 0) |
                   (near ? ADAM_NEAR : 0);
@@ -317,14 +362,27 @@ static int NAME(adams)(ARGUMENTS, int decoupled) {
         s->eps = eps[member];
         s->step = lr[member] / (1 - pow(beta1[member], counts[member]));
     }
-    Work work = work_of(tensors, members, sizes, params, grads, state, flags & 1 ? 3 : 2);
-    for (int64_t member = 0; member < members; member++) work.flush &= eps[member] >= LEAST_EPS;
-    return finish(&work, sizeof(REAL), NAME(adam_row), records, sizeof *records, threads);
 }
 
-int NAME(adam)(ARGUMENTS) { return NAME(adams)(PASSED, 0); }
+static void NAME(adam_fill)(void *records, int64_t members, int64_t stride, const double *columns, const float *counts,
+                            int64_t flags) {
+    NAME(adams_fill)(records, members, stride, columns, counts, flags, 0);
+}
 
-int NAME(adamw)(ARGUMENTS) { return NAME(adams)(PASSED, 1); }
+static void NAME(adamw_fill)(void *records, int64_t members, int64_t stride, const double *columns,
+                             const float *counts, int64_t flags) {
+    NAME(adams_fill)(records, members, stride, columns, counts, flags, 1);
+}
+
+static int NAME(adams)(ARGUMENTS, Fill fill) {
+    Work work = work_of(tensors, members, sizes, params, grads, state, flags & 1 ? 3 : 2);
+    work.flush = may_flush(members, columns + 3 * stride);
+    return run(&work, sizeof(REAL), NAME(adam_row), fill, sizeof(NAME(Adam)), PASSED);
+}
+
+int NAME(adam)(ARGUMENTS) { return NAME(adams)(PASSED, NAME(adam_fill)); }
+
+int NAME(adamw)(ARGUMENTS) { return NAME(adams)(PASSED, NAME(adamw_fill)); }
 
 /* Adadelta (torch.optim.Adadelta). hyper-parameters: lr, rho, eps, weight_decay; flags: maximize; state:
    square_avg, acc_delta. */
@@ -358,12 +416,12 @@ static void NAME(adadelta_row)(int64_t n, void *const *at, const void *scalars) 
     }
 }
 
-int NAME(adadelta)(ARGUMENTS) {
+static void NAME(adadelta_fill)(void *records, int64_t members, int64_t stride, const double *columns,
+                                const float *counts, int64_t flags) {
     const double *lr = columns, *rho = lr + stride, *eps = rho + stride, *decay = eps + stride;
-    NAME(Adadelta) *records = calloc(members, sizeof *records);
-    if (!records) return 1;
+    (void)counts;
     for (int64_t member = 0; member < members; member++) {
-        NAME(Adadelta) *s = records + member;
+        NAME(Adadelta) *s = (NAME(Adadelta) *)records + member;
         s->mode = decay[member] != 0 ? ADADELTA_DECAY : 0;
         s->sign = flags & 1 ? -1 : 1;
         s->lr = lr[member];
@@ -372,9 +430,12 @@ int NAME(adadelta)(ARGUMENTS) {
         s->fresh = 1 - rho[member];
         s->eps = eps[member];
     }
+}
+
+int NAME(adadelta)(ARGUMENTS) {
     Work work = work_of(tensors, members, sizes, params, grads, state, 2);
-    for (int64_t member = 0; member < members; member++) work.flush &= eps[member] >= LEAST_EPS;
-    return finish(&work, sizeof(REAL), NAME(adadelta_row), records, sizeof *records, threads);
+    work.flush = may_flush(members, columns + 2 * stride);
+    return run(&work, sizeof(REAL), NAME(adadelta_row), NAME(adadelta_fill), sizeof(NAME(Adadelta)), PASSED);
 }
 
 #endif

@@ -1,6 +1,6 @@
 """The kernels of ``kernels.c``.
 
-Where they cannot be had, the optimizers run torch's kernels row by row (``rows.py``) and are only slower.
+Where they cannot be had, the optimizers run their formulas (``stacked.py``) and are only slower.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hfusion.device import native
+from hfusion.optim.formula import Formula
 from hfusion.optim.settings import Settings
 
 Kernel: TypeAlias = Callable[..., int]
@@ -41,9 +42,10 @@ def kernel(name: str, dtype: torch.dtype) -> Kernel | None:
     return made
 
 
-def plan(name: str, stacks: Sequence[Sequence[Tensor]], counts: Tensor | None) -> Plan | None:
-    """The steps of optimizer ``name`` for these stacks, see `Plan`; None without a library."""
-    found = kernel(name, stacks[0][0].dtype)
+def plan(formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> Plan | None:
+    """The steps of ``formula`` for these stacks, see `Plan`; None without a library."""
+    assert formula.kernel is not None
+    found = kernel(formula.kernel, stacks[0][0].dtype)
     return Plan(found, stacks, counts) if found else None
 
 
@@ -51,19 +53,24 @@ class Plan:
     """The arguments of ``kernel`` that stay from step to step.
 
     ``stacks``: the parameters, then each state buffer; each a list of contiguous tensors ``[members, ...]``
-    of one dtype on the CPU, which the caller keeps alive. ``counts``: those of the steps, contiguous float32
-    ``[..., members]``, of which the first ones are read, or None.
+    of one dtype on the CPU. ``counts``: of the steps, for each parameter contiguous float32 ``[members]``, or nothing.
+    The caller keeps all of them alive.
     """
 
-    def __init__(self, kernel: Kernel, stacks: Sequence[Sequence[Tensor]], counts: Tensor | None) -> None:
+    contiguous = True
+
+    def __init__(self, kernel: Kernel, stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> None:
         params = stacks[0]
         self._kernel = kernel
         self._members = len(params[0])
         self._sizes = array("q", [param.numel() // self._members for param in params])
         self._addresses = _stack_addresses(stacks)
-        self._counts = counts
+        self._counts = _addresses(counts)
         self._settings: Settings | None = None
         self._advance = _function("advance")
+
+    def release(self) -> None:
+        """Nothing: this knows where tensors lie, and holds none."""
 
     def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
         """The same stacks lie elsewhere now."""
@@ -86,13 +93,12 @@ class Plan:
     def _prepared(self, settings: Settings) -> tuple[tuple[int, ...], tuple[int | None, ...], tuple[int, ...] | None]:
         """What the kernel takes before the gradients and after them, and what counts a step."""
         sizes, params, state = (_start(values) for values in (self._sizes, *self._addresses))
-        counts = None if self._counts is None else self._counts.data_ptr()
+        counts = _start(self._counts) if self._counts else None
         before = (len(self._sizes), self._members, len(settings.members), sizes, params)
         after = (state, settings.table.data_ptr(), counts, settings.bits)
-        if self._counts is None:
+        if counts is None:
             return before, after, None
-        rows = self._counts.numel() // self._members
-        return before, after, (rows, self._members, self._counts.data_ptr(), settings.advance.data_ptr())
+        return before, after, (len(self._counts), self._members, counts, settings.advance.data_ptr())
 
 
 class Memory:

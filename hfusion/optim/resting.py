@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from hfusion.core.usage import absent_rows
-from hfusion.optim.cohort import State, membership_of
+from hfusion.optim.group import State, membership_of
 
 Resting = dict[Tensor, Tensor]
 """For each parameter the members that do not step: bool ``[B]``, or ``[]`` for a parameter that all members share."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.errors import FusionError
-from hfusion.optim.cohort import membership_of
+from hfusion.optim.group import membership_of
 from hfusion.optim.resting import Resting, of_members, together
 
 

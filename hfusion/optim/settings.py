@@ -1,19 +1,32 @@
-"""The checked hyper-parameters of a param group, and which members may go through a kernel together."""
+"""The checked hyper-parameters and options of a param group."""
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
-from typing import TypeAlias
+from functools import cache, cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hfusion.optim.hyper import MemberVector, Values
+from hfusion.optim.hyper import MemberVector
 
-Flags: TypeAlias = tuple[bool, ...]
+Values: TypeAlias = Any
+"""A named tuple: one number per hyper-parameter, or one vector."""
+
+ParamGroup: TypeAlias = dict[str, Any]
+"""As torch.optim has them."""
+
+Options: TypeAlias = Any
+"""A named tuple: the options of a param group."""
+
+
+@cache
+def named(kind: str, names: tuple[str, ...]) -> Any:
+    """The type of named tuples with these fields."""
+    return namedtuple(kind, names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,14 +34,15 @@ class Settings:
     """The checked hyper-parameters of a param group: ``columns[hyper][member]``, ``members[member][hyper]``.
 
     ``vectors``: the param group's own, from which ``columns`` were read. ``buffers``: for each member, the names of the
-    state stacks that its update uses.
+    state stacks that its update uses. ``counted``: whether every member counts its steps, else those that use stacks.
     """
 
-    vectors: list[MemberVector]
+    vectors: Sequence[MemberVector]
     columns: list[list[float]]
-    flags: Flags
-    members: list[Values]
-    buffers: list[tuple[str, ...]]
+    options: Options
+    members: Sequence[Values]
+    buffers: Sequence[tuple[str, ...]]
+    counted: bool
 
     @cached_property
     def names(self) -> list[str]:
@@ -36,31 +50,30 @@ class Settings:
         return list(dict.fromkeys(name for names in self.buffers for name in names))
 
     @cached_property
-    def used(self) -> list[list[int]]:
-        """For each member, the places in ``names`` of its stacks."""
-        return [[self.names.index(name) for name in names] for names in self.buffers]
+    def alike(self) -> bool:
+        """Whether all members have the same values."""
+        return len(set(self.members)) == 1
 
     @cached_property
-    def lengths(self) -> list[int]:
-        """The lengths of the runs of neighbouring members with equal values."""
-        return run_lengths(self.members)
+    def stateful(self) -> bool:
+        """Whether some member keeps any state."""
+        return self.counted or bool(self.names)
 
     @cached_property
     def advance(self) -> Tensor:
         """What a step adds to the counts: float32 ``[B]``, 1 where a member keeps state."""
-        return torch.tensor([float(bool(names)) for names in self.buffers], dtype=torch.float32)
+        return torch.tensor([float(self.counted or bool(names)) for names in self.buffers], dtype=torch.float32)
 
     @cached_property
     def table(self) -> Tensor:
         """``columns`` as one float64 tensor ``[hyper, member]``."""
         return torch.tensor(self.columns, dtype=torch.float64)
 
+    def vectors_of(self, members: int) -> Values:
+        """The hyper-parameters by name, each a float64 vector of the first ``members``."""
+        return self.members[0]._make(self.table[:, :members])
+
     @cached_property
     def bits(self) -> int:
-        """``flags`` as one number, the first in its lowest bit."""
-        return sum(flag << place for place, flag in enumerate(self.flags))
-
-
-def run_lengths(values: Sequence[object]) -> list[int]:
-    """The lengths of the runs of equal neighbours."""
-    return [len(list(run)) for _, run in groupby(values)]
+        """Options that are flags, as one number, the first in its lowest bit."""
+        return sum(bool(flag) << place for place, flag in enumerate(self.options))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch.optim.sgd import sgd
+from torch import Tensor
 
 from hfusion.optim.base import FusedOptimizer
-from hfusion.optim.hyper import Hyper, HyperValue, Values
-from hfusion.optim.rows import Row
-from hfusion.optim.settings import Flags
+from hfusion.optim.formula import ascent, decayed, unless_zero
+from hfusion.optim.hyper import Hyper, HyperValue
 
 
 class SGD(FusedOptimizer):
@@ -27,10 +27,10 @@ class SGD(FusedOptimizer):
         Hyper("dampening", low=-float("inf")),
         Hyper("weight_decay"),
     )
-    flags: ClassVar[tuple[str, ...]] = ("nesterov", "maximize")
-    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.SGD
+    options: ClassVar[tuple[str, ...]] = ("nesterov", "maximize")
+    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.SGD
     counts_steps: ClassVar[bool] = False
-    kernel: ClassVar[str] = "sgd"
+    kernel: ClassVar[str | None] = "sgd"
 
     def __init__(
         self,
@@ -54,52 +54,37 @@ class SGD(FusedOptimizer):
         super().__init__(params, defaults)
 
     @staticmethod
-    def check(values: Values, flags: Flags) -> None:
-        _, momentum, dampening, _ = values
-        if flags[0] and (momentum <= 0 or dampening != 0):
+    def check(h: Any, o: Any) -> None:
+        if o.nesterov and (h.momentum <= 0 or h.dampening != 0):
             raise ValueError(
-                f"nesterov needs a momentum above 0 and no dampening, and a member has momentum={momentum}, "
-                f"dampening={dampening}"
+                f"nesterov needs a momentum above 0 and no dampening, and a member has momentum={h.momentum}, "
+                f"dampening={h.dampening}"
             )
 
     @staticmethod
-    def buffers(values: Values, flags: Flags) -> tuple[str, ...]:
-        return ("momentum_buffer",) if values[1] != 0 else ()
+    def stacks(h: Any, o: Any) -> tuple[str, ...]:
+        return ("momentum_buffer",) if h.momentum != 0 else ()
 
-    @classmethod
-    def fused(cls, row: Row, values: Values, flags: Flags) -> None:
-        lr, momentum, dampening, weight_decay = values
-        nesterov, maximize = flags
-        torch._fused_sgd_(
-            row.params,
-            row.grads,
-            row.buffers[0] if row.buffers else [],
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            maximize=maximize,
-            is_first_step=row.number == 1,
-        )
+    @staticmethod
+    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Tensor | None]:
+        momentum = unless_zero(h.momentum)
+        return {
+            "sign": torch.full_like(h.lr, -1 if o.maximize else 1),
+            "lr": h.lr,
+            "decay": unless_zero(h.weight_decay),
+            "momentum": momentum,
+            "fresh": 1 - h.dampening,
+            "first": None if momentum is None else (n.step == 1).to(h.lr),
+            "nesterov": torch.full_like(h.lr, o.nesterov),
+        }
 
-    @classmethod
-    def general(cls, row: Row, values: Values, flags: Flags) -> None:
-        lr, momentum, dampening, weight_decay = values
-        nesterov, maximize = flags
-        begun = bool(row.buffers) and row.number > 1
-        # Where there is None, torch puts the buffer that it begins.
-        buffers: list[Any] = [*row.buffers[0]] if begun else [None] * len(row.params)
-        sgd(
-            row.params,
-            row.grads,
-            buffers,
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            maximize=maximize,
-        )
-        if row.buffers and not begun:
-            torch._foreach_copy_(row.buffers[0], buffers)
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> None:
+        step = decayed(ascent(grad, o.maximize), param, s.decay)
+        if s.momentum is not None:
+            buffer = state["momentum_buffer"]
+            mean = torch.where(s.first != 0, step, s.momentum * buffer + s.fresh * step)
+            # Members without momentum keep what they have.
+            buffer.copy_(torch.where(s.momentum != 0, mean, buffer))
+            step = torch.where(s.momentum != 0, step + s.momentum * mean if o.nesterov else mean, step)
+        param.addcmul_(step, s.lr, value=-1)

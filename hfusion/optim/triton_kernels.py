@@ -1,4 +1,4 @@
-"""The steps of the fused optimizers on a CUDA device, in Triton: one launch for all tensors of a cohort.
+"""The steps of the fused optimizers on a CUDA device, in Triton: one launch for all tensors of a group.
 
 The arithmetic is that of ``kernels.c``. Every kernel takes
 
@@ -6,7 +6,8 @@ The arithmetic is that of ``kernels.c``. Every kernel takes
   sizes      int64 ``[tensors]``: elements of one member
   params     int64 ``[1 + buffers, tensors]``: addresses of the parameters, then of each state buffer
   grads      int64 ``[tensors]``: those of the gradients
-  scalars    ``[number, members]``, in the order in which the kernel reads them
+  scalars    ``[counts, number, members]``, in the order in which the kernel reads them
+  begins     int64 ``[tensors]``: where in them those of each tensor begin
 """
 
 # Triton reads annotations, and knows its own only.
@@ -60,12 +61,12 @@ def _decayed(grad, param, sign, decay):
 
 @triton.jit
 def sgd(
-    spots, sizes, tensors, members, params, grads, scalars,
+    spots, sizes, tensors, members, params, grads, scalars, begins,
     BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Scalars: sign, lr, decay, momentum, fresh, first, nesterov."""
     tensor, member, places, there = _spot(spots, sizes, BLOCK)
-    mine = scalars + member
+    mine = scalars + tl.load(begins + tensor) + member
     sign, lr, decay = tl.load(mine), tl.load(mine + members), tl.load(mine + 2 * members)
     at = _at(params, tensor, places, dtype)
     param = tl.load(at, there)
@@ -84,12 +85,12 @@ def sgd(
 
 @triton.jit
 def adam(
-    spots, sizes, tensors, members, params, grads, scalars,
+    spots, sizes, tensors, members, params, grads, scalars, begins,
     BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Scalars: sign, decay, shrink, near, toward, beta2, fresh, scale, eps, step; a third buffer is amsgrad's."""
     tensor, member, places, there = _spot(spots, sizes, BLOCK)
-    mine = scalars + member
+    mine = scalars + tl.load(begins + tensor) + member
     sign, decay, shrink = tl.load(mine), tl.load(mine + members), tl.load(mine + 2 * members)
     near, toward = tl.load(mine + 3 * members), tl.load(mine + 4 * members)
     beta2, fresh, scale = tl.load(mine + 5 * members), tl.load(mine + 6 * members), tl.load(mine + 7 * members)
@@ -115,14 +116,17 @@ def adam(
     tl.store(at, param, there)
 
 
+adamw = adam
+
+
 @triton.jit
 def adadelta(
-    spots, sizes, tensors, members, params, grads, scalars,
+    spots, sizes, tensors, members, params, grads, scalars, begins,
     BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Scalars: sign, lr, decay, rho, fresh, eps."""
     tensor, member, places, there = _spot(spots, sizes, BLOCK)
-    mine = scalars + member
+    mine = scalars + tl.load(begins + tensor) + member
     sign, lr, decay = tl.load(mine), tl.load(mine + members), tl.load(mine + 2 * members)
     rho, fresh, eps = tl.load(mine + 3 * members), tl.load(mine + 4 * members), tl.load(mine + 5 * members)
     at = _at(params, tensor, places, dtype)

@@ -22,7 +22,6 @@ from hfusion.optim.base import FusedOptimizer
 from hfusion.runtime.copying import Move, Ticket, copy_now
 from hfusion.runtime.home import Copy, Home, Section
 
-
 _BORROWED = frozenset({Kind.PARAMETER, Kind.BUFFER})
 
 
@@ -134,7 +133,11 @@ class State:
         found = {}
         for name in self._trained:
             entry = self.optimizer.state.get(self._tensors[name], {})
-            kinds = [kind for kind, value in entry.items() if kind != "step" and isinstance(value, Tensor)]
+            kinds = [
+                kind
+                for kind, value in entry.items()
+                if kind not in self.optimizer.numbers and isinstance(value, Tensor)
+            ]
             found[name] = tuple((kind, f"{name} {kind}") for kind in kinds)
         return found
 

@@ -30,7 +30,6 @@ from hfusion.runtime.state import State
 from hfusion.runtime.values import Bundle, Restored, spill, tracked
 from hfusion.schedule.plan import Direction, TaskPlan, Unit
 
-
 # What is brought along of other shards, which may be written to at the same time: an update uses nothing of it, and a
 # forward fetches buffers when it begins.
 _BORROWED = {

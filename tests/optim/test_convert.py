@@ -138,8 +138,8 @@ def adam(params: Any, **options: Any) -> Any:
         (lambda m: [adam(m[0])], "1 optimizers for an array of 2 members"),
         (lambda m: [adam(m[0]), torch.optim.SGD(m[1])], "optimizer 1 is SGD, optimizer 0 is Adam"),
         (
-            lambda m: [torch.optim.RMSprop(p) for p in m],
-            "optimizer 0 is RMSprop; supported are torch.optim.SGD, ",
+            lambda m: [torch.optim.Rprop(p) for p in m],
+            "optimizer 0 is Rprop; supported are torch.optim.Adadelta, ",
         ),
         (
             lambda m: [adam(m[0]), adam(m[0])],

@@ -165,5 +165,5 @@ def test_fused_ones_keep_their_short_way() -> None:
     for _ in range(3):
         array.draw_grads()
         fused.step()
-    assert fused._ready is not None or not coupling.hooks()
+    assert fused._cache is not None or not coupling.hooks()
     assert coupling.hooks() == 1

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hfusion.optim import cohort, gpu
+from hfusion.optim import gpu, group
 from tests.optim.arrays import CASES, Array, Per, beside_a_bad_member, run, run_shared, start
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,7 +28,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("HFUSION_NATIVE", raising=False)
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        monkeypatch.setattr(cohort, "PLANS", {"cpu": gpu.plan})
+        monkeypatch.setattr(group, "KERNELS", {"cpu": gpu.plan})
         forget()
     assert not isinstance(gpu.library(), str)
     yield
@@ -131,7 +131,7 @@ WAYS = [(kernels.sgd, 0), (kernels.sgd, 1), (kernels.adam, 2), (kernels.adam, 3)
 for (kernel, buffers), (real, kind) in itertools.product(WAYS, zip(kernels.REALS.values(), ("*fp32", "*fp64"))):
     constants = {"BUFFERS": buffers, "dtype": real, "BLOCK": kernels.BLOCK}
     signature = {"spots": "*i32", "sizes": "*i64", "tensors": "i32", "members": "i32", "params": "*i64"}
-    signature |= {"grads": "*i64", "scalars": kind} | dict.fromkeys(constants, "constexpr")
+    signature |= {"grads": "*i64", "scalars": kind, "begins": "*i64"} | dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
     assert "fma" not in made.asm["ptx"]

@@ -110,7 +110,7 @@ def test_threads_change_no_bit(name: str, options: dict[str, Any]) -> None:
         ("PATH", "", "no C compiler .* was found"),
     ],
 )
-def test_without_a_library_rows_go_through_torchs_kernels(
+def test_without_a_library_formulas_run(
     variable: str, value: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -121,7 +121,7 @@ def test_without_a_library_rows_go_through_torchs_kernels(
     assert native.library() is found or variable == "HFUSION_NATIVE"
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(found)
-    assert bench.form(torch.device("cpu")) == f"torch rows: {found}"
+    assert bench.form(torch.device("cpu")) == f"formula: {found}"
     array = Array(3)
     fused, alone = start("Adam", CASES["adam"][1], array)
     run(array, fused, alone, 2)
@@ -131,7 +131,7 @@ def test_without_a_library_rows_go_through_torchs_kernels(
 def test_the_benchmark_tells_the_form(compiler: list[str]) -> None:
     assert bench.form(torch.device("cpu")) == "native"
     triton = importlib.util.find_spec("triton") is not None
-    assert bench.form(torch.device("cuda")) == ("native" if triton else "torch rows: triton is not installed")
+    assert bench.form(torch.device("cuda")) == ("native" if triton else "formula: triton is not installed")
 
 
 DENORMAL = 1e-40

@@ -1,4 +1,4 @@
-"""The common step: nothing has changed since the last one but the gradients, and that is seen cheaply.
+"""The usual step: nothing has changed since the last one but the gradients, and that is seen cheaply.
 
 A step of small models takes less time than it takes to look at everything in Python, the more as a training step has
 driven all of it out of the caches. So what a full preparation found is compared as a whole: the same objects, the same
@@ -15,29 +15,28 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
-from hfusion.optim.cohort import Cohort, Cohorts, State, same_objects
+from hfusion.optim.group import Group, Groups, State, same_objects
 from hfusion.optim.native import Memory
-from hfusion.optim.settings import Settings
+from hfusion.optim.settings import ParamGroup, Settings
 
 _GRAD = attrgetter("grad")
 
-Group: TypeAlias = Mapping[str, Any]
-Work: TypeAlias = list[tuple[Settings, Cohort, list[Tensor]]]
-"""The cohorts of a step, each with the settings of its group and its gradients."""
+Work: TypeAlias = list[tuple[Settings, Group, list[Tensor]]]
+"""The groups of a step, each with the settings of its param group and its gradients."""
 
 
-class Ready:
-    """What all param groups were at a step in which every parameter had a gradient, and every cohort our own kernel.
+class StepCache:
+    """What all param groups were at a step in which every parameter had a gradient.
 
-    ``keys``: of the hyper-parameters and flags in a group. ``known``: the settings and cohorts of each group.
+    ``keys``: of the hyper-parameters and options in a param group. ``known``: the settings and groups of each.
     """
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[ParamGroup],
         state: Mapping[Tensor, State],
         keys: Sequence[str],
-        known: Sequence[tuple[Settings, Cohorts]],
+        known: Sequence[tuple[Settings, Groups]],
     ) -> None:
         # Always a tuple.
         self._values = itemgetter(keys[0], *keys)
@@ -46,18 +45,17 @@ class Ready:
         params = [param for group in groups for param in group["params"]]
         vectors = [vector for settings, _ in known for vector in settings.vectors]
         self._params = params
-        self._tensors = [*vectors, *(tensor for _, cohorts in known for tensor in cohorts.tensors)]
+        self._tensors = [*vectors, *(tensor for _, parts in known for tensor in parts.tensors)]
         with torch._C.DisableTorchFunctionSubclass():
             self._addresses = self._now()
             self._once = list({id(tensor): tensor for tensor in self._tensors}.values())
             self._kinds = _guards(self._once)
             self._gradients = _guards(list(map(_GRAD, params)))
             rows = [pair for settings, _ in known for pair in zip(settings.vectors, settings.table, strict=True)]
-            counts = [cohort.twice for _, cohorts in known for cohort in cohorts.all if cohort.twice]
-            self._memory = Memory([*rows, *((first, second) for first, second in counts)])
+            self._memory = Memory(rows)
 
-    def work(self, groups: Sequence[Group], state: Mapping[Tensor, State]) -> Work | None:
-        """The cohorts of this step with their gradients; None if anything is not as it was."""
+    def work(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, State]) -> Work | None:
+        """The groups of this step with their gradients; None if anything is not as it was."""
         if not same_objects(self._found(groups, state), self._objects):
             return None
         grads = list(map(_GRAD, self._params))
@@ -68,16 +66,16 @@ class Ready:
             if self._now() != self._addresses or not self._kinds.check(*self._once) or not self._memory.same():
                 return None
         if len(self._known) == 1:
-            settings, cohorts = self._known[0]
-            return [(settings, cohort, part) for cohort, part in cohorts.load(grads)]
+            settings, parts = self._known[0]
+            return [(settings, group, part) for group, part in parts.load(grads)]
         fresh = iter(grads)
         return [
-            (settings, cohort, part)
-            for settings, cohorts in self._known
-            for cohort, part in cohorts.load([next(fresh) for _ in range(cohorts.count)])
+            (settings, group, part)
+            for settings, parts in self._known
+            for group, part in parts.load([next(fresh) for _ in range(parts.count)])
         ]
 
-    def _found(self, groups: Sequence[Group], state: Mapping[Tensor, State]) -> list[object]:
+    def _found(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, State]) -> list[object]:
         """Every object that a step depends on; a pair of hyper-parameters cannot change but by another pair."""
         found: list[object] = [*state, *state.values(), *groups]
         for entry in state.values():

@@ -115,7 +115,7 @@ def move_all(opt: Any) -> None:
 
 def clear(opt: Any) -> None:
     """Let it know nothing of the steps before."""
-    opt._ready = None
+    opt._cache = None
     opt._known.clear()
     opt._released.clear()
 
@@ -126,7 +126,7 @@ def run(opt: Any, change: Change, before: Change | None) -> list[Tensor]:
     for step in range(5):
         if step == 3:
             steady = not any(isinstance(value, list) for group in opt.param_groups for value in group.values())
-            assert before or isinstance(library(), str) or opt._ready is not None or not steady
+            assert before or isinstance(library(), str) or opt._cache is not None or not steady
             change(opt)
         for group in opt.param_groups:
             for param in group["params"]:

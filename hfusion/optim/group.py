@@ -1,0 +1,246 @@
+"""Parameters that are stepped together, and what is kept of them from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hfusion.core.membership import Membership, membership
+from hfusion.device.backend import backend
+from hfusion.optim import gpu, native
+from hfusion.optim.alone import AlonePlan
+from hfusion.optim.checks import check_gradient, check_state
+from hfusion.optim.formula import Formula
+from hfusion.optim.settings import Settings
+from hfusion.optim.stacked import StackedPlan
+
+State: TypeAlias = dict[str, Tensor]
+
+
+class Plan(Protocol):
+    """What makes the steps of the tensors of a group."""
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether it reads the gradients as they lie in memory."""
+
+    def release(self) -> None:
+        """Let go of the tensors, until ``move``."""
+
+    def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
+        """They lie elsewhere now."""
+
+    def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        """Count a step and make it. ``grads``: as the parameters."""
+
+
+Kernels: TypeAlias = Callable[[type[Formula], Sequence[Sequence[Tensor]], Sequence[Tensor]], Plan | None]
+
+# Our own kernels by type of device; those of any accelerator are Triton's.
+KERNELS: Mapping[str, Kernels] = {"cpu": native.plan}
+_REALS = (torch.float32, torch.float64)
+
+
+class Group:
+    """Parameters of one device and dtype in a param group, all stacked or all shared.
+
+    ``state``: for each parameter its entry in the optimizer's state, or nothing at all if none is kept. ``names``: of
+    the stacks in it. A shared parameter is the row of a single member.
+    """
+
+    def __init__(self, formula: type[Formula], params: list[Tensor], state: list[State], names: Sequence[str]) -> None:
+        self._stacked = membership_of(params[0]).stacked
+        self._dtype = params[0].dtype
+        self._stacks = self._read(params, state, names)
+        numbers = {name: [self._stack(entry[name]) for entry in state] for name in formula.numbers if state}
+        self._plan = _plan(formula, names, self._stacks, numbers)
+
+    def _read(self, params: list[Tensor], state: list[State], names: Sequence[str]) -> list[list[Tensor]]:
+        stacks = [[param.detach() for param in params], *[[entry[name] for entry in state] for name in names]]
+        return [[self._stack(tensor) for tensor in stack] for stack in stacks]
+
+    def release(self) -> None:
+        """Let go of the memory of parameters and state."""
+        self._stacks = []
+        self._plan.release()
+
+    def move(self, params: list[Tensor], state: list[State], names: Sequence[str]) -> None:
+        """They lie elsewhere now, but are as they were."""
+        self._stacks = self._read(params, state, names)
+        self._plan.move(self._stacks)
+
+    def gradients(self, grads: list[Tensor]) -> list[Tensor]:
+        """``grads`` of the parameters as the plan reads them, whatever their strides and dtype."""
+        if not self._stacked:
+            grads = [grad.unsqueeze(0) for grad in grads]
+        if not self._plan.contiguous:
+            return [grad if grad.dtype is self._dtype else grad.to(self._dtype) for grad in grads]
+        dtype = self._dtype
+        return [grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous() for grad in grads]
+
+    def step(self, grads: list[Tensor], settings: Settings) -> None:
+        """Count a step and make it. ``grads``: what ``gradients`` gave."""
+        # Autograd sees by the version that a tensor it saved is overwritten; kernels do not count.
+        torch.autograd.graph.increment_version(self._stacks[0])
+        self._plan.step(grads, settings)
+
+    def _stack(self, tensor: Tensor) -> Tensor:
+        return tensor if self._stacked else tensor.unsqueeze(0)
+
+
+def _plan(
+    formula: type[Formula],
+    names: Sequence[str],
+    stacks: Sequence[Sequence[Tensor]],
+    numbers: dict[str, list[Tensor]],
+) -> Plan:
+    """The fastest way to make the steps that computes what the members alone would."""
+    first = stacks[0][0]
+    if first.dtype not in _REALS and formula.torch_class is not None:
+        return AlonePlan(formula, names, stacks, numbers)
+    contiguous = all(tensor.is_contiguous() for stack in stacks for tensor in stack)
+    if formula.kernel is not None and contiguous and first.dtype in _REALS and backend(first.device).fuses:
+        found = KERNELS.get(first.device.type, gpu.plan)(formula, stacks, numbers.get("step", ()))
+        if found is not None:
+            return found
+    return StackedPlan(formula, names, stacks, numbers)
+
+
+class Groups:
+    """The groups of one param group, valid while the same tensors lie at the same addresses."""
+
+    def __init__(self, formula: type[Formula], params: Sequence[Tensor], state: list[State], names: list[str]) -> None:
+        self._names = names
+        _own_numbers(formula.numbers, state)
+        for param, entry in zip(params, state, strict=False):
+            check_state(param, membership_of(param), entry, names, formula.numbers)
+        alike: dict[object, list[int]] = {}
+        for index, param in enumerate(params):
+            alike.setdefault((membership_of(param).stacked, param.device, param.dtype), []).append(index)
+        self._places = list(alike.values())
+        self._groups = [
+            Group(formula, [params[i] for i in places], [state[i] for i in places] if state else [], names)
+            for places in self._places
+        ]
+        self._params = list(params)
+        self._state = state
+        self._numbers = self._found_numbers(formula)
+        self._formula = formula
+        self._look()
+        self._traits = _traits(self._tensors)
+
+    def _found_numbers(self, formula: type[Formula]) -> list[Tensor | None]:
+        return [entry.get(name) for entry in self._state for name in formula.numbers]
+
+    def _look(self) -> None:
+        """Where everything lies."""
+        self._tensors = _tensors(self._params, self._state)
+        # The views in the groups keep their storages alive, so an address cannot come back with other
+        # contents.
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+
+    def release(self) -> None:
+        """Let go of the memory of parameters and state, until ``move``."""
+        self._tensors, self._addresses = [], []
+        for group in self._groups:
+            group.release()
+
+    def move(self, params: Sequence[Tensor], state: Sequence[State | None], names: list[str]) -> bool:
+        """After ``release``: look where everything lies now. False if something else has changed about it."""
+        if names != self._names or not same_objects(params, self._params) or not same_objects(state, self._state):
+            return False
+        self._look()
+        numbers = self._found_numbers(self._formula)
+        if not (same_objects(numbers, self._numbers) and _traits(self._tensors) == self._traits):
+            return False
+        for group, places in zip(self._groups, self._places, strict=True):
+            group.move([self._params[i] for i in places], [self._state[i] for i in places] if state else [], names)
+        return True
+
+    def holds(self, params: Sequence[Tensor], state: Sequence[State | None], names: list[str]) -> bool:
+        """Whether these are still the groups of ``params`` with ``state``."""
+        if names != self._names or not same_objects(state, self._state):
+            return False
+        tensors = _tensors(params, self._state)
+        return (
+            same_objects(tensors, self._tensors)
+            and list(map(Tensor.data_ptr, tensors)) == self._addresses
+            and _traits(tensors) == self._traits
+        )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters, then what their state holds."""
+        return self._tensors
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Which parameters these are."""
+        return tuple(map(id, self._params))
+
+    @property
+    def count(self) -> int:
+        """How many parameters there are."""
+        return len(self._params)
+
+    def check(self, grads: Sequence[Tensor]) -> None:
+        """RuntimeError for a gradient that its parameter cannot have."""
+        for param, grad in zip(self._params, grads, strict=True):
+            check_gradient(param, membership_of(param), grad)
+
+    def load(self, grads: list[Tensor]) -> list[tuple[Group, list[Tensor]]]:
+        """Each group with its gradients, which are as ``check`` wants them."""
+        if len(self._groups) == 1:
+            return [(self._groups[0], self._groups[0].gradients(grads))]
+        return [
+            (group, group.gradients([grads[place] for place in places]))
+            for group, places in zip(self._groups, self._places, strict=True)
+        ]
+
+
+def membership_of(param: Tensor, index: int = 0) -> Membership:
+    """The mark of ``param``; ValueError if it has none."""
+    found = membership(param)
+    if found is None:
+        raise ValueError(
+            f"parameter {index} (shape {list(param.shape)}) belongs to no fused module: pass "
+            "fused.parameters(), or "
+            "use torch.optim for it"
+        )
+    return found
+
+
+def _own_numbers(names: Mapping[str, float], state: Sequence[State]) -> None:
+    """Let the numbers of every entry lie here, by themselves, wherever and as whatever they were loaded."""
+    seen: set[int] = set()
+    for entry in state:
+        for name in names:
+            value = entry[name]
+            if not isinstance(value, Tensor) or value.is_meta:
+                continue
+            dtype = torch.float32 if name == "step" else value.dtype
+            own = value.detach().to("cpu", dtype).contiguous()
+            if own.data_ptr() in seen:
+                own = own.clone()
+            seen.add(own.data_ptr())
+            if own.data_ptr() != value.data_ptr():
+                entry[name] = own
+
+
+def same_objects(these: Sequence[object], those: Sequence[object]) -> bool:
+    """Whether the entries are the same, one by one."""
+    return len(these) == len(those) and all(map(is_, these, those))
+
+
+def _tensors(params: Sequence[Tensor], state: Sequence[State]) -> list[Tensor]:
+    return [*params, *chain.from_iterable(entry.values() for entry in state)]
+
+
+def _traits(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]]:
+    """What may change about a tensor, as far as kernels care, besides its address."""
+    return [(tensor.dtype, tensor.device, tensor.shape, tensor.stride()) for tensor in tensors]

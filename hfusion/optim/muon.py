@@ -1,0 +1,118 @@
+"""Muon for an array of models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hfusion.optim.base import FusedOptimizer
+from hfusion.optim.hyper import Hyper, HyperValue
+
+
+class Muon(FusedOptimizer):
+    """``torch.optim.Muon`` for every member of an array (Jordan and others, 2024; torch.optim.Muon).
+
+    ``params``: parameters of one fused module that are matrices in each member, or param groups of them. ``lr``,
+    ``weight_decay``, ``momentum`` and ``eps``: one value, or one per member. ``nesterov``, ``ns_coefficients``,
+    ``ns_steps`` and ``adjust_lr_fn`` hold for a whole group. Each member's matrix is orthogonalised by itself, all of
+    them at once. Raises ValueError for parameters of no fused module or of another number of dimensions, and for values
+    of the wrong number or range.
+    """
+
+    hypers: ClassVar[tuple[Hyper, ...]] = (
+        Hyper("lr"),
+        Hyper("weight_decay"),
+        Hyper("momentum"),
+        Hyper("eps"),
+    )
+    options: ClassVar[tuple[str, ...]] = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Muon
+    counts_steps: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: HyperValue = 1e-3,
+        weight_decay: HyperValue = 0.1,
+        momentum: HyperValue = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: HyperValue = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        super().__init__(params, defaults)
+
+    @staticmethod
+    def check(h: Any, o: Any) -> None:
+        if o.adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise ValueError(f"adjust_lr_fn={o.adjust_lr_fn!r}: it must be None, 'original' or 'match_rms_adamw'")
+        if len(o.ns_coefficients) != 3:
+            raise ValueError(f"ns_coefficients={o.ns_coefficients!r}: give three numbers")
+        if not 0 <= o.ns_steps < 100:
+            raise ValueError(f"ns_steps={o.ns_steps}: it must be at least 0 and below 100")
+
+    @staticmethod
+    def check_param(name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        if len(shape) != 2 or dtype.is_complex:
+            raise ValueError(
+                f"parameter {name!r} is {str(dtype).removeprefix('torch.')} {list(shape)} in each member: Muon trains "
+                "matrices of real numbers; give the others to another optimizer, such as hf.optim.AdamW"
+            )
+
+    @staticmethod
+    def stacks(h: Any, o: Any) -> tuple[str, ...]:
+        return ("momentum_buffer",)
+
+    @staticmethod
+    def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Tensor | None]:
+        return {
+            "lr": h.lr,
+            "shrink": 1 - h.lr * h.weight_decay,
+            "momentum": h.momentum,
+            "fresh": 1 - h.momentum,
+            "eps": h.eps,
+        }
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> None:
+        mean = state["momentum_buffer"].lerp_(grad, s.fresh)
+        step = torch.lerp(grad, mean, s.momentum) if o.nesterov else mean
+        step = _orthogonalised(step, s.eps, o.ns_coefficients, o.ns_steps)
+        rate = s.lr * _adjustment(param.shape[-2:], o.adjust_lr_fn)
+        param.mul_(s.shrink).addcmul_(step.to(param.dtype), rate, value=-1)
+
+
+def _orthogonalised(matrices: Tensor, eps: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+    """The nearest orthogonal matrix of each of ``[B, m, n]``, by Newton-Schulz iterations in bfloat16 as in torch."""
+    a, b, c = coefficients
+    found = matrices.bfloat16()
+    tall = found.shape[-2] > found.shape[-1]
+    if tall:
+        found = found.mT
+    found = found / found.norm(dim=(-2, -1), keepdim=True).clamp(min=eps.to(found.dtype))
+    for _ in range(steps):
+        gram = found @ found.mT
+        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.mT if tall else found
+
+
+def _adjustment(shape: torch.Size, how: str | None) -> float:
+    """What the learning rate is multiplied by, so that steps of matrices of several shapes are as large."""
+    rows, columns = shape
+    return 0.2 * math.sqrt(max(rows, columns)) if how == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))

@@ -1,0 +1,67 @@
+"""From the param groups and the state of a fused optimizer to those of its members."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hfusion.optim.group import State, membership_of
+from hfusion.optim.hyper import plain
+from hfusion.optim.settings import ParamGroup
+
+
+def member_state_dicts(
+    param_groups: Sequence[ParamGroup],
+    state: Mapping[Tensor, State],
+    options: ParamGroup,
+    *,
+    counted: bool,
+    early: bool,
+) -> list[dict[str, Any]]:
+    """B state dicts, one per member, as torch's optimizers load them; the state is copied.
+
+    ``options``: what a param group of torch has besides. ``counted``: a state holds ``step``. ``early``: there is state
+    before the first step.
+    """
+    params = [param for group in param_groups for param in group["params"]]
+    numbers = {param: number for number, param in enumerate(params)}
+    found = []
+    for member in range(membership_of(params[0]).members):
+        states = {
+            number: own
+            for param, number in numbers.items()
+            if (own := _member_state(state.get(param, {}), param, member)) and (early or own["step"] > 0)
+        }
+        groups = [
+            {
+                **options,
+                **_member_group(group, member),
+                "params": [numbers[param] for param in group["params"]],
+            }
+            for group in param_groups
+        ]
+        if not counted:
+            for own in states.values():
+                del own["step"]
+        found.append({"state": states, "param_groups": groups})
+    return found
+
+
+def _member_group(group: ParamGroup, member: int) -> dict[str, Any]:
+    members = len(group["lr"])
+    return {key: _member_value(plain(value), member, members) for key, value in group.items()}
+
+
+def _member_value(value: Any, member: int, members: int) -> Any:
+    if isinstance(value, Tensor) and value.shape == (members,):
+        return float(value[member])
+    if isinstance(value, tuple):
+        return tuple(_member_value(item, member, members) for item in value)
+    return value
+
+
+def _member_state(entry: State, param: Tensor, member: int) -> State:
+    stacked = membership_of(param).stacked
+    return {name: (value[member] if stacked else value).clone() for name, value in entry.items()}
