@@ -333,7 +333,10 @@ def _stack(call: OpaqueCall, parts: Sequence[Tensor]) -> Tensor:
     kinds = {(part.shape, part.dtype, part.device) for part in parts}
     if len(kinds) > 1:
         told = ", ".join(f"{tuple(part.shape)} {part.dtype} {part.device}" for part in parts)
-        raise FusionError(f"{call.path} gave different results for the members: {told}; they cannot be stacked")
+        raise FusionError(
+            f"{call.path} gave different results for the members: {told}; an array stacks them, so shapes that "
+            "depend on values cannot be fused: use a form of fixed size, such as torch.where, and one dtype and device"
+        )
     return join(parts)
 
 
