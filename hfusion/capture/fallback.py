@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.compare import contents
+from hfusion.capture.addresses import fills_memory
+from hfusion.capture.compare import contents, tensors
 from hfusion.capture.export import capture
 from hfusion.capture.foretell import foretold
 from hfusion.capture.opaque import opaque
-from hfusion.capture.recorded import Island, Records
+from hfusion.capture.recorded import Island, Recorded, Records, tensors_in
 from hfusion.core.errors import FusionError
 
 # What a call that runs per member may take and give beside tensors: values that are the same for all members.
@@ -128,6 +129,8 @@ def _unfit(model: nn.Module, island: Island, records: Records) -> str | None:
         for leaf in pytree.tree_leaves((call.args, call.kwargs)):
             if island != WHOLE and leaf is not None and not isinstance(leaf, (Tensor, *_ARGUMENTS)):
                 return f"{who} takes {_told(leaf)}, which may hold what is a member's own; give it tensors and numbers"
+        if call.addresses and not _own_only(model, island, call):
+            return f"{who} addresses memory that it shares with tensors outside; use slices, or give it a copy"
         numbers = [k for k, leaf in enumerate(pytree.tree_leaves((call.args, call.kwargs))) if type(leaf) is int]
         try:
             foretold(island, call, others, numbers)
@@ -142,6 +145,13 @@ def _unfit(model: nn.Module, island: Island, records: Records) -> str | None:
             "register it as a parameter, buffer or submodule"
         )
     return None
+
+
+def _own_only(model: nn.Module, island: Island, call: Recorded) -> bool:
+    """Whether what the call was given, and what the island holds, have their memory for themselves."""
+    own = [tensor for _, tensor in tensors(model.get_submodule(island.path))]
+    given = tensors_in((call.args, call.kwargs)) if island != WHOLE else []
+    return all(map(fills_memory, (*given, *own)))
 
 
 def _held(model: nn.Module, island: Island) -> Iterator[tuple[str, str]]:

@@ -120,6 +120,7 @@ class _Stub:
             record.written,
             record.assigned,
             self._changed,
+            record.addresses,
             torch.is_grad_enabled(),
             record.attached,
             self._bodies,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
+from hfusion.capture.addresses import own_memory
 from hfusion.capture.repeat import next_call, seeded
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Listed
@@ -70,8 +71,8 @@ class OpaqueCall:
     its own tensors; ``results`` what one member gave, flat, values that are no tensors as they are; ``contiguous``
     tells of each input whether it was, ``written`` are the positions of those that it writes into; ``assigned`` the
     keys of the buffers that it assigns anew; ``changed`` the keys of its own tensors that a run of forward changed;
-    ``grad`` whether autograd is on there, ``attached`` whether it is off and some result needs a gradient all the
-    same; ``bodies`` every member's submodule.
+    ``addresses`` whether it addresses the memory below tensors; ``grad`` whether autograd is on there, ``attached``
+    whether it is off and some result needs a gradient all the same; ``bodies`` every member's submodule.
     """
 
     path: str
@@ -87,6 +88,7 @@ class OpaqueCall:
     written: frozenset[int]
     assigned: frozenset[str]
     changed: frozenset[str]
+    addresses: bool
     grad: bool
     attached: bool
     bodies: tuple[nn.Module, ...]
@@ -125,10 +127,10 @@ def run(
     for x in (*inputs, *fixed, *changing):
         if watching is not None and isinstance(x, Listed):
             watching.took(x)
-    given = [_own_rows(x, members) for x in (*inputs, *changing)]
+    first, place = calls[numbers[0]], next_call()
+    given = [_own_rows(x, members) for x in (*(_inputs_apart(inputs) if first.addresses else inputs), *changing)]
     memory = [x if isinstance(x, Listed) else Listed([x] * members) for x in (*inputs, *changing)]
     shared = [x for x in alive if not isinstance([*inputs, *changing][x], Listed)]
-    first, place = calls[numbers[0]], next_call()
     rows = []
     with _unchanged([memory[x][0] for x in shared], f"{first.path} of a model"):
         for member, number in enumerate(numbers):
@@ -140,6 +142,11 @@ def run(
             for mine, row in list(zip(given, memory, strict=True))[len(inputs) :]:
                 _tell_version(mine[member], row[member])
     return [_stack(first, parts) for parts in zip(*rows, strict=True)]
+
+
+def _inputs_apart(inputs: Sequence[Any]) -> list[Any]:
+    """Each member's inputs in memory of their own; what all members see stays where its owner put it."""
+    return [Listed([own_memory(row) for row in x]) if isinstance(x, Listed) else x for x in inputs]
 
 
 def _own_rows(column: Any, members: int) -> Sequence[Tensor]:
@@ -252,7 +259,7 @@ def _run_member(
         if _version(held[place]) != versions[place] and place not in call.written:
             raise FusionError(_writes(f"{call.path} of model {member}", held[place]))
     _check_apart(call, member, found, [*inputs, *own.values()], apart)
-    return found
+    return list(map(own_memory, found)) if call.addresses else found
 
 
 def _next(leaf: Any, inputs: Iterator[Tensor], sizes: Iterator[int]) -> Any:
@@ -353,18 +360,21 @@ def _filled(call: OpaqueCall, member: int, own: Mapping[str, Tensor]) -> Iterato
         module = body.get_submodule(path)
         holder: Any = module._parameters if name in module._parameters else module._buffers
         # Who assigns a buffer anew leaves the old one as it was, for backward.
-        mine = tensor.clone() if key in call.assigned else tensor
+        mine = own_memory(tensor) if call.addresses or key in call.assigned else tensor
         # In its present memory, as forward may give the tensor another.
-        places.append((holder, name, key, mine, tensor.detach()))
+        places.append((holder, name, key, mine, _version(mine), tensor.detach()))
         holder[name] = mine
     try:
         yield body
     finally:
-        for holder, name, key, mine, memory in places:
+        for holder, name, key, mine, version, memory in places:
             after = holder.get(name)
-            if after is not mine or after.data_ptr() != memory.data_ptr():
+            if after is mine and (key in call.fixed or after.data_ptr() == memory.data_ptr()):
                 holder[name] = own[key]
-                _write_back(f"{call.path} of model {member} assigns {key} anew", memory, after, after is not mine)
+            else:
+                holder[name] = own[key]
+                seen = after is not mine or _version(after) != version
+                _write_back(f"{call.path} of model {member} assigns {key} anew", memory, after, seen)
 
 
 def _write_back(what: str, memory: Tensor, after: Any, seen: bool) -> None:

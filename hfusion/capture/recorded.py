@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
+from hfusion.capture.addresses import Watch
 from hfusion.capture.compare import tensors
 from hfusion.capture.foretell import other_sizes
 from hfusion.capture.kept import restored
@@ -44,8 +45,8 @@ class Recorded:
     ``inside`` are the numbers of the calls around it. ``written`` are the positions of the tensors that it wrote into,
     ``wrote`` the keys of its own that it changed, ``assigned`` those of them that it assigned anew, ``links`` its
     results that lie in the memory of something else: of the tensor at a position, of its own tensor of a key, of its
-    result k as ``-1 - k``. ``attached``: autograd was off, and a result needs a gradient all the same, having been
-    there before.
+    result k as ``-1 - k``. ``addresses``: it addressed the memory below tensors. ``attached``: autograd was off, and
+    a result needs a gradient all the same, having been there before.
     """
 
     island: Island
@@ -59,6 +60,7 @@ class Recorded:
     wrote: frozenset[str]
     assigned: frozenset[str]
     links: frozenset[tuple[int, int | str]]
+    addresses: bool
     attached: bool
 
 
@@ -161,7 +163,7 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mod
     recorder = _Recorder()
     with restored(model), _random_kept(), torch.enable_grad(), _no_autocast(args, kwargs):
         args, kwargs = copied((args, dict(kwargs)))
-        with patched(_watched(member, recorder)):
+        with patched(_watched(member, recorder)), Watch(recorder.address):
             member(*args, **kwargs)
     after, originals = dict(tensors(member)), dict(tensors(model))
     changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
@@ -206,10 +208,21 @@ def _watched(model: nn.Module, recorder: _Recorder) -> Iterator[Patch]:
 
 @dataclass
 class _Recorder:
-    """Notes calls; ``open`` are the numbers of those that have begun and not ended."""
+    """Notes calls; ``open`` are the numbers of those that have begun and not ended.
+
+    ``addressing`` are the numbers of those in which memory was addressed.
+    """
 
     calls: list[Recorded | None] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
+    addressing: set[int] = field(default_factory=set)
+
+    noting: bool = False
+
+    def address(self) -> None:
+        """Memory is addressed in all open calls, unless it is the recorder that asks."""
+        if not self.noting:
+            self.addressing.update(self.open)
 
     def watched(self, island: Island, module: nn.Module, original: Any) -> Any:
         @functools.wraps(original)
@@ -245,7 +258,9 @@ class _Recorder:
         sources: dict[int | str, Tensor] = {}
         sources |= enumerate(given)
         sources.update((*own.items(), *tensors(module)))
+        self.noting = True
         links = frozenset(_linked(tensors_in(output), sources))
+        self.noting = False
         attached = not torch.is_grad_enabled() and any(result.requires_grad for result in tensors_in(output))
         self.calls[number] = Recorded(
             island,
@@ -259,6 +274,7 @@ class _Recorder:
             wrote,
             assigned,
             links,
+            number in self.addressing,
             attached,
         )
         return output

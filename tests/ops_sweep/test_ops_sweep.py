@@ -13,7 +13,7 @@ from tests.ops_sweep.verdicts import Finding, Pattern, Verdict, patterns
 
 # One or two of every family, and those that needed mending.
 OPERATORS = """
-add addcdiv block_diag broadcast_shapes bucketize clamp complex cumsum diagonal_scatter equal
+add addcdiv as_strided_scatter block_diag broadcast_shapes bucketize clamp complex cumsum diagonal_scatter equal
 fft.rfft gather index_put item kthvalue linalg.cholesky linspace logsumexp masked_fill masked_scatter
 masked_select matmul meshgrid mode native_batch_norm
 nn.functional.batch_norm nn.functional.conv_transpose2d nn.functional.cross_entropy
