@@ -223,6 +223,11 @@ def bilinear_stacked(x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor | None
     return y if bias is None else y + lift(bias, x1.dim() - 1)
 
 
+def matrix_exp(site: Site, self: Value) -> Call:
+    """A loop: torch's approximation of a single matrix is another than that of a batch, by up to 1e-11 (2.13)."""
+    return loop(site, {"self": self})
+
+
 def einsum(site: Site, equation: str, tensors: list[Value], path: Any) -> Call | None:
     fused = _einsum_of_array(equation, [v.shared for v in tensors])
     if fused is None:
@@ -257,5 +262,6 @@ RULES: RuleTable = {
     aten.outer.default: outer,
     aten.einsum.default: einsum,
     aten.bilinear.default: bilinear,
+    **table((aten.matrix_exp.default, aten.linalg_matrix_exp.default), matrix_exp),
     **table((aten.mm.default, aten.bmm.default), mm),
 }

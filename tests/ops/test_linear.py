@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import hfusion as hf
 from hfusion.ops import linear
 from tests.oracle import Case, check, t
 
@@ -104,3 +106,21 @@ def test_autocast_reaches_the_products() -> None:
     y.float().sum().backward()
     assert weight.grad is not None
     assert weight.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("norm", [1e-3, 0.04, 0.3, 1.0, 4.0])
+def test_exponentials_of_matrices_are_the_members_to_the_bit(norm: float) -> None:
+    """Torch takes another approximation for a batch of matrices than for one."""
+
+    class Turning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            drawn = torch.randn(6, 6, dtype=torch.float64).tril(-1)
+            self.w = nn.Parameter((drawn - drawn.mT) * (norm / drawn.abs().sum()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ torch.matrix_exp(self.w)
+
+    models = [Turning() for _ in range(3)]
+    ours = hf.fuse(models)(torch.eye(6, dtype=torch.float64))
+    assert torch.equal(ours, torch.stack([torch.matrix_exp(model.w) for model in models]))
