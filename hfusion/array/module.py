@@ -18,6 +18,7 @@ from hfusion.array.dynamo import finder, inline
 from hfusion.array.exported import exported
 from hfusion.array.modes import Change, Left, Switch, own_modes
 from hfusion.capture.compare import Comparison, modeless_fingerprint, tensors
+from hfusion.capture.exporting import exporting
 from hfusion.capture.own_code import OtherSizes
 from hfusion.capture.skeleton import live_rows, materialize, skeleton
 from hfusion.compiler.compiler import Arguments, Compiled, Compiler, Subject, bind
@@ -121,7 +122,7 @@ class FusedModule(Tree):
         """
         if torch.compiler.is_dynamo_compiling():
             return inline(self, self._found, self._pattern(), args, kwargs)
-        if torch.compiler.is_exporting():
+        if exporting():
             return exported(self, self._exportable, args, kwargs)
         arguments = Arguments.of(args, kwargs)
         compiled = self._ready(arguments)

@@ -21,6 +21,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.assigned import assigned_as_writes
+from hfusion.capture.exporting import told_here_only
 from hfusion.capture.inlined import inlined
 from hfusion.capture.kept import restored
 from hfusion.capture.lengths import open_lengths
@@ -148,7 +149,7 @@ def _export(
             args, kwargs = _aliases((args, dict(kwargs)))
             try:
                 shapes = _varying(module, args, kwargs, attempt) if attempt.first or any(attempt.dims) else None
-                with restored(module), open_lengths(), assigned_as_writes(module):
+                with restored(module), open_lengths(), assigned_as_writes(module), told_here_only():
                     return torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
             except FusionError:
                 raise
