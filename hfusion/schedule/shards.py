@@ -36,6 +36,7 @@ class Shard:
         boundary: what is alive at its output cut, inputs of later shards included; 0 for the last shard.
     Seconds: ``forward``, ``backward`` (without the recomputation), ``step`` (its optimizer step).
     ``frozen``: those bytes of ``weights`` that training never changes, so that they need not be written back.
+    ``borrows``: earlier shards to which some of its tensors belong, such as tied weights.
     """
 
     index: int
@@ -52,17 +53,20 @@ class Shard:
     backward: float
     step: float
     frozen: int = 0
+    borrows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.last:
             raise PlanError(f"shard {self.index} holds nodes [{self.first}, {self.last}): give it at least one")
-        for field in fields(self)[3:]:
+        for field in fields(self)[3:-1]:
             value = getattr(self, field.name)
             if not (math.isfinite(value) and value >= 0):
                 raise PlanError(f"shard {self.index}: {field.name} is {value}: it must be finite and at least 0")
         if self.frozen > self.weights:
             sizes = f"frozen is {self.frozen:,} bytes, weights {self.weights:,}"
             raise PlanError(f"shard {self.index}: {sizes}: frozen is a part of weights, so it cannot be more")
+        if not all(0 <= owner < self.index for owner in self.borrows):
+            raise PlanError(f"shard {self.index} borrows from {self.borrows}: give shards before it")
 
     @property
     def seconds(self) -> float:

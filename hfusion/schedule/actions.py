@@ -1,0 +1,94 @@
+"""What a device does for a shard, in numbers: one action is one line of text, which parses back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hfusion.core.errors import HFusionError
+
+
+class ActionError(HFusionError):
+    """A text is no action."""
+
+
+class Act(StrEnum):
+    """What an action does."""
+
+    LOAD = "LOAD"
+    FORWARD = "FORWARD"
+    RECOMPUTE = "RECOMPUTE"
+    BACKWARD = "BACKWARD"
+    STEP = "STEP"
+    EVALUATE = "EVALUATE"
+    EVICT = "EVICT"
+
+    @property
+    def lane(self) -> str:
+        """The part of a device that works: ``in``, ``compute`` or ``out``. They work at the same time."""
+        return _LANES.get(self, "compute")
+
+
+_LANES = {Act.LOAD: "in", Act.EVICT: "out"}
+
+
+class Section(StrEnum):
+    """A part of what a shard has on a device: its state, the values at its cuts, what it saves for its backward."""
+
+    WEIGHTS = "weights"
+    OPTIMIZER = "optimizer"
+    GRADIENTS = "gradients"
+    BOUNDARY = "boundary"
+    SAVED = "saved"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action on one shard, in a list whose order one device can follow.
+
+    It takes ``takes`` bytes of the device when it begins and frees ``frees`` when it ends; it copies ``moves`` bytes or
+    computes for ``seconds``. ``sections``: what a LOAD brings, and its EVICT takes away. ``after``: what must have
+    ended, by its place in the list; ``~k`` stands for the last EVICT of shard ``k`` in minibatches before. A LOAD may
+    be hoisted over all else.
+    """
+
+    act: Act
+    shard: int
+    sections: frozenset[Section] = frozenset()
+    takes: int = 0
+    frees: int = 0
+    moves: int = 0
+    seconds: float = 0.0
+    after: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        sections = "+".join(section for section in Section if section in self.sections) or "-"
+        after = ",".join(f"~{~each}" if each < 0 else str(each) for each in self.after) or "-"
+        numbers = f"takes {self.takes} frees {self.frees} moves {self.moves} seconds {self.seconds!r}"
+        return f"{self.act} {self.shard} {sections} {numbers} after {after}"
+
+    @classmethod
+    def parse(cls, line: str) -> Action:
+        """The action that prints as ``line``. Raises ActionError."""
+        try:
+            act, shard, sections, *rest = line.split()
+            names, (takes, frees, moves, seconds, after) = rest[::2], rest[1::2]
+            if names != ["takes", "frees", "moves", "seconds", "after"]:
+                raise ValueError(f"the numbers are named {names}")
+            return cls(
+                Act(act),
+                int(shard),
+                frozenset(map(Section, sections.split("+") if sections != "-" else ())),
+                int(takes),
+                int(frees),
+                int(moves),
+                float(seconds),
+                tuple(map(_place, after.split(","))) if after != "-" else (),
+            )
+        except ValueError as error:
+            form = "ACT shard sections takes n frees n moves n seconds s after i,j"
+            raise ActionError(f"cannot read the action {line!r} ({error}): write {form!r}") from error
+
+
+def _place(text: str) -> int:
+    return ~int(text[1:]) if text.startswith("~") else int(text)

@@ -1,0 +1,228 @@
+"""From the shards of a task to the actions of one minibatch: `lower`. The bytes of shards are said here only.
+
+A spilled task keeps its state in host memory: what a shard needs is loaded before it computes and evicted afterwards,
+and its backward recomputes it from what is alive at its input cut (Hydra, arXiv:2110.08633; recomputation: Chen et al.,
+arXiv:1604.06174). The last shard turns from forward to backward in place and recomputes nothing. What is pinned is
+loaded when the minibatch begins, and evicted when it ends, unless the next one begins there: all shards of a resident
+task, the last shard of a spilled one that keeps it. (A cyclic scan is cached best by keeping a part of it: Belady, IBM
+Systems Journal 5(2), 1966.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate as running_sums
+
+from hfusion.schedule.actions import Act, Action, Section
+from hfusion.schedule.shards import Shard
+
+_STATE = frozenset({Section.WEIGHTS, Section.OPTIMIZER, Section.GRADIENTS})
+_ENTRY = frozenset({Section.WEIGHTS, Section.BOUNDARY})
+
+
+@dataclass(frozen=True)
+class Resident:
+    """All shards are on the device, with all that they save for their backward."""
+
+
+@dataclass(frozen=True)
+class Spilled:
+    """Shards come and go; ``keeps_last``: not the last one."""
+
+    keeps_last: bool = False
+
+
+def lower(
+    shards: Sequence[Shard],
+    memory: Resident | Spilled,
+    *,
+    accumulate: bool = False,
+    clip: bool = False,
+    evaluate: bool = False,
+    entry: int = 0,
+    ends: bool = True,
+) -> tuple[Action, ...]:
+    """The actions of one minibatch after which the optimizer steps, or of one that is evaluated.
+
+    Args:
+        accumulate: gradients are summed over minibatches.
+        clip: every shard steps when the gradients of all are there. As `accumulate` it lets gradients outlive their
+            backward, so that they move with the shard.
+        evaluate: the forwards only, which save nothing.
+        entry: bytes at the input cut of the first shard.
+        ends: the last of ``shards`` is the last one of its task.
+    """
+    made = _Lowering(shards, memory, accumulate or clip, clip, entry, ends)
+    return made.evaluation() if evaluate else made.training()
+
+
+def levels(actions: Iterable[Action]) -> list[int]:
+    """Bytes on the device while each action runs, in the order of the list."""
+    changes = [change for action in actions for change in (action.takes, -action.frees)]
+    return list(running_sums(changes))[::2]
+
+
+def need(actions: Iterable[Action]) -> int:
+    """The smallest budget in which a device can follow the list."""
+    return max(levels(actions))
+
+
+@dataclass
+class _Lowering:
+    """A list in the making."""
+
+    shards: Sequence[Shard]
+    memory: Resident | Spilled
+    carried: bool
+    clip: bool
+    entry: int
+    ends: bool
+    actions: list[Action] = field(default_factory=list)
+    loaded: dict[int, int] = field(default_factory=dict)
+    gone: dict[int, int] = field(default_factory=dict)
+    computed: int | None = None
+
+    def training(self) -> tuple[Action, ...]:
+        order = range(len(self.shards))
+        for index in order:
+            self._forward(index)
+        for index in reversed(order):
+            self._backward(index)
+        if self.clip:
+            for index in order:
+                self._update(index)
+        return self._ended()
+
+    def evaluation(self) -> tuple[Action, ...]:
+        for index, part in enumerate(self.shards):
+            self._begin(index, _ENTRY, part.weights + self._at(index))
+            if self._resident:
+                extra = part.workspace
+            else:
+                extra = part.workspace + part.boundary + (self._at(index) if self._pins(index) else 0)
+            self._compute(Act.EVALUATE, index, part.forward, extra, extra)
+            self._end(index, part.boundary)
+        return self._ended()
+
+    def _forward(self, index: int) -> None:
+        part = self.shards[index]
+        if self._turns(index):
+            held = self._held(part)
+            self._begin(index, self._sections, held, held + self._at(index))
+            self._compute(Act.FORWARD, index, part.forward, self._turning(index) + part.workspace, part.workspace)
+            return
+        extra = part.workspace + (0 if self._resident else part.boundary)
+        self._begin(index, _ENTRY, part.weights + self._at(index))
+        self._compute(Act.FORWARD, index, part.forward, extra, extra)
+        self._end(index, part.boundary)
+
+    def _backward(self, index: int) -> None:
+        part = self.shards[index]
+        more = max(0, part.peak - part.activations)
+        if self._turns(index):
+            self._compute(Act.BACKWARD, index, part.backward, more, more + self._turning(index))
+        elif self._resident:
+            self._compute(Act.BACKWARD, index, part.backward, more, more)
+        else:
+            self._begin(index, self._sections, self._held(part) + self._at(index) + part.boundary)
+            self._compute(Act.RECOMPUTE, index, part.forward, part.peak, 0)
+            self._compute(Act.BACKWARD, index, part.backward, 0, part.peak)
+        changed = 0
+        if not self.clip:
+            self._compute(Act.STEP, index, part.step)
+            changed = part.weights - part.frozen + part.optimizer
+        self._end(index, changed + self._gradients(part) + self._at(index))
+
+    def _update(self, index: int) -> None:
+        part = self.shards[index]
+        if not self._pins(index):
+            size = self._at_rest(part)
+            self._load(index, _STATE, size, size, ())
+        self._compute(Act.STEP, index, part.step)
+        self._end(index, part.weights - part.frozen + part.optimizer)
+
+    @property
+    def _resident(self) -> bool:
+        return isinstance(self.memory, Resident)
+
+    @property
+    def _sections(self) -> frozenset[Section]:
+        """What a backward needs."""
+        gone = {Section.OPTIMIZER} if self.clip else set()
+        return _STATE - gone - (set() if self.carried else {Section.GRADIENTS}) | {Section.BOUNDARY}
+
+    def _pins(self, index: int) -> bool:
+        return self._resident or (self._is_last(index) and self.memory == Spilled(keeps_last=True))
+
+    def _is_last(self, index: int) -> bool:
+        return self.ends and index == len(self.shards) - 1
+
+    def _turns(self, index: int) -> bool:
+        """Whether the backward follows the forward at once, so that what is saved for it takes room from then on."""
+        return self._is_last(index) and not self._resident
+
+    def _at(self, index: int) -> int:
+        """Bytes at the input cut."""
+        return self.shards[index - 1].boundary if index else self.entry
+
+    def _turning(self, index: int) -> int:
+        """Bytes alive between the forward and the backward of the last shard."""
+        return self._at(index) + self.shards[index].boundary + self.shards[index].activations
+
+    def _gradients(self, part: Shard) -> int:
+        """Bytes of gradients that outlive a backward."""
+        return part.gradients if self.carried else 0
+
+    def _held(self, part: Shard) -> int:
+        """Bytes of the state that a backward needs."""
+        return part.weights + (0 if self.clip else part.optimizer) + self._gradients(part)
+
+    def _at_rest(self, part: Shard) -> int:
+        """Bytes of a shard at rest."""
+        return part.weights + part.optimizer + self._gradients(part)
+
+    def _begin(self, index: int, sections: frozenset[Section], size: int, moves: int | None = None) -> None:
+        """Load a shard, and beside the first one what is pinned."""
+        if not self._pins(index):
+            self._load(index, sections, size, size if moves is None else moves, self.shards[index].borrows)
+        if self.computed is None:
+            for pinned in filter(self._pins, range(len(self.shards))):
+                self._load_pinned(pinned)
+
+    def _load_pinned(self, index: int) -> None:
+        part = self.shards[index]
+        gradients = set() if self.carried else {Section.GRADIENTS}
+        values = {Section.BOUNDARY, Section.SAVED} if self._resident else {Section.BOUNDARY}
+        beside = part.activations + part.boundary if self._resident else 0
+        size = self._at_rest(part)
+        self._load(index, _STATE - gradients | values, size + beside, size, part.borrows)
+
+    def _load(self, index: int, sections: frozenset[Section], size: int, moves: int, borrows: Sequence[int]) -> None:
+        after = tuple(sorted({self.gone.get(shard, ~shard) for shard in (index, *borrows)}))
+        self.loaded[index] = len(self.actions)
+        self.actions.append(Action(Act.LOAD, index, sections, size, 0, moves, 0.0, after))
+
+    def _compute(self, act: Act, index: int, seconds: float, takes: int = 0, frees: int = 0) -> None:
+        after = {self.loaded[index]} | ({self.computed} if self.computed is not None else set())
+        self.computed = len(self.actions)
+        self.actions.append(Action(act, index, takes=takes, frees=frees, seconds=seconds, after=tuple(sorted(after))))
+
+    def _end(self, index: int, moves: int) -> None:
+        if not self._pins(index):
+            self._evict(index, moves)
+
+    def _evict(self, index: int, moves: int) -> None:
+        load = self.actions[self.loaded.pop(index)]
+        assert self.computed is not None
+        # Values that cross cuts leave in the order in which they were made.
+        after = tuple(sorted({self.computed, max(self.gone.values(), default=self.computed)}))
+        self.gone[index] = len(self.actions)
+        self.actions.append(replace(load, act=Act.EVICT, takes=0, frees=load.takes, moves=moves, after=after))
+
+    def _ended(self) -> tuple[Action, ...]:
+        for index in [*self.loaded]:
+            part = self.shards[index]
+            unchanged = 0 if self._resident else part.frozen
+            self._evict(index, self._at_rest(part) - unchanged)
+        return tuple(self.actions)

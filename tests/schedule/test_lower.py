@@ -1,0 +1,204 @@
+"""Lowering: the bytes of the list are those of the plan, and the lists of some tasks as text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hfusion.schedule.actions import Act, Action, ActionError, Section
+from hfusion.schedule.lower import Resident, Spilled, levels, lower, need
+from hfusion.schedule.plan import Direction, TaskPlan
+from tests.shards import shard, task, tasks
+
+ACTIONS = st.builds(
+    Action,
+    st.sampled_from(Act),
+    st.integers(0, 99),
+    st.frozensets(st.sampled_from(Section)),
+    st.integers(0),
+    st.integers(0),
+    st.integers(0),
+    st.floats(0, 1e300),
+    st.lists(st.integers(), max_size=3).map(tuple),
+)
+WAYS = {
+    Act.FORWARD: Direction.FORWARD,
+    Act.RECOMPUTE: Direction.BACKWARD,
+    Act.BACKWARD: Direction.BACKWARD,
+    Act.EVALUATE: Direction.EVALUATE,
+}
+
+
+@given(ACTIONS)
+def test_an_action_is_one_line_that_parses_back(action: Action) -> None:
+    assert "\n" not in str(action)
+    assert Action.parse(str(action)) == action
+
+
+@pytest.mark.parametrize("line", ["", "JUMP 0 - takes 0 frees 0 moves 0 seconds 0.0 after -", "LOAD 0 - 1 2 3 4 5 6"])
+def test_text_that_is_no_action(line: str) -> None:
+    with pytest.raises(ActionError, match="cannot read the action"):
+        Action.parse(line)
+
+
+def lowered(made: TaskPlan, *, evaluate: bool = False) -> tuple[Action, ...]:
+    memory = Resident() if made.resident else Spilled(made.kept)
+    return lower(made.shards, memory, accumulate=made.accumulate > 1, clip=made.clipped, evaluate=evaluate)
+
+
+@given(tasks("a"))
+def test_the_bytes_are_those_of_the_plan(made: TaskPlan) -> None:
+    lists = [lowered(made)] + ([lowered(made, evaluate=True)] if made.evaluated else [])
+    assert made.device_bytes == max(map(need, lists))
+    for actions in lists:
+        for action, level in zip(actions, levels(actions), strict=True):
+            way = WAYS.get(action.act, Direction.UPDATE if made.clipped else Direction.BACKWARD)
+            unit = (way, action.shard)
+            if action.act.lane != "compute" or (action.act is Act.STEP and not made.clipped):
+                continue
+            if made.resident:
+                held = sum(made.held_bytes(way, part.index) for part in made.shards)
+            else:
+                held = made.held_bytes(*unit) + made.beside_bytes(action.shard)
+            assert level == held + made.extra_bytes(*unit)
+    assert all(sum(action.takes - action.frees for action in actions) == 0 for actions in lists)
+
+
+@given(tasks("a"))
+def test_what_moves_is_what_the_plan_moves(made: TaskPlan) -> None:
+    """What is pinned moves when its task comes and leaves only."""
+    actions = lowered(made)
+    coming = [part.index for part in made.shards if not (made.resident or made.keeps(part.index))]
+    ways = [way for way in made.directions if way is not Direction.EVALUATE]
+    for act, said in ((Act.LOAD, made.in_bytes), (Act.EVICT, made.out_bytes)):
+        for index in coming:
+            moved = sum(action.moves for action in actions if (action.act, action.shard) == (act, index))
+            skipped = Direction.FORWARD if act is Act.EVICT and made.turns(index) else None
+            assert moved == sum(said(way, index) for way in ways if way is not skipped)
+
+
+@given(tasks("a"))
+def test_an_action_comes_after_those_it_needs(made: TaskPlan) -> None:
+    actions = lowered(made)
+    for place, action in enumerate(actions):
+        assert all(~len(made.shards) < each < place for each in action.after)
+        needed = [actions[each] for each in action.after if each >= 0]
+        if action.act.lane == "compute":
+            assert [each.shard for each in needed if each.act is Act.LOAD] == [action.shard]
+        elif action.act is Act.LOAD:
+            assert all(each.act is Act.EVICT for each in needed)
+    computed = [action for action in actions if action.act.lane == "compute"]
+    assert sum(action.seconds for action in computed) == pytest.approx(
+        sum(
+            part.seconds + part.forward * (Act.RECOMPUTE in {a.act for a in computed if a.shard == part.index})
+            for part in made.shards
+        )
+    )
+
+
+def test_a_shard_that_borrows_comes_after_its_owner() -> None:
+    parts = (shard(0), shard(1), shard(2, boundary=0, borrows=(0,)))
+    loads = [action for action in lower(parts, Spilled(), clip=True) if (action.act, action.shard) == (Act.LOAD, 2)]
+    evicted = lower(parts, Spilled(), clip=True).index
+    forward, update = (action.after for action in loads)
+    assert [lower(parts, Spilled(), clip=True)[each].shard for each in forward if each >= 0] == [0]
+    assert ~2 in forward
+    assert len(update) == 1
+    assert evicted(loads[0]) < evicted(loads[1])
+
+
+def text(made: TaskPlan, *, evaluate: bool = False) -> str:
+    return "\n".join(map(str, lowered(made, evaluate=evaluate)))
+
+
+SIZES = {"weights": 1000, "frozen": 300, "gradients": 200, "optimizer": 400, "activations": 50}
+CUTS = {"workspace": 7, "boundary": 10}
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "evaluate"),
+    [
+        ("spilled", task("a", 2, resident=False, **SIZES, **CUTS), False),
+        ("clipped", task("a", 2, resident=False, clipped=True, **SIZES, **CUTS), False),
+        ("kept", task("a", 2, resident=False, kept=True, **SIZES, **CUTS), False),
+        ("resident", task("a", 2, **SIZES, **CUTS), False),
+        ("evaluated", task("a", 2, resident=False, **SIZES, **CUTS), True),
+    ],
+)
+def test_lists_as_text(name: str, made: TaskPlan, evaluate: bool) -> None:
+    assert text(made, evaluate=evaluate) == TEXTS[name].strip()
+    assert tuple(map(Action.parse, TEXTS[name].strip().split("\n"))) == lowered(made, evaluate=evaluate)
+
+
+TEXTS = {
+    "spilled": """
+LOAD 0 weights+boundary takes 1000 frees 0 moves 1000 seconds 0.0 after ~0
+FORWARD 0 - takes 17 frees 17 moves 0 seconds 1.0 after 0
+EVICT 0 weights+boundary takes 0 frees 1000 moves 10 seconds 0.0 after 1
+LOAD 1 weights+optimizer+boundary takes 1400 frees 0 moves 1410 seconds 0.0 after ~1
+FORWARD 1 - takes 67 frees 7 moves 0 seconds 1.0 after 1,3
+BACKWARD 1 - takes 207 frees 267 moves 0 seconds 1.0 after 3,4
+STEP 1 - takes 0 frees 0 moves 0 seconds 1.0 after 3,5
+EVICT 1 weights+optimizer+boundary takes 0 frees 1400 moves 1110 seconds 0.0 after 2,6
+LOAD 0 weights+optimizer+boundary takes 1410 frees 0 moves 1410 seconds 0.0 after 2
+RECOMPUTE 0 - takes 257 frees 0 moves 0 seconds 1.0 after 6,8
+BACKWARD 0 - takes 0 frees 257 moves 0 seconds 1.0 after 8,9
+STEP 0 - takes 0 frees 0 moves 0 seconds 1.0 after 8,10
+EVICT 0 weights+optimizer+boundary takes 0 frees 1410 moves 1100 seconds 0.0 after 7,11
+""",
+    "clipped": """
+LOAD 0 weights+boundary takes 1000 frees 0 moves 1000 seconds 0.0 after ~0
+FORWARD 0 - takes 17 frees 17 moves 0 seconds 1.0 after 0
+EVICT 0 weights+boundary takes 0 frees 1000 moves 10 seconds 0.0 after 1
+LOAD 1 weights+gradients+boundary takes 1200 frees 0 moves 1210 seconds 0.0 after ~1
+FORWARD 1 - takes 67 frees 7 moves 0 seconds 1.0 after 1,3
+BACKWARD 1 - takes 207 frees 267 moves 0 seconds 1.0 after 3,4
+EVICT 1 weights+gradients+boundary takes 0 frees 1200 moves 210 seconds 0.0 after 2,5
+LOAD 0 weights+gradients+boundary takes 1210 frees 0 moves 1210 seconds 0.0 after 2
+RECOMPUTE 0 - takes 257 frees 0 moves 0 seconds 1.0 after 5,7
+BACKWARD 0 - takes 0 frees 257 moves 0 seconds 1.0 after 7,8
+EVICT 0 weights+gradients+boundary takes 0 frees 1210 moves 200 seconds 0.0 after 6,9
+LOAD 0 weights+optimizer+gradients takes 1600 frees 0 moves 1600 seconds 0.0 after 10
+STEP 0 - takes 0 frees 0 moves 0 seconds 1.0 after 9,11
+EVICT 0 weights+optimizer+gradients takes 0 frees 1600 moves 1100 seconds 0.0 after 10,12
+LOAD 1 weights+optimizer+gradients takes 1600 frees 0 moves 1600 seconds 0.0 after 6
+STEP 1 - takes 0 frees 0 moves 0 seconds 1.0 after 12,14
+EVICT 1 weights+optimizer+gradients takes 0 frees 1600 moves 1100 seconds 0.0 after 13,15
+""",
+    "kept": """
+LOAD 0 weights+boundary takes 1000 frees 0 moves 1000 seconds 0.0 after ~0
+LOAD 1 weights+optimizer+boundary takes 1400 frees 0 moves 1400 seconds 0.0 after ~1
+FORWARD 0 - takes 17 frees 17 moves 0 seconds 1.0 after 0
+EVICT 0 weights+boundary takes 0 frees 1000 moves 10 seconds 0.0 after 2
+FORWARD 1 - takes 67 frees 7 moves 0 seconds 1.0 after 1,2
+BACKWARD 1 - takes 207 frees 267 moves 0 seconds 1.0 after 1,4
+STEP 1 - takes 0 frees 0 moves 0 seconds 1.0 after 1,5
+LOAD 0 weights+optimizer+boundary takes 1410 frees 0 moves 1410 seconds 0.0 after 3
+RECOMPUTE 0 - takes 257 frees 0 moves 0 seconds 1.0 after 6,7
+BACKWARD 0 - takes 0 frees 257 moves 0 seconds 1.0 after 7,8
+STEP 0 - takes 0 frees 0 moves 0 seconds 1.0 after 7,9
+EVICT 0 weights+optimizer+boundary takes 0 frees 1410 moves 1100 seconds 0.0 after 3,10
+EVICT 1 weights+optimizer+boundary takes 0 frees 1400 moves 1100 seconds 0.0 after 10,11
+""",
+    "resident": """
+LOAD 0 weights+optimizer+boundary+saved takes 1460 frees 0 moves 1400 seconds 0.0 after ~0
+LOAD 1 weights+optimizer+boundary+saved takes 1450 frees 0 moves 1400 seconds 0.0 after ~1
+FORWARD 0 - takes 7 frees 7 moves 0 seconds 1.0 after 0
+FORWARD 1 - takes 7 frees 7 moves 0 seconds 1.0 after 1,2
+BACKWARD 1 - takes 207 frees 207 moves 0 seconds 1.0 after 1,3
+STEP 1 - takes 0 frees 0 moves 0 seconds 1.0 after 1,4
+BACKWARD 0 - takes 207 frees 207 moves 0 seconds 1.0 after 0,5
+STEP 0 - takes 0 frees 0 moves 0 seconds 1.0 after 0,6
+EVICT 0 weights+optimizer+boundary+saved takes 0 frees 1460 moves 1400 seconds 0.0 after 7
+EVICT 1 weights+optimizer+boundary+saved takes 0 frees 1450 moves 1400 seconds 0.0 after 7,8
+""",
+    "evaluated": """
+LOAD 0 weights+boundary takes 1000 frees 0 moves 1000 seconds 0.0 after ~0
+EVALUATE 0 - takes 17 frees 17 moves 0 seconds 1.0 after 0
+EVICT 0 weights+boundary takes 0 frees 1000 moves 10 seconds 0.0 after 1
+LOAD 1 weights+boundary takes 1010 frees 0 moves 1010 seconds 0.0 after ~1
+EVALUATE 1 - takes 7 frees 7 moves 0 seconds 1.0 after 1,3
+EVICT 1 weights+boundary takes 0 frees 1010 moves 0 seconds 0.0 after 2,4
+""",
+}
