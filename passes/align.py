@@ -95,6 +95,25 @@ def select(graph: fx.Graph, member: int) -> fx.Graph:
     return result
 
 
+def select_rows(graph: fx.Graph, rows: Sequence[int]) -> fx.Graph:
+    """The graph of an array whose member b has the scalars of member ``rows[b]``; a copy."""
+    result = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        new = env[node] = result.node_copy(node, env.__getitem__)
+        if "arguments" in node.meta:
+            new.meta["arguments"] = map_aggregate(node.meta["arguments"], lambda item: _rows(item, rows, env))
+    return result
+
+
+def _rows(item: Any, rows: Sequence[int], env: dict[fx.Node, fx.Node]) -> Any:
+    if not isinstance(item, PerMember):
+        return env[item] if isinstance(item, fx.Node) else item
+    values = tuple(item.values[row] for row in rows)
+    alike = all(type(value) is type(values[0]) and repr(value) == repr(values[0]) for value in values)
+    return values[0] if alike else PerMember(values)
+
+
 def scalars(graph: fx.Graph) -> list[tuple[Any, ...]]:
     """The scalars of an aligned graph that differ between members: for each of them the members' values."""
     return [found.values for node in graph.nodes for found in leaves(node.meta.get("arguments"), PerMember)]

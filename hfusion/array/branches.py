@@ -23,6 +23,7 @@ _STATE = frozenset(
         "_found",
         "_states",
         "_number",
+        "_numbers",
         "_place",
     },
 )

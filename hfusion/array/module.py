@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from hfusion.array.branches import Tree, fixed_attributes, grow
 from hfusion.array.dynamo import finder, inline
 from hfusion.array.exported import exported
 from hfusion.array.modes import Change, Left, Switch, own_modes
+from hfusion.array.rows import Rows
 from hfusion.capture.compare import Comparison, modeless_fingerprint, tensors
 from hfusion.capture.exporting import exporting
 from hfusion.capture.own_code import OtherSizes
@@ -61,7 +63,7 @@ class State:
     compiler: Compiler
 
 
-class FusedModule(Tree):
+class FusedModule(Rows, Tree):
     """B models of one shape as one module; made by `hfusion.fuse` and `hfusion.build`.
 
     ``fused(x)`` gives what the members give for ``x``, every output tensor with a leading dim of B. The state dict is
@@ -80,6 +82,7 @@ class FusedModule(Tree):
         array = self._array
         self._branches = [module for _, module in self.named_modules()]
         self._states: dict[Any, State] = {}
+        self._numbers = itertools.count(1)
         self._number = 0
         self._compiler = self._new_compiler()
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
@@ -132,7 +135,7 @@ class FusedModule(Tree):
         try:
             found = bound(arguments.values)
         except OtherSizes as error:
-            self._compiler.distrust(self._pattern(), arguments, compiled, str(error))
+            self._compiler.distrust(self._modes(), arguments, compiled, str(error))
             return self.forward(*args, **kwargs)
         self._leave(compiled)
         return found
@@ -179,14 +182,14 @@ class FusedModule(Tree):
 
     def find(self, arguments: Arguments) -> Compiled | None:
         """The program for such a call in the present training pattern, if there is one already."""
-        return self._compiler.find(self._pattern(), arguments)
+        return self._compiler.find(self._modes(), arguments)
 
     def compiled(self, arguments: Arguments) -> Compiled:
         """The program for such a call; made if there is none. Raises FusionError."""
-        pattern = self._pattern()
-        found = self._compiler.find(pattern, arguments)
+        modes = self._modes()
+        found = self._compiler.find(modes, arguments)
         if found is None:
-            found = self._compiler.get(pattern, arguments)
+            found = self._compiler.get(modes, arguments)
             self._check_partly_shared(found)
         return found
 
@@ -203,12 +206,16 @@ class FusedModule(Tree):
         """A program without loops over members' own code; a new one is not kept, as an export hides the tensors."""
         subject = replace(self._compiler.subject, loops=False, member=lambda index: self._member(index, self._real))
         compiler = Compiler(subject)
-        pattern = self._pattern()
-        return self._compiler.find(pattern, arguments) or compiler.make(pattern, arguments)
+        modes = self._modes()
+        return self._compiler.find(modes, arguments) or compiler.make(modes, arguments)
+
+    def _modes(self) -> tuple[bool, ...]:
+        """What the programs of one `State` hang on besides arguments: train and eval modes."""
+        return tuple([branch.training for branch in self._branches])
 
     def _pattern(self) -> tuple[int, ...]:
         """What programs hang on besides arguments: train and eval modes, and which `State` the members are in."""
-        return (*[branch.training for branch in self._branches], self._number)
+        return (*self._modes(), self._number)
 
     def check(self, compiled: Compiled, arguments: Arguments) -> None:
         """The self-check of a program, once, unless it was turned off. Raises FusionError."""
@@ -257,7 +264,7 @@ class FusedModule(Tree):
         self._states.setdefault(before, State(self._number, self._array, self._compiler))
         if left.contents not in self._states:
             self._array = _renewed(self._array, left.contents, views)
-            self._states[left.contents] = State(len(self._states), self._array, self._new_compiler())
+            self._states[left.contents] = State(next(self._numbers), self._array, self._new_compiler())
         self._enter(self._states[left.contents])
 
     def _enter(self, state: State) -> None:
@@ -397,7 +404,7 @@ class FusedModule(Tree):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_compiler", "_real", "_bound", "_checks", "_branches", "_found", "_states", "_number")
+        own = ("_compiler", "_real", "_bound", "_checks", "_branches", "_found", "_states", "_number", "_numbers")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 
 from hfusion.array.broadcast import hinting, warn_as_alone, warn_of_unstacked
 from hfusion.capture.compare import tensors
-from hfusion.compiler.compiler import Arguments, Compiler, Source, Subject, bind, check_members
+from hfusion.compiler.compiler import Arguments, Compiled, Compiler, Source, Subject, bind, check_members
 from hfusion.compiler.report import Report, describe
+from hfusion.compiler.rows import of_rows
 from hfusion.core.calls import StackedInput, is_stacked, stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import read_state, root, tensors_of
@@ -160,8 +161,16 @@ class PerModel:
             kept = _kept.of(state, members, root(self._function))
             keys = frozenset(name for name, _ in tensors(self._module))
             subject = Subject(self._name, members, (0,) * members, keys, lambda _: self._module, loops=False)
-            self._compilers[state, members] = Compiler(subject, *kept)
+            self._compilers[state, members] = Compiler(subject, *kept, kin=functools.partial(self._kin, state, subject))
         return self._compilers[state, members]
+
+    def _kin(self, state: Any, subject: Subject, training: Any, arguments: Arguments) -> Compiled | None:
+        """The program for another number of members, made of one that is there."""
+        for (known, members), compiler in self._compilers.items():
+            found = compiler.fitting(training, arguments) if known == state and members != subject.members else None
+            if found is not None:
+                return of_rows(found, [0] * subject.members, subject)
+        return None
 
     def report(self) -> Report:
         """How the function runs: one part per program, and a line for everything that runs in a loop over members."""

@@ -125,8 +125,7 @@ class _Stub:
             record.attached,
             self._bodies,
         )
-        number = next(_numbers)
-        calls[number] = call
+        number = numbered(call)
         self._met.append(call)
         written = [
             *sorted(record.written),
@@ -137,6 +136,13 @@ class _Stub:
         held = [own[k] for k in fixed], [own[k] for k in changing]
         fresh = iter(OPAQUE(given, *held, number, written, links, [], [], sizes))
         return pytree.tree_unflatten([next(fresh) if isinstance(o, Tensor) else o for o in output], out_spec)
+
+
+def numbered(call: OpaqueCall) -> int:
+    """The number by which graphs refer to ``call``, as long as somebody keeps it."""
+    number = next(_numbers)
+    calls[number] = call
+    return number
 
 
 def _open(leaf: Any) -> bool:

@@ -224,13 +224,15 @@ class Compiler:
     opens: bool = True
     whole: dict[Any, str] = field(default_factory=dict)
     refused: dict[Any, str] = field(default_factory=dict)
+    kin: Callable[[Any, Arguments], Compiled | None] | None = None
+    """Makes a program without a capture, of one of another array with the like members; None if there is none."""
 
     def find(self, training: Any, arguments: Arguments) -> Compiled | None:
         """The program for this call if there is one already; also for sizes not met before, where the guards hold."""
         key = (training, arguments.key)
         found = self.programs.get(key)
         if found is None:
-            found = self._fitting(training, arguments)
+            found = self.fitting(training, arguments)
             if found is not None:
                 self._keep(key, found)
         return found
@@ -240,7 +242,8 @@ class Compiler:
             self.programs.clear()
         self.programs[key] = found
 
-    def _fitting(self, training: Any, arguments: Arguments) -> Compiled | None:
+    def fitting(self, training: Any, arguments: Arguments) -> Compiled | None:
+        """The program whose guards hold for the sizes of this call, if there is one."""
         shapes = arguments.shapes
         family = self.families.get((training, arguments.loose_key), [])
         # The latest is the most general, but for those in which more runs member by member.
@@ -269,9 +272,10 @@ class Compiler:
         if len(family) >= MAX_PROGRAMS:
             self.whole.setdefault(loose, f"sizes vary, and {MAX_PROGRAMS} programs did not serve all of them")
         sizes = Sizes(met.dims, many, self.whole.get(loose, "")) if self.opens else UNKNOWN
+        related = self.kin(training, arguments) if self.kin is not None and not sizes.whole else None
         try:
             with apart():
-                compiled = compile_array(self.subject, arguments, _any_training(training), sizes)
+                compiled = related or compile_array(self.subject, arguments, _any_training(training), sizes)
         except FusionError as error:
             if many:
                 self.refused[loose] = str(error)
@@ -333,7 +337,7 @@ def _compiled(
     graph = align([c.graph for c in captures], subject.variants) if len(captures) > 1 else first.graph
     constants, differing = _constants(captures, subject.variants)
     layouts = tuple(_layout(slot, subject, arguments, differing) for slot in first.slots)
-    choices = _choices(graph, layouts, subject.members, subject.tune)
+    choices = choose_ways(graph, layouts, subject.members, subject.tune)
     module = batch(graph, layouts, subject.members, RULES, choices)
     code = regions(module, subject.members)
     program = Program(subject.name, subject.members, training, module, code, first.slots, layouts, first.out_spec)
@@ -355,11 +359,12 @@ def _compiled(
 def of_member(compiled: Compiled, member: int) -> Compiled:
     """What one member computes, as the program of an array of one."""
     program, graph = compiled.program, select(compiled.graph, member)
-    module = batch(graph, program.layouts, 1, RULES, _choices(graph, program.layouts, 1, tune=False))
+    module = batch(graph, program.layouts, 1, RULES, choose_ways(graph, program.layouts, 1, tune=False))
     return replace(compiled, program=replace(program, members=1, module=module, code=module), graph=graph)
 
 
-def _choices(graph: fx.Graph, layouts: Sequence[Layout], members: int, tune: bool) -> dict[fx.Node, Choice]:
+def choose_ways(graph: fx.Graph, layouts: Sequence[Layout], members: int, tune: bool) -> dict[fx.Node, Choice]:
+    """How each operator runs in an array of ``members``."""
     model = Model.of(graph, members)
     if not tune:
         return choose(graph, layouts, members, RULES, model)

@@ -1,0 +1,400 @@
+"""Members that leave, join, and are written over, in an array that lives."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hfusion.capture.compare import Comparison, Sharing, check_alone, check_pair, modeless_fingerprint, tensors
+from hfusion.capture.skeleton import skeleton
+from hfusion.compiler.compiler import Arguments, Compiled, Compiler
+from hfusion.compiler.rows import of_rows
+from hfusion.core.errors import FusionError
+from hfusion.core.usage import absent_rows, mark_absent
+
+if TYPE_CHECKING:
+    from hfusion.array.module import Array, FusedModule
+
+# Arrangements of members whose programs are kept; the oldest go first.
+MAX_STATES = 32
+
+Source: TypeAlias = int | nn.Module
+"""Where a member comes from: the row that it had, or a model that joins."""
+
+
+class Rows(nn.Module):
+    """What a fused module can do with its members."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Become the array of members ``rows``, in this order, in place; the others are gone, and so is their memory.
+
+        Parameters stay the same objects, with gradients; each now holds ``[len(rows), *shape]`` in new memory, which
+        views ``fused[i]`` taken before do not follow. What was captured serves the members that are left. An optimizer
+        of hf.optim follows by its own ``keep(rows)``; another optimizer that has state is to be made anew.
+
+        Raises:
+            ValueError: no rows, a row twice, or a row that is none.
+        """
+        rearrange(self, kept(rows, len(self)))
+
+    def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
+        """Write members ``src`` over members ``dst``, in place: parameters, buffers, gradients, and scalars.
+
+        ``src`` is one member or as many as ``dst``; all are read before one is written. See ``keep`` for optimizers.
+
+        Raises:
+            ValueError: a row that is none, one that is written twice, or other numbers of ``src`` and ``dst``.
+        """
+        rearrange(self, copied(src, dst, len(self)))
+
+    def append(self, models: Sequence[nn.Module]) -> None:
+        """Let ``models`` join as the last members, in place; they stay as they are, their tensors are copied.
+
+        A tensor that all members share must have the same values in them. They have no gradient until the next
+        backward. Only what differs from all members in scalars, such as dropout p, is captured. See ``keep`` for
+        parameters, views and optimizers.
+
+        Raises:
+            FusionError: no models, or models that cannot be fused with the members; the array is as it was.
+        """
+        rearrange(self, [*range(len(self)), *listed(models)])
+
+    def put(self, rows: int | Sequence[int], models: nn.Module | Sequence[nn.Module]) -> None:
+        """Let ``models`` take the places of the members ``rows``, in place; see ``append``.
+
+        Raises:
+            ValueError: a row that is none or comes twice, or another number of models.
+            FusionError: models that cannot be fused with the members; the array is as it was.
+        """
+        rearrange(self, placed(rows, models, len(self)))
+
+
+def kept(rows: Sequence[int], members: int) -> list[Source]:
+    """The sources of an array of ``rows`` alone. Raises ValueError."""
+    found = [row_of(row, members) for row in rows]
+    if not found:
+        raise ValueError(f"keep got no rows of an array of {members} members: an array has one member at least")
+    check_once(found)
+    return list(found)
+
+
+def copied(src: int | Sequence[int], dst: int | Sequence[int], members: int) -> list[Source]:
+    """The sources where ``src`` are written over ``dst``. Raises ValueError."""
+    sources: list[Source] = list(range(members))
+    for one, other in pairs(src, dst, members):
+        sources[other] = one
+    return sources
+
+
+def pairs(src: int | Sequence[int], dst: int | Sequence[int], members: int) -> list[tuple[int, int]]:
+    """``(src, dst)`` of each copy. Raises ValueError."""
+    targets = rows_of(dst, members)
+    origins = [row_of(src, members)] * len(targets) if _is_row(src) else rows_of(src, members)
+    if len(origins) != len(targets):
+        raise ValueError(
+            f"copy of {len(origins)} members over {len(targets)}: give one source, or one for each of dst={targets}"
+        )
+    check_once(targets)
+    return list(zip(origins, targets, strict=True))
+
+
+def listed(models: Sequence[nn.Module]) -> list[nn.Module]:
+    """The models that join. Raises FusionError where there are none."""
+    if isinstance(models, nn.Module) or not isinstance(models, Sequence) or len(models) == 0:
+        raise FusionError(f"append takes a list of one model or more, not {type(models).__name__}: append([model])")
+    return list(models)
+
+
+def placed(rows: int | Sequence[int], models: nn.Module | Sequence[nn.Module], members: int) -> list[Source]:
+    """The sources where ``models`` take the places of ``rows``. Raises ValueError."""
+    targets = rows_of(rows, members)
+    given = [models] if isinstance(models, nn.Module) else list(models)
+    if len(given) != len(targets):
+        raise ValueError(f"put of {len(given)} models into {len(targets)} rows: give one for each of {targets}")
+    check_once(targets)
+    sources: list[Source] = list(range(members))
+    for row, model in zip(targets, given, strict=True):
+        sources[row] = model
+    return sources
+
+
+def rows_of(rows: int | Sequence[int], members: int) -> list[int]:
+    """One row, or several. Raises ValueError."""
+    return [row_of(row, members) for row in ([rows] if _is_row(rows) else rows)]  # type: ignore[union-attr]
+
+
+def row_of(row: Any, members: int) -> int:
+    """A row as a number from 0 on. Raises ValueError."""
+    try:
+        found = operator.index(row)
+    except TypeError as error:
+        raise ValueError(f"{row!r} is no row of an array of {members} members: give integers") from error
+    if isinstance(row, bool) or not -members <= found < members:
+        raise ValueError(f"{row!r} is no row of an array of {members} members: rows are 0 to {members - 1}")
+    return found % members
+
+
+def _is_row(rows: Any) -> bool:
+    return (
+        isinstance(rows, int)
+        or (hasattr(rows, "__index__") and not isinstance(rows, Tensor))
+        or (isinstance(rows, Tensor) and rows.dim() == 0)
+    )
+
+
+def check_once(rows: Sequence[int]) -> None:
+    """Raise a ValueError where a row comes twice."""
+    twice = sorted({row for row in rows if rows.count(row) > 1})
+    if twice:
+        raise ValueError(f"row {twice[0]} comes {rows.count(twice[0])} times in {list(rows)}: give it once")
+
+
+def rearrange(array: Rows, sources: Sequence[Source]) -> None:
+    """Let member b of the array be ``sources[b]``: tensors, scalars and programs.
+
+    Raises:
+        FusionError: a model that cannot be fused with the members; the array is as it was.
+    """
+    fused = cast("FusedModule", array)
+    if list(sources) == list(range(len(fused))):
+        return
+    joining = _check_joining(fused, sources)
+    kinds, partly = _Kinds.of(fused), fused._array.comparison.partly
+    for index, model in joining.items():
+        kinds.add(index, model)
+    after = _array(fused._array, sources, kinds, partly | _partly(joining))
+    _move_tensors(fused, sources)
+    _enter(fused, kinds, sources, after)
+    fused._mark()
+
+
+def _check_joining(fused: FusedModule, sources: Sequence[Source]) -> dict[int, nn.Module]:
+    """The models that join, by their new rows, checked against the members. Raises FusionError."""
+    joining = {index: source for index, source in enumerate(sources) if isinstance(source, nn.Module)}
+    stranger = next((s for s in sources if not isinstance(s, int | nn.Module)), None)
+    if stranger is not None:
+        raise FusionError(f"a {type(stranger).__name__} cannot join an array; give torch.nn.Modules")
+    if not joining:
+        return joining
+    first, own = fused[0], dict(tensors(fused))
+    for index, model in joining.items():
+        check_alone(index, model)
+        check_pair(first, index, model)
+        for name in fused._array.comparison.shared:
+            _check_shared(name, own[name], index, model)
+    return joining
+
+
+def _check_shared(name: str, own: Tensor, index: int, model: nn.Module) -> None:
+    given = dict(tensors(model))[name]
+    if own.data_ptr() == given.data_ptr() and own.stride() == given.stride():
+        return
+    if not torch.equal(own.detach(), given.detach()):
+        raise FusionError(
+            f"{name} is one tensor for all members of the array, and model {index} has another value there; give it "
+            f"the array's own, fused[0].{name}, or fuse an array anew in which members have their own"
+        )
+
+
+def _partly(joining: Mapping[int, nn.Module]) -> frozenset[str]:
+    """The buffers that are one object in several models that join. Raises FusionError for what is trained."""
+    sharing = Sharing()
+    for place, model in enumerate(joining.values()):
+        sharing.add(place, model)
+    if len(joining) > 1:
+        named = dict(next(iter(joining.values())).named_parameters(remove_duplicate=False))
+        for name in sorted(sharing.keys):
+            if name in named and named[name].requires_grad:
+                raise FusionError(
+                    f"{name} is one object in all models that join, and is trained; give each its own, by copy.deepcopy"
+                )
+    return sharing.partly | (sharing.keys if len(joining) > 1 else frozenset())
+
+
+# What forward can read of a skeleton besides tensors; it never changes.
+_contents: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+def _content(bones: nn.Module) -> Any:
+    if bones not in _contents:
+        _contents[bones] = modeless_fingerprint(bones)
+    return _contents[bones]
+
+
+@dataclass
+class _Kinds:
+    """The members by what they are but for their tensors: ``contents[b]``, and a skeleton of each content."""
+
+    contents: list[Any]
+    skeletons: dict[Any, nn.Module]
+    joined: dict[int, Any]
+
+    @staticmethod
+    def of(fused: FusedModule) -> _Kinds:
+        array = fused._array
+        found = [_content(bones) for bones in array.skeletons]
+        return _Kinds([found[v] for v in array.comparison.variants], dict(zip(found, array.skeletons, strict=True)), {})
+
+    def add(self, index: int, model: nn.Module) -> None:
+        """A model that joins as member ``index``."""
+        content = modeless_fingerprint(model)
+        if content not in self.skeletons:
+            bones = skeleton(index, model)
+            # As of the others: a copy may differ from its model where an attribute has no value but an identity.
+            content = _content(bones)
+            self.skeletons[content] = bones
+        self.joined[index] = content
+
+    def after(self, sources: Sequence[Source]) -> tuple[Any, ...]:
+        """The contents of the members to be."""
+        return tuple(
+            self.contents[source] if isinstance(source, int) else self.joined[index]
+            for index, source in enumerate(sources)
+        )
+
+
+def _array(array: Array, sources: Sequence[Source], kinds: _Kinds, partly: frozenset[str]) -> Array:
+    contents = kinds.after(sources)
+    once = list(dict.fromkeys(contents))
+    comparison = Comparison(tuple(once.index(one) for one in contents), array.comparison.shared, partly)
+    made = replace(
+        array,
+        members=len(sources),
+        skeletons=tuple(kinds.skeletons[content] for content in once),
+        comparison=comparison,
+        origins=WeakIdKeyDictionary(),
+    )
+    places: dict[int, int] = {}
+    for index, source in enumerate(sources):
+        if isinstance(source, int):
+            # Who is copied stays where it was; the copy is of no model.
+            if source not in places or source == index:
+                places[source] = index
+        else:
+            for name, parameter in source.named_parameters():
+                made.origins.setdefault(parameter, (index, name))
+    for parameter, (member, name) in array.origins.items():
+        if member in places:
+            made.origins[parameter] = (places[member], name)
+    return made
+
+
+@torch.no_grad()
+def _move_tensors(fused: FusedModule, sources: Sequence[Source]) -> None:
+    shared = fused._array.comparison.shared
+    joining = {index: dict(tensors(source)) for index, source in enumerate(sources) if isinstance(source, nn.Module)}
+    met: set[int] = set()
+    for name, tensor in tensors(fused):
+        if name in shared or id(tensor) in met:
+            continue
+        met.add(id(tensor))
+        given = {index: own[name] for index, own in joining.items()}
+        grad = tensor.grad
+        tensor.grad = None
+        _set(tensor, moved_rows(tensor.detach(), sources, given), len(sources) == len(fused))
+        if grad is not None:
+            tensor.grad = _moved_grad(grad, sources, joining)
+
+
+def _set(tensor: Tensor, moved: Tensor, same: bool) -> None:
+    if not same:
+        if tensor.requires_grad:
+            # Autograd's node that accumulates into the tensor, which outputs that are still there hold, knows its
+            # old shape; torch forgets it where the dtype changes (as of 2.11 to 2.13, `VariableHooks::set_data`).
+            other = torch.float64 if tensor.dtype is torch.float32 else torch.float32
+            tensor.data = torch.empty(0, dtype=other, device=tensor.device)
+        tensor.data = moved
+    # What autograd saved of it has changed.
+    increment_version(tensor)
+
+
+def moved_rows(stack: Tensor, sources: Sequence[Source], given: Mapping[int, Tensor | None]) -> Tensor:
+    """``stack`` with rows ``sources``, those that join of ``given`` (None: zeros); in place if it keeps its width."""
+    moves = [(index, source) for index, source in enumerate(sources) if isinstance(source, int)]
+    if len(sources) == len(stack):
+        changed = [(index, source) for index, source in moves if index != source]
+        if changed:
+            indices, origins = zip(*changed, strict=True)
+            place = torch.tensor(indices, device=stack.device)
+            stack.index_copy_(0, place, stack[torch.tensor(origins, device=stack.device)])
+        target = stack
+    else:
+        target = torch.empty(len(sources), *stack.shape[1:], dtype=stack.dtype, device=stack.device)
+        for start, stop, source in _runs(moves):
+            target[start:stop].copy_(stack[source : source + stop - start])
+    for index, value in given.items():
+        target[index].zero_() if value is None else target[index].copy_(value.detach())
+    return target
+
+
+def _runs(moves: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Rows that stay neighbours: ``(start, stop, source)``."""
+    start = 0
+    for k in range(1, len(moves) + 1):
+        if k == len(moves) or moves[k] != (moves[k - 1][0] + 1, moves[k - 1][1] + 1):
+            yield moves[start][0], moves[k - 1][0] + 1, moves[start][1]
+            start = k
+
+
+def _moved_grad(grad: Tensor, sources: Sequence[Source], joining: Mapping[int, Any]) -> Tensor:
+    absent = absent_rows(grad)
+    gone = torch.tensor([False if absent is None or not isinstance(s, int) else bool(absent[s]) for s in sources])
+    gone[list(joining)] = True
+    found = moved_rows(grad, sources, dict.fromkeys(joining))
+    mark_absent(found, gone)
+    return found
+
+
+def _enter(fused: FusedModule, kinds: _Kinds, sources: Sequence[Source], array: Array) -> None:
+    """The programs of these members as they are now: those of such members before, or new ones."""
+    from hfusion.array.module import State
+
+    states, after = fused._states, kinds.after(sources)
+    states.setdefault(tuple(kinds.contents), State(fused._number, fused._array, fused._compiler))
+    found = states.pop(after, None)
+    fused._array = array
+    if found is None:
+        compiler = fused._new_compiler()
+        compiler.opens = fused._compiler.opens
+        compiler.kin = Kin(fused, compiler, after)
+        found = State(next(fused._numbers), array, compiler)
+    # The latest last.
+    states[after] = State(found.number, array, found.compiler)
+    while len(states) > MAX_STATES:
+        _drop(fused, states.pop(next(iter(states))).compiler)
+    fused._enter(states[after])
+
+
+def _drop(fused: FusedModule, compiler: Compiler) -> None:
+    for compiled in (compiled for family in compiler.families.values() for compiled in family):
+        fused._bound.pop(id(compiled), None)
+        fused._checks.pop(id(compiled), None)
+
+
+@dataclass(frozen=True, eq=False)
+class Kin:
+    """Looks among the programs of an array's earlier members for one that serves the present ones."""
+
+    fused: FusedModule
+    compiler: Compiler
+    contents: tuple[Any, ...]
+
+    def __call__(self, modes: Any, arguments: Arguments) -> Compiled | None:
+        for contents, state in reversed(self.fused._states.items()):
+            if state.compiler is self.compiler:
+                continue
+            found = state.compiler.fitting(modes, arguments)
+            if found is not None and set(self.contents) <= set(contents):
+                return of_rows(found, [contents.index(content) for content in self.contents], self.compiler.subject)
+        return None

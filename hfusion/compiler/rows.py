@@ -1,0 +1,61 @@
+"""The program of an array whose members have left, joined or been copied: made of the one before, without a capture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from hfusion.capture.opaque import numbered
+from hfusion.capture.own_code import OpaqueCall, calls
+from hfusion.compiler.compiler import RULES, Compiled, Subject, choose_ways
+from hfusion.core.layout import Layout
+from hfusion.ops.rule import PerMember
+from hfusion.passes.align import select_rows
+from hfusion.passes.batch import batch
+from hfusion.passes.islands import OPAQUE
+from hfusion.passes.regions import regions
+
+# The place of the call's number among the arguments of `OPAQUE`.
+_CALL = 3
+
+
+def of_rows(compiled: Compiled, rows: Sequence[int], subject: Subject) -> Compiled:
+    """The program of ``subject``, whose member b is what member ``rows[b]`` of ``compiled`` is but for its tensors."""
+    program, members = compiled.program, subject.members
+    graph = select_rows(compiled.graph, rows)
+    opaque = _with_own_bodies(graph, subject) if compiled.opaque else ()
+    module = batch(graph, program.layouts, members, RULES, choose_ways(graph, program.layouts, members, subject.tune))
+    slots = zip(program.slots, program.layouts, strict=True)
+    stacked = {slot.name for slot, layout in slots if slot.name in compiled.constants and layout is Layout.STACKED}
+    constants = {n: t[list(rows)] if n in stacked else t for n, t in compiled.constants.items()}
+    made = replace(program, members=members, module=module, code=regions(module, members))
+    return replace(compiled, program=made, graph=graph, constants=constants, opaque=opaque)
+
+
+def _with_own_bodies(graph: fx.Graph, subject: Subject) -> tuple[OpaqueCall, ...]:
+    """Let the calls of members' own code in ``graph`` be those of the members of ``subject``; the new calls."""
+    bodies = [subject.member(member) for member in range(subject.members)]
+    made: dict[int, OpaqueCall] = {}
+    numbers: dict[int, int] = {}
+
+    def own(number: int) -> int:
+        if number not in numbers:
+            call = calls[number]
+            own_bodies = tuple(body.get_submodule(call.place) for body in bodies)
+            made[number] = replace(call, bodies=own_bodies)
+            numbers[number] = numbered(made[number])
+        return numbers[number]
+
+    for node in graph.nodes:
+        if node.target is not OPAQUE:
+            continue
+        if "arguments" in node.meta:
+            args, named = node.meta["arguments"]
+            number = named["call"]
+            every = PerMember(tuple(map(own, number.values))) if isinstance(number, PerMember) else own(number)
+            node.meta["arguments"] = args, {**named, "call": every}
+        else:
+            node.update_arg(_CALL, own(node.args[_CALL]))
+    return tuple(made.values())
