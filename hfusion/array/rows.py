@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
@@ -18,6 +17,7 @@ from hfusion.capture.skeleton import skeleton
 from hfusion.compiler.compiler import Arguments, Compiled, Compiler
 from hfusion.compiler.rows import of_rows
 from hfusion.core.errors import FusionError
+from hfusion.core.rows import check_once, copied, kept, moved_rows, rows_of
 from hfusion.core.usage import absent_rows, mark_absent
 
 if TYPE_CHECKING:
@@ -80,35 +80,6 @@ class Rows(nn.Module):
         rearrange(self, placed(rows, models, len(self)))
 
 
-def kept(rows: Sequence[int], members: int) -> list[Source]:
-    """The sources of an array of ``rows`` alone. Raises ValueError."""
-    found = [row_of(row, members) for row in rows]
-    if not found:
-        raise ValueError(f"keep got no rows of an array of {members} members: an array has one member at least")
-    check_once(found)
-    return list(found)
-
-
-def copied(src: int | Sequence[int], dst: int | Sequence[int], members: int) -> list[Source]:
-    """The sources where ``src`` are written over ``dst``. Raises ValueError."""
-    sources: list[Source] = list(range(members))
-    for one, other in pairs(src, dst, members):
-        sources[other] = one
-    return sources
-
-
-def pairs(src: int | Sequence[int], dst: int | Sequence[int], members: int) -> list[tuple[int, int]]:
-    """``(src, dst)`` of each copy. Raises ValueError."""
-    targets = rows_of(dst, members)
-    origins = [row_of(src, members)] * len(targets) if _is_row(src) else rows_of(src, members)
-    if len(origins) != len(targets):
-        raise ValueError(
-            f"copy of {len(origins)} members over {len(targets)}: give one source, or one for each of dst={targets}"
-        )
-    check_once(targets)
-    return list(zip(origins, targets, strict=True))
-
-
 def listed(models: Sequence[nn.Module]) -> list[nn.Module]:
     """The models that join. Raises FusionError where there are none."""
     if isinstance(models, nn.Module) or not isinstance(models, Sequence) or len(models) == 0:
@@ -127,37 +98,6 @@ def placed(rows: int | Sequence[int], models: nn.Module | Sequence[nn.Module], m
     for row, model in zip(targets, given, strict=True):
         sources[row] = model
     return sources
-
-
-def rows_of(rows: int | Sequence[int], members: int) -> list[int]:
-    """One row, or several. Raises ValueError."""
-    return [row_of(row, members) for row in ([rows] if _is_row(rows) else rows)]  # type: ignore[union-attr]
-
-
-def row_of(row: Any, members: int) -> int:
-    """A row as a number from 0 on. Raises ValueError."""
-    try:
-        found = operator.index(row)
-    except TypeError as error:
-        raise ValueError(f"{row!r} is no row of an array of {members} members: give integers") from error
-    if isinstance(row, bool) or not -members <= found < members:
-        raise ValueError(f"{row!r} is no row of an array of {members} members: rows are 0 to {members - 1}")
-    return found % members
-
-
-def _is_row(rows: Any) -> bool:
-    return (
-        isinstance(rows, int)
-        or (hasattr(rows, "__index__") and not isinstance(rows, Tensor))
-        or (isinstance(rows, Tensor) and rows.dim() == 0)
-    )
-
-
-def check_once(rows: Sequence[int]) -> None:
-    """Raise a ValueError where a row comes twice."""
-    twice = sorted({row for row in rows if rows.count(row) > 1})
-    if twice:
-        raise ValueError(f"row {twice[0]} comes {rows.count(twice[0])} times in {list(rows)}: give it once")
 
 
 def rearrange(array: Rows, sources: Sequence[Source]) -> None:
@@ -317,34 +257,6 @@ def _set(tensor: Tensor, moved: Tensor, same: bool) -> None:
         tensor.data = moved
     # What autograd saved of it has changed.
     increment_version(tensor)
-
-
-def moved_rows(stack: Tensor, sources: Sequence[Source], given: Mapping[int, Tensor | None]) -> Tensor:
-    """``stack`` with rows ``sources``, those that join of ``given`` (None: zeros); in place if it keeps its width."""
-    moves = [(index, source) for index, source in enumerate(sources) if isinstance(source, int)]
-    if len(sources) == len(stack):
-        changed = [(index, source) for index, source in moves if index != source]
-        if changed:
-            indices, origins = zip(*changed, strict=True)
-            place = torch.tensor(indices, device=stack.device)
-            stack.index_copy_(0, place, stack[torch.tensor(origins, device=stack.device)])
-        target = stack
-    else:
-        target = torch.empty(len(sources), *stack.shape[1:], dtype=stack.dtype, device=stack.device)
-        for start, stop, source in _runs(moves):
-            target[start:stop].copy_(stack[source : source + stop - start])
-    for index, value in given.items():
-        target[index].zero_() if value is None else target[index].copy_(value.detach())
-    return target
-
-
-def _runs(moves: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Rows that stay neighbours: ``(start, stop, source)``."""
-    start = 0
-    for k in range(1, len(moves) + 1):
-        if k == len(moves) or moves[k] != (moves[k - 1][0] + 1, moves[k - 1][1] + 1):
-            yield moves[start][0], moves[k - 1][0] + 1, moves[start][1]
-            start = k
 
 
 def _moved_grad(grad: Tensor, sources: Sequence[Source], joining: Mapping[int, Any]) -> Tensor:

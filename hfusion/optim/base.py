@@ -29,6 +29,7 @@ from hfusion.optim.formula import Formula
 from hfusion.optim.group import Groups, State, membership_of, same_objects
 from hfusion.optim.hyper import own, plain, read, unchanged
 from hfusion.optim.resting import Resting, left_alone, together, without_gradient
+from hfusion.optim.rows import MemberRows, check_width, first_values
 from hfusion.optim.scaled import divide, overflown
 from hfusion.optim.settings import Options, ParamGroup, Settings, named
 from hfusion.optim.step_cache import StepCache, Work
@@ -37,7 +38,7 @@ from hfusion.optim.unfuse import member_state_dicts
 _LAYOUT = attrgetter("layout")
 
 
-class FusedOptimizer(Formula, Optimizer):
+class FusedOptimizer(MemberRows, Formula, Optimizer):
     """Base class: a torch.optim.Optimizer whose every numeric hyper-parameter has one value per member.
 
     ``group["lr"]`` and the others are float64 vectors ``[B]``; a user may also write one number or a sequence
@@ -54,6 +55,7 @@ class FusedOptimizer(Formula, Optimizer):
         self._known: dict[int, tuple[Settings, Groups | None]] = {}
         self._released: dict[tuple[int, ...], Groups] = {}
         self._cache: StepCache | None = None
+        self.begun: list[dict[str, float | None]] = []
         super().__init__(params, dict(defaults))
 
     @property
@@ -75,6 +77,7 @@ class FusedOptimizer(Formula, Optimizer):
             self._check_params(group["params"])
             own(group)
             self._settings(group)
+            self.begun.append(first_values(group, self.hypers, members))
         except Exception:
             self.param_groups.pop()
             raise
@@ -201,7 +204,7 @@ class FusedOptimizer(Formula, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         marks = [[membership(param) for param in group["params"]] for group in self.param_groups]
-        return {**super().__getstate__(), "memberships": marks}
+        return {**super().__getstate__(), "memberships": marks, "begun": self.begun}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         marks = state.pop("memberships", [])
@@ -219,23 +222,26 @@ class FusedOptimizer(Formula, Optimizer):
 
     def _settings(self, group: ParamGroup, known: Settings | None = None) -> Settings:
         """The checked values of ``group``; ``known`` itself if they are still the same."""
+        members = membership_of(group["params"][0]).members
         if (
             known
+            and len(known.members) == members
             and unchanged(group, self.hypers, known.vectors, known.columns)
             and self._options(group) == known.options
         ):
             return known
-        vectors, columns = read(group, self.hypers, membership_of(group["params"][0]).members)
+        check_width(self, group, members)
+        vectors, columns = read(group, self.hypers, members)
         options = self._options(group)
         for hyper, column in zip(self.hypers, columns, strict=True):
             hyper.check(column)
         values = named("Values", tuple(hyper.field for hyper in self.hypers))
-        members = list(starmap(values, zip(*columns, strict=True)))
-        different = dict.fromkeys(members)
+        rows = list(starmap(values, zip(*columns, strict=True)))
+        different = dict.fromkeys(rows)
         for one in different:
             self.check(one, options)
         buffers = {one: tuple(self.stacks(one, options)) for one in different}
-        settings = Settings(vectors, columns, options, members, [buffers[one] for one in members], self.counts_steps)
+        settings = Settings(vectors, columns, options, rows, [buffers[one] for one in rows], self.counts_steps)
         if not settings.alike:
             self._check_shared([param for param in group["params"] if param.requires_grad], settings)
         return settings

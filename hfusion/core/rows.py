@@ -1,0 +1,98 @@
+"""Rows of a stack that move: which member goes where, and the stacks after it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def kept(rows: Sequence[int], members: int) -> list[int]:
+    """The sources of an array of ``rows`` alone. Raises ValueError."""
+    found = [row_of(row, members) for row in rows]
+    if not found:
+        raise ValueError(f"keep got no rows of an array of {members} members: an array has one member at least")
+    check_once(found)
+    return found
+
+
+def copied(src: int | Sequence[int], dst: int | Sequence[int], members: int) -> list[int]:
+    """The sources where ``src`` are written over ``dst``. Raises ValueError."""
+    sources = list(range(members))
+    for one, other in pairs(src, dst, members):
+        sources[other] = one
+    return sources
+
+
+def pairs(src: int | Sequence[int], dst: int | Sequence[int], members: int) -> list[tuple[int, int]]:
+    """``(src, dst)`` of each copy. Raises ValueError."""
+    targets = rows_of(dst, members)
+    origins = [row_of(src, members)] * len(targets) if _is_row(src) else rows_of(src, members)
+    if len(origins) != len(targets):
+        raise ValueError(
+            f"copy of {len(origins)} members over {len(targets)}: give one source, or one for each of dst={targets}"
+        )
+    check_once(targets)
+    return list(zip(origins, targets, strict=True))
+
+
+def rows_of(rows: int | Sequence[int], members: int) -> list[int]:
+    """One row, or several. Raises ValueError."""
+    return [row_of(row, members) for row in ([rows] if _is_row(rows) else rows)]  # type: ignore[union-attr]
+
+
+def row_of(row: Any, members: int) -> int:
+    """A row as a number from 0 on. Raises ValueError."""
+    try:
+        found = operator.index(row)
+    except TypeError as error:
+        raise ValueError(f"{row!r} is no row of an array of {members} members: give integers") from error
+    if isinstance(row, bool) or not -members <= found < members:
+        raise ValueError(f"{row!r} is no row of an array of {members} members: rows are 0 to {members - 1}")
+    return found % members
+
+
+def _is_row(rows: Any) -> bool:
+    return (
+        isinstance(rows, int)
+        or (hasattr(rows, "__index__") and not isinstance(rows, Tensor))
+        or (isinstance(rows, Tensor) and rows.dim() == 0)
+    )
+
+
+def check_once(rows: Sequence[int]) -> None:
+    """Raise a ValueError where a row comes twice."""
+    twice = sorted({row for row in rows if rows.count(row) > 1})
+    if twice:
+        raise ValueError(f"row {twice[0]} comes {rows.count(twice[0])} times in {list(rows)}: give it once")
+
+
+def moved_rows(stack: Tensor, sources: Sequence[Any], given: Mapping[int, Tensor | None]) -> Tensor:
+    """``stack`` with rows ``sources``, those that join of ``given`` (None: zeros); in place if it keeps its width."""
+    moves = [(index, source) for index, source in enumerate(sources) if isinstance(source, int)]
+    if len(sources) == len(stack):
+        changed = [(index, source) for index, source in moves if index != source]
+        if changed:
+            indices, origins = zip(*changed, strict=True)
+            place = torch.tensor(indices, device=stack.device)
+            stack.index_copy_(0, place, stack[torch.tensor(origins, device=stack.device)])
+        target = stack
+    else:
+        target = torch.empty(len(sources), *stack.shape[1:], dtype=stack.dtype, device=stack.device)
+        for start, stop, source in _runs(moves):
+            target[start:stop].copy_(stack[source : source + stop - start])
+    for index, value in given.items():
+        target[index].zero_() if value is None else target[index].copy_(value.detach())
+    return target
+
+
+def _runs(moves: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Rows that stay neighbours: ``(start, stop, source)``."""
+    start = 0
+    for k in range(1, len(moves) + 1):
+        if k == len(moves) or moves[k] != (moves[k - 1][0] + 1, moves[k - 1][1] + 1):
+            yield moves[start][0], moves[k - 1][0] + 1, moves[start][1]
+            start = k
