@@ -155,7 +155,12 @@ def _export(
                 raise
             except Exception as error:
                 failures.append(error)
-    raise FusionError(f"torch.export cannot capture it: {_first_line(failures[-1])}") from failures[-1]
+    raise FusionError(reason(failures[-1])) from failures[-1]
+
+
+def reason(error: Exception) -> str:
+    """What is told of an ``error`` that ended a trace."""
+    return str(error) if isinstance(error, FusionError) else f"torch.export cannot capture it: {_first_line(error)}"
 
 
 @contextmanager

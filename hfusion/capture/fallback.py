@@ -3,60 +3,67 @@
 from __future__ import annotations
 
 import copy
-import enum
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.addresses import fills_memory
 from hfusion.capture.compare import contents, tensors
 from hfusion.capture.export import capture
-from hfusion.capture.foretell import foretold
+from hfusion.capture.fitness import ARGUMENTS, Fitness
 from hfusion.capture.opaque import opaque
-from hfusion.capture.recorded import Island, Recorded, Records, tensors_in
+from hfusion.capture.recorded import WHOLE, Island, Records
+from hfusion.capture.survey import survey
 from hfusion.core.errors import FusionError
-
-# What a call that runs per member may take and give beside tensors: values that are the same for all members.
-_ARGUMENTS = (
-    str,
-    int,
-    float,
-    complex,
-    bytes,
-    enum.Enum,
-    type,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
-_RESULTS = (str, int)
-
-WHOLE = Island("")
 
 
 def culprits(model: nn.Module, records: Records, looped: Mapping[Island, str]) -> dict[Island, str]:
     """What must run in a loop, each with the reason: the smallest such, and those of ``looped``.
 
+    Few traces of the whole model find what raises while it is traced, however much that is. Only what is refused
+    later, for another result than that of the code, is searched for island by island, once for all that are alike.
+
     Raises:
         FusionError: not even the whole forward can run in a loop.
     """
-    found = _Search(model, records, looped).culprits(WHOLE)
-    if WHOLE in found and (why := _unfit(model, WHOLE, records)) is not None:
+    search = _Search(model, records, Fitness(model, records), looped)
+    # Without any in a loop, it has been refused already.
+    found = dict(looped) or search.surveyed()
+    while WHOLE not in found and search.refusal(WHOLE, found) is not None:
+        search = replace(search, given=found, known={})
+        more = search.surveyed()
+        found = found | more if more else search.culprits(WHOLE)
+        if not more:
+            break
+    if WHOLE not in found:
+        return found
+    if (why := search.fitness.unfit(WHOLE)) is not None:
         raise FusionError(why)
-    return found
+    return {WHOLE: found[WHOLE]}
 
 
 @dataclass(frozen=True, eq=False)
 class _Search:
+    """Captures islands by themselves; ``given`` are known to run in a loop.
+
+    ``known`` are those found below an island, ``verdicts`` are for an island and all that are like it.
+    """
+
     model: nn.Module
     records: Records
-    looped: Mapping[Island, str]
+    fitness: Fitness
+    given: Mapping[Island, str]
     known: dict[Island, dict[Island, str]] = field(default_factory=dict)
+    verdicts: dict[Any, str | None] = field(default_factory=dict)
+
+    def surveyed(self) -> dict[Island, str]:
+        """What raises in a trace with the ``given`` left out, beside these."""
+        found = survey(self.model, self.records, self.given, self.fitness)
+        # What stands in for others may itself be the reason why the whole fails.
+        return {island: why for island, why in found.items() if island != WHOLE} or found
 
     def culprits(self, island: Island) -> dict[Island, str]:
         """Those among ``island`` and what it calls."""
@@ -67,27 +74,34 @@ class _Search:
         return self.known[island]
 
     def _found(self, island: Island) -> dict[Island, str]:
-        if island in self.looped:
-            return {island: self.looped[island]}
-        why = self._refusal(island, {})
-        if why is None and not self.looped:
-            return {}
+        if island in self.given:
+            return {island: self.given[island]}
+        below = self.records.below(island)
+        inner = {stub: why for stub, why in self.given.items() if stub in below}
+        why = self.refusal(island, inner)
+        if why is None:
+            return inner
         found: dict[Island, str] = {}
         for child in self.records.children(island):
             found |= self.culprits(child)
-        if found and island not in found:
-            left = self._refusal(island, found)
+        if found.keys() != inner.keys() and island not in found:
+            left = self.refusal(island, found)
             if left is None:
                 return found
-            why = f"{why}; {left}" if why else left
-        return {} if why is None else {island: why}
+            why = f"{why}; {left}"
+        return {island: why}
 
-    def _refusal(self, island: Island, stubs: Mapping[Island, str]) -> str | None:
+    def refusal(self, island: Island, stubs: Mapping[Island, str]) -> str | None:
         """Why ``island`` cannot be captured, with the ``stubs`` left out; None if it can."""
         for stub in stubs:
-            why = _unfit(self.model, stub, self.records)
-            if why is not None:
+            if (why := self.fitness.unfit(stub)) is not None:
                 return why
+        key = self._likeness(island, stubs)
+        if key not in self.verdicts:
+            self.verdicts[key] = self._refusal(island, stubs)
+        return self.verdicts[key]
+
+    def _refusal(self, island: Island, stubs: Mapping[Island, str]) -> str | None:
         top = self.records.first(island)
         args, kwargs = top.args, top.kwargs
         if top.written:
@@ -98,10 +112,33 @@ class _Search:
             module = twin.get_submodule(island.path)
             target = module if island.method == "forward" else _Method(module, island.method)
             try:
-                capture(target, args, kwargs, varying=not stubs)
+                capture(target, args, kwargs, varying=False)
             except FusionError as error:
                 return str(error)
         return None
+
+    def _likeness(self, island: Island, stubs: Mapping[Island, str]) -> Any:
+        """Equal for islands of which one can be captured if another can: but for the values of tensors, one case."""
+        prefix = f"{island.path}." if island.path else ""
+        paths = frozenset((stub.path.removeprefix(prefix), stub.method) for stub in stubs)
+        if not all(stub.path.startswith(prefix) for stub in stubs):
+            return island, frozenset(stubs)
+        module, call = self.model.get_submodule(island.path), self.records.first(island)
+        leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+        if not all(leaf is None or isinstance(leaf, (Tensor, *ARGUMENTS)) for leaf in leaves):
+            return island, frozenset(stubs)
+        try:
+            held = tuple(contents(module).items())
+        except FusionError:
+            return island, frozenset(stubs)
+        parts = tuple((path, type(part), part.training) for path, part in module.named_modules())
+        own = tuple((name, _kind(tensor)) for name, tensor in tensors(module))
+        given = tuple(_kind(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
+        return island.method, parts, own, held, given, spec, call.written, paths
+
+
+def _kind(tensor: Tensor) -> Any:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 class _Method(nn.Module):
@@ -114,71 +151,3 @@ class _Method(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.module, self.method)(*args, **kwargs)
-
-
-def _unfit(model: nn.Module, island: Island, records: Records) -> str | None:
-    """Why ``island`` cannot run as the members' own code by itself; None if it can."""
-    who = f"{island} can only run in a loop over members, and"
-    for call, others in records.all_sightings(island):
-        for leaf in pytree.tree_leaves(call.output):
-            if leaf is not None and not isinstance(leaf, (Tensor, *_RESULTS)):
-                return (
-                    f"{who} gives {_told(leaf)} beside tensors; let it give tensors only, in tuples, lists, dicts or "
-                    f"classes that torch.utils._pytree knows{_registration(leaf)}"
-                )
-        for leaf in pytree.tree_leaves((call.args, call.kwargs)):
-            if island != WHOLE and leaf is not None and not isinstance(leaf, (Tensor, *_ARGUMENTS)):
-                return f"{who} takes {_told(leaf)}, which may hold what is a member's own; give it tensors and numbers"
-        if call.addresses and not _own_only(model, island, call):
-            return f"{who} addresses memory that it shares with tensors outside; use slices, or give it a copy"
-        numbers = [k for k, leaf in enumerate(pytree.tree_leaves((call.args, call.kwargs))) if type(leaf) is int]
-        try:
-            foretold(island, call, others, numbers)
-        except FusionError as error:
-            return str(error)
-        if island == WHOLE and call.written:
-            return f"{who} writes into its input, which members may share; let it write into a copy"
-    held = next(_held(model, island), None)
-    if held is not None:
-        return (
-            f"{who} holds {held[1]} in its attribute {held[0]}, where the array cannot put its own tensor; "
-            "register it as a parameter, buffer or submodule"
-        )
-    return None
-
-
-def _own_only(model: nn.Module, island: Island, call: Recorded) -> bool:
-    """Whether what the call was given, and what the island holds, have their memory for themselves."""
-    own = [tensor for _, tensor in tensors(model.get_submodule(island.path))]
-    given = tensors_in((call.args, call.kwargs)) if island != WHOLE else []
-    return all(map(fills_memory, (*given, *own)))
-
-
-def _held(model: nn.Module, island: Island) -> Iterator[tuple[str, str]]:
-    """Plain attributes below ``island`` that hold a tensor of the model, or a module outside; and what they hold."""
-    prefix = f"{island.path}." if island.path else ""
-    modules = {path for path, _ in model.named_modules()}
-    for name, value in contents(model).items():
-        if name.startswith(prefix):
-            for own in _own(value):
-                if own not in modules or not f"{own}.".startswith(prefix):
-                    yield name, own or "the whole model"
-
-
-def _own(value: Any) -> Iterator[str]:
-    """The model's own tensors and modules in a value that `contents` gave."""
-    if isinstance(value, tuple):
-        if len(value) == 2 and value[0] == "own":
-            yield value[1]
-        else:
-            for part in value:
-                yield from _own(part)
-
-
-def _registration(value: Any) -> str:
-    name = type(value).__name__
-    return f": torch.export.register_dataclass({name}) makes it know {name}" if is_dataclass(value) else ""
-
-
-def _told(value: Any) -> str:
-    return repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"

@@ -11,10 +11,10 @@ from torch.utils import _pytree as pytree
 
 from hfusion.capture.closing import closing
 from hfusion.capture.export import capture
-from hfusion.capture.fallback import WHOLE, culprits
+from hfusion.capture.fallback import culprits
 from hfusion.capture.opaque import opaque
 from hfusion.capture.own_code import OpaqueCall
-from hfusion.capture.recorded import Island, record
+from hfusion.capture.recorded import WHOLE, Island, record
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture
 

@@ -126,14 +126,14 @@ def _ties(named: Mapping[str, Tensor]) -> frozenset[tuple[str, str]]:
 
 def _check_registered(module: nn.Module, before: _Registered, member: nn.Module) -> None:
     """Raise for what forward did to tensors that a stack cannot follow, and for parameters that it changed."""
-    now = dict(tensors(member))
+    now, given = dict(tensors(member)), dict(tensors(module))
     for name in {**now, **before.named}:
         if name not in now or name not in before.named:
             verb = "registers" if name in now else "takes away"
             raise FusionError(f"forward {verb} the tensor {name}; let __init__ do so, or keep a table as an attribute")
         old, new = before.named[name], now[name]
         for what in ("shape", "dtype", "device", "requires_grad"):
-            a, b = getattr(dict(tensors(module))[name], what), getattr(new, what)
+            a, b = getattr(given[name], what), getattr(new, what)
             if a != b and not (what == "requires_grad" and not isinstance(old, nn.Parameter)):
                 raise FusionError(
                     f"forward changes {what} of {name} from {a} to {b}, where an array has one stack for all calls; "

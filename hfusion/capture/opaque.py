@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,6 +66,20 @@ def opaque(
 
     with patched(stubs()):
         yield met
+
+
+def stand_in(
+    module: nn.Module,
+    island: Island,
+    why: str,
+    record: Recorded,
+    changed: frozenset[str],
+    model: nn.Module,
+    met: list[OpaqueCall],
+) -> Callable[..., Any]:
+    """What traces as one call of ``island`` that gives what ``record`` did, for these sizes; ``met`` keeps it alive."""
+    stub = _Stub(module, island, why, iter([(record, [])]), changed, [model], met)
+    return lambda *args, **kwargs: stub.trace(args, kwargs)
 
 
 def _traced(original: Any, stub: _Stub) -> Any:

@@ -38,6 +38,9 @@ class Island:
         return f"{self.path}.{self.method}()" if self.path else f"{self.method}()"
 
 
+WHOLE = Island("")
+
+
 @dataclass(frozen=True, eq=False)
 class Recorded:
     """One call of an island: what it was given, ``count`` tensors among it, and what it gave.
@@ -68,18 +71,20 @@ class Recorded:
 class Records:
     """The calls of one run in the order in which they began; ``changed`` are the model's tensors that it changed.
 
+    ``failed`` are the islands of which a call raised an error, which forward caught.
     ``modes`` as of `Capture`. ``others`` are runs with other sizes, where sizes vary; None if forward takes no others.
     """
 
     calls: Sequence[Recorded]
     changed: frozenset[str]
+    failed: frozenset[Island]
     modes: Mapping[str, bool]
     others: tuple[Records, ...] | None = ()
 
     @property
     def top(self) -> Recorded:
         """The call of the whole forward."""
-        return next(call for call in self.calls if call.island == Island("") and not call.inside)
+        return next(call for call in self.calls if call.island == WHOLE and not call.inside)
 
     def first(self, island: Island) -> Recorded:
         return next(call for call in self.calls if call.island == island)
@@ -121,6 +126,11 @@ class Records:
         own = {call.number for call in self.of(island)}
         found = [call.island for call in self.calls if call.inside and call.inside[-1] in own]
         return [child for child in dict.fromkeys(found) if child != island]
+
+    def below(self, island: Island) -> frozenset[Island]:
+        """The islands that are called while ``island`` runs."""
+        own = {call.number for call in self.of(island)}
+        return frozenset(call.island for call in self.calls if own.intersection(call.inside))
 
 
 def _between(call: Recorded, top: Recorded) -> tuple[int, ...]:
@@ -168,7 +178,8 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mod
     after, originals = dict(tensors(member)), dict(tensors(model))
     changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
     changed |= {name for name in own if own[name] is not after[name] or own[name]._version != versions[name]}
-    return Records([call for call in recorder.calls if call is not None], frozenset(changed), modes)
+    calls = [call for call in recorder.calls if call is not None]
+    return Records(calls, frozenset(changed), frozenset(recorder.failed), modes)
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
@@ -208,12 +219,13 @@ def _watched(model: nn.Module, recorder: _Recorder) -> Iterator[Patch]:
 
 @dataclass
 class _Recorder:
-    """Notes calls; ``open`` are the numbers of those that have begun and not ended.
+    """Notes calls; ``open`` are the numbers of those that have begun and not ended, ``failed`` what raised errors.
 
     ``addressing`` are the numbers of those in which memory was addressed.
     """
 
     calls: list[Recorded | None] = field(default_factory=list)
+    failed: set[Island] = field(default_factory=set)
     open: list[int] = field(default_factory=list)
     addressing: set[int] = field(default_factory=set)
 
@@ -244,6 +256,9 @@ class _Recorder:
         self.open.append(number)
         try:
             output = original(*args, **kwargs)
+        except Exception:
+            self.failed.add(island)
+            raise
         finally:
             self.open.pop()
         if any(map(is_functorch_wrapped_tensor, tensors_in(output))):

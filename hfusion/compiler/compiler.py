@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.fallback import WHOLE
 from hfusion.capture.member import Member, Sizes, capture_member
 from hfusion.capture.opaque import RULES as OPAQUE_RULES
 from hfusion.capture.own_code import OpaqueCall, OtherSizes
-from hfusion.capture.recorded import Island
+from hfusion.capture.recorded import WHOLE, Island
 from hfusion.compiler.sandbox import apart
+from hfusion.compiler.unbatchable import module_path, unbatchable
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
@@ -309,38 +309,41 @@ def compile_array(subject: Subject, arguments: Arguments, training: bool, sizes:
     _check_signature(subject, arguments)
     looped: dict[Island, str] = {WHOLE: sizes.whole} if sizes.whole else {}
     while True:
+        captured = _captured(subject, arguments, sizes, looped)
         try:
-            return _compiled(subject, arguments, training, sizes, looped)
+            return _batched(subject, captured, training)
         except Unbatchable as error:
-            island = Island(_module_path(error.node))
-            if not subject.loops or island in looped:
+            more = {Island(module_path(error.node)): str(error)}
+            more |= unbatchable(captured.graph, captured.layouts, subject.members, RULES)
+            if not subject.loops or not more.keys() - looped.keys():
                 raise
-            looped[island] = str(error)
+            looped |= more
 
 
-def _module_path(node: fx.Node) -> str:
-    """Of the innermost submodule whose code calls ``node``; empty for the model's own code."""
-    return next((path for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())), "")
+@dataclass(frozen=True)
+class _Captured:
+    """The members' common graph, with the layouts of its placeholders; ``first`` is the capture of one of them."""
+
+    first: Capture
+    graph: fx.Graph
+    layouts: tuple[Layout, ...]
+    constants: dict[str, Tensor]
+    calls: tuple[OpaqueCall, ...]
+    guards: Callable[[Sequence[Sequence[Any]]], bool]
 
 
-def _compiled(
-    subject: Subject,
-    arguments: Arguments,
-    training: bool,
-    sizes: Sizes,
-    looped: Mapping[Island, str],
-) -> Compiled:
+def _captured(subject: Subject, arguments: Arguments, sizes: Sizes, looped: Mapping[Island, str]) -> _Captured:
     members = representatives(subject.variants)
-    found = [_captured(subject, member, arguments, sizes, looped) for member in members]
+    found = [_captured_member(subject, member, arguments, sizes, looped) for member in members]
     captures = [one for one, _ in found]
     first = captures[0]
+    if any(c.modes != first.modes for c in captures):
+        raise FusionError(
+            f"forward of {subject.name} changes train and eval modes, other ones in some members than in all"
+        )
     graph = align([c.graph for c in captures], subject.variants) if len(captures) > 1 else first.graph
     constants, differing = _constants(captures, subject.variants)
     layouts = tuple(_layout(slot, subject, arguments, differing) for slot in first.slots)
-    choices = choose_ways(graph, layouts, subject.members, subject.tune)
-    module = batch(graph, layouts, subject.members, RULES, choices)
-    code = regions(module, subject.members)
-    program = Program(subject.name, subject.members, training, module, code, first.slots, layouts, first.out_spec)
     calls = tuple(call for _, calls in found for call in calls)
 
     # Of the captures nothing more, as they hold tensors.
@@ -349,11 +352,16 @@ def _compiled(
     def guards(shapes: Sequence[Sequence[Any]]) -> bool:
         return all(hold(shapes) for hold in held)
 
-    if any(c.modes != first.modes for c in captures):
-        raise FusionError(
-            f"forward of {subject.name} changes train and eval modes, other ones in some members than in all"
-        )
-    return Compiled(program, graph, constants, calls, guards, first.modes)
+    return _Captured(first, graph, layouts, constants, calls, guards)
+
+
+def _batched(subject: Subject, captured: _Captured, training: bool) -> Compiled:
+    graph, layouts, first = captured.graph, captured.layouts, captured.first
+    choices = choose_ways(graph, layouts, subject.members, subject.tune)
+    module = batch(graph, layouts, subject.members, RULES, choices)
+    code = regions(module, subject.members)
+    program = Program(subject.name, subject.members, training, module, code, first.slots, layouts, first.out_spec)
+    return Compiled(program, graph, captured.constants, captured.calls, captured.guards, first.modes)
 
 
 def of_member(compiled: Compiled, member: int) -> Compiled:
@@ -442,7 +450,7 @@ def representatives(variants: Sequence[int]) -> list[int]:
     return [variants.index(variant) for variant in range(max(variants) + 1)]
 
 
-def _captured(
+def _captured_member(
     subject: Subject, member: int, arguments: Arguments, sizes: Sizes, looped: Mapping[Island, str]
 ) -> tuple[Capture, list[OpaqueCall]]:
     """One member's graph, and the calls in it that stay in a loop over members, among them those of ``looped``."""

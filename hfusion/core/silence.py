@@ -5,8 +5,8 @@ Only in the thread that traces. The filters of warnings and loggers are the proc
 
 from __future__ import annotations
 
+import importlib
 import logging
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -77,9 +77,8 @@ def _remove() -> None:
 
 
 def _exporter() -> dict[str, Any]:
-    """The names in the module that prints, if it was imported."""
-    module = sys.modules.get("torch.export._trace")
-    return {} if module is None else vars(module)
+    """The names in the module that prints, which torch imports when it first exports."""
+    return vars(importlib.import_module("torch.export._trace"))
 
 
 def _loggers() -> list[logging.Logger]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.capture import export
 from tests.alone import assert_alone, normal
 from tests.capture.test_export import Sevenfold
 
@@ -43,6 +44,32 @@ class Sized(NamedTuple):
 class Telling(nn.Module):
     def forward(self, x: Tensor) -> Sized:
         return Sized(Sevenfold.apply(x), x.shape[1])
+
+
+class Weighing(nn.Module):
+    """Gives a number that an array cannot keep per member, so that only the module around it can run in a loop."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        return Sevenfold.apply(x), 0.5
+
+
+class Weighed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weighing = Weighing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, weight = self.weighing(x)
+        return value * weight
+
+
+class Failing(nn.Module):
+    """Takes no arguments of three dims, as its caller knows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 3:
+            raise ValueError("three dims")
+        return x * 2
 
 
 class Moody(nn.Module):
@@ -83,7 +110,7 @@ class Base(nn.Module):
         self.nest = nn.ModuleDict({"a": nn.ModuleDict({"b": Block()})})
         self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
         self.act, self.telling, self.moody, self.noisy = Square(), Telling(), Moody(), Noisy()
-        self.again = self.act
+        self.again, self.weighed, self.failing = self.act, Weighed(), Failing()
         self.referring = Referring(self.blocks)
         self.register_buffer("scale", torch.full((4,), 0.5))
         self.double()
@@ -121,6 +148,14 @@ def in_modes(self: Any, x: Tensor) -> Tensor:
     return self.head(a + self.moody(self.norm(x))) + b.sum()
 
 
+def caught(self: Any, x: Tensor) -> Tensor:
+    try:
+        h = self.failing(x[None])
+    except ValueError:
+        h = self.failing(x)
+    return self.head(self.act(h))
+
+
 FORWARDS: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "ModuleList": (listed, {"blocks.0.act", "blocks.1.act"}),
     "ModuleDict": (lambda self, x: self.head(self.nest["a"]["b"](x)), {"nest.a.b.act"}),
@@ -131,6 +166,8 @@ FORWARDS: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "no_grad, autocast, keywords": (in_modes, {"moody"}),
     "two paths": (lambda self, x: self.head(self.act(x) + self.again(x * 2)), {"act"}),
     "random numbers": (lambda self, x: self.head(self.noisy(self.act(x))), {"act", "noisy"}),
+    "beside what cannot": (lambda self, x: self.head(self.weighed(self.act(x))), {"weighed", "act"}),
+    "an error that is caught": (caught, {"forward"}),
     "modules as arguments": (lambda self, x: self.head(self.applied(self.blocks, x)), {"forward"}),
     "another's module": (lambda self, x: self.head(self.referring(x)), {"forward"}),
 }
@@ -145,6 +182,54 @@ def test_the_smallest_is_looped(name: str) -> None:
     loops = {how.split(": ")[0] for op, _, how, _ in part.rows if op.startswith("hfusion")}
     assert loops == {f"loop over members, {island}" for island in islands}
     assert ("self-check passed" in part.check) == ("forward" not in islands)
+
+
+class Hooked(nn.Module):
+    """Changes a gradient, which no trace sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * 0.5)
+        return y
+
+
+class Item(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.mean().item()
+
+
+class Deep(nn.Module):
+    def __init__(self, leaf: type[nn.Module], depth: int) -> None:
+        super().__init__()
+        rows = [nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(4), leaf())) for _ in range(depth)]
+        self.rows = nn.ModuleList(rows)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for row in self.rows:
+            x = x + row(x)
+        return x
+
+
+@pytest.mark.parametrize("leaf", [Square, Hooked, Item])
+def test_depth_costs_no_traces(leaf: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    traces: list[nn.Module] = []
+    whole = export._capture
+
+    def counted(module: nn.Module, *args: Any) -> Any:
+        traces.append(module)
+        return whole(module, *args)
+
+    monkeypatch.setattr(export, "_capture", counted)
+    counts = []
+    for depth in (2, 5):
+        traces.clear()
+        array = assert_alone([Deep(leaf, depth) for _ in range(2)], normal(3, 4))
+        text = str(array.report())
+        assert all(f"loop over members, rows.{k}.1.1: " in text for k in range(depth))
+        counts.append(len(traces))
+    assert counts[0] == counts[1]
 
 
 class Masking(nn.Module):

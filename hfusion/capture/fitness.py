@@ -1,0 +1,126 @@
+"""Whether a submodule can run as the members' own code by itself, in a loop over members."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field, is_dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.capture.addresses import fills_memory
+from hfusion.capture.compare import contents, tensors
+from hfusion.capture.foretell import foretold
+from hfusion.capture.recorded import WHOLE, Island, Recorded, Records, tensors_in
+from hfusion.core.errors import FusionError
+
+# What a call that runs per member may take and give beside tensors: values that are the same for all members.
+ARGUMENTS = (
+    str,
+    int,
+    float,
+    complex,
+    bytes,
+    enum.Enum,
+    type,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+_RESULTS = (str, int)
+
+
+@dataclass(frozen=True, eq=False)
+class Fitness:
+    """Which islands of ``model``, whose calls are ``records``, can run by themselves."""
+
+    model: nn.Module
+    records: Records
+    _known: dict[Island, str | None] = field(default_factory=dict)
+
+    def unfit(self, island: Island) -> str | None:
+        """Why ``island`` cannot; None if it can."""
+        if island not in self._known:
+            self._known[island] = self._unfit(island)
+        return self._known[island]
+
+    def _unfit(self, island: Island) -> str | None:
+        who = f"{island} can only run in a loop over members, and"
+        if island in self.records.failed:
+            return f"{who} raises an error, which forward catches; let it ask before it calls"
+        for call, others in self.records.all_sightings(island):
+            for leaf in pytree.tree_leaves(call.output):
+                if leaf is not None and not isinstance(leaf, (Tensor, *_RESULTS)):
+                    return (
+                        f"{who} gives {_told(leaf)} beside tensors; let it give tensors only, in tuples, lists, dicts "
+                        f"or classes that torch.utils._pytree knows{_registration(leaf)}"
+                    )
+            if call.addresses and not self._own_only(island, call):
+                return f"{who} addresses memory that it shares with tensors outside; use slices, or give it a copy"
+            leaves = pytree.tree_leaves((call.args, call.kwargs))
+            for leaf in leaves:
+                if island != WHOLE and leaf is not None and not isinstance(leaf, (Tensor, *ARGUMENTS)):
+                    return (
+                        f"{who} takes {_told(leaf)}, which may hold what is a member's own; give it tensors and numbers"
+                    )
+            try:
+                foretold(island, call, others, [k for k, leaf in enumerate(leaves) if type(leaf) is int])
+            except FusionError as error:
+                return str(error)
+            if island == WHOLE and call.written:
+                return f"{who} writes into its input, which members may share; let it write into a copy"
+        held = next(self._held(island), None)
+        if held is None:
+            return None
+        return (
+            f"{who} holds {held[1]} in its attribute {held[0]}, where the array cannot put its own tensor; "
+            "register it as a parameter, buffer or submodule"
+        )
+
+    def _own_only(self, island: Island, call: Recorded) -> bool:
+        """Whether what the call was given, and what the island holds, have their memory for themselves."""
+        own = [tensor for _, tensor in tensors(self.model.get_submodule(island.path))]
+        given = tensors_in((call.args, call.kwargs)) if island != WHOLE else []
+        return all(map(fills_memory, (*given, *own)))
+
+    def _held(self, island: Island) -> Iterator[tuple[str, str]]:
+        """Plain attributes below ``island`` that hold a tensor of the model, or a module outside; and what they
+        hold."""
+        prefix = f"{island.path}." if island.path else ""
+        for name, value in self._contents.items():
+            if name.startswith(prefix):
+                for own in _own(value):
+                    if own not in self._paths or not f"{own}.".startswith(prefix):
+                        yield name, own or "the whole model"
+
+    @cached_property
+    def _contents(self) -> dict[str, Any]:
+        return contents(self.model)
+
+    @cached_property
+    def _paths(self) -> frozenset[str]:
+        return frozenset(path for path, _ in self.model.named_modules())
+
+
+def _own(value: Any) -> Iterator[str]:
+    """The model's own tensors and modules in a value that `contents` gave."""
+    if isinstance(value, tuple):
+        if len(value) == 2 and value[0] == "own":
+            yield value[1]
+        else:
+            for part in value:
+                yield from _own(part)
+
+
+def _registration(value: Any) -> str:
+    name = type(value).__name__
+    return f": torch.export.register_dataclass({name}) makes it know {name}" if is_dataclass(value) else ""
+
+
+def _told(value: Any) -> str:
+    return repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"

@@ -1,0 +1,92 @@
+"""Find in one trace of a model all submodules whose code raises while it is traced.
+
+Where one raises, what it gave in a real run stands in for it, and the trace goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from torch import nn
+
+from hfusion.capture.export import capture, reason
+from hfusion.capture.fitness import Fitness
+from hfusion.capture.opaque import opaque, stand_in
+from hfusion.capture.own_code import OpaqueCall
+from hfusion.capture.patched import Patch, methods, patched
+from hfusion.capture.recorded import WHOLE, Island, Recorded, Records
+from hfusion.core.errors import FusionError
+
+
+def survey(model: nn.Module, records: Records, stubs: Mapping[Island, str], fitness: Fitness) -> dict[Island, str]:
+    """What raises while ``model`` is traced with the ``stubs`` left out, each with the reason.
+
+    Of calls in one another it is the innermost that can run by itself.
+    """
+    twin = copy.deepcopy(model)
+    trace = _Trace(twin, records, stubs, fitness)
+    call = records.top
+    # Of interest is what was met on the way.
+    with opaque(twin, stubs, records, [twin]), patched(trace.patches()), suppress(FusionError):
+        capture(twin, call.args, call.kwargs, varying=False)
+    return trace.found
+
+
+class _Trace:
+    """``found`` is what raised so far; ``open`` are the recorded calls that the trace is in, None for others."""
+
+    def __init__(self, model: nn.Module, records: Records, stubs: Mapping[Island, str], fitness: Fitness) -> None:
+        self.found: dict[Island, str] = {}
+        self._model, self._records, self._stubs, self._fitness = model, records, stubs, fitness
+        self._open: list[Recorded | None] = []
+        self._begun: Counter[tuple[int, Island]] = Counter()
+        self._inside: dict[tuple[int, Island], list[Recorded]] = defaultdict(list)
+        self._met: list[OpaqueCall] = []
+        for call in records.calls:
+            if call.inside:
+                self._inside[call.inside[-1], call.island].append(call)
+
+    def patches(self) -> Iterator[Patch]:
+        for path, module in self._model.named_modules():
+            for name in methods(type(module)):
+                island = Island(path, name)
+                if island not in self._stubs:
+                    yield module, name, self._watched(module, island, getattr(module, name))
+
+    def _watched(self, module: nn.Module, island: Island, original: Any) -> Any:
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            record = self._next(island)
+            self._open.append(record)
+            try:
+                return original(*args, **kwargs)
+            except Exception as error:
+                why = reason(error)
+                if record is None or record is self._records.top or self._fitness.unfit(island) is not None:
+                    if island == WHOLE:
+                        self.found[WHOLE] = why
+                    raise
+                self.found.setdefault(island, why)
+            finally:
+                self._open.pop()
+            call = stand_in(module, island, why, record, self._records.changed, self._model, self._met)
+            return call(*args, **kwargs)
+
+        return method
+
+    def _next(self, island: Island) -> Recorded | None:
+        """The recorded call that the one of ``island`` that begins now is: by its place in the call around it."""
+        if not self._open:
+            return self._records.top if island == WHOLE else None
+        around = self._open[-1]
+        if around is None:
+            return None
+        place = (around.number, island)
+        nth, calls = self._begun[place], self._inside[place]
+        self._begun[place] += 1
+        return calls[nth] if nth < len(calls) else None

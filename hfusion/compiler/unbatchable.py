@@ -1,0 +1,64 @@
+"""All submodules of a member's graph with operators that no array can compute, found in one walk over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from hfusion.capture.recorded import Island
+from hfusion.core.layout import Layout
+from hfusion.ops.rule import RuleTable
+from hfusion.passes.candidates import Result, Unbatchable, candidates, result
+
+
+def unbatchable(graph: fx.Graph, layouts: Sequence[Layout], members: int, rules: RuleTable) -> dict[Island, str]:
+    """What must run in a loop, each with the reason. The ``layouts`` are those of the placeholders.
+
+    What follows from an operator without a rule, in its submodule or as a number or size outside of it, tells nothing:
+    once the submodule runs in a loop it may be different.
+    """
+    env: dict[fx.Node, Result] = {}
+    unknown: dict[fx.Node, str] = {}
+    found: dict[Island, str] = {}
+    given = iter(layouts)
+    for node in graph.nodes:
+        example = node.meta.get("val")
+        if node.op == "placeholder":
+            env[node] = result(node, next(given), example)
+            continue
+        if node.op != "call_function":
+            continue
+        layout, path = Layout.STACKED, module_path(node)
+        if any(_inside(path, around) or not _known(source) for source, around in _sources(node, unknown)):
+            unknown[node] = path
+        else:
+            try:
+                if candidates(node, env, members, rules)[0].layout is Layout.SHARED:
+                    layout = Layout.SHARED
+            except Unbatchable as error:
+                found.setdefault(Island(path), str(error))
+                unknown[node] = path
+        env[node] = result(node, layout, example)
+    return found
+
+
+def module_path(node: fx.Node) -> str:
+    """Of the innermost submodule whose code calls ``node``; empty for the model's own code."""
+    return next((path for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())), "")
+
+
+def _sources(node: fx.Node, unknown: dict[fx.Node, str]) -> Iterator[tuple[fx.Node, str]]:
+    return ((source, unknown[source]) for source in node.all_input_nodes if source in unknown)
+
+
+def _inside(path: str, around: str) -> bool:
+    return not around or path == around or path.startswith(f"{around}.")
+
+
+def _known(node: fx.Node) -> bool:
+    """Whether its value is tensors whose sizes do not follow from values."""
+    example: Any = node.meta.get("val")
+    return isinstance(example, Tensor) and not free_unbacked_symbols(example)
