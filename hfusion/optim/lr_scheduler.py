@@ -6,8 +6,10 @@ nothing more. What is here is for those that decide on a value, or take argument
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,40 +17,153 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 
 from hfusion.core.errors import FusionError
+from hfusion.core.rows import copied, kept, rows_of
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import read
 
 __all__ = ["OneCycleLR", "PerMember", "ReduceLROnPlateau"]
 
 
-class PerMember(torch_schedulers.LRScheduler):
-    """One scheduler of torch for each member of an array; a subclass names its class in ``kind``.
+Make: TypeAlias = Callable[[Any], Any]
+"""From an optimizer of one member to a scheduler of torch.optim.lr_scheduler for it."""
 
-    ``options``: those of torch's class. A list, tuple or tensor holds one value per member, anything else is for all.
-    Raises TypeError for an optimizer of others, ValueError for a list of another length than B.
+
+class PerMember(torch_schedulers.LRScheduler):
+    """A scheduler of torch for each member of an array, of its own kind, with arguments and a step count of its own.
+
+    ``make``: gives the scheduler of one member from an optimizer, which stands for the member's; or a list of B such
+    functions. A subclass may name a class of torch in ``kind`` and take its ``options`` instead: a list, tuple or
+    tensor holds one value per member, anything else is for all. Members join, leave and are copied as in the optimizer,
+    after it has been told. Raises TypeError for an optimizer of others, ValueError for a list of another length than B.
+
+    Example:
+        >>> import hfusion as hf, torch
+        >>> from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
+        >>> fused = hf.build(lambda: torch.nn.Linear(2, 1), seeds=[0, 1])
+        >>> opt = hf.optim.SGD(fused.parameters(), lr=1.0)
+        >>> kinds = [lambda o: LinearLR(o, 0.25, total_iters=4), lambda o: CosineAnnealingLR(o, 10)]
+        >>> schedule = hf.optim.lr_scheduler.PerMember(opt, kinds)
+        >>> opt.param_groups[0]["lr"].tolist()
+        [0.25, 1.0]
     """
 
-    kind: ClassVar[type[torch_schedulers.LRScheduler]]
+    kind: ClassVar[type[torch_schedulers.LRScheduler] | None] = None
 
-    def __init__(self, optimizer: FusedOptimizer, **options: Any) -> None:
+    def __init__(self, optimizer: FusedOptimizer, make: Make | Sequence[Make] | None = None, **options: Any) -> None:
         if not isinstance(optimizer, FusedOptimizer):
-            raise TypeError(f"{type(optimizer).__name__} is no optimizer of hf.optim: use torch's {self.kind.__name__}")
+            name = "a scheduler" if self.kind is None else self.kind.__name__
+            raise TypeError(f"{type(optimizer).__name__} is no optimizer of hf.optim: use torch's {name}")
         self.optimizer = optimizer
-        values = {name: _each(name, value, optimizer.members) for name, value in options.items()}
-        self._stand_ins = [_stand_in(optimizer, member) for member in range(optimizer.members)]
+        self._makes = self._made(make, options, optimizer.members)
+        self._stand_ins = [_stand_in(optimizer) for _ in self._makes]
+        self._schedulers: list[Any] = [None] * len(self._makes)
+        self._begin(range(len(self._makes)))
+
+    def _made(self, make: Make | Sequence[Make] | None, options: dict[str, Any], count: int) -> list[Make]:
+        """What gives the schedulers of ``count`` members."""
+        if make is None:
+            return self._of_options(options, count)
+        if options:
+            raise ValueError(f"{type(self).__name__} takes options or functions, not both: {next(iter(options))}")
+        makes = [make] * count if callable(make) else list(make)
+        if len(makes) != count:
+            raise ValueError(f"{len(makes)} functions that make schedulers for {count} members: give one, or {count}")
+        return makes
+
+    def _of_options(self, options: dict[str, Any], count: int) -> list[Make]:
+        kind = self.kind
+        if kind is None:
+            raise ValueError(f"{type(self).__name__} needs a function that makes the scheduler of one member")
+        values = {name: _each(name, value, count) for name, value in options.items()}
+        if not any(isinstance(value, list | tuple | Tensor) for value in options.values()):
+            return [lambda optimizer: kind(optimizer, **options)] * count
+        rows = [{name: value[member] for name, value in values.items()} for member in range(count)]
+        return [partial(_of_kind, kind, row) for row in rows]
+
+    def _begin(self, rows: Iterable[int]) -> None:
+        """Schedulers of members ``rows`` at their step 0, from the present hyper-parameters."""
         self._pull()
-        self._schedulers: list[Any] = []
-        for member, stand_in in enumerate(self._stand_ins):
-            self._schedulers.append(self.kind(stand_in, **{name: value[member] for name, value in values.items()}))
+        for row in rows:
+            stand_in = self._stand_ins[row]
+            self._schedulers[row] = self._makes[row](stand_in)
             # Torch warns of a step before the first one of the optimizer, which is another one here.
             stand_in._opt_called = True  # type: ignore[attr-defined]
         self._push()
 
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with the schedules of members ``rows`` alone, in this order."""
+        self._rearrange(kept(rows, len(self._makes)))
+
+    def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
+        """Let members ``dst`` be where ``src`` are in their schedules, and go on as these do."""
+        self._rearrange(copied(src, dst, len(self._makes)))
+
+    def append(self, count: int = 1, make: Make | Sequence[Make] | None = None, **options: Any) -> None:
+        """Let ``count`` members join at their step 0; without ``make`` and options, with the schedule of all others."""
+        first = len(self._makes)
+        self._makes += self._joining(count, make, options)
+        self._stand_ins += [_stand_in(self.optimizer) for _ in range(count)]
+        self._schedulers += [None] * count
+        self._begin(range(first, first + count))
+
+    def restart(self, rows: int | Sequence[int], make: Make | Sequence[Make] | None = None, **options: Any) -> None:
+        """Let members ``rows`` begin at step 0; without ``make`` and options, with the schedules that they had."""
+        fresh = rows_of(rows, len(self._makes))
+        makes = [self._makes[row] for row in fresh]
+        if make is not None or options:
+            makes = self._made(make, options, len(fresh))
+        for row, own in zip(fresh, makes, strict=True):
+            self._makes[row] = own
+            self._stand_ins[row] = _stand_in(self.optimizer)
+        self._begin(fresh)
+
+    def _joining(self, count: int, make: Make | Sequence[Make] | None, options: dict[str, Any]) -> list[Make]:
+        if make is not None or options:
+            return self._made(make, options, count)
+        if any(own is not self._makes[0] for own in self._makes):
+            raise ValueError("the members' schedules differ: say what those of members that join are, make=...")
+        return [self._makes[0]] * count
+
+    def _rearrange(self, sources: Sequence[int]) -> None:
+        states = {source: self._member_state(source) for source in sources if list(sources).count(source) > 1}
+        firsts: set[int] = set()
+        makes, stand_ins, schedulers = [], [], []
+        for source in sources:
+            makes.append(self._makes[source])
+            if source in firsts:
+                stand_in, scheduler = self._like(source, states[source])
+            else:
+                stand_in, scheduler = self._stand_ins[source], self._schedulers[source]
+            firsts.add(source)
+            stand_ins.append(stand_in)
+            schedulers.append(scheduler)
+        self._makes, self._stand_ins, self._schedulers = makes, stand_ins, schedulers
+
+    def _like(self, source: int, state: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Another stand-in and scheduler, where those of member ``source`` are."""
+        stand_in = _stand_in(self.optimizer)
+        for mine, group in zip(stand_in.param_groups, self._stand_ins[source].param_groups, strict=True):
+            mine.update({key: value for key, value in group.items() if key != "params"})
+        scheduler = self._makes[source](stand_in)
+        _load_member(scheduler, stand_in, state)
+        return stand_in, scheduler
+
+    def _member_state(self, row: int) -> dict[str, Any]:
+        """The state of one member's scheduler, and what torch keeps of a schedule in the param groups."""
+        keys = {hyper.key for hyper in self._hypers} | {"params"}
+        groups = self._stand_ins[row].param_groups
+        kept_there = [{key: value for key, value in group.items() if key not in keys} for group in groups]
+        return copy.deepcopy({"scheduler": self._schedulers[row].state_dict(), "groups": kept_there})
+
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
-        """As of torch's schedulers; all members are at the same."""
-        found: int = self._schedulers[0].last_epoch
-        return found
+        """As of torch's schedulers, of the first member; see ``last_epochs``."""
+        return int(self.last_epochs[0])
+
+    @property
+    def last_epochs(self) -> Tensor:
+        """How often each member's scheduler has stepped: ``[B]``."""
+        return torch.tensor([scheduler.last_epoch for scheduler in self._schedulers])
 
     @property
     def base_lrs(self) -> list[Tensor]:  # type: ignore[override]
@@ -61,24 +176,20 @@ class PerMember(torch_schedulers.LRScheduler):
         rates = zip(*(scheduler.get_last_lr() for scheduler in self._schedulers), strict=True)
         return [torch.tensor(group, dtype=torch.float64) for group in rates]
 
-    def step(self, epoch: int | None = None) -> None:
-        """One step of every member's scheduler."""
-        self._step([()] * len(self._schedulers) if epoch is None else [(epoch,)] * len(self._schedulers))
+    def step(self, epoch: int | None = None, *, rows: Sequence[int] | None = None) -> None:
+        """One step of every member's scheduler, or of those of members ``rows``."""
+        self._step([() if epoch is None else (epoch,)] * len(self._schedulers), rows)
 
-    def _step(self, arguments: Sequence[tuple[Any, ...]]) -> None:
+    def _step(self, arguments: Sequence[tuple[Any, ...]], rows: Sequence[int] | None) -> None:
         self._pull()
-        for scheduler, own in zip(self._schedulers, arguments, strict=True):
-            scheduler.step(*own)
+        for row in range(len(self._schedulers)) if rows is None else rows:
+            self._schedulers[row].step(*arguments[row])
         self._push()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every member's scheduler, with what torch keeps of a schedule in the param groups."""
-        keys = {hyper.key for hyper in self._hypers} | {"params"}
-        groups = [
-            [{key: value for key, value in group.items() if key not in keys} for group in stand_in.param_groups]
-            for stand_in in self._stand_ins
-        ]
-        return {"members": [scheduler.state_dict() for scheduler in self._schedulers], "groups": groups}
+        states = [self._member_state(row) for row in range(len(self._schedulers))]
+        return {"members": [own["scheduler"] for own in states], "groups": [own["groups"] for own in states]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``; FusionError if it is of another number of members."""
@@ -89,12 +200,9 @@ class PerMember(torch_schedulers.LRScheduler):
                 f"{len(self._schedulers)}"
             )
         self._pull()
-        for scheduler, stand_in, own, groups in zip(
-            self._schedulers, self._stand_ins, members, state_dict["groups"], strict=True
-        ):
-            scheduler.load_state_dict(dict(own))
-            for group, saved in zip(stand_in.param_groups, groups, strict=True):
-                group.update(saved)
+        pairs = zip(members, state_dict["groups"], strict=True)
+        for scheduler, stand_in, (own, groups) in zip(self._schedulers, self._stand_ins, pairs, strict=True):
+            _load_member(scheduler, stand_in, {"scheduler": own, "groups": groups})
 
     @property
     def _hypers(self) -> Any:
@@ -126,15 +234,20 @@ class ReduceLROnPlateau(PerMember, torch_schedulers.ReduceLROnPlateau):
 
     kind = torch_schedulers.ReduceLROnPlateau
 
-    def step(self, metrics: Tensor | Sequence[float], epoch: int | None = None) -> None:  # type: ignore[override]
-        """Note one metric per member, and reduce the learning rates of those that got no better for too long."""
+    def step(  # type: ignore[override]
+        self, metrics: Tensor | Sequence[float], epoch: int | None = None, *, rows: Sequence[int] | None = None
+    ) -> None:
+        """Note one metric per member, and reduce the learning rates of those that got no better for too long.
+
+        ``rows``: the members that are asked, by default all.
+        """
         values = torch.as_tensor(metrics).detach()
         if values.shape != (len(self._schedulers),):
             raise ValueError(
                 f"metrics have shape {list(values.shape)} for an array of {len(self._schedulers)} members: give one "
                 "number per member, such as the losses of hf.per_model"
             )
-        self._step([(value,) if epoch is None else (value, epoch) for value in values.tolist()])
+        self._step([(value,) if epoch is None else (value, epoch) for value in values.tolist()], rows)
 
     @property
     def in_cooldown(self) -> Tensor:
@@ -162,7 +275,18 @@ def _each(name: str, value: Any, members: int) -> list[Any]:
     return [float(one) if isinstance(one, Tensor) else one for one in value]
 
 
-def _stand_in(optimizer: FusedOptimizer, member: int) -> Optimizer:
+def _of_kind(kind: Any, options: dict[str, Any], optimizer: Any) -> Any:
+    return kind(optimizer, **options)
+
+
+def _load_member(scheduler: Any, stand_in: Optimizer, state: Mapping[str, Any]) -> None:
+    scheduler.load_state_dict(dict(copy.deepcopy(state["scheduler"])))
+    for group, saved in zip(stand_in.param_groups, state["groups"], strict=True):
+        group.update(copy.deepcopy(saved))
+    stand_in._opt_called = True  # type: ignore[attr-defined]
+
+
+def _stand_in(optimizer: Any) -> Optimizer:
     """An optimizer of nothing, whose param groups hold the hyper-parameters of one member."""
     groups = [{"params": [torch.zeros(())]} for _ in optimizer.param_groups]
     return Optimizer(groups, {hyper.key: 0.0 for hyper in optimizer.hypers})

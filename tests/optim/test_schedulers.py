@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -250,3 +251,129 @@ def test_readers_of_one_learning_rate() -> None:
     single, _ = start("SGD", {"lr": 0.25}, Array(1, shapes=[(3,)]))
     lr = single.param_groups[0]["lr"]
     assert (f"{lr:.2f}", float(lr), lr.item(), "%.2f" % lr) == ("0.25", 0.25, 0.25, "0.25")  # noqa: UP031
+
+
+ALL: dict[str, Callable[[Any], Any]] = {**MAKERS, "ReduceLROnPlateau": lambda o: ls.ReduceLROnPlateau(o, patience=1)}
+
+
+class Living:
+    """Members with an optimizer and a scheduler each, beside an array whose members come and go as they do."""
+
+    def __init__(self, makes: list[Callable[[Any], Any]], kind: str) -> None:
+        self.kind, self.makes = kind, makes
+        self.options: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
+        self.fused = hf.build(lambda: torch.nn.Linear(2, 2).double(), seeds=range(len(makes)))
+        rates = [0.1 * 0.7**member for member in range(len(makes))]
+        self.opt = getattr(hf.optim, kind)(self.fused.parameters(), lr=rates, **self.options)
+        self.schedule = hf.optim.lr_scheduler.PerMember(self.opt, makes)
+        self.alone = [
+            self.single(model, rate, make) for model, rate, make in zip(self.fused, rates, makes, strict=True)
+        ]
+
+    def single(self, model: torch.nn.Module, rate: float, make: Callable[[Any], Any]) -> list[Any]:
+        model = copy.deepcopy(model)
+        opt = getattr(torch.optim, self.kind)(model.parameters(), lr=rate, **self.options)
+        return [model, opt, make(opt)]
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            metrics = torch.rand(len(self.alone), dtype=torch.float64)
+            for param in self.fused.parameters():
+                param.grad = torch.randn_like(param)
+            for row, (model, opt, schedule) in enumerate(self.alone):
+                for mine, stack in zip(model.parameters(), self.fused.parameters(), strict=True):
+                    mine.grad = stack.grad[row].clone()  # type: ignore[index]
+                opt.step()
+                plateau = isinstance(schedule, ls.ReduceLROnPlateau)
+                schedule.step(metrics[row].item()) if plateau else schedule.step()
+            self.opt.step()
+            for row, scheduler in enumerate(self.schedule._schedulers):
+                if isinstance(scheduler, ls.ReduceLROnPlateau):
+                    self.schedule._step([(metrics[row].item(),)] * len(self.alone), [row])
+                else:
+                    self.schedule.step(rows=[row])
+        rates = [float(opt.param_groups[0]["lr"]) for _, opt, _ in self.alone]
+        assert self.opt.param_groups[0]["lr"].tolist() == pytest.approx(rates, rel=1e-12)
+        for stack, *rows in zip(self.fused.parameters(), *(m.parameters() for m, _, _ in self.alone), strict=True):
+            torch.testing.assert_close(stack.detach(), torch.stack(rows).detach(), rtol=1e-12, atol=1e-14)
+
+    def keep(self, rows: list[int]) -> None:
+        for part in (self.fused, self.opt, self.schedule):
+            part.keep(rows)
+        self.alone = [self.alone[row] for row in rows]
+
+    def copy(self, src: int, dst: int) -> None:
+        for part in (self.fused, self.opt, self.schedule):
+            part.copy(src, dst)
+        model, opt, schedule = self.alone[src]
+        twin = self.single(model, 1.0, self.makes[0])
+        twin[1].load_state_dict(copy.deepcopy(opt.state_dict()))
+        groups = copy.deepcopy(twin[1].param_groups)
+        twin[2].load_state_dict(copy.deepcopy(schedule.state_dict()))
+        twin[1].param_groups[0].update({k: v for k, v in groups[0].items() if k != "params"})
+        self.alone[dst] = twin
+
+    def append(self, rate: float, make: Callable[[Any], Any]) -> None:
+        model = torch.nn.Linear(2, 2).double()
+        self.fused.append([model])
+        self.opt.append(1, lr=rate)
+        self.schedule.append(1, make)
+        self.alone.append(self.single(model, rate, make))
+
+    def restart(self, row: int, rate: float) -> None:
+        model = torch.nn.Linear(2, 2).double()
+        self.fused.put(row, model)
+        self.opt.restart(row, lr=rate, **self.options)
+        self.schedule.restart(row, self.makes[0])
+        self.alone[row] = self.single(model, rate, self.makes[0])
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_members_that_join_late_begin_their_own_schedule(name: str, kind: str) -> None:
+    torch.manual_seed(2)
+    living = Living([ALL[name]] * 3, kind)
+    living.run(3)
+    living.append(0.05, ALL[name])
+    living.run(2)
+    living.copy(0, 1)
+    living.run(2)
+    living.restart(2, 0.2)
+    living.keep([3, 2, 1])
+    living.run(3)
+
+
+def test_kinds_and_lengths_of_the_members_own() -> None:
+    makes: list[Callable[[Any], Any]] = [
+        lambda o: ls.LinearLR(o, 0.1, total_iters=2),
+        lambda o: ls.LinearLR(o, 0.2, total_iters=5),
+        lambda o: ls.CosineAnnealingLR(o, 7),
+        lambda o: ls.SequentialLR(o, [ls.LinearLR(o, 0.1, total_iters=3), ls.ExponentialLR(o, 0.9)], [3]),
+        lambda o: ls.ReduceLROnPlateau(o, patience=0),
+    ]
+    living = Living(makes, "Adam")
+    living.run(4)
+    living.append(0.3, makes[2])
+    living.run(4)
+    assert living.schedule.last_epochs.tolist() == [8, 8, 8, 8, 8, 4]
+    state = copy.deepcopy(living.schedule.state_dict())
+    again = hf.optim.lr_scheduler.PerMember(living.opt, [*makes, makes[2]])
+    for mine, single in zip(living.opt.param_groups[0]["lr"], living.alone, strict=True):
+        mine.copy_(torch.as_tensor(single[1].param_groups[0]["lr"], dtype=torch.float64))
+    again.load_state_dict(state)
+    living.schedule = again
+    living.run(3)
+
+
+def test_a_schedule_that_differs_must_be_given_to_who_joins() -> None:
+    living = Living([lambda o: ls.ExponentialLR(o, 0.9), lambda o: ls.ExponentialLR(o, 0.8)], "SGD")
+    living.fused.append([torch.nn.Linear(2, 2).double()])
+    living.opt.append(lr=0.1)
+    with pytest.raises(ValueError, match="the members' schedules differ"):
+        living.schedule.append()
+    with pytest.raises(ValueError, match="2 functions that make schedulers for 3 members"):
+        hf.optim.lr_scheduler.PerMember(living.opt, living.makes)
+    with pytest.raises(ValueError, match="options or functions, not both"):
+        hf.optim.lr_scheduler.ReduceLROnPlateau(living.opt, living.makes, patience=2)
+    with pytest.raises(ValueError, match="needs a function that makes the scheduler of one member"):
+        hf.optim.lr_scheduler.PerMember(living.opt)
