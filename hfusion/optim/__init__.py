@@ -6,7 +6,7 @@ from hfusion.optim.adagrad import Adagrad
 from hfusion.optim.adam import Adam, AdamW
 from hfusion.optim.adamax import Adamax
 from hfusion.optim.base import FusedOptimizer
-from hfusion.optim.clip import clip_grad_norm_
+from hfusion.optim.clip import clip_grad_norm_, clip_grad_value_
 from hfusion.optim.convert import fuse
 from hfusion.optim.hyper import Hyper
 from hfusion.optim.lion import Lion
@@ -14,6 +14,7 @@ from hfusion.optim.muon import Muon
 from hfusion.optim.nadam import NAdam
 from hfusion.optim.radam import RAdam
 from hfusion.optim.rmsprop import RMSprop
+from hfusion.optim.scaler import GradScaler
 from hfusion.optim.sgd import SGD
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "AdamW",
     "Adamax",
     "FusedOptimizer",
+    "GradScaler",
     "Hyper",
     "Lion",
     "Muon",
@@ -31,6 +33,7 @@ __all__ = [
     "RAdam",
     "RMSprop",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "fuse",
     "lr_scheduler",
 ]

@@ -28,7 +28,7 @@ from hfusion.optim import coupling, native
 from hfusion.optim.formula import Formula
 from hfusion.optim.group import Groups, State, membership_of, same_objects
 from hfusion.optim.hyper import own, plain, read, unchanged
-from hfusion.optim.resting import Resting, left_alone, together, without_gradient
+from hfusion.optim.resting import Resting, left_alone, of_members, together, without_gradient
 from hfusion.optim.rows import MemberRows, check_width, first_values
 from hfusion.optim.scaled import divide, overflown
 from hfusion.optim.settings import Options, ParamGroup, Settings, named
@@ -56,6 +56,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         self._released: dict[tuple[int, ...], Groups] = {}
         self._cache: StepCache | None = None
         self.begun: list[dict[str, float | None]] = []
+        self._held: Tensor | None = None
         super().__init__(params, dict(defaults))
 
     @property
@@ -119,6 +120,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             resting = together(resting, self._unscaled(found_inf))
             work = self._work()
+        if self._held is not None:
+            resting = together(resting, of_members(self._active(), self._held))
         with torch.no_grad(), left_alone(resting, self.state) if resting else nullcontext():
             for settings, group, grads in work:
                 group.step(grads, settings)
@@ -137,11 +140,14 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     def _unscaled(self, found_inf: Tensor) -> Resting:
         """Do what a GradScaler left to do: divide the gradients by its scale, and find who must not step."""
-        active = [param for param in self._params() if param.grad is not None]
+        active = self._active()
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
             divide(active, scale)
         return overflown(active, self.members) if found_inf.item() else {}
+
+    def _active(self) -> list[Tensor]:
+        return [param for param in self._params() if param.grad is not None]
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -212,6 +218,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         self._known = {}
         self._released = {}
         self._cache = None
+        self._held = None
         # A copy of a Parameter has lost its mark.
         for group, memberships in zip(self.param_groups, marks, strict=False):
             for param, found in zip(group["params"], memberships, strict=True):

@@ -53,6 +53,24 @@ def clip_grad_norm_(
     return norms
 
 
+@torch.no_grad()
+def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: HyperValue) -> None:
+    """Clamp each member's gradients in place, as torch.nn.utils.clip_grad_value_ does for the member alone.
+
+    ``clip_value``: the largest magnitude, one value or one per member (inf clips nothing). Raises ValueError for
+    parameters of no fused module and for a limit of the wrong number or range, and FusionError for the gradient of a
+    parameter that several members share.
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    members, grads = _gradients(params)
+    limits = member_vector("clip_value", clip_value, members).as_subclass(Tensor)
+    if not bool((limits >= 0).all()):
+        raise ValueError(f"clip_value={limits.tolist()}: every value must be at least 0")
+    for grad in grads:
+        bound = limits.to(grad).reshape(-1, *[1] * (grad.dim() - 1))
+        torch.clamp(grad, -bound, bound, out=grad)
+
+
 def grad_norms(grad: Tensor, members: int, norm_type: float = 2.0) -> Tensor:
     """The norms ``[B]`` of one stacked gradient ``[B, *S]``."""
     norms: Tensor = torch.linalg.vector_norm(grad.reshape(members, -1), norm_type, dim=1)

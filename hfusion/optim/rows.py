@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,6 +24,17 @@ Sources = Sequence[int | None]
 
 class MemberRows:
     """What a fused optimizer can do with its members; the fused module has `keep`, `copy` and `append` of its own."""
+
+    _held: Tensor | None = None
+
+    @contextmanager
+    def holding(self, members: Tensor) -> Iterator[None]:
+        """While active, ``members``, bool ``[B]``, take no step: parameters, state and counts stay as they are."""
+        before, self._held = self._held, members if bool(members.any()) else None
+        try:
+            yield
+        finally:
+            self._held = before
 
     def keep(self, rows: Sequence[int]) -> None:
         """Hold the state and the hyper-parameters of members ``rows`` alone, in this order.

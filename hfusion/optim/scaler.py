@@ -1,0 +1,223 @@
+"""A loss scaler for an array: every member has a scale of its own, and skips the steps that overflow in it alone.
+
+Source: https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfusion.core.errors import CheckpointError, FusionError
+from hfusion.core.rows import copied, kept, rows_of
+from hfusion.optim.base import FusedOptimizer
+from hfusion.optim.group import membership_of
+from hfusion.optim.hyper import HyperValue, member_vector, plain
+
+
+class GradScaler:
+    """``torch.amp.GradScaler`` for every member of an array by itself; used as torch's.
+
+    ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``: one value, or one per member.
+
+    Example:
+        >>> import hfusion as hf, torch
+        >>> fused = hf.build(lambda: torch.nn.Linear(2, 1), seeds=[0, 1])
+        >>> opt, scaler = hf.optim.SGD(fused.parameters(), lr=0.1), hf.optim.GradScaler(init_scale=[8.0, 16.0])
+        >>> losses = fused(torch.ones(3, 2)).square().mean(dim=(1, 2))
+        >>> scaler.scale(losses).sum().backward()
+        >>> scaler.step(opt); scaler.update(); scaler.get_scale()
+        tensor([ 8., 16.])
+    """
+
+    def __init__(
+        self,
+        init_scale: HyperValue = 2.0**16,
+        growth_factor: HyperValue = 2.0,
+        backoff_factor: HyperValue = 0.5,
+        growth_interval: HyperValue = 2000,
+        enabled: bool = True,
+    ) -> None:
+        self._enabled = enabled
+        self._given = {
+            "scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }
+        self._values: dict[str, Tensor] = {}
+        # Of this iteration, for each optimizer that was unscaled: who overflowed.
+        self._found: dict[int, Tensor] = {}
+        self._stepped: set[int] = set()
+
+    def is_enabled(self) -> bool:
+        return self._enabled
+
+    def get_scale(self) -> Tensor:
+        """The scales ``[B]``; ``[1]`` before the first use of a scaler that has one value for all."""
+        if not self._enabled:
+            return torch.ones(1)
+        if not self._values:
+            return torch.as_tensor(self._given["scale"], dtype=torch.float32).reshape(-1).clone()
+        return self._values["scale"].clone()
+
+    def scale(self, losses: Any) -> Any:
+        """Losses ``[B, ...]``, or a list or tuple of such, times the members' scales."""
+        if not self._enabled:
+            return losses
+        if isinstance(losses, list | tuple):
+            return type(losses)(self.scale(one) for one in losses)
+        self._begin(len(losses))
+        return losses * self._values["scale"].to(losses.device).reshape(-1, *[1] * (losses.dim() - 1))
+
+    @torch.no_grad()
+    def unscale_(self, optimizer: FusedOptimizer) -> Tensor:
+        """Divide the gradients in place, and tell which members have one that is not finite: bool ``[B]``.
+
+        Raises:
+            RuntimeError: called twice since `update`.
+            FusionError: a parameter of all members, whose gradient is the sum of losses with different scales.
+        """
+        if id(optimizer) in self._found:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
+        self._begin(optimizer.members)
+        inverse = self._values["scale"].double().reciprocal().float()
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        bad = torch.zeros(len(inverse), dtype=torch.bool)
+        for param in params:
+            grad, found = param.grad, membership_of(param)
+            if found.stacked:
+                bad |= not_finite(grad, len(inverse))
+                grad.mul_(inverse.to(grad.device).reshape(-1, *[1] * (grad.dim() - 1)))
+                continue
+            if bool((inverse != inverse[0]).any()):
+                raise FusionError(
+                    f"parameter {found.name!r} is one tensor for all {found.members} members, and their losses have "
+                    "different scales; freeze it, or use torch.amp.GradScaler"
+                )
+            bad |= not grad.isfinite().all()
+            grad.mul_(inverse[0].to(grad.device))
+        self._found[id(optimizer)] = bad
+        return bad.clone()
+
+    def step(self, optimizer: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        """A step of ``optimizer`` for the members whose gradients are all finite; unscales them if that was not done.
+
+        Raises:
+            RuntimeError: called twice since `update`.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if id(optimizer) in self._stepped:
+            raise RuntimeError("step() has already been called on this optimizer since the last update()")
+        if id(optimizer) not in self._found:
+            self.unscale_(optimizer)
+        self._stepped.add(id(optimizer))
+        with optimizer.holding(self._found[id(optimizer)]):
+            return optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: HyperValue | None = None) -> None:
+        """Raise the scale of members that have not overflowed for long, lower it of those that have just now.
+
+        Raises:
+            RuntimeError: no optimizer was unscaled since the last update.
+        """
+        if not self._enabled:
+            return
+        values = self._values
+        if new_scale is not None:
+            values["scale"] = _vector("new_scale", new_scale, len(values["scale"]))
+        elif not self._found:
+            raise RuntimeError("no gradients were unscaled before update(): call step first")
+        else:
+            bad = torch.stack(list(self._found.values())).any(0)
+            tracker = torch.where(bad, 0, values["tracker"] + 1)
+            full = tracker == values["growth_interval"]
+            grown = values["scale"] * values["growth_factor"]
+            raised = torch.where(full & grown.isfinite(), grown, values["scale"])
+            values["scale"] = torch.where(bad, values["scale"] * values["backoff_factor"], raised)
+            values["tracker"] = torch.where(full, 0, tracker)
+        self._found, self._stepped = {}, set()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Hold the scales of members ``rows`` alone, in this order."""
+        if self._values:
+            self._take(kept(rows, len(self._values["scale"])))
+
+    def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
+        """Give members ``dst`` the scales of ``src``."""
+        if self._values:
+            self._take(copied(src, dst, len(self._values["scale"])))
+
+    def append(self, count: int = 1) -> None:
+        """Let ``count`` members join with the scale that all began with. Raises ValueError if they differed."""
+        if self._values:
+            fresh = self._fresh(count)
+            self._values = {name: torch.cat([own, fresh[name]]) for name, own in self._values.items()}
+
+    def restart(self, rows: int | Sequence[int]) -> None:
+        """Let members ``rows`` begin anew; see `append`."""
+        if self._values:
+            places = rows_of(rows, len(self._values["scale"]))
+            fresh = self._fresh(len(places))
+            for name, own in self._values.items():
+                own[places] = fresh[name]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scales and counts of the members, as tensors ``[B]``; empty before the first use."""
+        return {name: value.clone() for name, value in self._values.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``. Raises CheckpointError where it is none."""
+        if not state_dict:
+            self._values = {}
+            return
+        wanted = {*self._given, "tracker"}
+        shapes = {tuple(value.shape) for value in state_dict.values()}
+        if set(state_dict) != wanted or len(shapes) != 1 or len(next(iter(shapes))) != 1:
+            raise CheckpointError(
+                f"the state is not one of a GradScaler of members: it holds {sorted(state_dict)} of shapes "
+                f"{sorted(shapes)}, and {sorted(wanted)} of shape [B] are needed"
+            )
+        self._values = {name: value.clone() for name, value in state_dict.items()}
+
+    def _begin(self, members: int) -> None:
+        if not self._values:
+            self._values = {name: _vector(name, value, members) for name, value in self._given.items()}
+            self._values["tracker"] = torch.zeros(members)
+        if len(self._values["scale"]) != members:
+            raise ValueError(
+                f"the GradScaler has scales of {len(self._values['scale'])} members, the array has {members}: what was "
+                "done to the fused module by keep or append must be done to it, too"
+            )
+
+    def _take(self, sources: Iterable[int]) -> None:
+        rows = list(sources)
+        self._values = {name: own[rows] for name, own in self._values.items()}
+
+    def _fresh(self, count: int) -> dict[str, Tensor]:
+        found = {"tracker": torch.zeros(count)}
+        for name, value in self._given.items():
+            values = torch.as_tensor(value, dtype=torch.float32).reshape(-1)
+            if bool((values != values[0]).any()):
+                raise ValueError(f"{name} of the GradScaler differs between the members: none is known for new ones")
+            found[name] = values[:1].repeat(count)
+        return found
+
+
+def not_finite(grad: Tensor, members: int) -> Tensor:
+    """Which rows ``[B]`` of a stacked gradient hold a value that is not finite, on the CPU."""
+    # One pass: a sum is finite only if every value is, unless it overflows.
+    sums = grad.reshape(members, -1).sum(1, dtype=torch.float32 if grad.dtype.itemsize < 4 else None)
+    bad = ~sums.isfinite().cpu()
+    if bool(bad.any()):
+        bad = ~grad.reshape(members, -1).isfinite().all(1).cpu()
+    return bad
+
+
+def _vector(name: str, value: HyperValue, members: int) -> Tensor:
+    found: Tensor = plain(member_vector(name, value, members)).float()
+    return found

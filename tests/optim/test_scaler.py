@@ -1,0 +1,146 @@
+"""hf.optim.GradScaler: every member has the scale, and skips the steps, that torch.amp.GradScaler has for it alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hfusion as hf
+from tests.optim.arrays import CASES, Array, Per, for_array, for_member, start
+
+BAD = {1: (0, 1, float("inf")), 3: (1, 2, float("nan")), 4: (0, 1, -float("inf")), 5: (1, 0, float("nan"))}
+OPTIONS: dict[str, Any] = {
+    "init_scale": Per(1024.0, 0.5),
+    "growth_factor": Per(2.0, 1.5),
+    "backoff_factor": Per(0.5, 0.5),
+    "growth_interval": 2,
+}
+
+
+def torch_scaler(member: int) -> torch.amp.GradScaler:
+    found = torch.amp.GradScaler("cpu", **for_member(OPTIONS, member))
+    found.scale(torch.zeros(()))
+    return found
+
+
+def draw(array: Array, step: int, scales: torch.Tensor) -> None:
+    array.draw_grads()
+    for place, param in enumerate(array.params):
+        assert param.grad is not None
+        param.grad.mul_(scales.reshape(-1, *[1] * (param.dim() - 1)))
+        if step in BAD and BAD[step][0] == place and BAD[step][1] < len(array):
+            param.grad[BAD[step][1]].view(-1)[0] = BAD[step][2]
+        for member, params in enumerate(array.members):
+            params[place].grad = param.grad[member].clone()
+
+
+@pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("way", ["scaled", "norm", "value"])
+def test_equals_alone(name: str, options: dict[str, Any], way: str) -> None:
+    array = Array(3, shapes=[(4, 3), (5,)])
+    fused, alone = start(name, options, array)
+    ours = hf.optim.GradScaler(**for_array(OPTIONS, 3))
+    theirs = [torch_scaler(member) for member in range(3)]
+    ours.scale(torch.zeros(3))
+    for step in range(7):
+        assert ours.get_scale().tolist() == [one.get_scale() for one in theirs]
+        draw(array, step, ours.get_scale())
+        if way != "scaled":
+            for one, opt in [(ours, fused), *zip(theirs, alone, strict=True)]:
+                one.unscale_(opt)
+        if way == "norm":
+            hf.optim.clip_grad_norm_(array.params, [1.0, 0.5, 2.0])
+            for params, limit in zip(array.members, [1.0, 0.5, 2.0], strict=True):
+                torch.nn.utils.clip_grad_norm_(params, limit)
+        if way == "value":
+            hf.optim.clip_grad_value_(array.params, [0.3, 0.1, float("inf")])
+            for params, limit in zip(array.members, [0.3, 0.1, float("inf")], strict=True):
+                torch.nn.utils.clip_grad_value_(params, limit)
+        for one, opt in [(ours, fused), *zip(theirs, alone, strict=True)]:
+            one.step(opt)
+            one.update()
+        array.assert_equal(rtol=1e-12)
+
+
+def test_scales_follow_their_members() -> None:
+    scaler = hf.optim.GradScaler(init_scale=8.0, growth_interval=1)
+    array = Array(3, shapes=[(2,)])
+    opt = hf.optim.SGD(array.params, lr=0.1)
+    scaler.scale(torch.zeros(3))
+    draw(array, 1, scaler.get_scale())
+    array.params[0].grad[1, 0] = float("nan")  # type: ignore[index]
+    scaler.step(opt)
+    scaler.update()
+    assert scaler.get_scale().tolist() == [16.0, 4.0, 16.0]
+    saved = copy.deepcopy(scaler.state_dict())
+    scaler.keep([1, 2])
+    scaler.append(2)
+    assert scaler.get_scale().tolist() == [4.0, 16.0, 8.0, 8.0]
+    scaler.copy(0, [2, 3])
+    scaler.restart(1)
+    assert scaler.get_scale().tolist() == [4.0, 8.0, 4.0, 4.0]
+    other = hf.optim.GradScaler()
+    other.load_state_dict(saved)
+    assert other.get_scale().tolist() == [16.0, 4.0, 16.0]
+    with pytest.raises(hf.CheckpointError, match="not one of a GradScaler"):
+        other.load_state_dict({"scale": torch.ones(3)})
+    with pytest.raises(ValueError, match="scales of 3 members, the array has 2"):
+        other.scale(torch.zeros(2))
+
+
+def test_in_a_loop_with_half_precision() -> None:
+    models = [nn.Linear(3, 2) for _ in range(3)]
+    fused = hf.fuse(models)
+    opt, scaler = hf.optim.SGD(fused.parameters(), lr=0.1), hf.optim.GradScaler(init_scale=[2.0, 2.0**30, 4.0])
+    x = torch.randn(5, 3)
+    for _ in range(2):
+        opt.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            outputs = fused(x)
+        losses = outputs.float().square().mean(dim=(1, 2))
+        scaler.scale(losses).sum().backward()
+        scaler.step(opt)
+        scaler.update()
+    # The large scale overflows in half precision; its member has not moved.
+    assert torch.equal(fused.get_parameter("weight")[1], models[1].weight)
+    assert not torch.equal(fused.get_parameter("weight")[0], models[0].weight)
+    assert scaler.get_scale().tolist() == [2.0, 2.0**28, 4.0]
+
+
+def test_wrong_use_is_told() -> None:
+    array = Array(2, shapes=[(2,)])
+    opt, scaler = hf.optim.SGD(array.params, lr=0.1), hf.optim.GradScaler()
+    scaler.scale(torch.zeros(2))
+    with pytest.raises(RuntimeError, match="call step first"):
+        scaler.update()
+    array.draw_grads()
+    scaler.unscale_(opt)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(opt)
+    scaler.step(opt)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.step(opt)
+    off = hf.optim.GradScaler(enabled=False)
+    losses = torch.ones(2)
+    assert off.scale(losses) is losses
+    off.step(opt)
+    off.update()
+
+
+def test_a_trained_base_of_all_wants_one_scale() -> None:
+    base = nn.Linear(2, 2)
+    fused = hf.fuse([nn.Sequential(base, nn.Linear(2, 1)) for _ in range(2)])
+    opt = hf.optim.SGD(fused.parameters(), lr=0.1)
+    for scales, fits in (([2.0, 2.0], True), ([2.0, 4.0], False)):
+        scaler = hf.optim.GradScaler(init_scale=scales)
+        opt.zero_grad()
+        scaler.scale(fused(torch.ones(3, 2)).square().mean(dim=(1, 2))).sum().backward()
+        if fits:
+            scaler.step(opt)
+            continue
+        with pytest.raises(hf.FusionError, match="is one tensor for all 2 members"):
+            scaler.step(opt)
