@@ -18,11 +18,19 @@ from torch._ops import OpOverload
 
 from hfusion.core.layout import Layout, lift
 from hfusion.ops.fold import folded
+from hfusion.ops.lowering import Efficiency
 from hfusion.ops.rule import Answer, Call, Memberwise, RuleTable, Site, Value, each, has_per_member, loop
 
 aten = torch.ops.aten
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+# Fits to forward and backward of single layers, one core of a Xeon, 4 and 16 members.
+GROUPED = Efficiency(250e-6, traffic=0.25)
+DENSE = Efficiency(150e-6, traffic=0.45)
+LAST = Efficiency(200e-6, traffic=0.7)
+EACH = Efficiency(200e-6, traffic=0.3)
+PRODUCT = Efficiency(80e-6, traffic=0.6)
 
 Maybe = Tensor | None
 Options = Mapping[str, Any]
@@ -40,7 +48,7 @@ class Convolution:
 
     def __call__(self, site: Site, **arguments: Any) -> Answer:
         if has_per_member(arguments):
-            return loop(site, arguments)
+            return loop(site, arguments, EACH)
         x, weight, bias = (arguments[name] for name in ("input", "weight", "bias"))
         options = {k: v for k, v in arguments.items() if k not in ("input", "weight", "bias")}
         if x.layout is Layout.LISTED and (weight.shared or x.rank == self.dims + 1):
@@ -51,7 +59,7 @@ class Convolution:
             return self.merged(site, x, weight, bias, options)
         ways = [self.merged(site, x, weight, bias, options), self.listed(site, x, weight, bias, options)]
         if self.pointwise(weight, options) and (self.dims == 1 or x.layout is not Layout.PACKED):
-            ways.insert(0 if self.dims == 1 else 2, self.product(x, weight, bias))
+            ways.insert(0 if self.dims == 1 else 2, self.product(site, x, weight, bias))
         return tuple(ways)
 
     def pointwise(self, weight: Value, options: Options) -> bool:
@@ -69,16 +77,19 @@ class Convolution:
         """Members as samples; biases of their own are added afterwards."""
         wide = x if x.shared else x.to(Layout.STACKED)
         if bias is not None and not bias.shared:
-            args = (site.target, site.rank, wide, weight, bias.to(Layout.STACKED))
-            return Call(with_biases, args, Layout.STACKED, "folded: shared weight, own biases", options)
+            apart = (site.target, site.rank, wide, weight, bias.to(Layout.STACKED))
+            text = "folded: shared weight, own biases"
+            return site.call(with_biases, apart, Layout.STACKED, text, options, efficiency=GROUPED)
         if x.rank == self.dims + 1:
-            return Call(site.target, (wide, weight, bias), Layout.STACKED, "members as batch", options)
-        return Call(folded, (site.target, 1, wide, weight, bias), Layout.STACKED, "folded: shared weight", options)
+            whole = (wide, weight, bias)
+            return site.call(site.target, whole, Layout.STACKED, "members as batch", options, efficiency=GROUPED)
+        args = (site.target, 1, wide, weight, bias)
+        return site.call(folded, args, Layout.STACKED, "folded: shared weight", options, efficiency=GROUPED)
 
-    def product(self, x: Value, weight: Value, bias: Value | None) -> Call:
+    def product(self, site: Site, x: Value, weight: Value, bias: Value | None) -> Call:
         """A kernel of one position: one matrix product of a shared input, one per member of a stacked one."""
         args = (x if x.shared else x.to(Layout.STACKED), weight.to(Layout.STACKED), _stacked(bias))
-        return Call(product, args, Layout.STACKED, "matrix product")
+        return site.call(product, args, Layout.STACKED, "matrix product", efficiency=PRODUCT)
 
     def merged(self, site: Site, x: Value, weight: Value, bias: Value | None, options: Options) -> Call:
         """One convolution, dense for a shared input, else grouped: packed, or stacked where there is no N."""
@@ -87,16 +98,19 @@ class Convolution:
         options = options if dense else {**options, "groups": options["groups"] * site.members}
         wide = x if dense else x.to(layout)
         args = (site.target, wide, weight.to(Layout.STACKED), _stacked(bias), dense and self.transposed)
-        return Call(fn, args, layout, "dense: shared input" if dense else "grouped", options)
+        text, efficiency = ("dense: shared input", DENSE) if dense else ("grouped", GROUPED)
+        return site.call(fn, args, layout, text, options, efficiency=efficiency)
 
     def listed(self, site: Site, x: Value, weight: Value, bias: Value | None, options: Options) -> Call:
         """One convolution per member, in channels_last where torch has it."""
         operands = tuple(v if v is None or v.shared else v.to(Layout.LISTED) for v in (x, weight, bias))
         last = x.rank == self.dims + 2 and x.rank in CHANNELS_LAST and x.example.device.type == "cpu"
         if last:
-            args = (site.members, (site.target, *operands), options)
-            return Call(channels_last, args, Layout.LISTED, "loop, channels-last")
-        return Call(each, (site.target, site.members, operands, options), Layout.LISTED, "loop over members")
+            each_last = (site.members, (site.target, *operands), options)
+            text = "loop, channels-last"
+            return site.call(channels_last, each_last, Layout.LISTED, text, efficiency=LAST, loops=True)
+        args = (site.target, site.members, operands, options)
+        return site.call(each, args, Layout.LISTED, "loop over members", efficiency=EACH, loops=True)
 
 
 def side_by_side(

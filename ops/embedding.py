@@ -31,11 +31,11 @@ def embedding(
             },
         )
     if weight.shared:
-        return Call(F.embedding, (indices.to(STACKED), weight, _index(padding_idx)), STACKED, "shared table")
+        return site.call(F.embedding, (indices.to(STACKED), weight, _index(padding_idx)), STACKED, "shared table")
     arguments = (weight.to(STACKED), padding_idx, scale_grad_by_freq)
     if indices.shared and not scale_grad_by_freq:
-        return Call(rows_of_all, (indices, *arguments[:2]), STACKED, "index_select")
-    return Call(own_rows, (indices.to(STACKED), *arguments), STACKED, "one table of all members' rows")
+        return site.call(rows_of_all, (indices, *arguments[:2]), STACKED, "index_select")
+    return site.call(own_rows, (indices.to(STACKED), *arguments), STACKED, "one table of all members' rows")
 
 
 def _index(padding_idx: int) -> int | None:

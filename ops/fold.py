@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hfusion.core.layout import Layout
+from hfusion.ops.lowering import PLAIN, Efficiency
 from hfusion.ops.rule import Call, Rule, Site, has_per_member, in_order, loop, map_values, values
 
 
@@ -48,30 +49,33 @@ def folded(fn: Callable[..., Any], count: int, *args: Any, **kwargs: Any) -> Any
     return tuple(order.unfold(x) for x in result)
 
 
-def folding(rank: int | None = None, channelwise: bool = True) -> Rule:
+def folding(
+    rank: int | None = None, channelwise: bool = True, *, at_once: Efficiency = PLAIN, loops: Efficiency = PLAIN
+) -> Rule:
     """The rule of an operator on samples of a batch.
 
     ``rank`` is that of an operand with its N; one of another rank has none, and the members take its place.
     ``None``: the operand always has N. ``channelwise``: each channel of the result depends on its own in the
-    operands only, so that packed operands can stay packed.
+    operands only, so that packed operands can stay packed. ``at_once`` and ``loops``: the efficiency of one call for
+    all members, and of the loop over them.
     """
 
     def rule(site: Site, **arguments: Any) -> Call | None:
         operands = values(arguments)
         layouts = {v.layout for v in operands}
         if Layout.LISTED in layouts or has_per_member(arguments):
-            return loop(site, arguments)
+            return loop(site, arguments, loops)
         if rank is not None and operands[0].rank != rank:
-            return _members_as_samples(site, arguments)
+            return _members_as_samples(site, arguments, at_once)
         if channelwise and Layout.PACKED in layouts:
             args, _ = in_order(site, map_values(arguments, lambda v: v.to(Layout.PACKED)))
-            return Call(site.target, args, Layout.PACKED, "packed")
+            return site.call(site.target, args, Layout.PACKED, "packed", efficiency=at_once)
         args, _ = in_order(site, map_values(arguments, lambda v: v.to(Layout.STACKED)))
-        return Call(folded, (site.target, len(args), *args), Layout.STACKED, "folded")
+        return site.call(folded, (site.target, len(args), *args), Layout.STACKED, "folded", efficiency=at_once)
 
     return rule
 
 
-def _members_as_samples(site: Site, arguments: dict[str, Any]) -> Call:
+def _members_as_samples(site: Site, arguments: dict[str, Any], efficiency: Efficiency) -> Call:
     args, _ = in_order(site, map_values(arguments, lambda v: v.to(Layout.STACKED)))
-    return Call(site.target, args, Layout.STACKED, "members as batch")
+    return site.call(site.target, args, Layout.STACKED, "members as batch", efficiency=efficiency)

@@ -35,7 +35,7 @@ def generic(site: Site, arguments: Mapping[str, Any]) -> Call:
         return loop(site, arguments)
     args, kwargs = in_order(site, map_values(arguments, lambda v: v if v.shared else v.to(Layout.STACKED)))
     dims = tuple(_batched(item) for item in (*args, *kwargs.values()))
-    return Call(
+    return site.call(
         vmapped,
         (site.target, dims, len(args), tuple(kwargs), *args, *kwargs.values()),
         Layout.STACKED,

@@ -73,29 +73,29 @@ def by_indices(site: Site, *, self: Value, indices: Sequence[Value | None]) -> C
     listed = Layout.LISTED in (self.layout, *(i.layout for i in present))
     if listed or any(_is_mask(i) and i.rank == 0 for i in present):
         return loop(site, {"self": self, "indices": indices})
-    how = _indexed(indices)
+    spans = _indexed(indices)
     if all(i.shared for i in present):
-        return _shared_indices(site, self, indices, how)
-    lifted = [i if i is None or i.shared else i.to(Layout.STACKED, rank=how.dims) for i in indices]
-    place = how.first if how.adjacent else 0
+        return _shared_indices(site, self, indices, spans)
+    lifted = [i if i is None or i.shared else i.to(Layout.STACKED, rank=spans.dims) for i in indices]
+    place = spans.first if spans.adjacent else 0
     if self.shared:
-        return Call(index_shared, (self, lifted, place), Layout.STACKED, "stacked")
+        return site.call(index_shared, (self, lifted, place), Layout.STACKED, "stacked")
     x = self.to(Layout.STACKED)
-    return Call(index_stacked, (x, lifted, how.dims, place), Layout.STACKED, "stacked")
+    return site.call(index_stacked, (x, lifted, spans.dims, place), Layout.STACKED, "stacked")
 
 
-def _shared_indices(site: Site, self: Value, indices: Sequence[Value | None], how: Indexed) -> Call:
-    packed = self.layout is Layout.PACKED and how.adjacent and (how.first >= 2 or _picks_rows(how))
+def _shared_indices(site: Site, self: Value, indices: Sequence[Value | None], spans: Indexed) -> Call:
+    packed = self.layout is Layout.PACKED and spans.adjacent and (spans.first >= 2 or _picks_rows(spans))
     if packed:
-        return Call(site.target, (self, list(indices)), Layout.PACKED, "packed")
+        return site.call(site.target, (self, list(indices)), Layout.PACKED, "packed")
     x = self.to(Layout.STACKED)
-    if how.adjacent:
-        return Call(site.target, (x, [None, *indices]), Layout.STACKED, "stacked")
-    return Call(index_apart, (x, [None, *indices], how.dims), Layout.STACKED, "stacked")
+    if spans.adjacent:
+        return site.call(site.target, (x, [None, *indices]), Layout.STACKED, "stacked")
+    return site.call(index_apart, (x, [None, *indices], spans.dims), Layout.STACKED, "stacked")
 
 
-def _picks_rows(how: Indexed) -> bool:
-    return (how.first, how.dims, how.consumed) == (0, 1, 1)
+def _picks_rows(spans: Indexed) -> bool:
+    return (spans.first, spans.dims, spans.consumed) == (0, 1, 1)
 
 
 def index_apart(x: Tensor, indices: Sequence[Tensor | None], dims: int) -> Tensor:
@@ -133,15 +133,15 @@ def index_put(
         return _masked_put(site, self, present[0], values, accumulate)
     if any(_is_mask(i) and (i.rank == 0 or not i.shared) for i in present):
         return loop(site, arguments)
-    how = _indexed(indices)
-    rank = how.dims + self.rank - how.consumed
+    spans = _indexed(indices)
+    rank = spans.dims + self.rank - spans.consumed
     put = values if values.shared else values.to(Layout.STACKED, rank=rank)
     x = self.to(Layout.STACKED)
-    if all(i.shared for i in present) and how.adjacent:
-        return Call(site.target, (x, [None, *indices], put, accumulate), Layout.STACKED, "stacked")
-    if how.first == 0 and how.adjacent:
-        lifted = [i if i is None or i.shared else i.to(Layout.STACKED, rank=how.dims) for i in indices]
-        return Call(index_put_stacked, (x, lifted, put, accumulate, how.dims), Layout.STACKED, "stacked")
+    if all(i.shared for i in present) and spans.adjacent:
+        return site.call(site.target, (x, [None, *indices], put, accumulate), Layout.STACKED, "stacked")
+    if spans.first == 0 and spans.adjacent:
+        lifted = [i if i is None or i.shared else i.to(Layout.STACKED, rank=spans.dims) for i in indices]
+        return site.call(index_put_stacked, (x, lifted, put, accumulate, spans.dims), Layout.STACKED, "stacked")
     return None
 
 
@@ -157,7 +157,7 @@ def _masked_put(site: Site, self: Value, mask: Value, value: Value, accumulate: 
     where = mask if mask.shared else mask.to(Layout.STACKED)
     put = value if value.shared else value.to(Layout.STACKED, rank=self.rank)
     args = (self.to(Layout.STACKED), where, put, self.rank - mask.rank, accumulate)
-    return Call(masked_put, args, Layout.STACKED, "stacked")
+    return site.call(masked_put, args, Layout.STACKED, "stacked")
 
 
 def masked_put(x: Tensor, mask: Tensor, value: Tensor, trailing: int, accumulate: bool) -> Tensor:
@@ -174,8 +174,8 @@ def index_select(site: Site, *, self: Value, dim: int, index: Value) -> Call | N
     place = normal(dim, self.rank)
     if index.shared:
         if self.layout is Layout.PACKED and place != 1:
-            return Call(site.target, (self, place, index), Layout.PACKED, "packed")
-        return Call(site.target, (self.to(Layout.STACKED), place + 1, index), Layout.STACKED, "stacked")
+            return site.call(site.target, (self, place, index), Layout.PACKED, "packed")
+        return site.call(site.target, (self.to(Layout.STACKED), place + 1, index), Layout.STACKED, "stacked")
     return by_indices(Site(aten.index.Tensor, site.members, site.example), self=self, indices=[*[None] * place, index])
 
 
@@ -191,12 +191,12 @@ def by_rows(site: Site, *, self: Value, dim: int, index: Value, **rest: Any) -> 
     place = normal(dim, self.rank)
     moved = map_values({"self": self, **rest}, lambda v: v.to(Layout.STACKED))
     args, kwargs = in_order(site, {**moved, "dim": place + 1, "index": index})
-    return Call(site.target, args, Layout.STACKED, "stacked", kwargs)
+    return site.call(site.target, args, Layout.STACKED, "stacked", kwargs)
 
 
 def take_along_dim(site: Site, *, self: Value, indices: Value, dim: int | None) -> Answer:
     if dim is None:
-        return Call(take_flat, (self.to(Layout.STACKED), indices.to(Layout.STACKED)), Layout.STACKED, "stacked")
+        return site.call(take_flat, (self.to(Layout.STACKED), indices.to(Layout.STACKED)), Layout.STACKED, "stacked")
     if self.rank != indices.rank:
         return loop(site, {"self": self, "indices": indices, "dim": dim})
     return _ALONG(site, self=self, indices=indices, dim=dim)
@@ -214,7 +214,7 @@ def bucketize(site: Site, *, self: Value, boundaries: Value, **options: Any) -> 
     if self.layout is Layout.LISTED or not boundaries.shared:
         return loop(site, arguments)
     args, kwargs = in_order(site, arguments)
-    return Call(site.target, args, self.layout, self.layout.value, kwargs)
+    return site.call(site.target, args, self.layout, self.layout.value, kwargs)
 
 
 def one_hot(site: Site, *, self: Value, num_classes: int) -> Call | None:
@@ -222,7 +222,7 @@ def one_hot(site: Site, *, self: Value, num_classes: int) -> Call | None:
         refuse(site)
     if self.layout is Layout.LISTED:
         return loop(site, {"self": self, "num_classes": num_classes})
-    return Call(site.target, (self, num_classes), self.layout, self.layout.value)
+    return site.call(site.target, (self, num_classes), self.layout, self.layout.value)
 
 
 def repeat_rows(site: Site, *, self: Value, repeats: Value, dim: int | None, output_size: Any) -> Call | None:
@@ -234,7 +234,7 @@ def repeat_rows(site: Site, *, self: Value, repeats: Value, dim: int | None, out
         return loop(site, arguments)
     place = normal(dim, self.rank) + 1
     args = (self.to(Layout.STACKED), repeats, place)
-    return Call(site.target, args, Layout.STACKED, "stacked", {"output_size": output_size})
+    return site.call(site.target, args, Layout.STACKED, "stacked", {"output_size": output_size})
 
 
 def refuse(site: Site, **arguments: Any) -> Call | None:

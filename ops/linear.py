@@ -10,11 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfusion.core.layout import Layout, lift
+from hfusion.ops.lowering import Efficiency
 from hfusion.ops.rule import Answer, Call, Operand, RuleTable, Site, Value, has_per_member, loop, table
+from hfusion.ops.saved import FACTORS
 
 aten = torch.ops.aten
 
 STACKED = Layout.STACKED
+
+# Fits to forward and backward of single layers, one core of a Xeon, 4 and 16 members.
+GEMM = Efficiency(50e-6, arithmetic=0.87)
+LOOP = Efficiency(35e-6, arithmetic=0.8)
 
 # Weights [B, O, I] of at least this many elements pay for a Python autograd node that spares the copy of
 # their gradient into the weight's own order.
@@ -26,17 +32,27 @@ def linear(site: Site, input: Value, weight: Value, bias: Value | None) -> Answe
         return None
     if weight.shared and (bias is None or bias.shared):
         if input.layout is Layout.LISTED:
-            return loop(site, {"input": input, "weight": weight, "bias": bias})
-        return Call(F.linear, (input.to(STACKED), weight, bias), STACKED, "one GEMM, shared weight")
+            return loop(site, {"input": input, "weight": weight, "bias": bias}, LOOP)
+        return site.call(
+            F.linear, (input.to(STACKED), weight, bias), STACKED, "one GEMM, shared weight", efficiency=GEMM
+        )
     x = input if input.shared else input.to(STACKED)
     if weight.shared and bias is not None:
-        return Call(linear_own_bias, (x, weight, bias.to(STACKED, input.rank)), STACKED, "one GEMM, shared weight")
+        return site.call(
+            linear_own_bias,
+            (x, weight, bias.to(STACKED, input.rank)),
+            STACKED,
+            "one GEMM, shared weight",
+            efficiency=GEMM,
+        )
     b = None if bias is None else bias.to(STACKED)
     if input.shared:
-        return Call(linear_shared_input, (x, weight.to(STACKED), b), STACKED, "one GEMM, shared input")
-    batched = Call(linear_stacked, (x, weight.to(STACKED), b), STACKED, "baddbmm")
+        return site.call(
+            linear_shared_input, (x, weight.to(STACKED), b), STACKED, "one GEMM, shared input", efficiency=GEMM
+        )
+    batched = site.call(linear_stacked, (x, weight.to(STACKED), b), STACKED, "baddbmm", efficiency=GEMM)
     # The loop is no faster, but takes what is listed as it is.
-    return batched, loop(site, {"input": input, "weight": weight, "bias": bias})
+    return batched, loop(site, {"input": input, "weight": weight, "bias": bias}, LOOP)
 
 
 def linear_own_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -123,16 +139,18 @@ def matmul(site: Site, self: Value, other: Value) -> Call:
     """`torch.matmul` of every combination of ranks; mm, bmm, mv and dot are special cases."""
     if self.rank > 2 and other.rank == 2 and not other.shared:
         if self.shared:
-            return Call(matmul_shared_rows, (self, other.to(STACKED)), STACKED, "one GEMM, shared input")
-        return Call(matmul_rows, (self.to(STACKED), other.to(STACKED)), STACKED, "bmm")
+            return site.call(
+                matmul_shared_rows, (self, other.to(STACKED)), STACKED, "one GEMM, shared input", saves=FACTORS
+            )
+        return site.call(matmul_rows, (self.to(STACKED), other.to(STACKED)), STACKED, "bmm", saves=FACTORS)
     rank = max(self.rank, other.rank, 2)
     a = self if self.shared else self.to(STACKED, rank=rank)
     b = other if other.shared else other.to(STACKED, rank=rank - 1 if other.rank == 1 else rank)
     row = self.rank == 1 and not self.shared
     column = other.rank == 1 and not other.shared
     if not row and not column:
-        return Call(torch.matmul, (a, b), STACKED, "bmm")
-    return Call(matmul_vectors, (a, b, row, column), STACKED, "bmm")
+        return site.call(torch.matmul, (a, b), STACKED, "bmm")
+    return site.call(matmul_vectors, (a, b, row, column), STACKED, "bmm")
 
 
 def matmul_rows(a: Tensor, b: Tensor) -> Tensor:
@@ -171,7 +189,7 @@ def dot(site: Site, self: Value, tensor: Value) -> Call:
 
 
 def outer(site: Site, self: Value, vec2: Value) -> Call:
-    return Call(outer_product, (self.to(STACKED), vec2.to(STACKED)), STACKED, "mul")
+    return site.call(outer_product, (self.to(STACKED), vec2.to(STACKED)), STACKED, "mul")
 
 
 def outer_product(a: Tensor, b: Tensor) -> Tensor:
@@ -183,14 +201,14 @@ def addmm(site: Site, self: Value, mat1: Value, mat2: Value, beta: Any, alpha: A
     if has_per_member((beta, alpha)):
         return loop(site, {"self": self, "mat1": mat1, "mat2": mat2, "beta": beta, "alpha": alpha})
     operands = (self.to(STACKED, rank=2), mat1.to(STACKED), mat2.to(STACKED))
-    return Call(torch.baddbmm, operands, STACKED, "baddbmm", {"beta": beta, "alpha": alpha})
+    return site.call(torch.baddbmm, operands, STACKED, "baddbmm", {"beta": beta, "alpha": alpha})
 
 
 def addmv(site: Site, self: Value, mat: Value, vec: Value, beta: Any, alpha: Any) -> Call:
     if has_per_member((beta, alpha)):
         return loop(site, {"self": self, "mat": mat, "vec": vec, "beta": beta, "alpha": alpha})
     operands = (self.to(STACKED, rank=1), mat.to(STACKED), vec.to(STACKED), beta, alpha)
-    return Call(addmv_stacked, operands, STACKED, "baddbmm")
+    return site.call(addmv_stacked, operands, STACKED, "baddbmm")
 
 
 def addmv_stacked(x: Tensor, mat: Tensor, vec: Tensor, beta: Any, alpha: Any) -> Tensor:
@@ -202,7 +220,7 @@ def baddbmm(site: Site, self: Value, batch1: Value, batch2: Value, beta: Any, al
     if has_per_member((beta, alpha)):
         return loop(site, {"self": self, "batch1": batch1, "batch2": batch2, "beta": beta, "alpha": alpha})
     operands = (self.to(STACKED, rank=3), batch1.to(STACKED), batch2.to(STACKED), beta, alpha)
-    return Call(baddbmm_folded, operands, STACKED, "baddbmm")
+    return site.call(baddbmm_folded, operands, STACKED, "baddbmm")
 
 
 def baddbmm_folded(x: Tensor, a: Tensor, b: Tensor, beta: Any, alpha: Any) -> Tensor:
@@ -214,7 +232,7 @@ def baddbmm_folded(x: Tensor, a: Tensor, b: Tensor, beta: Any, alpha: Any) -> Te
 
 def bilinear(site: Site, input1: Value, input2: Value, weight: Value, bias: Value | None) -> Call:
     operands = [v.to(STACKED) for v in (input1, input2, weight)]
-    return Call(bilinear_stacked, (*operands, None if bias is None else bias.to(STACKED)), STACKED, "einsum")
+    return site.call(bilinear_stacked, (*operands, None if bias is None else bias.to(STACKED)), STACKED, "einsum")
 
 
 def bilinear_stacked(x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -233,7 +251,7 @@ def einsum(site: Site, equation: str, tensors: list[Value], path: Any) -> Call |
     if fused is None:
         return None
     operands: list[Value | Operand] = [v if v.shared else v.to(STACKED) for v in tensors]
-    return Call(torch.ops.aten.einsum.default, (fused, operands), STACKED, f"einsum {fused}", {"path": path})
+    return site.call(torch.ops.aten.einsum.default, (fused, operands), STACKED, f"einsum {fused}", {"path": path})
 
 
 def _einsum_of_array(equation: str, shared: list[bool]) -> str | None:

@@ -60,7 +60,7 @@ def _rank(arguments: dict[str, Any]) -> int:
 def _reduced(site: Site, fn: Callable[..., Tensor], arguments: dict[str, Any]) -> Call:
     reduction = arguments["reduction"]
     args, kwargs = in_order(site, {**arguments, "reduction": NONE})
-    return Call(fn, (site.target, reduction, *args), STACKED, "stacked", kwargs)
+    return site.call(fn, (site.target, reduction, *args), STACKED, "stacked", kwargs)
 
 
 def elementwise_stacked(target: OpOverload, reduction: int, *args: Any, **kwargs: Any) -> Tensor:
@@ -107,9 +107,9 @@ def classes(site: Site, self: Value, target: Value, weight: Value | None, **argu
     x = self.to(STACKED)
     if target.rank == self.rank:
         operands = (fn, reduction, x, target.to(STACKED), weight, options)
-        return Call(of_probabilities, operands, STACKED, "stacked")
+        return site.call(of_probabilities, operands, STACKED, "stacked")
     wanted: Value | Operand = target if target.shared else target.to(STACKED)
-    return Call(of_indices, (fn, reduction, x, wanted, target.shared, weight, options), STACKED, "stacked")
+    return site.call(of_indices, (fn, reduction, x, wanted, target.shared, weight, options), STACKED, "stacked")
 
 
 def of_probabilities(

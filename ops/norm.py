@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Layout, lift
 from hfusion.ops.fold import folded
+from hfusion.ops.lowering import Efficiency, Saves, Sizes
 from hfusion.ops.rule import (
     Call,
     Operand,
@@ -30,11 +31,16 @@ from hfusion.ops.rule import (
     loop,
     map_values,
 )
+from hfusion.ops.saved import result_bytes, row_statistics
 
 aten = torch.ops.aten
 
 # Elements of one member from which, on a CPU, B calls of the fused kernel and a copy beat a pass for scaling.
 ROWS_FROM = 1 << 14
+
+# Fits to forward and backward of single layers, one core of a Xeon, 4 and 16 members.
+CHANNELS = Efficiency(60e-6, traffic=0.4)
+CHANNELS_EACH = Efficiency(40e-6, traffic=0.5)
 
 Maybe = Tensor | None
 
@@ -44,18 +50,18 @@ def batch_norm(site: Site, **arguments: Any) -> Call | None:
     x, mean, training = arguments["input"], arguments["running_mean"], arguments["training"]
     once = x.shared and not has_per_member(arguments)
     if training and _written_by_all(site, arguments):
-        return loop(site, arguments)
+        return loop(site, arguments, CHANNELS_EACH)
     if (not once and _loops(arguments)) or _half_shared(arguments):
-        return loop(site, arguments)
+        return loop(site, arguments, CHANNELS_EACH)
     layout = x.layout
     if once and (training or mean is None or mean.shared):
-        return _batch_norm_once(arguments)
+        return _batch_norm_once(site, arguments)
     if once:
         layout = Layout.PACKED
     fn = batch_norm_packed if layout is Layout.PACKED else batch_norm_stacked
     state = (_stacked(arguments[name]) for name in ("weight", "bias", "running_mean", "running_var"))
     options = (training, arguments["momentum"], arguments["eps"])
-    return Call(fn, (x.to(layout), *state, *options), layout, layout.value)
+    return site.call(fn, (x.to(layout), *state, *options), layout, layout.value, efficiency=CHANNELS)
 
 
 def native_batch_norm(site: Site, **arguments: Any) -> Call | None:
@@ -66,7 +72,7 @@ def native_batch_norm(site: Site, **arguments: Any) -> Call | None:
     return loop(site, arguments)
 
 
-def _batch_norm_once(arguments: Mapping[str, Any]) -> Call:
+def _batch_norm_once(site: Site, arguments: Mapping[str, Any]) -> Call:
     """For a shared input and statistics that are its own, or shared."""
     state = tuple(arguments[name] for name in ("weight", "bias"))
     layout = Layout.PACKED if any(v is not None and not v.shared for v in state) else Layout.SHARED
@@ -75,7 +81,8 @@ def _batch_norm_once(arguments: Mapping[str, Any]) -> Call:
     running = (mean, var) if fn is batch_norm_shared else (mean.to(Layout.STACKED), var.to(Layout.STACKED))
     affine = state if layout is Layout.SHARED else tuple(_stacked(v) for v in state)
     options = (arguments["training"], arguments["momentum"], arguments["eps"])
-    return Call(fn, (arguments["input"], *affine, *running, *options), layout, "normalised once")
+    args = (arguments["input"], *affine, *running, *options)
+    return site.call(fn, args, layout, "normalised once", efficiency=CHANNELS)
 
 
 def batch_norm_packed(
@@ -170,15 +177,16 @@ def scale(y: Tensor, weight: Maybe, bias: Maybe) -> Tensor:
 def instance_norm(site: Site, **arguments: Any) -> Call | None:
     """``input [N, C, *S]``; with ``use_input_stats`` the running statistics, if any, are written in place."""
     if arguments["use_input_stats"] and _written_by_all(site, arguments):
-        return loop(site, arguments)
+        return loop(site, arguments, CHANNELS_EACH)
     if _loops(arguments) or _half_shared(arguments):
-        return loop(site, arguments)
+        return loop(site, arguments, CHANNELS_EACH)
     if _only_input_differs(arguments):
         return _fold(site, arguments)
     state = (_stacked(arguments[name]) for name in ("weight", "bias", "running_mean", "running_var"))
     options = (arguments["use_input_stats"], arguments["momentum"], arguments["eps"])
     x: Value = arguments["input"]
-    return Call(instance_norm_packed, (x.to(Layout.PACKED), *state, *options), Layout.PACKED, "packed")
+    args = (x.to(Layout.PACKED), *state, *options)
+    return site.call(instance_norm_packed, args, Layout.PACKED, "packed", efficiency=CHANNELS)
 
 
 def instance_norm_packed(
@@ -193,12 +201,13 @@ def instance_norm_packed(
 def group_norm(site: Site, **arguments: Any) -> Call | None:
     """``input [N, C, *S]``: packed, B times as many groups."""
     if _loops(arguments):
-        return loop(site, arguments)
+        return loop(site, arguments, CHANNELS_EACH)
     if _only_input_differs(arguments):
         return _fold(site, arguments)
     x, groups = arguments["input"], site.members * arguments["num_groups"]
     affine = (_stacked(arguments[name]) for name in ("weight", "bias"))
-    return Call(group_norm_packed, (x.to(Layout.PACKED), groups, *affine, arguments["eps"]), Layout.PACKED, "packed")
+    args = (x.to(Layout.PACKED), groups, *affine, arguments["eps"])
+    return site.call(group_norm_packed, args, Layout.PACKED, "packed", efficiency=CHANNELS)
 
 
 def group_norm_packed(x: Tensor, groups: int, weight: Maybe, bias: Maybe, eps: float) -> Tensor:
@@ -215,13 +224,23 @@ def last_dims_norm(site: Site, **arguments: Any) -> Call | None:
     wide = x if x.shared else x.to(Layout.STACKED)
     if all(v is None or v.shared for v in affine):
         args, _ = in_order(site, {**arguments, "input": wide})
-        return Call(site.target, args, Layout.STACKED, "stacked")
+        return site.call(site.target, args, Layout.STACKED, "stacked")
     if x.example.device.type == "cpu" and not x.shared and _size(x) >= ROWS_FROM:
         args, _ = in_order(site, map_values(arguments, lambda v: v if v.shared else v.to(Layout.LISTED)))
-        return Call(rows, (site.target, site.members, *args), Layout.STACKED, "loop, stacked")
+        args = (site.target, site.members, *args)
+        return site.call(rows, args, Layout.STACKED, "loop, stacked", loops=True)
     weight, bias = (v if v is None or v.shared else v.to(Layout.STACKED, rank=x.rank) for v in affine)
     bare = {name: item for name, item in arguments.items() if name not in ("input", "weight", "bias")}
-    return Call(scaled, (site.target, wide, weight, bias), Layout.STACKED, "normalised, then scaled", bare)
+    operands = (site.target, wide, weight, bias)
+    return site.call(scaled, operands, Layout.STACKED, "normalised, then scaled", bare, saves=SCALED_KEEPS)
+
+
+def _rows_and_result(sizes: Sizes) -> int:
+    return row_statistics(sizes) + result_bytes(sizes)
+
+
+# The normalised values, beside what their norm keeps.
+SCALED_KEEPS = Saves(beside=_rows_and_result)
 
 
 def scaled(norm: OpOverload, x: Tensor, weight: Maybe, bias: Maybe, **options: Any) -> Tensor:
@@ -263,7 +282,7 @@ def _only_input_differs(arguments: Mapping[str, Any]) -> bool:
 
 def _fold(site: Site, arguments: Mapping[str, Any]) -> Call:
     args, _ = in_order(site, arguments)
-    return Call(folded, (site.target, 1, *args), Layout.STACKED, "folded: shared weights")
+    return site.call(folded, (site.target, 1, *args), Layout.STACKED, "folded: shared weights", efficiency=CHANNELS)
 
 
 def _half_shared(arguments: Mapping[str, Any]) -> bool:

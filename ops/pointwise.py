@@ -7,19 +7,21 @@ Type promotion: https://docs.pytorch.org/docs/stable/tensor_attributes.html#type
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from hfusion.core.layout import Layout, Listed
+from hfusion.core.layout import Layout
+from hfusion.ops.lowering import View
 from hfusion.ops.rule import (
     Call,
+    Memberwise,
     RuleTable,
     Site,
     Value,
-    each,
     has_per_member,
     in_order,
     loop,
@@ -99,7 +101,7 @@ def elementwise(site: Site, **arguments: Any) -> Call | None:
         return call
     casts = tuple(_is_zero_dim(a) for a in in_order(site, arguments)[0])
     cast_call = (call.fn, wanted, casts, call.args, dict(call.kwargs))
-    return Call(with_casts, cast_call, call.layout, call.how)
+    return Call(replace(call.lowering, fn=with_casts), cast_call)
 
 
 def _is_zero_dim(argument: Any) -> bool:
@@ -147,7 +149,7 @@ def masked_fill(site: Site, *, self: Value, mask: Value, value: Any) -> Call | N
         return loop(site, {"self": self, "mask": mask, "value": value})
     rank = site.rank
     lifted = [v if v.shared else v.to(Layout.STACKED, rank=rank) for v in (mask, value, self)]
-    return Call(where_filled, tuple(lifted), Layout.STACKED, "stacked")
+    return site.call(where_filled, tuple(lifted), Layout.STACKED, "stacked")
 
 
 def where_filled(mask: Tensor, value: Tensor, x: Tensor) -> Tensor:
@@ -158,20 +160,19 @@ def where_filled(mask: Tensor, value: Tensor, x: Tensor) -> Tensor:
 def copy(site: Site, *, self: Value, src: Value, non_blocking: Any = False) -> Call | None:
     """``src`` in the shape and dtype of ``self``; by `copy_`, since ``aten.copy`` has no derivative."""
     if Layout.LISTED in (self.layout, src.layout):
-        listed = [v if v.shared else v.to(Layout.LISTED) for v in (self, src)]
-        return Call(copied_each, (*listed, site.members), Layout.LISTED, "loop over members")
+        args: tuple[Any, ...] = (site.members, tuple(v if v.shared else v.to(Layout.LISTED) for v in (self, src)), {})
+        return site.call(copied_each, args, Layout.LISTED, "loop over members", loops=True)
     if self.layout is src.layout is Layout.PACKED and self.shape == src.shape:
-        return Call(copied, (self, src), Layout.PACKED, "packed")
+        return site.call(copied, (self, src), Layout.PACKED, "packed")
     source = src if src.shared else src.to(Layout.STACKED, rank=self.rank)
-    return Call(copied, (self.to(Layout.STACKED), source), Layout.STACKED, "stacked")
+    return site.call(copied, (self.to(Layout.STACKED), source), Layout.STACKED, "stacked")
 
 
 def copied(x: Tensor, src: Tensor) -> Tensor:
     return x.clone().copy_(src)
 
 
-def copied_each(x: Any, src: Any, members: int) -> Listed:
-    return each(copied, members, (x, src), {})
+copied_each = Memberwise(copied)
 
 
 def fill_tensor(site: Site, *, self: Value, value: Value) -> Call | None:
@@ -189,7 +190,7 @@ def cast(site: Site, **arguments: Any) -> Call | None:
     if wanted not in _CHANNELS_LAST or x.layout is not Layout.STACKED:
         return pointwise(site, **arguments)
     args, kwargs = in_order(site, {**arguments, "self": x.to(Layout.STACKED)})
-    return Call(merged, (site.target, args, kwargs), Layout.STACKED, "stacked")
+    return site.call(merged, (site.target, args, kwargs), Layout.STACKED, "stacked")
 
 
 def merged(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -203,7 +204,7 @@ def contiguous(site: Site, *, self: Value, memory_format: Any = torch.contiguous
     """Nothing where a member's tensor is contiguous already: the strides of the array are free."""
     plain = memory_format not in _CHANNELS_LAST
     if plain and self.layout is not Layout.LISTED and self.example.is_contiguous():
-        return Call(same, (self,), self.layout, self.layout.value)
+        return site.call(same, (self,), self.layout, self.layout.value, view=View.ALWAYS)
     return cast(site, self=self, memory_format=memory_format)
 
 
@@ -215,9 +216,9 @@ def cast_as(site: Site, *, self: Value, other: Value, **options: Any) -> Call | 
     """``self`` in the dtype and on the device of ``other``, whose values play no part."""
     if self.layout is Layout.LISTED:
         return loop(site, {"self": self, "other": other, **options})
-    how = (self, site.example.device, site.example.dtype)
     copied = bool(options.get("copy", False))
-    return Call(aten.to.device, (*how, False, copied), self.layout, self.layout.value)
+    args = (self, site.example.device, site.example.dtype, False, copied)
+    return site.call(aten.to.device, args, self.layout, self.layout.value)
 
 
 def prelu(site: Site, *, self: Value, weight: Value) -> Call | None:
@@ -225,7 +226,7 @@ def prelu(site: Site, *, self: Value, weight: Value) -> Call | None:
     if Layout.LISTED in (self.layout, weight.layout):
         return loop(site, {"self": self, "weight": weight})
     slopes = weight if weight.shared else weight.to(Layout.STACKED)
-    return Call(prelu_stacked, (self.to(Layout.STACKED), slopes, not weight.shared), Layout.STACKED, "stacked")
+    return site.call(prelu_stacked, (self.to(Layout.STACKED), slopes, not weight.shared), Layout.STACKED, "stacked")
 
 
 def prelu_stacked(x: Tensor, weight: Tensor, per_member: bool) -> Tensor:
@@ -247,7 +248,7 @@ def like(site: Site, *, self: Value, **options: Any) -> Call | None:
         return loop(site, {"self": self, **options})
     args, kwargs = in_order(site, {"self": self, **options})
     first = (site.target, self.layout.value, site.members, args, kwargs)
-    return Call(on_first_member, first, Layout.SHARED, "shared")
+    return site.call(on_first_member, first, Layout.SHARED, "shared")
 
 
 def on_first_member(

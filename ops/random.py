@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hfusion.core.layout import Layout, Listed, packed_to_stacked, stacked_to_packed
 from hfusion.core.random import draw
+from hfusion.ops.lowering import View
 from hfusion.ops.rule import (
     Call,
     PerMember,
@@ -24,6 +26,7 @@ from hfusion.ops.rule import (
     map_values,
     table,
 )
+from hfusion.ops.saved import NOTHING
 
 aten = torch.ops.aten
 
@@ -55,9 +58,10 @@ def dropout(feature: bool, alpha: bool) -> Rule:
 
     def rule(site: Site, input: Value, p: Any, train: Any) -> Call:
         if isinstance(train, PerMember):
-            return loop(site, {"input": input, "p": p, "train": train})
+            call = loop(site, {"input": input, "p": p, "train": train})
+            return replace(call, lowering=replace(call.lowering, view=View.PERHAPS))
         if not train or p == 0:
-            return Call(same, (input,), input.layout, "off")
+            return site.call(same, (input,), input.layout, "off", saves=NOTHING, view=View.ALWAYS)
         if isinstance(p, PerMember):
             x = input if input.layout is Layout.LISTED else input.to(STACKED)
             number: Probability = tuple(map(float, p.values))
@@ -65,8 +69,8 @@ def dropout(feature: bool, alpha: bool) -> Rule:
             x = input.to(STACKED) if input.shared else input
             number = float(p)
         layout = STACKED if x is not input else input.layout
-        how = "own draws" if isinstance(number, float) else "own draws, own p"
-        return Call(DROPOUTS[layout], (x, number, site.members, feature, alpha), layout, how)
+        text = "own draws" if isinstance(number, float) else "own draws, own p"
+        return site.call(DROPOUTS[layout], (x, number, site.members, feature, alpha), layout, text)
 
     return rule
 
@@ -147,7 +151,7 @@ def _scale(p: float, alpha: bool) -> float:
 def native_dropout(site: Site, input: Value, p: Any, train: Any) -> Call:
     if isinstance(p, PerMember) or isinstance(train, PerMember):
         return loop(site, {"input": input, "p": p, "train": train})
-    return Call(native_dropout_stacked, (input.to(STACKED), float(p), train), STACKED, "own draws")
+    return site.call(native_dropout_stacked, (input.to(STACKED), float(p), train), STACKED, "own draws")
 
 
 def native_dropout_stacked(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
@@ -169,9 +173,9 @@ def rrelu(site: Site, self: Value, lower: Any, upper: Any, training: Any, genera
         }
         return loop(site, arguments)
     if training:
-        return Call(rrelu_stacked, (self.to(STACKED), lower, upper), STACKED, "own draws")
+        return site.call(rrelu_stacked, (self.to(STACKED), lower, upper), STACKED, "own draws")
     x = self.to(STACKED) if self.layout is Layout.LISTED else self
-    return Call(F.leaky_relu, (x, (lower + upper) / 2), x.layout, x.layout.value)
+    return site.call(F.leaky_relu, (x, (lower + upper) / 2), x.layout, x.layout.value)
 
 
 def rrelu_stacked(x: Tensor, lower: float, upper: float) -> Tensor:
@@ -193,7 +197,7 @@ def elementwise(site: Site, **arguments: Any) -> Call:
         arguments["memory_format"] = None
     stacked = map_values(arguments, lambda v: v.to(STACKED, rank=site.rank))
     args, kwargs = in_order(site, stacked)
-    return Call(drawn, (site.target, *args), STACKED, "own draws", kwargs)
+    return site.call(drawn, (site.target, *args), STACKED, "own draws", kwargs)
 
 
 def factory(site: Site, size: Any, **arguments: Any) -> Call:
@@ -201,13 +205,13 @@ def factory(site: Site, size: Any, **arguments: Any) -> Call:
     if has_per_member((size, arguments)):
         return loop(site, {"size": size, **arguments})
     args, kwargs = in_order(site, {"size": [site.members, *size], **arguments})
-    return Call(drawn, (site.target, *args), STACKED, "own draws", kwargs)
+    return site.call(drawn, (site.target, *args), STACKED, "own draws", kwargs)
 
 
 def randperm(site: Site, n: Any, **arguments: Any) -> Call:
     if has_per_member((n, arguments)):
         return loop(site, {"n": n, **arguments})
-    return Call(permutations, (site.members, n), STACKED, "own draws", arguments)
+    return site.call(permutations, (site.members, n), STACKED, "own draws", arguments)
 
 
 def permutations(members: int, n: int, **options: Any) -> Tensor:
@@ -224,7 +228,7 @@ def multinomial(site: Site, self: Value, num_samples: Any, replacement: Any, gen
             "generator": generator,
         }
         return loop(site, arguments)
-    return Call(multinomial_stacked, (self.to(STACKED), num_samples, replacement), STACKED, "own draws")
+    return site.call(multinomial_stacked, (self.to(STACKED), num_samples, replacement), STACKED, "own draws")
 
 
 def multinomial_stacked(weights: Tensor, samples: int, replacement: bool) -> Tensor:

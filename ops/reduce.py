@@ -54,7 +54,7 @@ def all_dims(site: Site, arguments: dict[str, Any]) -> Call:
     args, kwargs = in_order(site, {**arguments, "self": stacked, "dim": list(range(1, max(x.rank, 1) + 1))})
     if x.rank == 0 and arguments.get("keepdim"):
         return loop(site, arguments)
-    return Call(site.target, args, Layout.STACKED, "stacked", kwargs)
+    return site.call(site.target, args, Layout.STACKED, "stacked", kwargs)
 
 
 def over_dims(site: Site, *, self: Value, dim: Any, keepdim: bool) -> Answer:
@@ -85,7 +85,7 @@ def flat(by: OpOverload) -> Rule:
         if self.layout is Layout.LISTED or has_per_member(rest) or keepdim:
             known = {parameter.name for parameter in site.target._schema.arguments}
             return loop(site, {name: item for name, item in arguments.items() if name in known})
-        return Call(over_flat, (by, self.to(Layout.STACKED), rest), Layout.STACKED, "stacked")
+        return site.call(over_flat, (by, self.to(Layout.STACKED), rest), Layout.STACKED, "stacked")
 
     return rule
 

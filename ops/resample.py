@@ -35,7 +35,7 @@ def constant_pad(site: Site, **arguments: Any) -> Call | None:
     packs = x.layout is Layout.PACKED and len(arguments["pad"]) // 2 <= x.rank - 2
     layout = Layout.PACKED if packs else Layout.STACKED
     args, _ = in_order(site, map_values(arguments, lambda v: v.to(layout)))
-    return Call(site.target, args, layout, layout.value)
+    return site.call(site.target, args, layout, layout.value)
 
 
 def pad(site: Site, **arguments: Any) -> Answer:
@@ -50,7 +50,7 @@ def grid_sample(site: Site, **arguments: Any) -> Answer:
     x, grid = arguments["input"], arguments["grid"]
     if x.layout is Layout.PACKED and grid.shared and not has_per_member(arguments):
         args, _ = in_order(site, arguments)
-        return Call(site.target, args, Layout.PACKED, "packed: shared grid")
+        return site.call(site.target, args, Layout.PACKED, "packed: shared grid")
     return folding(channelwise=False)(site, **arguments)
 
 
@@ -60,7 +60,7 @@ def affine_grid(site: Site, **arguments: Any) -> Call | None:
     if theta.layout is Layout.LISTED or has_per_member(arguments):
         return loop(site, arguments)
     args = (theta.to(Layout.STACKED), arguments["size"], arguments["align_corners"])
-    return Call(affine_grids, args, Layout.STACKED, "folded")
+    return site.call(affine_grids, args, Layout.STACKED, "folded")
 
 
 def affine_grids(theta: Tensor, size: Sequence[int], align_corners: bool) -> Tensor:

@@ -20,6 +20,7 @@ from hfusion.core.layout import Layout, Listed
 from hfusion.device import native
 from hfusion.ops.random import dropout_stacked
 from hfusion.ops.rule import Call, RuleTable, Site, Value, each, has_per_member, hint
+from hfusion.ops.saved import GATES
 
 aten = torch.ops.aten
 
@@ -64,7 +65,9 @@ def lstm(site: Site, input: Value, hx: Sequence[Value], params: Sequence[Value],
         return None
     operands = [v if v.shared else v.to(Layout.STACKED) for v in (input, *hx)]
     weights = [p.to(Layout.STACKED) for p in params]
-    return Call(lstm_stacked, (site.members, *operands, weights), Layout.STACKED, "members as batch", options)
+    return site.call(
+        lstm_stacked, (site.members, *operands, weights), Layout.STACKED, "members as batch", options, saves=GATES
+    )
 
 
 def lstm_stacked(members: int, x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], **options: Any) -> Results:

@@ -6,9 +6,9 @@ arguments are those of the ATen schema by name, defaults filled in. Tensors arri
 graph as `Scalar`, scalars that differ between members as `PerMember`, everything else as it stands. ``None`` says: not
 this combination, take the generic way (vmap of the one operator, else a loop over members).
 
-A `Call` names a plain function of tensors and its arguments, each operand in the layout that the function wants
-(``value.to(Layout.STACKED)``); the batch pass inserts the transitions. Several calls are candidates: they compute the
-same up to rounding, and differ in speed or in layout; ``how`` tells them apart.
+A `Call` is a `Lowering`, the record of a plain function of tensors, and its arguments, each operand in the layout that
+the function wants (``value.to(Layout.STACKED)``); the batch pass inserts the transitions. Several calls are candidates:
+they compute the same up to rounding, and differ in speed or in layout. ``README.md`` here shows how to write a rule.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from torch._ops import OpOverload
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Layout, Listed
 from hfusion.core.tree import change, holds, leaves
+from hfusion.ops.lowering import PLAIN, Efficiency, Lowering, Saves, View
+from hfusion.ops.saved import saved_by, view_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,16 +91,46 @@ class Site:
     def rank(self) -> int:
         return int(self.example.dim())
 
+    def call(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        layout: Layout,
+        text: str,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        efficiency: Efficiency = PLAIN,
+        saves: Saves | None = None,
+        view: View | None = None,
+        loops: bool = False,
+    ) -> Call:
+        """The operator by ``fn``, which keeps for backward, and views, what the operator does unless it is told."""
+        saves = saved_by(self.target) if saves is None else saves
+        view = view_of(self.target, self._casts(args)) if view is None else view
+        return Call(Lowering(fn, layout, text, efficiency, saves, view, loops), args, kwargs or {})
+
+    def _casts(self, args: tuple[Any, ...]) -> bool:
+        """Whether the result has another dtype than the first operand."""
+        first = next(leaves(args, (Value, Operand)), None)
+        value = first.value if isinstance(first, Operand) else first
+        return value is not None and getattr(self.example, "dtype", None) != getattr(value.example, "dtype", None)
+
 
 @dataclass(frozen=True)
 class Call:
-    """What a rule answers: ``fn(*args, **kwargs)`` gives the node's value in ``layout``; ``how`` is for people."""
+    """What a rule answers: ``lowering.fn(*args, **kwargs)`` gives the node's value in ``layout``."""
 
-    fn: Callable[..., Any]
+    lowering: Lowering
     args: tuple[Any, ...]
-    layout: Layout
-    how: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        return self.lowering.fn
+
+    @property
+    def layout(self) -> Layout:
+        return self.lowering.layout
 
 
 Answer: TypeAlias = Call | tuple[Call, ...] | None
@@ -188,11 +220,12 @@ def _row(arguments: Any, member: int) -> Any:
     return arguments
 
 
-def loop(site: Site, arguments: Mapping[str, Any], how: str = "loop over members") -> Call:
+def loop(site: Site, arguments: Mapping[str, Any], efficiency: Efficiency = PLAIN) -> Call:
     """The node as one call of its operator per member; right for every operator and every argument."""
     args, kwargs = in_order(site, arguments)
     listed = map_values((args, kwargs), lambda v: v if v.shared else v.to(Layout.LISTED))
-    return Call(each, (site.target, site.members, *listed), Layout.LISTED, how)
+    whole = (site.target, site.members, *listed)
+    return site.call(each, whole, Layout.LISTED, "loop over members", efficiency=efficiency, loops=True)
 
 
 def pointwise(site: Site, **arguments: Any) -> Call | None:
@@ -207,11 +240,11 @@ def pointwise(site: Site, **arguments: Any) -> Call | None:
         return loop(site, arguments)
     if Layout.PACKED in layouts and all(_packable(v, site.example) for v in operands):
         args, kwargs = in_order(site, map_values(arguments, lambda v: _packed(v, site.rank)))
-        return Call(site.target, args, Layout.PACKED, "packed", kwargs)
+        return site.call(site.target, args, Layout.PACKED, "packed", kwargs)
     args, kwargs = in_order(
         site, map_values(arguments, lambda v: v if v.shared else v.to(Layout.STACKED, rank=site.rank))
     )
-    return Call(site.target, args, Layout.STACKED, "stacked", kwargs)
+    return site.call(site.target, args, Layout.STACKED, "stacked", kwargs)
 
 
 def _packable(value: Value, result: Any) -> bool:

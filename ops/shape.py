@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Layout
+from hfusion.ops.lowering import View
 from hfusion.ops.pointwise import first_member, like, same
 from hfusion.ops.rule import (
     Answer,
@@ -74,7 +75,7 @@ def along(*names: str, packed: frozenset[int], extra: int = 0) -> Rule:
 def same_call(site: Site, arguments: dict[str, Any], layout: Layout) -> Call:
     """The operator itself on operands brought to ``layout``, with these arguments."""
     args, kwargs = in_order(site, map_values(arguments, lambda v: v.to(layout)))
-    return Call(site.target, args, layout, layout.value, kwargs)
+    return site.call(site.target, args, layout, layout.value, kwargs)
 
 
 def _several(dim: Any) -> Sequence[int]:
@@ -101,8 +102,10 @@ def reshape(site: Site, *, self: Value, **sizes: Any) -> Call | None:
     if self.layout is Layout.LISTED:
         return loop(_as(site, aten.reshape.default), {"self": self, "shape": wanted})
     if self.layout is Layout.PACKED and site.rank >= 2 and equal(self.shape[0], site.example.shape[0]):
-        return Call(reshape_packed, (self, site.members, list(wanted)), Layout.PACKED, "packed")
-    return Call(aten.reshape.default, (self.to(Layout.STACKED), [site.members, *wanted]), Layout.STACKED, "stacked")
+        return site.call(reshape_packed, (self, site.members, list(wanted)), Layout.PACKED, "packed")
+    return site.call(
+        aten.reshape.default, (self.to(Layout.STACKED), [site.members, *wanted]), Layout.STACKED, "stacked"
+    )
 
 
 def reshape_packed(x: Tensor, members: int, shape: Sequence[int]) -> Tensor:
@@ -116,8 +119,8 @@ def flatten(site: Site, *, self: Value, start_dim: int, end_dim: int) -> Call | 
         return loop(site, {"self": self, "start_dim": start_dim, "end_dim": end_dim})
     start, end = normal(start_dim, self.rank), normal(end_dim, self.rank)
     if self.layout is Layout.PACKED and start >= 1:
-        return Call(aten.flatten.using_ints, (self, start, end), Layout.PACKED, "packed")
-    return Call(aten.flatten.using_ints, (self.to(Layout.STACKED), start + 1, end + 1), Layout.STACKED, "stacked")
+        return site.call(aten.flatten.using_ints, (self, start, end), Layout.PACKED, "packed")
+    return site.call(aten.flatten.using_ints, (self.to(Layout.STACKED), start + 1, end + 1), Layout.STACKED, "stacked")
 
 
 def ravel(site: Site, *, self: Value) -> Call | None:
@@ -129,8 +132,8 @@ def unflatten(site: Site, *, self: Value, dim: int, sizes: Sequence[Any]) -> Cal
         return loop(site, {"self": self, "dim": dim, "sizes": sizes})
     place = normal(dim, self.rank)
     if self.layout is Layout.PACKED and place >= 1:
-        return Call(unflatten_packed, (self, site.members, place, list(sizes)), Layout.PACKED, "packed")
-    return Call(aten.unflatten.int, (self.to(Layout.STACKED), place + 1, list(sizes)), Layout.STACKED, "stacked")
+        return site.call(unflatten_packed, (self, site.members, place, list(sizes)), Layout.PACKED, "packed")
+    return site.call(aten.unflatten.int, (self.to(Layout.STACKED), place + 1, list(sizes)), Layout.STACKED, "stacked")
 
 
 def unflatten_packed(x: Tensor, members: int, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -145,9 +148,9 @@ def reshape_as(site: Site, *, self: Value, other: Value) -> Call | None:
     if Layout.LISTED in (self.layout, other.layout):
         return loop(Site(aten.reshape_as.default, site.members, site.example), {"self": self, "other": other})
     if other.shared:
-        return Call(reshape_to, (self.to(Layout.STACKED), other), Layout.STACKED, "stacked")
+        return site.call(reshape_to, (self.to(Layout.STACKED), other), Layout.STACKED, "stacked")
     both = (self.to(Layout.STACKED), other.to(Layout.STACKED))
-    return Call(aten.reshape_as.default, both, Layout.STACKED, "stacked")
+    return site.call(aten.reshape_as.default, both, Layout.STACKED, "stacked")
 
 
 def reshape_to(x: Tensor, other: Tensor) -> Tensor:
@@ -160,9 +163,9 @@ def permute(site: Site, *, self: Value, dims: Sequence[int]) -> Call | None:
         return loop(site, {"self": self, "dims": dims})
     order = [normal(d, self.rank) for d in dims]
     if self.layout is Layout.PACKED and order[:2] == [0, 1]:
-        return Call(aten.permute.default, (self, order), Layout.PACKED, "packed")
+        return site.call(aten.permute.default, (self, order), Layout.PACKED, "packed")
     stacked = (self.to(Layout.STACKED), [0, *(d + 1 for d in order)])
-    return Call(aten.permute.default, stacked, Layout.STACKED, "stacked")
+    return site.call(aten.permute.default, stacked, Layout.STACKED, "stacked")
 
 
 def reverse(site: Site, *, self: Value) -> Call | None:
@@ -183,7 +186,11 @@ def squeeze(site: Site, *, self: Value) -> Answer:
     """Only the member's own dims of size 1 go, never the member dim."""
     ones = [k for k, size in enumerate(self.shape) if equal(size, 1)]
     if not ones:
-        return None if self.layout is Layout.LISTED else Call(same, (self,), self.layout, self.layout.value)
+        return (
+            None
+            if self.layout is Layout.LISTED
+            else site.call(same, (self,), self.layout, self.layout.value, view=View.ALWAYS)
+        )
     return RULES[aten.squeeze.dims](_as(site, aten.squeeze.dims), self=self, dim=ones)
 
 
@@ -192,17 +199,17 @@ def unsqueeze(site: Site, *, self: Value, dim: int) -> Call | None:
     if self.layout is Layout.LISTED:
         return loop(site, {"self": self, "dim": dim})
     if self.layout is Layout.PACKED and place >= 2:
-        return Call(site.target, (self, place), Layout.PACKED, "packed")
-    return Call(site.target, (self.to(Layout.STACKED), place + 1), Layout.STACKED, "stacked")
+        return site.call(site.target, (self, place), Layout.PACKED, "packed")
+    return site.call(site.target, (self.to(Layout.STACKED), place + 1), Layout.STACKED, "stacked")
 
 
 def expand(site: Site, *, self: Value, size: Sequence[Any], implicit: bool = False) -> Call | None:
     if self.layout is Layout.LISTED:
         return loop(site, {"self": self, "size": size})
     if self.layout is Layout.PACKED and site.rank == self.rank and equal(self.shape[1], site.example.shape[1]):
-        return Call(aten.expand.default, (self, [size[0], -1, *size[2:]]), Layout.PACKED, "packed")
+        return site.call(aten.expand.default, (self, [size[0], -1, *size[2:]]), Layout.PACKED, "packed")
     x = self.to(Layout.STACKED, rank=site.rank)
-    return Call(aten.expand.default, (x, [site.members, *size]), Layout.STACKED, "stacked")
+    return site.call(aten.expand.default, (x, [site.members, *size]), Layout.STACKED, "stacked")
 
 
 def expand_as(site: Site, *, self: Value, other: Value) -> Call | None:
@@ -210,11 +217,11 @@ def expand_as(site: Site, *, self: Value, other: Value) -> Call | None:
     if self.layout is Layout.LISTED or (other.layout is Layout.LISTED and not self.shared):
         return loop(site, {"self": self, "other": other})
     if self.shared:
-        return Call(expand_to_first, (self, other, other.layout.value, site.members), Layout.SHARED, "shared")
+        return site.call(expand_to_first, (self, other, other.layout.value, site.members), Layout.SHARED, "shared")
     x = self.to(Layout.STACKED, rank=site.rank)
     if other.shared:
-        return Call(expand_to, (x, other), Layout.STACKED, "stacked")
-    return Call(aten.expand_as.default, (x, other.to(Layout.STACKED)), Layout.STACKED, "stacked")
+        return site.call(expand_to, (x, other), Layout.STACKED, "stacked")
+    return site.call(aten.expand_as.default, (x, other.to(Layout.STACKED)), Layout.STACKED, "stacked")
 
 
 def expand_to(x: Tensor, other: Tensor) -> Tensor:
@@ -234,7 +241,7 @@ def repeat(site: Site, *, self: Value, **repeats: Any) -> Call | None:
     if self.layout is Layout.LISTED:
         return loop(_as(site, aten.repeat.default), {"self": self, "repeats": counts})
     x = self.to(Layout.STACKED, rank=len(counts))
-    return Call(aten.repeat.default, (x, [1, *counts]), Layout.STACKED, "stacked")
+    return site.call(aten.repeat.default, (x, [1, *counts]), Layout.STACKED, "stacked")
 
 
 def repeat_interleave(site: Site, *, self: Value, repeats: Any, dim: int | None, **rest: Any) -> Call | None:
@@ -242,8 +249,8 @@ def repeat_interleave(site: Site, *, self: Value, repeats: Any, dim: int | None,
         return loop(site, {"self": self, "repeats": repeats, "dim": dim, **rest})
     x = self.to(Layout.STACKED)
     if dim is None:
-        return Call(repeat_flat, (x, repeats), Layout.STACKED, "stacked")
-    return Call(site.target, (x, repeats, normal(dim, self.rank) + 1), Layout.STACKED, "stacked", rest)
+        return site.call(repeat_flat, (x, repeats), Layout.STACKED, "stacked")
+    return site.call(site.target, (x, repeats, normal(dim, self.rank) + 1), Layout.STACKED, "stacked", rest)
 
 
 def repeat_flat(x: Tensor, repeats: int) -> Tensor:
@@ -272,9 +279,10 @@ def slices(site: Site, *, self: Value, dim: int, start: Any, end: Any, step: Any
     """Python's ``x[:, k]`` is full of slices that take a dim whole; those are no work."""
     whole = start in (None, 0) and end in (None, _TO_THE_END) and step == 1
     if whole and self.layout is Layout.LISTED:
-        return Call(same_rows, (site.members, (self,), {}), self.layout, self.layout.value)
+        args: tuple[Any, ...] = (site.members, (self,), {})
+        return site.call(same_rows, args, self.layout, self.layout.value, view=View.ALWAYS, loops=True)
     if whole:
-        return Call(same, (self,), self.layout, self.layout.value)
+        return site.call(same, (self,), self.layout, self.layout.value, view=View.ALWAYS)
     return _SLICE(site, self=self, dim=dim, start=start, end=end, step=step)
 
 
@@ -291,10 +299,10 @@ def cat(site: Site, *, tensors: Sequence[Value], dim: int) -> Call | None:
     place = normal(dim, rank)
     if all(v.layout is Layout.PACKED for v in tensors):
         if place == 1:
-            return Call(cat_channels, (list(tensors), site.members), Layout.PACKED, "packed")
-        return Call(aten.cat.default, (list(tensors), place), Layout.PACKED, "packed")
+            return site.call(cat_channels, (list(tensors), site.members), Layout.PACKED, "packed")
+        return site.call(aten.cat.default, (list(tensors), place), Layout.PACKED, "packed")
     stacked = [v.to(Layout.STACKED) for v in tensors]
-    return Call(aten.cat.default, (stacked, place + 1), Layout.STACKED, "stacked")
+    return site.call(aten.cat.default, (stacked, place + 1), Layout.STACKED, "stacked")
 
 
 def cat_channels(tensors: Sequence[Tensor], members: int) -> Tensor:
@@ -307,9 +315,9 @@ def stack(site: Site, *, tensors: Sequence[Value], dim: int) -> Call | None:
         return loop(_as(site, aten.stack.default), {"tensors": tensors, "dim": dim})
     place = normal(dim, site.rank)
     if place >= 2 and all(v.layout is Layout.PACKED for v in tensors):
-        return Call(aten.stack.default, (list(tensors), place), Layout.PACKED, "packed")
+        return site.call(aten.stack.default, (list(tensors), place), Layout.PACKED, "packed")
     stacked = [v.to(Layout.STACKED) for v in tensors]
-    return Call(aten.stack.default, (stacked, place + 1), Layout.STACKED, "stacked")
+    return site.call(aten.stack.default, (stacked, place + 1), Layout.STACKED, "stacked")
 
 
 def beside(dim: int, least: int) -> Rule:
@@ -326,7 +334,7 @@ def beside(dim: int, least: int) -> Rule:
 def size(site: Site, *, self: Value, dim: int) -> Call | None:
     """A member's size, the same for all."""
     if self.layout is Layout.STACKED:
-        return Call(aten.sym_size.int, (self, normal(dim, self.rank) + 1), Layout.SHARED, "size")
+        return site.call(aten.sym_size.int, (self, normal(dim, self.rank) + 1), Layout.SHARED, "size")
     return like(site, self=self, dim=dim)
 
 
@@ -341,7 +349,7 @@ def as_strided(
     if not self.example.is_contiguous() or self.example.storage_offset() != 0:
         strides(site)
     args = (self.to(Layout.STACKED), list(size), list(stride), storage_offset or 0)
-    return Call(strided, args, Layout.STACKED, "stacked")
+    return site.call(strided, args, Layout.STACKED, "stacked")
 
 
 def strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:

@@ -24,7 +24,7 @@ def copy_(site: Site, self: Value, src: Value, non_blocking: Any = False) -> Cal
             f"buffer {self.node.name} is one object in all members, but every member writes its own value into it; "
             "give each model its own buffer"
         )
-    return Call(write, (self, src.to(Layout.STACKED, rank=self.rank)), Layout.STACKED, "write")
+    return site.call(write, (self, src.to(Layout.STACKED, rank=self.rank)), Layout.STACKED, "write")
 
 
 RULES: RuleTable = {torch.ops.aten.copy_.default: copy_}

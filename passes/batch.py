@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch import fx
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import COPYING, Layout, Listed
 from hfusion.ops import RULES
+from hfusion.ops.lowering import Lowering, View
 from hfusion.ops.rule import Operand, PerMember, RuleTable, Scalar, Value
+from hfusion.ops.saved import NOTHING
 from hfusion.passes.candidates import Result, bind, candidates, result, route
 from hfusion.passes.layouts import Choice
 
@@ -36,7 +38,7 @@ class Emitter:
             return arguments.node
         if isinstance(arguments, PerMember):
             node = self.graph.call_function(per_member, arguments.values)
-            node.meta.update(layout=Layout.LISTED, how="scalars", transition=True)
+            node.meta.update(layout=Layout.LISTED, lowering=SCALARS, transition=True)
             return node
         if isinstance(arguments, Mapping):
             return {name: self.lower(item) for name, item in arguments.items()}
@@ -55,13 +57,21 @@ class Emitter:
 
     def _insert(self, fn: Any, node: fx.Node, number: int | None, value: Value, layout: Layout) -> fx.Node:
         new = self.graph.call_function(fn, (node, number))
-        new.meta.update(layout=layout, example=value.example, how="copy" if fn in COPYING else "view", transition=True)
+        new.meta.update(layout=layout, example=value.example, lowering=_transition(fn, layout), transition=True)
         return new
 
 
 def per_member(*values: Any) -> Listed:
     """One scalar per member, for a loop over members."""
     return Listed(values)
+
+
+SCALARS = Lowering(per_member, Layout.LISTED, "scalars", saves=NOTHING)
+
+
+def _transition(fn: Callable[..., Any], layout: Layout) -> Lowering:
+    text, view = ("copy", View.PERHAPS) if fn in COPYING else ("view", View.ALWAYS)
+    return Lowering(fn, layout, text, saves=NOTHING, view=view)
 
 
 def batch(
@@ -75,7 +85,7 @@ def batch(
 
     Arguments that differ between members stand in ``node.meta["arguments"]`` as ``(args, kwargs)`` with `PerMember`
     entries. ``choices`` tell which candidate of a node is taken, by default the first. Every node of the result tells
-    its ``layout``, the member's ``example``, ``how`` it is computed, its ``origin``, the member's node, and the
+    its ``layout``, the member's ``example`` and its ``origin``, the member's node; every call its ``lowering``, and the
     ``choice`` if there was one.
     """
     emitter = Emitter(fx.Graph(), members, {})
@@ -96,7 +106,7 @@ def batch(
 
 def _placeholder(emitter: Emitter, node: fx.Node, layout: Layout) -> Result:
     new = emitter.graph.placeholder(node.name)
-    new.meta.update(layout=layout, example=node.meta.get("val"), origin=node, how="input")
+    new.meta.update(layout=layout, example=node.meta.get("val"), origin=node)
     return result(new, layout, node.meta.get("val"))
 
 
@@ -106,7 +116,7 @@ def _rewrite(
     calls = candidates(node, env, emitter.members, rules)
     call = calls[0] if choice is None else calls[choice.place]
     new = emitter.call(call.fn, call.args, call.kwargs)
-    new.meta.update(layout=call.layout, example=node.meta.get("val"), how=call.how, origin=node)
+    new.meta.update(layout=call.layout, example=node.meta.get("val"), lowering=call.lowering, origin=node)
     if choice is not None:
         new.meta["choice"] = choice
     return result(new, call.layout, node.meta.get("val"))

@@ -18,6 +18,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.layout import CONVERSIONS, Conversion, Layout, Listed, lift, lift_packed
 from hfusion.core.tree import holds, leaves
 from hfusion.ops.generic import generic
+from hfusion.ops.lowering import Lowering, View
 from hfusion.ops.rule import (
     Call,
     Operand,
@@ -30,7 +31,9 @@ from hfusion.ops.rule import (
     loop,
     values,
 )
+from hfusion.ops.saved import NOTHING
 from hfusion.passes.effects import RUNNING_STATISTICS
+from hfusion.passes.views import DROPOUTS
 
 Result: TypeAlias = Value | Scalar | None
 
@@ -61,11 +64,13 @@ def _candidates(node: fx.Node, env: Mapping[fx.Node, Result], members: int, rule
     if not isinstance(target, OpOverload):
         if batched or isinstance(target, str):
             raise FusionError(f"{target} at {node.format_node()} works on tensors but is no ATen operator")
-        return (Call(target, args, Layout.SHARED, "shared", kwargs),)
+        return (Call(Lowering(target, Layout.SHARED, "shared"), args, kwargs),)
     arguments = by_name(target, args, kwargs)
-    if not batched and not is_random(target, arguments) and not _writes_shared(target, arguments):
-        return (Call(target, args, Layout.SHARED, "shared", kwargs),)
     site = Site(target, members, node.meta.get("val"))
+    if not batched and not is_random(target, arguments) and not _writes_shared(target, arguments):
+        if target in DROPOUTS:
+            return (site.call(target, args, Layout.SHARED, "off", kwargs, saves=NOTHING, view=View.ALWAYS),)
+        return (site.call(target, args, Layout.SHARED, "shared", kwargs),)
     _check_strided(site)
     if _empty(site, arguments):
         return (loop(site, arguments),)
@@ -143,11 +148,11 @@ def _writes_shared(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
 
 
 def _getitem(args: tuple[Any, ...]) -> Call:
-    source, index = args
+    source, _ = args
     if isinstance(source, Value) and source.layout is Layout.LISTED:
-        return Call(pick, (source, index), Layout.LISTED, "listed")
+        return Call(Lowering(pick, Layout.LISTED, "listed", saves=NOTHING, view=View.ALWAYS, loops=True), args)
     layout = source.layout if isinstance(source, Value) else Layout.SHARED
-    return Call(operator.getitem, args, layout, layout.value)
+    return Call(Lowering(operator.getitem, layout, layout.value, saves=NOTHING, view=View.ALWAYS), args)
 
 
 def pick(value: Listed, index: int) -> Listed:

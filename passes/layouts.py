@@ -16,6 +16,7 @@ from torch import fx
 
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Conversion, Layout
+from hfusion.ops.lowering import Lowering
 from hfusion.ops.rule import Call, RuleTable, Value
 from hfusion.passes.candidates import candidates, conversion, operands, reached, result
 
@@ -37,11 +38,11 @@ class Price:
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidate that a node takes: its ``place`` among them, its price; ``lost``: (how, price) of the others."""
+    """The candidate that a node takes: its ``place`` among them, its price; ``lost``: the others."""
 
     place: int
     price: Price
-    lost: tuple[tuple[str, Price], ...] = ()
+    lost: tuple[tuple[Lowering, Price], ...] = ()
 
 
 class Pricing(Protocol):
@@ -162,7 +163,7 @@ class _Asked:
         return [
             Option(
                 call.layout,
-                Choice(k, prices[k], tuple((other.how, prices[j]) for j, other in enumerate(calls) if j != k)),
+                Choice(k, prices[k], tuple((other.lowering, prices[j]) for j, other in enumerate(calls) if j != k)),
                 self._needs(call),
             )
             for k, call in enumerate(calls)

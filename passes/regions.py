@@ -16,10 +16,10 @@ from torch import fx, nn
 from torch._ops import OpOverload
 
 from hfusion.core.layout import Layout, Listed
+from hfusion.ops.lowering import View
 from hfusion.ops.rule import Memberwise, each
 from hfusion.passes.candidates import pick
 from hfusion.passes.effects import has_effect
-from hfusion.passes.views import DROPOUTS
 
 
 class Region(nn.Module):
@@ -94,14 +94,9 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
 
 def _may_view(node: fx.Node) -> bool:
     """Whether a value may lie in the memory of the first that it is made of."""
-    if not node.all_input_nodes:
-        return False
-    if node.meta.get("transition") or node.target in (pick, operator.getitem):
-        return True
-    origin = node.meta.get("origin")
-    if origin is None or not isinstance(origin.target, OpOverload) or origin.target._schema.is_mutable:
-        return False
-    return origin.target in DROPOUTS or any(r.alias_info is not None for r in origin.target._schema.returns)
+    # A shard takes as an input what an earlier one computed.
+    lowering = node.meta.get("lowering") if node.all_input_nodes else None
+    return lowering is not None and lowering.view is not View.NEVER and not _effect(node)
 
 
 def _effect(node: fx.Node) -> bool:

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
+from hfusion.capture import own_code
+from hfusion.compiler.report import Part
 from hfusion.core.calls import is_stacked
+from hfusion.passes.islands import OPAQUE
 
 RELATIVE = 1e-9
 ABSOLUTE = 1e-11
@@ -48,6 +51,12 @@ def net(forward: Callable[..., Any], prepare: Callable[[nn.Module], None] = lamb
         prepare(self)
 
     return type("Net", (nn.Module,), {"__init__": init, "forward": forward})
+
+
+def looped(part: Part) -> set[str]:
+    """The paths of the submodules that run as their own code."""
+    nodes = [node for node in part.program.module.graph.nodes if "origin" in node.meta]
+    return {own_code.calls[node.args[0][0]].path for node in nodes if node.meta["origin"].target is OPAQUE}
 
 
 def assert_alone(models: Sequence[nn.Module], *calls: Call | Tensor, grads: bool = True) -> hf.FusedModule:

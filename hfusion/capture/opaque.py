@@ -21,6 +21,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.guards import fixed as fixed_size
 from hfusion.core.layout import Layout
 from hfusion.ops.rule import Call, PerMember, RuleTable, Site, Value
+from hfusion.ops.saved import GATES_TWICE
 from hfusion.passes.islands import OPAQUE
 
 _numbers = itertools.count()
@@ -215,8 +216,9 @@ def rule(
     shared = [place for place, value in enumerate((*inputs, *changing)) if value.shared and place not in first.written]
     watched = tuple(sorted({*shared, *_numbers_in(alive)}))
     rows = [[v if v.shared else v.to(Layout.LISTED) for v in group] for group in (inputs, fixed, changing)]
-    how = f"loop over members, {first.path}: {first.why}"
-    return Call(run, (numbers, *rows, tuple(_numbers_in(apart)), watched, sizes), Layout.STACKED, how)
+    text = f"loop over members, {first.path}: {first.why}"
+    args = (numbers, *rows, tuple(_numbers_in(apart)), watched, sizes)
+    return site.call(run, args, Layout.STACKED, text, saves=GATES_TWICE, loops=True)
 
 
 def _numbers_in(items: Sequence[Any]) -> list[int]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
 from hfusion.core.program import Program
+from hfusion.ops.lowering import Lowering
 
 # Characters of a column of a report; the rare longer cell, as a reason in words, pushes its row to the right.
 WIDEST = 40
@@ -21,35 +21,44 @@ class Cost:
 
     estimate: float = 0.0
     measured: float | None = None
-    lost: dict[str, float] = field(default_factory=dict)
+    lost: dict[Lowering, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if self.measured is None:
             return f"~{seconds(self.estimate)}" if self.estimate else ""
-        text = f"~{seconds(self.estimate)}"
-        text += f", measured {seconds(self.measured)}"
-        return text + "".join(f"; {how} {seconds(value)}" for how, value in self.lost.items())
+        text = f"~{seconds(self.estimate)}, measured {seconds(self.measured)}"
+        return text + "".join(f"; {lowering} {seconds(value)}" for lowering, value in self.lost.items())
+
+
+@dataclass(frozen=True)
+class Row:
+    """``count`` operators of one name that run alike; ``cost``: of all of them, forward and backward."""
+
+    operator: str
+    lowering: Lowering
+    count: int
+    cost: Cost
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        return self.operator, self.lowering.layout.value, str(self.lowering), str(self.cost)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One program: ``rows`` are (operator, layout, how, count); ``copies`` the transitions that copy.
-
-    ``costs``: per row, what these operators cost together, forward and backward.
-    """
+    """One program: ``rows`` say which operators run how; ``copies`` are the transitions that copy."""
 
     title: str
-    rows: tuple[tuple[str, str, str, int], ...]
+    rows: tuple[Row, ...]
     copies: int
     check: str
     program: Program
-    costs: tuple[Cost, ...]
 
     def __str__(self) -> str:
-        cells = [(op, layout, how, str(cost)) for (op, layout, how, _), cost in zip(self.rows, self.costs, strict=True)]
+        cells = [row.cells for row in self.rows]
         widths = [max([len(row[k]) for row in cells if len(row[k]) <= WIDEST] or [0]) for k in range(3)]
         lines = [
-            f"  {row[3]:4d} x "
+            f"  {row.count:4d} x "
             + "  ".join([f"{cell:<{w}}" for cell, w in zip(line[:3], widths, strict=True)] + [line[3]])
             for row, line in zip(self.rows, cells, strict=True)
         ]
@@ -74,17 +83,14 @@ class Report:
 
 def describe(program: Program, check: str) -> Part:
     """Count what ``program`` does."""
-    counted: Counter[tuple[str, str, str]] = Counter()
-    choices: defaultdict[tuple[str, str, str], list[Any]] = defaultdict(list)
+    alike: defaultdict[tuple[str, Lowering], list[fx.Node]] = defaultdict(list)
     for node in program.module.graph.nodes:
         if node.op == "call_function" and "origin" in node.meta and not node.meta.get("transition"):
-            key = (operator_name(node.meta["origin"]), node.meta["layout"].value, node.meta["how"])
-            counted[key] += 1
-            choices[key] += [node.meta["choice"]] if "choice" in node.meta else []
+            alike[operator_name(node.meta["origin"]), node.meta["lowering"]].append(node)
+    rows = [Row(operator, lowering, len(nodes), _cost(nodes)) for (operator, lowering), nodes in alike.items()]
     mode = "train" if program.training else "eval"
-    rows = tuple((*key, count) for key, count in sorted(counted.items()))
-    costs = tuple(_cost(choices[key]) for key in sorted(counted))
-    return Part(f"{program.name}  B={program.members}  {mode}", rows, program.copies, check, program, costs)
+    title = f"{program.name}  B={program.members}  {mode}"
+    return Part(title, tuple(sorted(rows, key=lambda row: row.cells)), program.copies, check, program)
 
 
 def operator_name(origin: fx.Node) -> str:
@@ -92,16 +98,16 @@ def operator_name(origin: fx.Node) -> str:
     return str(origin.target).removeprefix("aten.")
 
 
-def _cost(choices: Sequence[Any]) -> Cost:
+def _cost(nodes: Sequence[fx.Node]) -> Cost:
     """The sums over operators that run alike; of lowerings that lost, over those for which they were a candidate."""
     total = Cost()
-    for choice in choices:
+    for choice in (node.meta["choice"] for node in nodes if "choice" in node.meta):
         total.estimate += choice.price.estimate
         if choice.price.measured is not None:
             total.measured = (total.measured or 0.0) + choice.price.measured
-        for how, price in choice.lost:
+        for lowering, price in choice.lost:
             if price.measured is not None:
-                total.lost[how] = total.lost.get(how, 0.0) + price.measured
+                total.lost[lowering] = total.lost.get(lowering, 0.0) + price.measured
     return total
 
 

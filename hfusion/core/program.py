@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import TreeSpec
 
 from hfusion.core.guards import open_dims
-from hfusion.core.layout import Layout
+from hfusion.core.layout import COPYING, Layout
 
 
 class Kind(enum.Enum):
@@ -100,7 +100,7 @@ class Program:
     def copies(self) -> int:
         """How many transitions between layouts copy."""
         nodes = self.module.graph.nodes
-        return sum(bool(node.meta.get("transition")) and node.meta["how"] == "copy" for node in nodes)
+        return sum(bool(node.meta.get("transition")) and node.target in COPYING for node in nodes)
 
     def _names(self) -> dict[fx.Node, str]:
         """Parameters and buffers under their keys, all else under the names of the member's nodes."""
@@ -141,8 +141,8 @@ def _row(node: fx.Node, names: dict[fx.Node, str], members: int) -> tuple[str, s
     operator = str(origin.target).removeprefix("aten.") if origin is not None else getattr(node.target, "__name__", "")
     arguments = _argument(list(node.all_input_nodes), names)[1:-1]
     line = source_line(origin) if origin is not None else ""
-    how = str(node.meta.get("how", ""))
-    return names[node], shape, where, f"{operator}({arguments})", f"{how}  # {line}" if line else how
+    text = str(node.meta.get("lowering", ""))
+    return names[node], shape, where, f"{operator}({arguments})", f"{text}  # {line}" if line else text
 
 
 def describe_value(example: Any, layout: Layout | None, members: int) -> str:

@@ -4,27 +4,22 @@ Estimates from shapes alone, on the careful side:
 
 - An operator takes the time of its arithmetic or of its memory traffic, whichever is longer. Its backward takes
   one such product per operand that gets a gradient, or twice the traffic.
-- Saved for backward: operands of products whose partner gets a gradient, results of functions whose derivative
-  is written in the result (relu, tanh, softmax), masks of dropout, else the operands. torch's own table is
-  ``tools/autograd/derivatives.yaml``.
-- Views share the storage of what they view; an expanded value counts as if it were copied, since it crosses a
-  cut as a copy.
+- What is saved for backward, and what is a view, the `Lowering` of every call says. Views share the storage of
+  what they view; an expanded value counts as if it were copied, since it crosses a cut as a copy.
 """
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Program, Slot, source_line
 from hfusion.device.machine import Rates
-from hfusion.passes.cost.flops import RECURRENT, bytes_of, concrete, family, flops, hidden, is_product, scores
+from hfusion.ops.lowering import Lowering, Operands, View
+from hfusion.passes.cost.flops import bytes_of, concrete, family, flops, sizes_of
 
 
 @dataclass(frozen=True)
@@ -163,7 +158,7 @@ class _Tracing:
         view = any(self.roots[source] is root for source in node.all_input_nodes)
         moved = 0 if view else sum(self.bytes(value) for value in (node, *node.all_input_nodes))
         arithmetic = self.copies(node) * flops(node.meta["origin"], self.batch) if "origin" in node.meta else 0
-        extra, workspace = self._extras(node)
+        extra, workspace = self._beside(node)
         tracked = node in self.tracked
         self.steps.append(
             Step(
@@ -194,51 +189,15 @@ class _Tracing:
     def _seconds(self, arithmetic: float, moved: float) -> float:
         return max(arithmetic / self.rates.flops, moved / self.rates.memory)
 
-    def _extras(self, node: fx.Node) -> tuple[int, int]:
+    def _beside(self, node: fx.Node) -> tuple[int, int]:
         """Bytes saved beside operands and result, and bytes of temporaries."""
-        name, how, own = family_of(node), str(node.meta.get("how", "")), self.bytes(node)
-        if how == "off" or node.meta.get("transition"):
+        saves = lowering(node).saves
+        if saves.beside is None and saves.workspace is None:
             return 0, 0
-        if name == "scaled_dot_product_attention":
-            return self._attention(node, how)
-        if name in RECURRENT:
-            kept = hidden(node.meta["origin"], self.batch) * self.copies(node) * _width(node)
-            # oneDNN's LSTM keeps 16 values per unit and row, of which its matrices give 8; ours less than these.
-            once = how == "members as batch" or name not in ("lstm", "opaque")
-            return (kept, kept) if once else (2 * kept, 2 * kept)
-        if name == "matmul":
-            copied = self._broadcast(node)
-            return copied, copied
-        if "max_pool" in name:
-            return own // node.meta["example"].element_size() * 8, 0
-        if "cross_entropy" in name:
-            return self.bytes(node.all_input_nodes[0]), 0
-        if name in ("layer_norm", "rms_norm"):
-            statistics = 2 * own // concrete(node.meta["example"].shape, self.batch)[-1]
-            return statistics + (own if how.endswith("then scaled") else 0), 0
-        return (own, 0) if "dropout" in name else (0, 0)
-
-    def _attention(self, node: fx.Node, how: str) -> tuple[int, int]:
-        """Written out it keeps its weights before, in and after the dropout; else a sum per query."""
-        query = node.meta["origin"].args[0].meta["val"]
-        weights = scores(node.meta["origin"], self.batch) * self.copies(node)
-        if how.startswith("written out"):
-            return 3 * weights + bytes_of(query, self.batch) * self.copies(node), 2 * weights
-        return bytes_of(query, self.batch) * self.copies(node) // concrete(query.shape, self.batch)[-1], 0
-
-    def _broadcast(self, node: fx.Node) -> int:
-        """Bytes of operands that a product of stacked factors copies for every sample."""
-        if node.meta.get("layout") is Layout.SHARED:
-            return 0
-        out = concrete(node.meta["example"].shape, self.batch)
-        copied = 0
-        for source in node.all_input_nodes:
-            example = source.meta.get("example")
-            if isinstance(example, Tensor) and 2 <= example.dim() < len(out):
-                sizes = concrete(example.shape, self.batch)
-                repeats = math.prod(out[:-2]) // max(1, math.prod(sizes[:-2]))
-                copied += repeats * bytes_of(example, self.batch) * self.copies(node)
-        return copied
+        sizes = sizes_of(node.meta["origin"], self.batch)
+        counts = (0 if count is None else count(sizes) * self.copies(node) for count in (saves.beside, saves.workspace))
+        beside, workspace = counts
+        return beside, workspace
 
     def line(self, count: int) -> Line:
         unique = list({id(root): root for root in self.roots.values()}.values())
@@ -263,78 +222,37 @@ class _Tracing:
         return summed
 
 
-# Operators whose gradient needs no operand, only sizes; the mask of a dropout counts by itself.
-_SUMS = ("add", "sub", "rsub", "neg", "sum", "mean", "cumsum", "cat", "stack", "adaptive_avg_pool1d")
-_COPIES = (
-    "clone",
-    "contiguous",
-    "to",
-    "_to_copy",
-    "copy",
-    "detach",
-    "repeat",
-    "roll",
-    "flip",
-    "pad",
-    "constant_pad_nd",
-)
-_DRAWS = ("dropout", "feature_dropout", "alpha_dropout")
-_SIZED = ("upsample_nearest2d", "upsample_bilinear2d", "slice_scatter", "select_scatter")
-_NOTHING = frozenset((*_SUMS, *_COPIES, *_DRAWS, *_SIZED))
-# Functions whose derivative is written in their result, or follows the indices that they return.
-_EXPONENTIALS = ("tanh", "sigmoid", "exp", "softmax", "_softmax", "log_softmax", "_log_softmax")
-_RESULT = frozenset((*_EXPONENTIALS, "relu", "sqrt", "rsqrt", "reciprocal", "max", "min", "sort", "topk"))
-# Views only if the operand lies in order.
-_MAYBE_COPIES = frozenset(["reshape", "contiguous", "flatten"])
-
-
 def family_of(node: fx.Node) -> str:
     """`family` of the member's operator that the array's ``node`` computes; a transition's own name."""
     return family(node.meta.get("origin", node))
 
 
+def lowering(node: fx.Node) -> Lowering:
+    """How a call of a program runs."""
+    found: Lowering = node.meta["lowering"]
+    return found
+
+
 def saves(node: fx.Node, tracked: set[fx.Node]) -> Sequence[fx.Node]:
-    """The operands, or the result, that autograd keeps for the backward of ``node``."""
-    inputs = node.all_input_nodes
-    if node not in tracked or node.meta.get("how") == "off":
+    """The operands, and the result, that autograd keeps for the backward of ``node``."""
+    if node not in tracked:
         return ()
-    if node.meta.get("transition") or family_of(node) in _NOTHING or _returns_view(node):
-        return ()
-    if family_of(node) in _RESULT:
-        return (node,)
-    if is_product(node.meta["origin"]):
-        both = (node,) if family_of(node) == "scaled_dot_product_attention" else ()
-        return (*(x for x in inputs if any(other in tracked for other in inputs if other is not x)), *both)
-    return inputs
+    inputs, kept = node.all_input_nodes, lowering(node).saves
+    result = (node,) if kept.result else ()
+    if kept.operands is Operands.NONE:
+        return result
+    if kept.operands is Operands.FACTORS:
+        inputs = [x for x in inputs if any(other in tracked for other in inputs if other is not x)]
+    return (*inputs, *result)
 
 
 def viewed(node: fx.Node, batch: int) -> fx.Node | None:
     """The operand whose storage the result shares; None if the result has its own."""
-    inputs = node.all_input_nodes
-    if not inputs:
+    inputs, view = node.all_input_nodes, lowering(node).view
+    if not inputs or view in (View.NEVER, View.PERHAPS):
         return None
-    if node.meta.get("transition"):
-        return inputs[0] if node.meta.get("how") == "view" else None
-    if node.meta.get("how") == "off":
-        return inputs[0]
-    if not _returns_view(node):
-        return None
-    if family_of(node) in _MAYBE_COPIES and not _in_order(inputs[0].meta.get("example"), batch):
-        return None
-    same = getattr(node.meta.get("example"), "dtype", None) == getattr(inputs[0].meta.get("example"), "dtype", None)
-    return inputs[0] if same or family_of(node) != "to" else None
-
-
-def _returns_view(node: fx.Node) -> bool:
-    origin = node.meta.get("origin")
-    if origin is None:
-        return False
-    if origin.target is operator.getitem:
-        return True
-    if not isinstance(origin.target, OpOverload):
-        return False
-    returns = origin.target._schema.returns
-    return bool(returns) and returns[0].alias_info is not None
+    in_order = view is View.ALWAYS or _in_order(inputs[0].meta.get("example"), batch)
+    return inputs[0] if in_order else None
 
 
 def _in_order(example: object, batch: int) -> bool:
@@ -353,13 +271,6 @@ def _floating(node: fx.Node) -> bool:
     example = node.meta.get("example")
     parts = example if isinstance(example, list | tuple) else (example,)
     return any(isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()) for part in parts)
-
-
-def _width(node: fx.Node) -> int:
-    """Bytes of one value of the result."""
-    example = node.meta["example"]
-    first = example[0] if isinstance(example, list | tuple) else example
-    return int(first.element_size())
 
 
 def _where(node: fx.Node) -> str:

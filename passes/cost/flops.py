@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from hfusion.ops import lowering
+from hfusion.ops.lowering import Shape, Sizes
+from hfusion.ops.saved import rows_and_matrices
 from hfusion.passes.candidates import by_name
 
-Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = Mapping[str, Any]
 Formula: TypeAlias = Callable[[Shapes, Shape], int]
 
@@ -36,10 +38,15 @@ def bytes_of(value: Any, batch: int) -> int:
 
 
 def family(node: fx.Node) -> str:
-    """The operator's name without namespace, overload and mark of in-place: ``"linear"``, ``"add"``, ``"getitem"``."""
-    target = node.target
-    name = target._schema.name if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
-    return name.rpartition("::")[2].rstrip("_")
+    """`hfusion.ops.lowering.family` of the operator that a member's node calls."""
+    return lowering.family(node.target)
+
+
+def sizes_of(node: fx.Node, batch: int) -> Sizes:
+    """A member's ATen call in numbers."""
+    example = node.meta["val"]
+    first: Tensor = example[0] if isinstance(example, list | tuple) else example
+    return Sizes(_shapes(node, batch), concrete(first.shape, batch), int(first.element_size()))
 
 
 def flops(node: fx.Node, batch: int) -> int:
@@ -52,20 +59,6 @@ def flops(node: fx.Node, batch: int) -> int:
     if formula is None or not isinstance(node.target, OpOverload):
         return 0
     return formula(_shapes(node, batch), _shape(node, batch))
-
-
-def is_product(node: fx.Node) -> bool:
-    """Whether the operator multiplies its operands, so that each is needed for the gradient of the other."""
-    return family(node) in _FORMULAS or family(node) in ("mul", "div")
-
-
-def scores(node: fx.Node, batch: int) -> int:
-    """Bytes of one member's attention weights ``[..., L, S]``, for scaled_dot_product_attention."""
-    query, key = node.args[0], node.args[1]
-    assert isinstance(query, fx.Node)
-    assert isinstance(key, fx.Node)
-    q, k = concrete(query.meta["val"].shape, batch), concrete(key.meta["val"].shape, batch)
-    return math.prod(q[:-1]) * k[-2] * int(query.meta["val"].element_size())
 
 
 def _shapes(node: fx.Node, batch: int) -> Shapes:
@@ -126,31 +119,8 @@ def _einsum(shapes: Shapes, out: Shape) -> int:
 
 
 def _rows(shapes: Shapes, out: Any) -> int:
-    rows, matrices = _matrices(shapes)
+    rows, matrices = rows_and_matrices(shapes)
     return 2 * rows * sum(math.prod(shape) for shape in matrices)
-
-
-def hidden(node: fx.Node, batch: int) -> int:
-    """How many values the matrices of one member's recurrent layer, or submodule's own code, give for its input."""
-    rows, matrices = _matrices(_shapes(node, batch))
-    return rows * sum(shape[0] for shape in matrices)
-
-
-def _matrices(shapes: Shapes) -> tuple[int, list[Shape]]:
-    """The rows of the first tensor, and the shapes of the others that are matrices."""
-    tensors = _tensor_shapes(list(shapes.values())) or [()]
-    return math.prod(tensors[0][:-1]), [shape for shape in tensors[1:] if len(shape) == 2]
-
-
-def _tensor_shapes(items: Sequence[Any]) -> list[Shape]:
-    """Shapes are tuples, and stand in lists; what is in neither is no tensor."""
-    found: list[Shape] = []
-    for item in items:
-        if isinstance(item, tuple):
-            found.append(item)
-        elif isinstance(item, list):
-            found += _tensor_shapes(item)
-    return found
 
 
 # Operators that hold many products, of which no graph tells.

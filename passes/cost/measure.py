@@ -23,12 +23,14 @@ from hfusion.core.tree import change, leaves
 from hfusion.device.backend import backend, random_states_kept
 from hfusion.ops.rule import Call, Operand, PerMember, Scalar, Value, hint
 from hfusion.passes.candidates import route
-from hfusion.passes.cost.price import Model, group, is_view
+from hfusion.passes.cost.flops import family
+from hfusion.passes.cost.price import Model, is_view
 from hfusion.passes.cost.times import Times
 from hfusion.passes.layouts import Price
 
 # Families whose kernels take any numbers, and cost the same for all.
-MEASURED = frozenset({"conv", "norm", "pool", "linear", "scaled_dot_product_attention"})
+_CONVOLUTIONS = frozenset(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3))
+MEASURED = _CONVOLUTIONS | {"batch_norm", "instance_norm", "group_norm", "linear", "scaled_dot_product_attention"}
 RUNS = 7
 
 # How the tensors of a value lie: the strides of one, or of each in a nest.
@@ -58,13 +60,13 @@ class Measured:
     def calls(self, node: fx.Node, calls: Sequence[Call]) -> Sequence[Price]:
         estimates = self.model.calls(node, calls)
         known = all(map(_sized, (node, *node.all_input_nodes)))
-        if not known or not _runs(node) or any(call.layout is Layout.SHARED for call in calls):
+        if not known or not _runs(node, calls) or any(call.layout is Layout.SHARED for call in calls):
             return estimates
         with _apart(self.model.device):
             trials = [self._trial(node, call) for call in calls]
             for call, trial in zip(calls, trials, strict=True):
                 self.lying.setdefault((node, call.layout), _strides(trial.run()))
-            if is_view(node):
+            if any(map(is_view, calls)):
                 return estimates
             missing = [trial for trial in trials if self.times.get(trial.key) is None]
             found = measure(missing, self.model.device)
@@ -84,7 +86,7 @@ class Measured:
         kind = self.model.device.type
         rest = [repr(item) for item in _plain((call.args, dict(call.kwargs)))]
         autocast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
-        name = f"{node.target} {call.how} {getattr(call.fn, '__name__', call.fn)} B={self.model.members} {autocast}"
+        name = f"{node.target} {getattr(call.fn, '__name__', call.fn)} B={self.model.members} {autocast}"
         return " | ".join([name.strip(), *told, " ".join(rest)])
 
 
@@ -197,12 +199,12 @@ def _apart(device: torch.device) -> ExitStack:
     return stack
 
 
-def _runs(node: fx.Node) -> bool:
+def _runs(node: fx.Node, calls: Sequence[Call]) -> bool:
     """Whether a node can run on any numbers: of a family that is measured, elementwise, or a view."""
-    target = node.target
-    if is_view(node) or not isinstance(target, OpOverload):
-        return is_view(node)
-    known = group(node) in MEASURED or torch.Tag.pointwise in target.tags
+    target, views = node.target, any(map(is_view, calls))
+    if views or not isinstance(target, OpOverload):
+        return views
+    known = family(node) in MEASURED or "pool" in family(node) or torch.Tag.pointwise in target.tags
     return known and not target._schema.is_mutable
 
 

@@ -1,16 +1,16 @@
 """What calls and conversions cost, from their shapes: the one place that knows how fast lowerings are.
 
-Seconds = calls * overhead + arithmetic / rate + traffic / bandwidth, forward and backward together. A call's `Lane`
-says how it fares in each: seconds for every call, and the share of the device's rate and bandwidth that it reaches.
-Loops make one call per member. Only ratios decide, so one processor stands for all of its kind; what a machine
+Seconds = calls * overhead + arithmetic / rate + traffic / bandwidth, forward and backward together. The `Efficiency` of
+a lowering says how it fares in each: seconds for every call, and the share of the device's rate and bandwidth that it
+reaches. Loops make one call per member. Only ratios decide, so one processor stands for all of its kind; what a machine
 really does is told by measuring (`hfusion.passes.cost.measure`).
 
-The lanes of the CPU are fits to forward and backward of single operators, on one core with 4 and 16 members: within a
+Efficiencies are fits to forward and backward of single operators, on one core with 4 and 16 members: within a
 fifth of the times of convolutions, linear layers, BatchNorm and pooling of 2^12 to 2^19 elements of a member. What they
 reproduce of whole training steps: convolutions run best for all members at once up to about 2^16 elements of a member,
 above that in a channels-last loop; a loop once begun is left for less than about 2^15; what merges the dims of images
-in a loop, or takes them out of it, costs its gradient dear. No time of a GPU went in: there all lanes are alike but for
-their calls, so that one call for all members is taken.
+in a loop, or takes them out of it, costs its gradient dear. No time of a GPU went in: there all lowerings are alike but
+for their calls, so that one call for all members is taken.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from hfusion.core.layout import (
     Conversion,
@@ -36,67 +35,31 @@ from hfusion.core.layout import (
     stacked_to_packed,
 )
 from hfusion.core.tree import leaves
+from hfusion.ops.lowering import Efficiency, View
 from hfusion.ops.rule import Call, Operand, Value, hint
-from hfusion.passes.cost.flops import bytes_of, family, flops, scores
+from hfusion.passes.cost.flops import bytes_of, family, flops, sizes_of
 from hfusion.passes.layouts import Price
 
 US = 1e-6
 
 
 @dataclass(frozen=True)
-class Lane:
-    """``call``: seconds for each call; ``arithmetic`` and ``traffic``: shares of the device's speeds."""
-
-    call: float
-    arithmetic: float = 1.0
-    traffic: float = 1.0
-
-
-@dataclass(frozen=True)
 class Speeds:
-    """FLOP/s of large products, bytes/s of elementwise operators, seconds of a view, and the lanes by name.
+    """FLOP/s of large products, bytes/s of elementwise operators, seconds of a view.
 
-    ``reorders``: whether loops over images have their own order of memory, channels-last.
+    ``efficiency``: of all lowerings alike, where theirs were not measured. ``reorders``: whether loops over images have
+    their own order of memory, channels-last.
     """
 
     flops: float
     bandwidth: float
     view: float
     reorders: bool
-    lanes: Mapping[str, Lane]
-    plain: Lane
+    efficiency: Efficiency | None = None
 
 
-# Names: the family, and what the call tells of itself; a family alone stands for all that is not listed.
-_CPU = Speeds(
-    150e9,
-    16e9,
-    4 * US,
-    True,
-    {
-        "conv: grouped": Lane(250 * US, traffic=0.25),
-        "conv: dense: shared input": Lane(150 * US, traffic=0.45),
-        "conv: loop, channels-last": Lane(200 * US, traffic=0.7),
-        "conv: loop over members": Lane(200 * US, traffic=0.3),
-        "conv: matrix product": Lane(80 * US, traffic=0.6),
-        "conv": Lane(250 * US, traffic=0.25),
-        "norm: packed": Lane(60 * US, traffic=0.4),
-        "norm: stacked": Lane(60 * US, traffic=0.4),
-        "norm: loop over members": Lane(40 * US, traffic=0.5),
-        "norm": Lane(60 * US, traffic=0.4),
-        "pool: loop over members": Lane(20 * US, traffic=0.4),
-        "pool": Lane(30 * US, traffic=0.14),
-        "linear": Lane(50 * US, arithmetic=0.87),
-        "linear: loop over members": Lane(35 * US, arithmetic=0.8),
-    },
-    Lane(15 * US),
-)
-_ACCELERATOR = Speeds(30e12, 1.5e12, 4 * US, False, {}, Lane(30 * US))
-SPEEDS: Mapping[str, Speeds] = {"cpu": _CPU}
-
-# Seconds for a score of attention on a CPU, beside its products and traffic. Written out it is the faster (0.6 to 0.9)
-# of heads that lie apart, and the slower (1.0 to 1.3) of heads side by side, as one layer for all gives them.
-SCORE = {"members as batch": 7e-9, "written out": 9e-9}
+_ACCELERATOR = Speeds(30e12, 1.5e12, 4 * US, False, Efficiency(30 * US))
+SPEEDS: Mapping[str, Speeds] = {"cpu": Speeds(150e9, 16e9, 4 * US, True)}
 
 # How many times a value is read or written by a conversion: forward, backward if it has a gradient.
 PASSES: Mapping[Conversion, tuple[int, int]] = {
@@ -151,15 +114,17 @@ class Model:
         if call.layout is Layout.SHARED:
             return Price(0.0)
         calls = self.members if call.layout is Layout.LISTED else 1
-        if is_view(node):
+        if is_view(call):
             return Price(calls * self.speeds.view + self._unfolding(node, call))
-        lane, tracked = self._lane(node, call), node in self.tracked
+        efficiency, tracked = self.speeds.efficiency or call.lowering.efficiency, node in self.tracked
         arithmetic = flops(node, self.batch) * self.members * self._products(node)
+        if efficiency.more is not None:
+            arithmetic += efficiency.more(sizes_of(node, self.batch)) * self.members
         traffic = self._traffic(node, call) * (3 if tracked else 1)
-        seconds = calls * lane.call
-        seconds += arithmetic / (self.speeds.flops * lane.arithmetic)
-        seconds += traffic / (self.speeds.bandwidth * lane.traffic)
-        return Price(seconds + self._attention(node, call))
+        seconds = calls * efficiency.call
+        seconds += arithmetic / (self.speeds.flops * efficiency.arithmetic)
+        seconds += traffic / (self.speeds.bandwidth * efficiency.traffic)
+        return Price(seconds)
 
     def move(self, value: Value, convert: Conversion) -> float:
         passes = self._passes(value.node, PASSES.get(convert, (0, 0)))
@@ -182,10 +147,6 @@ class Model:
         passes = self._passes(node, REORDERED) if merged and self.speeds.reorders else 0
         return passes * self._size(node) / self.speeds.bandwidth
 
-    def _lane(self, node: fx.Node, call: Call) -> Lane:
-        name, lanes = group(node), self.speeds.lanes
-        return lanes.get(f"{name}: {call.how}", lanes.get(name, self.speeds.plain))
-
     def _products(self, node: fx.Node) -> float:
         """How many times the forward's arithmetic there is, with the backward."""
         if node not in self.tracked:
@@ -202,11 +163,6 @@ class Model:
             alone = value.shared and call.layout is not Layout.LISTED
             total += self.bytes.get(value.node, 0) * (1 if alone else self.members)
         return total
-
-    def _attention(self, node: fx.Node, call: Call) -> float:
-        if family(node) != "scaled_dot_product_attention" or self.device.type != "cpu":
-            return 0.0
-        return scores(node, self.batch) // 4 * self.members * SCORE.get(call.how, SCORE["members as batch"])
 
 
 def _varying(example: Any) -> int | None:
@@ -233,22 +189,9 @@ def _floating(example: Any) -> bool:
     return any(isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()) for part in parts)
 
 
-def group(node: fx.Node) -> str:
-    """The family by which lanes are named."""
-    name = family(node)
-    if name.startswith("conv"):
-        return "conv"
-    if name in ("batch_norm", "instance_norm", "group_norm"):
-        return "norm"
-    return "pool" if "pool" in name else name
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether the member's operator gives a view of its operand, or a part of a nest."""
-    if not isinstance(node.target, OpOverload):
-        return True
-    returns = node.target._schema.returns
-    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+def is_view(call: Call) -> bool:
+    """Whether a call gives a view of its operand, or a part of a nest, without work."""
+    return call.lowering.view in (View.ALWAYS, View.IN_ORDER)
 
 
 def _is_image(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.capture import export
-from tests.alone import assert_alone, normal
+from tests.alone import assert_alone, looped, normal
 from tests.capture.test_export import Sevenfold
 
 
@@ -179,8 +179,7 @@ def test_the_smallest_is_looped(name: str) -> None:
     make = type("Net", (Base,), {"forward": forward})
     array = assert_alone([make() for _ in range(2)], normal(5, 4), hf.stacked(normal(2, 5, 4)))
     (part, *_) = array.report().parts
-    loops = {how.split(": ")[0] for op, _, how, _ in part.rows if op.startswith("hfusion")}
-    assert loops == {f"loop over members, {island}" for island in islands}
+    assert looped(part) == islands
     assert ("self-check passed" in part.check) == ("forward" not in islands)
 
 

@@ -46,10 +46,10 @@ def test_calls_buffers_and_keywords(factors: tuple[float, ...]) -> None:
     array = assert_alone(models, normal(5, 4), normal(3, 4), hf.stacked(normal(3, 5, 4)))
     assert torch.equal(array.get_buffer("inside.steps"), torch.full((3,), 6.0, dtype=torch.float64))
     loops = [
-        op for op, _, how, _ in array.report().parts[0].rows if "hfusion.opaque" in op and "loop over members" in how
+        row.operator for row in array.report().parts[0].rows if "hfusion.opaque" in row.operator and row.lowering.loops
     ]
     assert loops
-    assert any(how != "loop over members" and "linear" in op for op, _, how, _ in array.report().parts[0].rows)
+    assert any(not row.lowering.loops and "linear" in row.operator for row in array.report().parts[0].rows)
 
 
 def test_loss_of_shape_agreement_is_told() -> None:

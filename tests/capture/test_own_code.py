@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from tests.alone import assert_alone, normal
+from tests.alone import assert_alone, looped, normal
 from tests.capture.test_export import Sevenfold
 
 FAR = 1e9
@@ -215,8 +215,7 @@ def test_members_own_code_is_as_alone(name: str) -> None:
     make = net(inner, forward)
     array = assert_alone([make() for _ in range(3)], normal(5, 4), hf.stacked(normal(3, 5, 4)))
     (part, *_) = array.report().parts
-    loops = {how.split(": ")[0] for op, _, how, _ in part.rows if op.startswith("hfusion")}
-    assert loops == ({f"loop over members, {island}"} if island else set())
+    assert looped(part) == ({island} if island else set())
     assert "self-check passed" in part.check or island == "forward"
 
 

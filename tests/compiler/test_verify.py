@@ -19,18 +19,18 @@ aten = torch.ops.aten
 
 
 def wrong_values(site: Site, self: Value) -> Call:
-    return Call(torch.sigmoid, (self.to(Layout.STACKED),), Layout.STACKED, "planted")
+    return site.call(torch.sigmoid, (self.to(Layout.STACKED),), Layout.STACKED, "planted")
 
 
 def wrong_gradient(site: Site, self: Value) -> Call:
-    return Call(lambda x: x.tanh().detach() + 0 * x, (self.to(Layout.STACKED),), Layout.STACKED, "planted")
+    return site.call(lambda x: x.tanh().detach() + 0 * x, (self.to(Layout.STACKED),), Layout.STACKED, "planted")
 
 
 def wrong_member(site: Site, self: Value) -> Call:
     def swapped(x: Tensor) -> Tensor:
         return torch.cat([x[:1], x[1:2] * 0.99, x[2:]]).tanh()
 
-    return Call(swapped, (self.to(Layout.STACKED),), Layout.STACKED, "planted")
+    return site.call(swapped, (self.to(Layout.STACKED),), Layout.STACKED, "planted")
 
 
 @pytest.mark.parametrize(

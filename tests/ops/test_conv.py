@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from hfusion.core.layout import Layout
+from hfusion.ops.conv import channels_last, product, side_by_side
+from hfusion.ops.rule import each
 from tests.oracle import Case, check, draws, lowerings, member_graph, t
 
 aten = torch.ops.aten
@@ -60,17 +64,17 @@ def test_convolution(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "names"),
+    ("case", "functions"),
     [
-        (CONVOLUTIONS[0], ["grouped", "loop over members"]),
-        (CONVOLUTIONS[2], ["matrix product", "grouped", "loop over members"]),
-        (CONVOLUTIONS[6], ["grouped", "loop, channels-last"]),
-        (CONVOLUTIONS[10], ["grouped", "loop, channels-last", "matrix product"]),
-        (CONVOLUTIONS[11], ["grouped", "loop, channels-last"]),
-        (TRANSPOSED[4], ["grouped", "loop, channels-last"]),
+        (CONVOLUTIONS[0], [side_by_side, each]),
+        (CONVOLUTIONS[2], [product, side_by_side, each]),
+        (CONVOLUTIONS[6], [side_by_side, channels_last]),
+        (CONVOLUTIONS[10], [side_by_side, channels_last, product]),
+        (CONVOLUTIONS[11], [side_by_side, channels_last]),
+        (TRANSPOSED[4], [side_by_side, channels_last]),
     ],
     ids=str,
 )
-def test_lowerings_of_a_convolution(case: Case, names: list[str]) -> None:
+def test_lowerings_of_a_convolution(case: Case, functions: list[Any]) -> None:
     found = lowerings(member_graph(case, [torch.zeros(d.shape) for d in draws(case.args)]), [Layout.STACKED] * 3, 2)
-    assert [next(n.meta["how"] for n in g.graph.nodes if "choice" in n.meta) for g in found] == names
+    assert [next(n.meta["lowering"].fn for n in g.graph.nodes if "choice" in n.meta) for g in found] == functions

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from hfusion.core.layout import Layout
+from hfusion.ops.generic import vmapped
+from hfusion.ops.rule import each
 from hfusion.passes.batch import batch
 from tests.oracle import Case, check, member_graph, t
 
@@ -26,10 +31,10 @@ def test_generic(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize(("case", "how"), [(CASES[0], "vmap"), (CASES[2], "loop over members")], ids=str)
-def test_vmap_only_by_a_true_batching_rule(case: Case, how: str) -> None:
+@pytest.mark.parametrize(("case", "function"), [(CASES[0], vmapped), (CASES[2], each)], ids=str)
+def test_vmap_only_by_a_true_batching_rule(case: Case, function: Callable[..., Any]) -> None:
     graph = batch(member_graph(case, [torch.zeros(3, 4)]), [Layout.STACKED], 2).graph
-    assert [n.meta["how"] for n in graph.nodes if "origin" in n.meta and n.op == "call_function"] == [how]
+    assert [n.target for n in graph.nodes if "origin" in n.meta and n.op == "call_function"] == [function]
 
 
 def test_sizes_computed_in_the_graph_reach_vmap() -> None:
@@ -40,6 +45,6 @@ def test_sizes_computed_in_the_graph_reach_vmap() -> None:
         size.meta["val"] = 3
     call.args = (x, 1, 0, size)
     module = batch(graph, [Layout.STACKED], 2)
-    assert "vmap" in [n.meta.get("how") for n in module.graph.nodes]
+    assert vmapped in [n.target for n in module.graph.nodes]
     value = torch.randn(2, 3, 4)
     assert torch.equal(module(value)[0], value[:, :, :3])

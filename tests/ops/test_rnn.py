@@ -14,6 +14,7 @@ import hfusion as hf
 from hfusion.core.layout import Layout
 from hfusion.device import native
 from hfusion.ops import rnn
+from hfusion.ops.rule import each
 from hfusion.passes.batch import batch
 from tests.oracle import Case, Draw, check, member_graph, t
 
@@ -72,29 +73,27 @@ def test_lstm(case: Case) -> None:
     check(case)
 
 
-def how(features: int, size: int, *, train: bool = True, members: int = MEMBERS) -> str:
+def lowered(features: int, size: int, *, train: bool = True, members: int = MEMBERS) -> Any:
     operands = [torch.zeros(2, 5, features), torch.zeros(1, 2, size), torch.zeros(1, 2, size)]
     weights = [t(4 * size, features), t(4 * size, size)]
     operands += [torch.zeros(draw.shape) for draw in weights]
     states = [t(1, 2, size), t(1, 2, size)]
     case = Case(aten.lstm.input, (t(2, 5, features), states, weights, False, 1, 0.0, train, False, True))
     graph = batch(member_graph(case, operands), [Layout.STACKED] * len(operands), members).graph
-    return str(
-        next(n for n in graph.nodes if "origin" in n.meta and n.meta["origin"].target is case.target).meta["how"]
-    )
+    return next(n for n in graph.nodes if "origin" in n.meta and n.meta["origin"].target is case.target).target
 
 
 def test_where_there_are_no_kernels_torchs_own_runs_per_member(form: str) -> None:
-    assert how(3, 4) == {"kernels": "members as batch", "torch": "loop over members"}[form]
+    assert lowered(3, 4) is {"kernels": rnn.lstm_stacked, "torch": each}[form]
 
 
 @pytest.mark.usefixtures("kernels")
 def test_where_torchs_own_is_faster_it_runs_per_member() -> None:
-    assert how(3, 4, train=False) == "members as batch"
-    assert how(64, 128) == "members as batch"
-    assert how(64, 128, train=False) == "loop over members"
-    assert how(256, 512) == "loop over members"
-    assert how(3, 4, members=1) == "loop over members"
+    assert lowered(3, 4, train=False) is rnn.lstm_stacked
+    assert lowered(64, 128) is rnn.lstm_stacked
+    assert lowered(64, 128, train=False) is each
+    assert lowered(256, 512) is each
+    assert lowered(3, 4, members=1) is each
 
 
 MODULES: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {

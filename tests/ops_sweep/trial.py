@@ -16,7 +16,7 @@ import hfusion as hf
 from hfusion.compiler.compiler import RULES, Arguments, Compiled
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind
-from hfusion.ops.rule import is_random
+from hfusion.ops.rule import each, is_random
 from hfusion.passes.batch import batch
 from hfusion.passes.candidates import by_name
 from hfusion.passes.cost.price import Model
@@ -179,7 +179,7 @@ def _looped(made: Compiled | None) -> str:
     if made.opaque:
         return _short(made.opaque[0].why)
     nodes = made.program.module.graph.nodes
-    loops = [n for n in nodes if str(n.meta.get("how", "")).startswith("loop over members")]
+    loops = [n for n in nodes if n.target is each]
     return ", ".join(dict.fromkeys(str(n.meta["origin"].target) for n in loops))
 
 

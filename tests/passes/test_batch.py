@@ -44,12 +44,14 @@ def test_what_depends_on_shared_values_is_computed_once() -> None:
             torch.testing.assert_close(ours[b], theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_every_node_tells_its_layout_and_origin() -> None:
+def test_every_node_tells_its_layout_lowering_and_origin() -> None:
     program = batched(Mixed(), torch.randn(5, 4, dtype=torch.float64), own=True)
     for node in program.graph.nodes:
         if node.op != "output":
             assert isinstance(node.meta["layout"], Layout)
-            assert node.meta["how"]
+            if node.op == "call_function":
+                assert node.meta["lowering"].fn is node.target
+                assert node.meta["lowering"].layout is node.meta["layout"]
             assert "origin" in node.meta or node.meta["transition"]
 
 

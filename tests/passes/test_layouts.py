@@ -18,9 +18,11 @@ from torch import fx, nn
 import hfusion as hf
 from hfusion.bench.models import cnn
 from hfusion.core.errors import FusionError
-from hfusion.core.layout import Conversion, Layout
+from hfusion.core.layout import COPYING, Conversion, Layout
 from hfusion.core.program import Program
 from hfusion.ops import RULES
+from hfusion.ops.conv import channels_last, product, side_by_side
+from hfusion.ops.norm import batch_norm_stacked
 from hfusion.ops.rule import Call, RuleTable, Site, Value, values
 from hfusion.passes.candidates import Result, candidates, conversion, operands, reached, result
 from hfusion.passes.cost.price import Model
@@ -35,12 +37,12 @@ MEMBERS = 3
 def anywhere(site: Site, **arguments: Any) -> tuple[Call, ...]:
     """A rule that computes in every layout, and once more in that of its first operand."""
     found = [
-        Call(operator.add, tuple(v.to(layout) for v in values(arguments)), layout, layout.value)
+        site.call(operator.add, tuple(v.to(layout) for v in values(arguments)), layout, layout.value)
         for layout in (Layout.STACKED, Layout.PACKED, Layout.LISTED)
     ]
     first, *rest = values(arguments)
     own = Layout.STACKED if first.shared else first.layout
-    return (*found, Call(operator.add, (first, *(v.to(own) for v in rest)), own, "as it is"))
+    return (*found, site.call(operator.add, (first, *(v.to(own) for v in rest)), own, "as it is", loops=True))
 
 
 ANYWHERE: RuleTable = {aten.add.Tensor: anywhere}
@@ -54,7 +56,7 @@ class Random:
 
     def call(self, node: fx.Node, call: Call) -> Price:
         wanted = [(o.value.node.name, o.value.layout.value, o.layout.value) for o in operands(call.args)]
-        return Price(random.Random(f"{self.seed} {node.name} {call.how} {wanted}").random())
+        return Price(random.Random(f"{self.seed} {node.name} {call.layout} {call.lowering.loops} {wanted}").random())
 
     def calls(self, node: fx.Node, calls: Sequence[Call]) -> Sequence[Price]:
         return [self.call(node, call) for call in calls]
@@ -152,7 +154,7 @@ def test_the_choice_tells_what_lost() -> None:
     graph = member_graph(case, [torch.zeros(2, 4, 6, 6), torch.zeros(4, 4, 3, 3), torch.zeros(4)])
     (choice,) = choose(graph, [Layout.STACKED] * 3, MEMBERS, RULES, Model.of(graph, MEMBERS)).values()
     assert choice.place == 0
-    assert [how for how, _ in choice.lost] == ["loop, channels-last"]
+    assert [lowering.fn for lowering, _ in choice.lost] == [channels_last]
 
 
 def network(channels: int, size: int) -> nn.Module:
@@ -168,9 +170,9 @@ def program_of(models: list[nn.Module], x: Any) -> Program:
     return fused.report().parts[0].program
 
 
-def hows(program: Program, name: str) -> list[str]:
+def functions(program: Program, name: str) -> list[Any]:
     nodes = [node for node in program.module.graph.nodes if "choice" in node.meta]
-    return [node.meta["how"] for node in nodes if str(node.meta["origin"].target).startswith(f"aten.{name}")]
+    return [node.target for node in nodes if str(node.meta["origin"].target).startswith(f"aten.{name}")]
 
 
 def copies_before_flatten(program: Program) -> int:
@@ -178,17 +180,17 @@ def copies_before_flatten(program: Program) -> int:
     flatten = next(
         k for k, node in enumerate(nodes) if "flatten" in str(getattr(node.meta.get("origin"), "target", ""))
     )
-    return sum(node.meta.get("how") == "copy" for node in nodes[:flatten])
+    return sum(bool(node.meta.get("transition")) and node.target in COPYING for node in nodes[:flatten])
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["one input", "an input each"])
-@pytest.mark.parametrize(("size", "how"), [(8, "grouped"), (32, "loop, channels-last")])
-def test_a_cnn_has_no_copies_up_to_its_flatten(size: int, how: str, own: bool) -> None:
+@pytest.mark.parametrize(("size", "function"), [(8, side_by_side), (32, channels_last)])
+def test_a_cnn_has_no_copies_up_to_its_flatten(size: int, function: Any, own: bool) -> None:
     x = torch.randn(16, 3, size, size)
     inputs = hf.stacked(torch.stack([x] * 4)) if own else x
     program = program_of([network(16, size) for _ in range(4)], inputs)
-    assert hows(program, "conv2d")[1:] == [how] * 2
-    assert copies_before_flatten(program) == (own and how == "grouped")
+    assert functions(program, "conv2d")[1:] == [function] * 2
+    assert copies_before_flatten(program) == (own and function is side_by_side)
     assert str(program).endswith(f"{program.copies} copies between layouts")
 
 
@@ -205,7 +207,7 @@ def shrinking() -> nn.Module:
 
 def test_small_images_leave_the_loop_of_large_ones() -> None:
     program = program_of([shrinking() for _ in range(3)], torch.randn(16, 3, 32, 32))
-    assert hows(program, "conv2d") == ["loop, channels-last", "grouped"]
+    assert functions(program, "conv2d") == [channels_last, side_by_side]
 
 
 def points() -> nn.Module:
@@ -214,6 +216,6 @@ def points() -> nn.Module:
 
 def test_a_product_follows_a_product() -> None:
     program = program_of([points() for _ in range(3)], torch.randn(4, 3, 64))
-    assert hows(program, "conv1d") == ["matrix product"] * 2
-    assert hows(program, "batch_norm") == ["stacked"]
+    assert functions(program, "conv1d") == [product] * 2
+    assert functions(program, "batch_norm") == [batch_norm_stacked]
     assert program.copies == 0

@@ -1,0 +1,112 @@
+"""How an operator runs for the whole array, as a record.
+
+Whatever chooses among lowerings, plans memory, checks programs or tells of them reads the fields of a `Lowering`. Its
+text is for people alone.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch._ops import OpOverload
+
+from hfusion.core.layout import Layout
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One member's call in numbers.
+
+    ``operands``: shapes by argument name, nested as they were given; what is no tensor stands there unchanged.
+    ``result``: the shape of the result, the first if there are several. ``width``: bytes of one value of it.
+    """
+
+    operands: Mapping[str, Any]
+    result: Shape
+    width: int
+
+
+# Something to be counted for one member: bytes, operations.
+Count: TypeAlias = Callable[[Sizes], int]
+
+
+class Operands(enum.Enum):
+    """Which operands autograd keeps for backward."""
+
+    NONE = "none"
+    ALL = "all"
+    # Each whose partner gets a gradient, as of a product.
+    FACTORS = "factors"
+
+
+@dataclass(frozen=True)
+class Saves:
+    """What autograd keeps for the backward of a call.
+
+    ``operands`` and ``result`` of it, and ``beside`` these so many bytes. ``workspace``: bytes that it takes while it
+    runs, and gives back.
+    """
+
+    operands: Operands = Operands.ALL
+    result: bool = False
+    beside: Count | None = None
+    workspace: Count | None = None
+
+
+class View(enum.Enum):
+    """Whether a result lies in the memory of the first operand."""
+
+    NEVER = "never"
+    ALWAYS = "always"
+    # Else it is a copy.
+    IN_ORDER = "where the operand lies in the order of its dims"
+    # At times, which is not foreseen: counted as a copy.
+    PERHAPS = "perhaps"
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """How a lowering fares on a CPU, forward and backward together.
+
+    ``call``: seconds for each call; ``arithmetic`` and ``traffic``: the shares of the device's rates that it reaches;
+    ``more``: floating-point operations beside those of products. What was not measured is at its best: a call of a
+    small operator, full rates.
+    """
+
+    call: float = 15e-6
+    arithmetic: float = 1.0
+    traffic: float = 1.0
+    more: Count | None = None
+
+
+PLAIN = Efficiency()
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """``fn(*args, **kwargs)`` of a `Call` gives the value in ``layout``.
+
+    ``loops``: ``fn`` calls the operator once per member. ``text`` is for people: nothing looks into it.
+    """
+
+    fn: Callable[..., Any]
+    layout: Layout
+    text: str
+    efficiency: Efficiency = PLAIN
+    saves: Saves = Saves()
+    view: View = View.NEVER
+    loops: bool = False
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def family(target: Any) -> str:
+    """An operator's name without namespace, overload and mark of in-place: ``"linear"``, ``"add"``, ``"getitem"``."""
+    name = target._schema.name if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
+    return str(name).rpartition("::")[2].rstrip("_")

@@ -1,0 +1,145 @@
+"""What torch's own operators keep for backward, and which of them give views.
+
+Estimates on the careful side; torch's table of derivatives is ``tools/autograd/derivatives.yaml``. A lowering that does
+not keep what its operator keeps says so itself.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch._ops import OpOverload
+
+from hfusion.ops.lowering import Operands, Saves, Shape, Sizes, View, family
+
+
+def elements(shape: Shape) -> int:
+    return math.prod(shape)
+
+
+def result_bytes(sizes: Sizes) -> int:
+    return elements(sizes.result) * sizes.width
+
+
+def first_operand_bytes(sizes: Sizes) -> int:
+    shape = next((shape for shape in sizes.operands.values() if isinstance(shape, tuple)), ())
+    return elements(shape) * sizes.width
+
+
+def _indices(sizes: Sizes) -> int:
+    """An int64 for every value of the result."""
+    return 8 * elements(sizes.result)
+
+
+def row_statistics(sizes: Sizes) -> int:
+    """Two values for every row along the last dim."""
+    return 2 * result_bytes(sizes) // max(1, sizes.result[-1])
+
+
+def broadcast_copies(sizes: Sizes) -> int:
+    """What a product of stacks copies of the factors that lack dims of the result, once for every sample."""
+    copied = 0
+    for shape in sizes.operands.values():
+        if isinstance(shape, tuple) and 2 <= len(shape) < len(sizes.result):
+            repeats = elements(sizes.result[:-2]) // max(1, elements(shape[:-2]))
+            copied += repeats * elements(shape) * sizes.width
+    return copied
+
+
+def scores(sizes: Sizes) -> int:
+    """How many weights ``[..., L, S]`` attention has."""
+    return elements(sizes.operands["query"][:-1]) * int(sizes.operands["key"][-2])
+
+
+def queries(sizes: Sizes) -> int:
+    """Bytes of a value for every query of attention."""
+    return elements(sizes.operands["query"][:-1]) * sizes.width
+
+
+def rows_and_matrices(operands: Any) -> tuple[int, list[Shape]]:
+    """The rows of a recurrent layer's input, and the shapes of its matrices."""
+    tensors = _shapes(list(operands.values())) or [()]
+    return elements(tensors[0][:-1]), [shape for shape in tensors[1:] if len(shape) == 2]
+
+
+def _shapes(items: Any) -> list[Shape]:
+    """Shapes are tuples, and stand in lists; what is in neither is no tensor."""
+    found: list[Shape] = []
+    for item in items:
+        if isinstance(item, tuple):
+            found.append(item)
+        elif isinstance(item, list):
+            found += _shapes(item)
+    return found
+
+
+def gates(sizes: Sizes) -> int:
+    """Bytes of the values that the matrices of a recurrent layer give for its input."""
+    rows, matrices = rows_and_matrices(sizes.operands)
+    return rows * sum(shape[0] for shape in matrices) * sizes.width
+
+
+def gates_twice(sizes: Sizes) -> int:
+    """oneDNN's LSTM keeps 16 values per unit and row, of which its matrices give 8."""
+    return 2 * gates(sizes)
+
+
+NOTHING = Saves(Operands.NONE)
+RESULT = Saves(Operands.NONE, result=True)
+FACTORS = Saves(Operands.FACTORS)
+MASK = Saves(Operands.NONE, beside=result_bytes)
+ROWS = Saves(beside=row_statistics)
+FUSED_ATTENTION = Saves(Operands.FACTORS, result=True, beside=queries)
+GATES = Saves(beside=gates, workspace=gates)
+GATES_TWICE = Saves(beside=gates_twice, workspace=gates_twice)
+
+_KEPT = {
+    # The gradient needs no operand, only sizes.
+    NOTHING: """
+        add sub rsub neg sum mean cumsum cat stack adaptive_avg_pool1d
+        clone contiguous to _to_copy copy detach repeat roll flip pad constant_pad_nd
+        upsample_nearest2d upsample_bilinear2d slice_scatter select_scatter
+    """,
+    # The derivative is written in the result, or follows the indices that it returns.
+    RESULT: """
+        tanh sigmoid exp softmax _softmax log_softmax _log_softmax
+        relu sqrt rsqrt reciprocal max min sort topk
+    """,
+    FACTORS: """
+        mul div linear mm bmm mv dot addmm addmv baddbmm addbmm bilinear einsum
+        conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d
+    """,
+    MASK: "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout",
+    ROWS: "layer_norm rms_norm",
+    Saves(Operands.FACTORS, beside=broadcast_copies, workspace=broadcast_copies): "matmul",
+    Saves(beside=first_operand_bytes): "cross_entropy_loss",
+    Saves(beside=_indices): "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d",
+    FUSED_ATTENTION: "scaled_dot_product_attention",
+    GATES: "gru rnn_tanh rnn_relu",
+    GATES_TWICE: "lstm opaque",
+}
+_BY_NAME = {name: saves for saves, names in _KEPT.items() for name in names.split()}
+
+
+def saved_by(target: Any) -> Saves:
+    """What autograd keeps of a call of ``target``; all operands if nothing better is known. Of a view it keeps none."""
+    found = _BY_NAME.get(family(target))
+    if found is not None:
+        return found
+    return Saves() if view_of(target) is View.NEVER else NOTHING
+
+
+_MAY_COPY = frozenset({"reshape", "contiguous", "flatten"})
+
+
+def view_of(target: Any, casts: bool = False) -> View:
+    """Whether ``target`` gives a view, as its schema tells; ``casts``: whether the dtype of its operand is another."""
+    if not isinstance(target, OpOverload):
+        return View.NEVER
+    returns = target._schema.returns
+    if not returns or returns[0].alias_info is None:
+        return View.NEVER
+    if family(target) == "to" and casts:
+        return View.NEVER
+    return View.IN_ORDER if family(target) in _MAY_COPY else View.ALWAYS
