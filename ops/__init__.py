@@ -3,6 +3,7 @@
 from hfusion.ops import (
     attention,
     conv,
+    distance,
     embedding,
     index,
     linear,
@@ -22,6 +23,7 @@ from hfusion.ops.rule import RuleTable, merge
 RULES: RuleTable = merge(
     attention.RULES,
     conv.RULES,
+    distance.RULES,
     embedding.RULES,
     index.RULES,
     linear.RULES,

@@ -160,7 +160,8 @@ def where_filled(mask: Tensor, value: Tensor, x: Tensor) -> Tensor:
 def copy(site: Site, *, self: Value, src: Value, non_blocking: Any = False) -> Call | None:
     """``src`` in the shape and dtype of ``self``; by `copy_`, since ``aten.copy`` has no derivative."""
     if Layout.LISTED in (self.layout, src.layout):
-        args: tuple[Any, ...] = (site.members, tuple(v if v.shared else v.to(Layout.LISTED) for v in (self, src)), {})
+        listed = tuple(v if v.shared else v.to(Layout.LISTED) for v in (self, src))
+        args: tuple[Any, ...] = (site.members, listed, {})
         return site.call(copied_each, args, Layout.LISTED, "loop over members", loops=True)
     if self.layout is src.layout is Layout.PACKED and self.shape == src.shape:
         return site.call(copied, (self, src), Layout.PACKED, "packed")
