@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test bench fuzz ops-sweep clean
+.PHONY: help demo test docs bench fuzz ops-sweep clean
 
 help:
 	@echo "make demo   run the main job: an array of CNNs on real handwritten digits"
 	@echo "make test   lint, types, import contracts, tests"
+	@echo "make docs   the pages as a site in build/docs; warnings are errors"
 	@echo "make bench  compare fused and unfused training (ARGS='--quick' passes arguments on)"
 	@echo "make fuzz   random programs, fused against alone (SECONDS=600 SEED=1 COMPILED=1)"
 	@echo "make ops-sweep  compare every operator of PyTorch's database, and write docs/coverage.md"
@@ -24,6 +25,10 @@ test: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest --numprocesses $(WORKERS)
+
+docs: $(VENV)/.docs
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
+	@echo "build/docs/index.html"
 
 bench: $(STAMP)
 	$(BIN)/python -m hfusion.bench $(ARGS)
@@ -44,4 +49,8 @@ $(STAMP): pyproject.toml constraints.txt
 	sys.exit(None if sys.version_info >= (3, 11) else f"hfusion needs Python >= 3.11, $(PYTHON) is {v}: try make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,examples]'
+	touch $@
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
