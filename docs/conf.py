@@ -33,6 +33,7 @@ html_theme = "furo"
 html_title = "hfusion"
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 pygments_style = "friendly"

@@ -191,6 +191,9 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
             for key, entry in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": state})
+        # torch gives all of the state but ``step`` the dtype and device of its parameter, which would round numbers.
+        for param, saved in _paired(self.param_groups, {**state_dict, "state": state}):
+            self.state[param].update({name: saved[name] for name in self.numbers if name in saved})
 
     def unfuse(self) -> list[dict[str, Any]]:
         """B state dicts, one per member, from which torch.optim's class of the same name continues."""
@@ -341,6 +344,14 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
             if name not in state:
                 state[name] = _filled(param, [fill.get(name, 0.0) for fill in fills])
         return state
+
+
+def _paired(groups: Sequence[ParamGroup], state_dict: Mapping[str, Any]) -> list[tuple[Tensor, Mapping[str, Any]]]:
+    """The parameters that a state dict has state of, with that state."""
+    params = [param for group in groups for param in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    found = state_dict["state"]
+    return [(param, found[key]) for key, param in zip(keys, params, strict=True) if key in found]
 
 
 def _filled(param: Tensor, values: Sequence[float]) -> Tensor:

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from hfusion import optim
 from hfusion.core.membership import Membership, mark
+from tests.optim import plain
 
 SHAPES = ((4, 3), (), (5,), (2, 1, 3), (0,))
 
@@ -98,8 +99,12 @@ def start(name: str, options: Mapping[str, Any], array: Array) -> tuple[Any, lis
 
 
 def start_alone(name: str, options: Mapping[str, Any], array: Array) -> list[Any]:
-    torch_class = getattr(torch.optim, name)
-    return [torch_class(params, **for_member(options, member)) for member, params in enumerate(array.members)]
+    return [alone_class(name)(params, **for_member(options, member)) for member, params in enumerate(array.members)]
+
+
+def alone_class(name: str) -> Any:
+    """The optimizer of one member: torch's, or the plain form of what torch does not have."""
+    return getattr(torch.optim, name, None) or getattr(plain, name)
 
 
 def run(array: Array, fused: Any, alone: Sequence[Any], steps: int, skip: Sequence[int] = ()) -> None:
@@ -115,20 +120,26 @@ def run_shared(name: str, options: Mapping[str, Any], array: Array) -> tuple[Any
     """Some steps with a parameter beside the array that is one for all: the optimizer, it, and what it must equal."""
     equal, like = for_member(options, 0), array.params[0]
     shared = mark(Parameter(torch.randn(4, 2).to(like)), Membership("shared", len(array), False))
-    plain = Parameter(shared.detach().clone())
+    single = Parameter(shared.detach().clone())
     fused = getattr(optim, name)([*array.params, shared], **equal)
-    alone = [getattr(torch.optim, name)(params, **equal) for params in [*array.members, [plain]]]
+    alone = [alone_class(name)(params, **equal) for params in [*array.members, [single]]]
     for _ in range(4):
         shared.grad = torch.randn_like(shared)
-        plain.grad = shared.grad.clone()
+        single.grad = shared.grad.clone()
         run(array, fused, alone, 1)
-    return fused, shared, plain
+    return fused, shared, single
 
 
-def beside_a_bad_member(name: str, options: Mapping[str, Any], value: float, device: str = "cpu") -> list[Tensor]:
+def beside_a_bad_member(
+    name: str,
+    options: Mapping[str, Any],
+    value: float,
+    device: str = "cpu",
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+) -> list[Tensor]:
     """Parameters and state of members 0, 2 and 3 of four, when the gradients of member 1 become ``value``."""
     torch.manual_seed(3)
-    array = Array(4, dtype=torch.float32, device=device)
+    array = Array(4, shapes, torch.float32, device)
     fused, _ = start(name, options, array)
     for step in range(4):
         array.draw_grads()
@@ -141,23 +152,59 @@ def beside_a_bad_member(name: str, options: Mapping[str, Any], value: float, dev
 
 
 LR = Per(0.1, 0.5)
+BETAS = (Per(0.9, 0.9), Per(0.99, 0.9))
+DECAY = Per(0.1, 0.1)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"lr": LR}),
     "sgd-equal": ("SGD", {"lr": 0.1, "momentum": 0.9}),
     "sgd-momentum": ("SGD", {"lr": LR, "momentum": Per(0.9, 0.8), "dampening": Per(0.3, 0.5)}),
-    "sgd-decay": ("SGD", {"lr": LR, "momentum": 0.9, "weight_decay": Per(0.1, 0.1), "maximize": True}),
+    "sgd-decay": ("SGD", {"lr": LR, "momentum": 0.9, "weight_decay": DECAY, "maximize": True}),
     "sgd-nesterov": ("SGD", {"lr": LR, "momentum": Per(0.9, 0.9), "nesterov": True}),
     "adam": ("Adam", {"lr": LR}),
     "adam-equal": ("Adam", {"lr": 0.01}),
-    "adam-all": ("Adam", {"lr": LR, "betas": (Per(0.9, 0.9), Per(0.99, 0.9)), "eps": Per(1e-8, 10.0)}),
+    "adam-all": ("Adam", {"lr": LR, "betas": BETAS, "eps": Per(1e-8, 10.0)}),
     "adam-far": ("Adam", {"lr": LR, "betas": (Per(0.9, 0.5), 0.9)}),
-    "adam-decay": ("Adam", {"lr": LR, "weight_decay": Per(0.1, 0.1), "maximize": True}),
+    "adam-decay": ("Adam", {"lr": LR, "weight_decay": DECAY, "maximize": True}),
     "adam-amsgrad": ("Adam", {"lr": LR, "amsgrad": True}),
     "adamw": ("AdamW", {"lr": LR}),
     "adamw-all": ("AdamW", {"lr": LR, "weight_decay": Per(0.5, 0.5), "amsgrad": True, "maximize": True}),
     "adadelta": ("Adadelta", {"lr": Per(1.0, 0.5)}),
     "adadelta-all": (
         "Adadelta",
-        {"rho": Per(0.9, 0.9), "eps": Per(1e-6, 10.0), "weight_decay": Per(0.1, 0.1), "maximize": True},
+        {"rho": Per(0.9, 0.9), "eps": Per(1e-6, 10.0), "weight_decay": DECAY, "maximize": True},
     ),
 }
+"""Of the optimizers that have a kernel."""
+
+FORMULAS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rmsprop": ("RMSprop", {"lr": LR, "alpha": Per(0.99, 0.9), "eps": Per(1e-8, 10.0)}),
+    "rmsprop-all": (
+        "RMSprop",
+        {"lr": LR, "momentum": Per(0.9, 0.5), "weight_decay": DECAY, "centered": True, "maximize": True},
+    ),
+    "adagrad": ("Adagrad", {"lr": LR}),
+    "adagrad-all": (
+        "Adagrad",
+        {
+            "lr": LR,
+            "lr_decay": Per(0.1, 0.5),
+            "initial_accumulator_value": Per(0.1, 0.5),
+            "eps": Per(1e-10, 10.0),
+            "weight_decay": DECAY,
+            "maximize": True,
+        },
+    ),
+    "nadam": ("NAdam", {"lr": LR, "betas": BETAS, "eps": Per(1e-8, 10.0), "momentum_decay": Per(4e-3, 2.0)}),
+    "nadam-decay": ("NAdam", {"lr": LR, "weight_decay": DECAY, "maximize": True}),
+    "nadam-decoupled": ("NAdam", {"lr": LR, "weight_decay": DECAY, "decoupled_weight_decay": True}),
+    "radam": ("RAdam", {"lr": LR, "betas": (Per(0.9, 0.9), Per(0.99, 0.7)), "eps": Per(1e-8, 10.0)}),
+    "radam-decay": ("RAdam", {"lr": LR, "weight_decay": DECAY, "maximize": True}),
+    "radam-decoupled": ("RAdam", {"lr": LR, "weight_decay": DECAY, "decoupled_weight_decay": True}),
+    "adamax": ("Adamax", {"lr": LR, "betas": BETAS, "eps": Per(1e-8, 10.0)}),
+    "adamax-decay": ("Adamax", {"lr": LR, "weight_decay": DECAY, "maximize": True}),
+    "lion": ("Lion", {"lr": LR, "betas": BETAS}),
+    "lion-decay": ("Lion", {"lr": LR, "weight_decay": DECAY, "maximize": True}),
+}
+"""Of the optimizers whose formula runs everywhere."""
+
+EVERY = {**CASES, **FORMULAS}

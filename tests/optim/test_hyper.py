@@ -46,6 +46,12 @@ NAN = float("nan")
         ("SGD", {"dampening": NAN}, "dampening of member 0 is nan: it must be finite"),
         ("SGD", {"nesterov": True, "momentum": [0.9, 0.0, 0.9]}, "nesterov needs a momentum .* momentum=0.0"),
         ("SGD", {"nesterov": True, "momentum": 0.9, "dampening": [0, 0, 0.5]}, "nesterov .* dampening=0.5"),
+        ("RMSprop", {"alpha": [0.9, -0.9, 0.9]}, "alpha of member 1 is -0.9"),
+        ("Adagrad", {"initial_accumulator_value": [0.0, 0.0, -1.0]}, "initial_accumulator_value of member 2 is -1.0"),
+        ("NAdam", {"momentum_decay": NAN}, "momentum_decay of member 0 is nan: it must be finite"),
+        ("RAdam", {"betas": (0.9, [0.9, 1.0, 0.9])}, r"betas\[1\] of member 1 is 1.0"),
+        ("Adamax", {"eps": [1e-8, 1e-8, -1.0]}, "eps of member 2 is -1.0"),
+        ("Lion", {"betas": (1.0, 0.99)}, r"betas\[0\] of member 0 is 1.0: .* below 1"),
         ("Adadelta", {"rho": [0.9, 0.9, 1.5]}, "rho of member 2 is 1.5: it must be at least 0 and at most 1"),
     ],
 )

@@ -10,9 +10,9 @@ from torch import nn
 from torch.amp import GradScaler
 
 import hfusion as hf
-from tests.optim.arrays import CASES, Array, start
+from tests.optim.arrays import EVERY, Array, start
 
-BOTH = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
+BOTH = pytest.mark.parametrize(("name", "options"), EVERY.values(), ids=EVERY)
 # Step: the parameter and the member that get a value which is not finite.
 BAD = {1: (0, 1, float("inf")), 2: (1, 2, float("nan")), 4: (0, 0, -float("inf"))}
 

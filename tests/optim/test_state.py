@@ -12,9 +12,9 @@ import torch
 
 from hfusion import CheckpointError, optim
 from hfusion.optim.hyper import MemberVector
-from tests.optim.arrays import CASES, Array, for_array, run, start
+from tests.optim.arrays import CASES, EVERY, Array, for_array, run, start
 
-BOTH = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
+BOTH = pytest.mark.parametrize(("name", "options"), EVERY.values(), ids=EVERY)
 
 
 @BOTH
@@ -40,7 +40,7 @@ def test_state_layout(name: str, options: dict[str, Any]) -> None:
     run(array, fused, alone, 2)
     for param in array.params:
         for key, value in fused.state[param].items():
-            assert value.shape == ((3,) if key == "step" else param.shape)
+            assert value.shape == ((3,) if key in fused.numbers else param.shape)
             assert value.is_contiguous()
 
 
