@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
-from hfusion.schedule.timeline import Kind, Timeline, levels
+from hfusion.schedule.actions import Act
+from hfusion.schedule.timeline import Timeline, levels
 
 MIB = 2**20
 BATCH = 4
@@ -127,7 +128,7 @@ def step_seconds(timeline: Timeline) -> float:
     """The median seconds from the end of a step to the end of the next."""
     ends: dict[int, float] = {}
     for action in timeline.actions:
-        if action.kind.lane == "compute":
+        if action.act.lane == "compute":
             ends[action.step] = max(ends.get(action.step, 0.0), action.end)
     return _between(list(ends.values()))
 
@@ -145,8 +146,8 @@ def check_equal(spilled: Run, plain: Run) -> None:
 
 def memory_in_time(timeline: Timeline) -> list[tuple[float, int]]:
     """When how many bytes of the device are taken: (seconds, bytes). A LOAD takes what its EVICT gives back."""
-    taken = [(action.start, action.bytes) for action in timeline.actions if action.kind is not Kind.EVICT]
-    given = [(action.end, -action.bytes) for action in timeline.actions if action.kind is not Kind.LOAD]
+    taken = [(action.start, action.bytes) for action in timeline.actions if action.act is not Act.EVICT]
+    given = [(action.end, -action.bytes) for action in timeline.actions if action.act is not Act.LOAD]
     return levels(taken + given)
 
 

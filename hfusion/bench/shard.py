@@ -43,8 +43,9 @@ from hfusion.bench.workload import Disagreement, Unavailable, check_agreement
 from hfusion.core.errors import PlanError
 from hfusion.device.backend import backend
 from hfusion.device.machine import Device, Machine
-from hfusion.schedule.plan import Direction, Plan, TaskPlan
-from hfusion.schedule.timeline import Kind, Timeline
+from hfusion.schedule.actions import Act
+from hfusion.schedule.plan import Phase, Plan, TaskPlan
+from hfusion.schedule.timeline import Timeline
 from hfusion.tasks.arrange import arrange
 from hfusion.tasks.task import Task
 from hfusion.tasks.train import train
@@ -191,8 +192,8 @@ def read(timeline: Timeline, plan: Plan) -> Sample:
     spent = [{"compute": 0.0, "in": 0.0, "out": 0.0} for _ in range(task.steps)]
     ends = [0.0] * task.steps
     for action in timeline.actions:
-        spent[action.step][action.kind.lane] += action.end - action.start
-        if action.kind.lane == "compute":
+        spent[action.step][action.act.lane] += action.end - action.start
+        if action.act.lane == "compute":
             ends[action.step] = max(ends[action.step], action.end)
     lanes = Lanes.middle([Lanes(*spent[step].values()) for step in counted])
     moved = _moved(timeline, task)
@@ -204,16 +205,16 @@ def _moved(timeline: Timeline, task: TaskPlan) -> list[int]:
     """Bytes that each step of a task that is not clipped copies, by the plan: what is loaded counts when it is used."""
     moved = [0] * task.steps
     loading: set[int] = set()
-    ran: dict[int, Direction] = {}
+    ran: dict[int, Phase] = {}
     for action in timeline.actions:
-        if action.kind is Kind.LOAD:
+        if action.act is Act.LOAD:
             loading.add(action.shard)
-        elif action.kind is Kind.EVICT:
+        elif action.act is Act.EVICT:
             # It may leave in pieces.
             way = ran.pop(action.shard, None)
             moved[action.step] += 0 if way is None else task.out_bytes(way, action.shard)
-        elif action.kind is not Kind.STEP:
-            way = Direction.FORWARD if action.kind is Kind.FORWARD else Direction.BACKWARD
+        elif action.act is not Act.STEP:
+            way = Phase.FORWARD if action.act is Act.FORWARD else Phase.BACKWARD
             ran[action.shard] = way
             if action.shard in loading:
                 moved[action.step] += task.in_bytes(way, action.shard)

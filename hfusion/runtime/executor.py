@@ -20,10 +20,11 @@ from hfusion.runtime.memory import Ledger
 from hfusion.runtime.process import Gate
 from hfusion.runtime.traffic import Run, Traffic, Worker
 from hfusion.runtime.training import Training
+from hfusion.schedule.actions import Act
 from hfusion.schedule.dispatch import Dispatcher
-from hfusion.schedule.plan import Direction, Plan, Unit
+from hfusion.schedule.plan import Phase, Plan, Unit
 from hfusion.schedule.policy import Policy
-from hfusion.schedule.timeline import PASSES, Kind, Timeline
+from hfusion.schedule.timeline import PASSES, Timeline
 
 
 class Executor:
@@ -190,20 +191,20 @@ class Executor:
         training, lanes = self._traffic.runs[task].training, worker.lanes
         start = perf_counter()
         lanes.compute(lambda: training.recompute(unit, lanes.device, self._gate))
-        self._act(Kind.RECOMPUTE, unit, worker, start, size)
+        self._act(Act.RECOMPUTE, unit, worker, start, size)
 
     def _compute(self, worker: Worker, task: int, unit: Unit) -> None:
         run, lanes = self._traffic.runs[task], worker.lanes
         start = perf_counter()
-        if unit.direction is not Direction.UPDATE:
+        if unit.phase is not Phase.UPDATE:
             lanes.compute(lambda: run.training.run(unit, lanes.device, self._gate))
-            start = self._act(PASSES[unit.direction], unit, worker, start, run.extra(unit))
+            start = self._act(PASSES[unit.phase], unit, worker, start, run.extra(unit))
         if unit.updates:
             lanes.compute(lambda: run.training.update(unit, self._gate))
-            self._act(Kind.STEP, unit, worker, start, 0)
+            self._act(Act.STEP, unit, worker, start, 0)
 
-    def _act(self, kind: Kind, unit: Unit, worker: Worker, start: float, size: int) -> float:
+    def _act(self, act: Act, unit: Unit, worker: Worker, start: float, size: int) -> float:
         """Note what ended now; returns the time."""
         end = perf_counter()
-        self._traffic.note(kind, unit, unit.shard, worker, start, end, size)
+        self._traffic.note(act, unit, unit.shard, worker, start, end, size)
         return end

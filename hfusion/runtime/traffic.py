@@ -15,8 +15,9 @@ from hfusion.runtime.copying import Ticket
 from hfusion.runtime.ending import Ending, Stopped
 from hfusion.runtime.lanes import Lanes
 from hfusion.runtime.training import Piece, Training
+from hfusion.schedule.actions import Act
 from hfusion.schedule.plan import Plan, TaskPlan, Unit
-from hfusion.schedule.timeline import Action, Kind
+from hfusion.schedule.timeline import Span
 
 
 @dataclass(eq=False)
@@ -92,21 +93,21 @@ class Run:
 
     def extra(self, unit: Unit) -> int:
         """Bytes that a unit takes while it runs."""
-        return self.plan.extra_bytes(unit.direction, unit.shard)
+        return self.plan.extra_bytes(unit.phase, unit.shard)
 
     def fresh(self, unit: Unit) -> tuple[int, int]:
         """What of these it takes when it begins, and what later."""
-        size = self.plan.fresh_bytes(unit.direction, unit.shard)
+        size = self.plan.fresh_bytes(unit.phase, unit.shard)
         now = self.plan.again_bytes(unit.shard) if self.recomputes(unit) else size
         return now, size - now
 
     def recomputes(self, unit: Unit) -> bool:
         """Whether it begins with the forward of its shard again."""
-        return self.plan.recomputes(unit.direction, unit.shard)
+        return self.plan.recomputes(unit.phase, unit.shard)
 
     def freed(self, unit: Unit) -> int:
         """What of these it gives back when it ends."""
-        return self.plan.freed_bytes(unit.direction, unit.shard)
+        return self.plan.freed_bytes(unit.phase, unit.shard)
 
     def left(self, shards: Iterable[int]) -> list[Leaving]:
         """The last evictions of ``shards``."""
@@ -130,7 +131,7 @@ class Traffic:
 
     def __init__(self, plan: Plan, trainings: Sequence[Training], ending: Ending) -> None:
         self.runs = [Run(task, training, task.unit(0)) for task, training in zip(plan.tasks, trainings, strict=True)]
-        self._noted: list[tuple[Kind, str, int, int, str, float, float, int]] = []
+        self._noted: list[tuple[Act, str, int, int, str, float, float, int]] = []
         self._ending = ending
         self._changed = ending.changed
         self._start = perf_counter()
@@ -151,7 +152,7 @@ class Traffic:
         worker.parked.pop(task, None)
         shards = [unit.shard, *range(len(run.plan.shards))] if run.plan.resident else [unit.shard]
         missing = [shard for shard in dict.fromkeys(shards) if shard not in run.loaded and shard != staying]
-        loads = [Load(unit, shard, run.plan.held_bytes(unit.direction, shard), waits) for shard in missing]
+        loads = [Load(unit, shard, run.plan.held_bytes(unit.phase, shard), waits) for shard in missing]
         self._expect(run, loads)
         self.make_room(worker, task, unit)
         worker.queued = task
@@ -171,7 +172,7 @@ class Traffic:
                 if expected or run.plan.stays(before, after) or run.plan.keeps(after.shard):
                     continue
                 return
-            size = run.plan.held_bytes(after.direction, after.shard)
+            size = run.plan.held_bytes(after.phase, after.shard)
             if run.held + parked + size + extra > worker.lanes.ledger.budget:
                 return
             needs = run.training.needs(after)
@@ -221,7 +222,7 @@ class Traffic:
         for shard in [*run.coming] if run.plan.resident else [unit.shard]:
             load = run.coming.pop(shard, None)
             if load is not None:
-                self.note(Kind.LOAD, load.unit, shard, worker, *load.wait(), load.size)
+                self.note(Act.LOAD, load.unit, shard, worker, *load.wait(), load.size)
 
     def take(self, worker: Worker, size: int, later: int = 0) -> None:
         """Wait until ``size`` more bytes fit, take them, and promise ``later`` more, which `redeem` takes.
@@ -284,10 +285,10 @@ class Traffic:
             self.runs[leaving.task].training.left(leaving.shard, pieces)
             load, leaving.unused = leaving.unused, None
             if load is not None and loaded is not None:
-                self.note(Kind.LOAD, load.unit, leaving.shard, leaving.worker, *loaded, load.size)
+                self.note(Act.LOAD, load.unit, leaving.shard, leaving.worker, *loaded, load.size)
                 leaving.last = loaded[1]
             began, ended = max(began, leaving.last), max(ended, leaving.last)
-            self.note(Kind.EVICT, leaving.unit, leaving.shard, leaving.worker, began, ended, size)
+            self.note(Act.EVICT, leaving.unit, leaving.shard, leaving.worker, began, ended, size)
             leaving.last = ended
             self._changed.notify_all()
 
@@ -319,12 +320,12 @@ class Traffic:
         worker.leaving.append(leaving)
         self._changed.notify_all()
 
-    def note(self, kind: Kind, unit: Unit, shard: int, worker: Worker, start: float, end: float, size: int) -> None:
+    def note(self, act: Act, unit: Unit, shard: int, worker: Worker, start: float, end: float, size: int) -> None:
         """Something was done."""
         times = (start - self._start, end - self._start)
-        self._noted.append((kind, unit.task, shard, unit.step, worker.lanes.name, *times, size))
+        self._noted.append((act, unit.task, shard, unit.step, worker.lanes.name, *times, size))
 
     @property
-    def actions(self) -> list[Action]:
+    def actions(self) -> list[Span]:
         """What has been done."""
-        return [Action(*each) for each in self._noted]
+        return [Span(*each) for each in self._noted]

@@ -28,15 +28,15 @@ from hfusion.runtime.home import Section
 from hfusion.runtime.process import Gate, Generators
 from hfusion.runtime.state import State
 from hfusion.runtime.values import Bundle, Restored, spill, tracked
-from hfusion.schedule.plan import Direction, TaskPlan, Unit
+from hfusion.schedule.plan import Phase, TaskPlan, Unit
 
 # What is brought along of other shards, which may be written to at the same time: an update uses nothing of it, and a
 # forward fetches buffers when it begins.
 _BORROWED = {
-    Direction.FORWARD: frozenset({Kind.PARAMETER}),
-    Direction.BACKWARD: frozenset({Kind.PARAMETER, Kind.BUFFER}),
-    Direction.EVALUATE: frozenset({Kind.PARAMETER, Kind.BUFFER}),
-    Direction.UPDATE: frozenset[Kind](),
+    Phase.FORWARD: frozenset({Kind.PARAMETER}),
+    Phase.BACKWARD: frozenset({Kind.PARAMETER, Kind.BUFFER}),
+    Phase.EVALUATE: frozenset({Kind.PARAMETER, Kind.BUFFER}),
+    Phase.UPDATE: frozenset[Kind](),
 }
 
 
@@ -154,7 +154,7 @@ class Training:
         self._parked: Bundle | None = None
         self._started: set[str] = set()
         self._absent: dict[str, Tensor] = {}
-        self._sections: dict[tuple[Direction, int], tuple[Section, ...]] = {}
+        self._sections: dict[tuple[Phase, int], tuple[Section, ...]] = {}
         self._norms: dict[str, Tensor] = {}
         self._factors: Tensor | None = None
 
@@ -164,45 +164,45 @@ class Training:
             if source is not None:
                 source.stop()
 
-    def sections(self, direction: Direction, shard: int) -> tuple[Section, ...]:
+    def sections(self, phase: Phase, shard: int) -> tuple[Section, ...]:
         """What a shard must have loaded for a unit."""
-        found = self._sections.get((direction, shard))
+        found = self._sections.get((phase, shard))
         if found is None:
-            found = self._sections[direction, shard] = self._wanted(direction, shard)
+            found = self._sections[phase, shard] = self._wanted(phase, shard)
         return found
 
-    def _wanted(self, direction: Direction, shard: int) -> tuple[Section, ...]:
-        if direction is Direction.FORWARD and not self.plan.whole(direction, shard):
+    def _wanted(self, phase: Phase, shard: int) -> tuple[Section, ...]:
+        if phase is Phase.FORWARD and not self.plan.whole(phase, shard):
             return (Section.WEIGHTS,)
         lasts = self.plan.resident or self.plan.keeps(shard)
-        optimizer = lasts or direction is Direction.UPDATE or not self.plan.clipped
+        optimizer = lasts or phase is Phase.UPDATE or not self.plan.clipped
         wanted = {Section.WEIGHTS: True, Section.OPTIMIZER: optimizer, Section.GRADIENTS: self._carried}
         return tuple(section for section in Section if wanted[section])
 
     def needs(self, unit: Unit) -> set[int]:
         """The shards that must be at home, or stay where they are, before the unit's own can be loaded."""
-        again = unit.direction is Direction.BACKWARD and not self._turns(unit.shard)
+        again = unit.phase is Phase.BACKWARD and not self._turns(unit.shard)
         makers = self._recipe.takes_from[unit.shard] if again else ()
         return {unit.shard, *self.state.shards[unit.shard].borrowed.values(), *makers}
 
     def load(self, unit: Unit, shard: int, device: torch.device, copier: Copier) -> Ticket:
         """Bring a shard to a device for ``unit``, and for a backward what its forward started from."""
-        moves = self.state.load(shard, self.sections(unit.direction, shard), device, _BORROWED[unit.direction])
-        again = unit.direction is Direction.BACKWARD and unit.shard == shard and not self.plan.resident
+        moves = self.state.load(shard, self.sections(unit.phase, shard), device, _BORROWED[unit.phase])
+        again = unit.phase is Phase.BACKWARD and unit.shard == shard and not self.plan.resident
         if again and shard not in self._saved:
             moves += self._crossing.load(shard, self._recipe.parts[shard].takes, device)
         return copier.submit(moves)
 
     def run(self, unit: Unit, device: torch.device, gate: Gate) -> None:
         """Compute a unit whose shard is loaded."""
-        if unit.shard == 0 and unit.direction is not Direction.BACKWARD:
-            source = self._source if unit.direction is Direction.FORWARD else self._evaluation
+        if unit.shard == 0 and unit.phase is not Phase.BACKWARD:
+            source = self._source if unit.phase is Phase.FORWARD else self._evaluation
             assert source is not None
             self._next_batch(source, device, gate)
         with gate.computing():
-            if unit.direction is Direction.FORWARD:
+            if unit.phase is Phase.FORWARD:
                 self._forward(unit.shard, device)
-            elif unit.direction is Direction.BACKWARD:
+            elif unit.phase is Phase.BACKWARD:
                 self._backward(unit, device)
             else:
                 self._evaluate(unit.shard, device)

@@ -1,7 +1,7 @@
-"""Who runs next: what simulator and executor tell a policy, kept in one place so that it is the same for both.
+"""Who runs next: what a policy is told of the tasks.
 
 A task is in one of three states: it waits; a device runs a unit of it, or has chosen it for its next one; it is
-done. Tasks are named by their position in the plan. Nothing here is safe to use from several threads at once.
+done. Tasks are named by their position in the plan. What a unit took replaces what was estimated for those like it.
 """
 
 from __future__ import annotations
@@ -10,21 +10,34 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hfusion.schedule.plan import Plan, TaskPlan, Unit
+from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
 from hfusion.schedule.policy import Candidate, Policy, State, Waiting
+
+
+def _sort(unit: Unit) -> tuple[Phase, int, bool]:
+    """Units of one sort compute the same."""
+    return unit.phase, unit.shard, unit.updates
 
 
 @dataclass(slots=True)
 class _Progress:
-    """How far a task is: the unit that begins next, None if all have begun, and what the policy sees of it."""
+    """How far a task is: the unit that begins next, None if all have begun, and what the policy sees of it.
+
+    ``seconds``: of a unit, by its sort; ``left``: how many have not begun.
+    """
 
     plan: TaskPlan
     next: Unit | None
     candidate: Candidate
+    seconds: dict[tuple[Phase, int, bool], float]
+    left: dict[tuple[Phase, int, bool], int]
 
 
-def _fresh(number: int, task: TaskPlan) -> _Progress:
-    return _Progress(task, task.unit(0), Candidate(number, 0, task.seconds, task.longest_seconds, 0, task.device_bytes))
+def _begun(number: int, task: TaskPlan) -> _Progress:
+    left = task.counts
+    seconds = {sort: task.unit_seconds(Unit(task.name, 0, *sort)) for sort in left}
+    candidate = Candidate(number, 0, task.seconds, max(seconds.values()), 0, task.device_bytes)
+    return _Progress(task, task.unit(0), candidate, seconds, left)
 
 
 class Dispatcher:
@@ -34,7 +47,7 @@ class Dispatcher:
         self._policy = policy
         self._devices = len(plan.devices)
         self._waiting = Waiting(policy.order, plan.devices.values())
-        self._tasks = [_fresh(number, task) for number, task in enumerate(plan.tasks)]
+        self._tasks = [_begun(number, task) for number, task in enumerate(plan.tasks)]
         self._work = math.fsum(task.candidate.remaining for task in self._tasks)
         self._units = sum(task.units for task in plan.tasks)
         self._begun = 0
@@ -65,7 +78,8 @@ class Dispatcher:
         unit = state.next
         if unit is None:
             raise IndexError(f"task {state.plan.name!r} has no unit left to begin")
-        seconds = state.plan.unit_seconds(unit)
+        seconds = state.seconds[_sort(unit)]
+        state.left[_sort(unit)] -= 1
         self._work -= seconds
         self._begun += 1
         old = state.candidate
@@ -73,6 +87,17 @@ class Dispatcher:
         state.candidate = Candidate(task, number, remaining, old.quantum, self._begun, old.need)
         state.next = state.plan.unit(number) if number < state.plan.units else None
         return unit
+
+    def measured(self, task: int, unit: Unit, seconds: float) -> None:
+        """A unit took so many seconds."""
+        state, sort = self._tasks[task], _sort(unit)
+        if seconds != state.seconds[sort]:
+            more = state.left[sort] * (seconds - state.seconds[sort])
+            state.seconds[sort] = seconds
+            self._work += more
+            old = state.candidate
+            remaining = max(0.0, old.remaining + more)
+            state.candidate = old._replace(remaining=remaining, quantum=max(state.seconds.values()))
 
     def next(self, task: int) -> Unit | None:
         """The unit of a task that begins next; None if all have begun."""

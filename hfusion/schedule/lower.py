@@ -25,12 +25,20 @@ _ENTRY = frozenset({Section.WEIGHTS, Section.BOUNDARY})
 class Resident:
     """All shards are on the device, with all that they save for their backward."""
 
+    def pins(self, shard: int, count: int) -> bool:
+        """Whether a shard stays on the device while the task of ``count`` shards does."""
+        return True
+
 
 @dataclass(frozen=True)
 class Spilled:
     """Shards come and go; ``keeps_last``: not the last one."""
 
     keeps_last: bool = False
+
+    def pins(self, shard: int, count: int) -> bool:
+        """Whether a shard stays on the device while the task of ``count`` shards does."""
+        return self.keeps_last and shard == count - 1
 
 
 def lower(
@@ -153,14 +161,11 @@ class _Lowering:
         return _STATE - gone - (set() if self.carried else {Section.GRADIENTS}) | {Section.BOUNDARY}
 
     def _pins(self, index: int) -> bool:
-        return self._resident or (self._is_last(index) and self.memory == Spilled(keeps_last=True))
-
-    def _is_last(self, index: int) -> bool:
-        return self.ends and index == len(self.shards) - 1
+        return self.memory.pins(index, len(self.shards))
 
     def _turns(self, index: int) -> bool:
         """Whether the backward follows the forward at once, so that what is saved for it takes room from then on."""
-        return self._is_last(index) and not self._resident
+        return self.ends and index == len(self.shards) - 1 and not self._resident
 
     def _at(self, index: int) -> int:
         """Bytes at the input cut."""

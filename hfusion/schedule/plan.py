@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hfusion.core.errors import PlanError
-from hfusion.schedule.shards import Direction, Shard, Unit
+from hfusion.schedule.shards import Phase, Shard, Unit
 from hfusion.schedule.task_plan import TaskPlan
 
-__all__ = ["Direction", "Plan", "Shard", "TaskPlan", "Unit"]
+__all__ = ["Phase", "Plan", "Shard", "TaskPlan", "Unit"]
 
 
 @dataclass(frozen=True)

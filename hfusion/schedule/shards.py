@@ -1,4 +1,4 @@
-"""What is scheduled: a direction of a shard, and what a shard needs and costs."""
+"""What is scheduled: a phase of a shard, and what a shard needs and costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hfusion.core.errors import PlanError
 
 
-class Direction(StrEnum):
+class Phase(StrEnum):
     """The two passes of a minibatch, the optimizer step where it waits for the gradients of all shards, evaluation.
 
     Else the optimizer step of a shard belongs to its backward unit.
@@ -75,7 +75,7 @@ class Shard:
 
 
 class Unit(NamedTuple):
-    """What is scheduled: one direction of one shard on one minibatch (``step``) of a task.
+    """What is scheduled: one phase of one shard on one minibatch (``step``) of a task.
 
     The minibatches of evaluations are counted for themselves. ``updates``: whether it ends with the optimizer step of
     its shard.
@@ -83,6 +83,6 @@ class Unit(NamedTuple):
 
     task: str
     step: int
-    direction: Direction
+    phase: Phase
     shard: int
     updates: bool

@@ -1,6 +1,6 @@
 """The shards of a task, the order in which they run, and what each unit needs and costs.
 
-A spilled task keeps its state in host memory: before a unit (one direction of one shard) what the unit needs is
+A spilled task keeps its state in host memory: before a unit (one phase of one shard) what the unit needs is
 loaded, afterwards it is evicted, and the backward recomputes the shard from what is alive at its input cut
 (Hydra, arXiv:2110.08633; recomputation: Chen et al., arXiv:1604.06174). A resident task holds all shards with
 their saved activations on one device; should it leave in the midst of a minibatch, it takes along what is alive at
@@ -11,11 +11,93 @@ only the others come and go. Bytes are whole numbers, times are seconds.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from hfusion.core.errors import PlanError
-from hfusion.schedule.shards import Direction, Shard, Unit
+from hfusion.schedule.actions import Act, Action, Section
+from hfusion.schedule.lower import Resident, Spilled, levels, lower, need
+from hfusion.schedule.shards import Phase, Shard, Unit
+
+_PHASES = {
+    Act.FORWARD: Phase.FORWARD,
+    Act.RECOMPUTE: Phase.BACKWARD,
+    Act.BACKWARD: Phase.BACKWARD,
+    Act.STEP: Phase.UPDATE,
+    Act.EVALUATE: Phase.EVALUATE,
+}
+
+
+class Turn(NamedTuple):
+    """What a device does for a unit: it loads, computes, evicts.
+
+    Args:
+        load: what brings the shard; None if it is pinned, or there from the unit before.
+        waits: the shards whose evictions must have ended before.
+        beside: the most bytes on the device, besides what is loaded, until that is evicted.
+        takes: bytes that it takes when it begins to compute.
+        extra: the most bytes that it has on top of all that is loaded.
+        evict: what takes the shard away in the end; ``ends``: with this unit.
+    """
+
+    load: Action | None
+    waits: frozenset[int]
+    beside: int
+    computes: tuple[Action, ...]
+    takes: int
+    extra: int
+    evict: Action
+    ends: bool
+
+
+def turns(actions: Sequence[Action], pinned: frozenset[int], *, clip: bool) -> dict[tuple[Phase, int], Turn]:
+    """What each unit of a list of actions does, by its phase and shard."""
+    found, used = {}, set()
+    on_device = levels(actions)
+    runs = [*_runs(actions, clip=clip)]
+    for computes, after in zip(runs, [*runs[1:], range(len(actions), len(actions) + 1)], strict=True):
+        first = actions[computes[0]]
+        shard = first.shard
+        begin = max(place for place in range(computes[0]) if _is(actions[place], Act.LOAD, shard))
+        end = next(place for place in range(computes[-1], len(actions)) if _is(actions[place], Act.EVICT, shard))
+        load = actions[begin]
+        run = tuple(actions[place] for place in computes)
+        takes = sum(action.takes for action in run)
+        found[_PHASES[first.act], shard] = Turn(
+            load if begin not in used and shard not in pinned else None,
+            frozenset(~each if each < 0 else actions[each].shard for each in load.after),
+            max(on_device[begin:end]) - load.takes,
+            run,
+            takes,
+            max(takes, sum(action.frees for action in run)),
+            actions[end],
+            end < after[0] and shard not in pinned,
+        )
+        used.add(begin)
+    return found
+
+
+def _is(action: Action, act: Act, shard: int) -> bool:
+    return action.act is act and action.shard == shard
+
+
+def _runs(actions: Sequence[Action], *, clip: bool) -> Iterator[Sequence[int]]:
+    """The places of what computes, unit by unit."""
+    run: list[int] = []
+    for place, action in enumerate(actions):
+        if action.act.lane != "compute":
+            continue
+        goes_on = run and (
+            (action.act is Act.BACKWARD and actions[run[-1]].act is Act.RECOMPUTE)
+            or (action.act is Act.STEP and not clip)
+        )
+        if run and not goes_on:
+            yield run
+            run = []
+        run.append(place)
+    yield run
 
 
 @dataclass(frozen=True)
@@ -95,6 +177,52 @@ class TaskPlan:
         """Number of units of the whole task."""
         return self.epochs * self._epoch_units
 
+    @property
+    def memory(self) -> Resident | Spilled:
+        return Resident() if self.resident else Spilled(self.kept)
+
+    @cached_property
+    def pinned(self) -> frozenset[int]:
+        """The shards that stay on the device while the task does."""
+        return frozenset(shard.index for shard in self.shards if self.memory.pins(shard.index, len(self.shards)))
+
+    @cached_property
+    def training(self) -> tuple[Action, ...]:
+        """The actions of a minibatch after which the optimizer steps; the others leave its STEPs out."""
+        return self._lowered(evaluate=False)
+
+    @cached_property
+    def evaluation(self) -> tuple[Action, ...]:
+        """The actions of a minibatch that is evaluated."""
+        return self._lowered(evaluate=True)
+
+    def _lowered(self, *, evaluate: bool) -> tuple[Action, ...]:
+        return lower(self.shards, self.memory, accumulate=self.accumulate > 1, clip=self.clipped, evaluate=evaluate)
+
+    @cached_property
+    def pins(self) -> dict[int, Action]:
+        """What loads the shards that are pinned."""
+        loads = [action for action in self.training if action.act is Act.LOAD]
+        return {action.shard: action for action in loads if action.shard in self.pinned}
+
+    def turn(self, unit: Unit) -> Turn:
+        """What a device does for a unit; without a STEP where the optimizer does not step."""
+        found = self._turns[unit.phase, unit.shard]
+        if unit.updates or found.computes[-1].act is not Act.STEP:
+            return found
+        return self._summing[unit.shard]
+
+    @cached_property
+    def _turns(self) -> dict[tuple[Phase, int], Turn]:
+        lists = (self.training, self.evaluation)
+        return {key: turn for each in lists for key, turn in turns(each, self.pinned, clip=self.clipped).items()}
+
+    @cached_property
+    def _summing(self) -> dict[int, Turn]:
+        """The backwards after which the optimizer does not step."""
+        found = {shard: turn for (phase, shard), turn in self._turns.items() if phase is Phase.BACKWARD}
+        return {shard: turn._replace(computes=turn.computes[:-1]) for shard, turn in found.items()}
+
     @cached_property
     def update_count(self) -> int:
         """Number of optimizer steps of each shard in the whole task."""
@@ -110,17 +238,17 @@ class TaskPlan:
         epoch, rest = divmod(number, self._epoch_units)
         if rest >= self._trained_units:
             index, place = divmod(rest - self._trained_units, count)
-            return Unit(self.name, epoch * self.evaluated + index, Direction.EVALUATE, place, False)
+            return Unit(self.name, epoch * self.evaluated + index, Phase.EVALUATE, place, False)
         group, rest = divmod(rest, self._group_units)
         index, place = divmod(rest, 2 * count)
         size = min(self.accumulate, self._epoch - group * self.accumulate)
         first = epoch * self._epoch + group * self.accumulate
         if index == size:
-            return Unit(self.name, first + size - 1, Direction.UPDATE, place, True)
+            return Unit(self.name, first + size - 1, Phase.UPDATE, place, True)
         if place < count:
-            return Unit(self.name, first + index, Direction.FORWARD, place, False)
+            return Unit(self.name, first + index, Phase.FORWARD, place, False)
         updates = index == size - 1 and not self.clipped
-        return Unit(self.name, first + index, Direction.BACKWARD, 2 * count - 1 - place, updates)
+        return Unit(self.name, first + index, Phase.BACKWARD, 2 * count - 1 - place, updates)
 
     def closes(self, step: int) -> bool:
         """Whether the optimizer steps after this minibatch: it is the last of its group or of its epoch."""
@@ -128,34 +256,34 @@ class TaskPlan:
         return ended == self._epoch or ended % self.accumulate == 0
 
     @property
-    def directions(self) -> tuple[Direction, ...]:
-        """The directions of its units."""
-        update = (Direction.UPDATE,) if self.clipped else ()
-        evaluate = (Direction.EVALUATE,) if self.evaluated else ()
-        return (Direction.FORWARD, Direction.BACKWARD, *update, *evaluate)
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases of its units."""
+        update = (Phase.UPDATE,) if self.clipped else ()
+        evaluate = (Phase.EVALUATE,) if self.evaluated else ()
+        return (Phase.FORWARD, Phase.BACKWARD, *update, *evaluate)
 
-    def often(self, direction: Direction) -> float:
-        """How many units of a direction each shard has per minibatch, in the mean."""
-        counts = {Direction.UPDATE: self.update_count, Direction.EVALUATE: self.epochs * self.evaluated}
-        return counts.get(direction, self.steps) / self.steps
+    def often(self, phase: Phase) -> float:
+        """How many units of a phase each shard has per minibatch, in the mean."""
+        counts = {Phase.UPDATE: self.update_count, Phase.EVALUATE: self.epochs * self.evaluated}
+        return counts.get(phase, self.steps) / self.steps
 
     @property
     def carried(self) -> bool:
         """Whether gradients outlive their backward unit, so that they move to and from the host."""
         return self.accumulate > 1 or self.clipped
 
-    def whole(self, direction: Direction, shard: int) -> bool:
+    def whole(self, phase: Phase, shard: int) -> bool:
         """Whether the unit has more of the shard's state loaded than its weights.
 
         The last shard turns from forward to backward in place, so it comes whole at once.
         """
-        if direction is Direction.FORWARD:
+        if phase is Phase.FORWARD:
             return self.resident or self.turns(shard)
-        return self.resident or self.keeps(shard) or direction is not Direction.EVALUATE
+        return self.resident or self.keeps(shard) or phase is not Phase.EVALUATE
 
-    def recomputes(self, direction: Direction, shard: int) -> bool:
+    def recomputes(self, phase: Phase, shard: int) -> bool:
         """Whether a unit is a backward that begins with the forward of its shard again."""
-        return direction is Direction.BACKWARD and not (self.resident or self.turns(shard))
+        return phase is Phase.BACKWARD and not (self.resident or self.turns(shard))
 
     def again_bytes(self, shard: int) -> int:
         """Bytes of a backward that recomputes which it takes for that; it takes the rest of its extra afterwards."""
@@ -180,70 +308,70 @@ class TaskPlan:
             return False
         if self.keeps(after.shard):
             return True
-        if Direction.UPDATE in (before.direction, after.direction):
+        if Phase.UPDATE in (before.phase, after.phase):
             return False
-        return before.direction is not Direction.EVALUATE or after.direction is Direction.EVALUATE
+        return before.phase is not Phase.EVALUATE or after.phase is Phase.EVALUATE
 
     def goes_on(self, after: Unit) -> bool:
         """Whether a unit must follow the one before it at once: the last shard turns from forward to backward."""
-        return after.direction is Direction.BACKWARD and self.turns(after.shard)
+        return after.phase is Phase.BACKWARD and self.turns(after.shard)
 
     def home_bytes(self, shard: int) -> int:
         """Bytes of a shard at rest: weights, optimizer state, gradients if they outlive a unit."""
         part = self.shards[shard]
         return part.weights + part.optimizer + self._carried(part)
 
-    def held_bytes(self, direction: Direction, shard: int) -> int:
+    def held_bytes(self, phase: Phase, shard: int) -> int:
         """Bytes that the loaded shard holds on the device from its LOAD to its EVICT."""
-        return self._sizes[direction][shard][0]
+        return self._sizes[phase][shard][0]
 
-    def extra_bytes(self, direction: Direction, shard: int) -> int:
+    def extra_bytes(self, phase: Phase, shard: int) -> int:
         """Bytes the unit has on top of what is held while it runs, some of them until the backward after it ends."""
-        return self._sizes[direction][shard][1]
+        return self._sizes[phase][shard][1]
 
-    def fresh_bytes(self, direction: Direction, shard: int) -> int:
+    def fresh_bytes(self, phase: Phase, shard: int) -> int:
         """What of these the unit takes when it begins: the unit before may have left some."""
-        return self._sizes[direction][shard][2]
+        return self._sizes[phase][shard][2]
 
-    def freed_bytes(self, direction: Direction, shard: int) -> int:
+    def freed_bytes(self, phase: Phase, shard: int) -> int:
         """What of these is free when the unit ends."""
-        return self._sizes[direction][shard][3]
+        return self._sizes[phase][shard][3]
 
     @cached_property
-    def _sizes(self) -> dict[Direction, list[tuple[int, int, int, int]]]:
+    def _sizes(self) -> dict[Phase, list[tuple[int, int, int, int]]]:
         """Bytes held, extra, fresh and freed, of each shard; who runs units asks for them all the time."""
         shards = range(len(self.shards))
-        return {way: [self._size(way, shard) for shard in shards] for way in Direction}
+        return {way: [self._size(way, shard) for shard in shards] for way in Phase}
 
-    def _size(self, direction: Direction, shard: int) -> tuple[int, int, int, int]:
-        held, extra = self._held(direction, shard), self._extra(direction, shard)
+    def _size(self, phase: Phase, shard: int) -> tuple[int, int, int, int]:
+        held, extra = self._held(phase, shard), self._extra(phase, shard)
         turning = 0 if self.resident or not self.turns(shard) else self._turning(shard)
-        before = turning if direction is Direction.BACKWARD else 0
-        after = turning if direction is Direction.FORWARD else 0
+        before = turning if phase is Phase.BACKWARD else 0
+        after = turning if phase is Phase.FORWARD else 0
         return held, extra, extra - before, extra - after
 
-    def _held(self, direction: Direction, shard: int) -> int:
+    def _held(self, phase: Phase, shard: int) -> int:
         part = self.shards[shard]
         if self.resident:
             return self.home_bytes(shard) + part.activations + part.boundary
-        if direction is Direction.UPDATE or self.keeps(shard):
+        if phase is Phase.UPDATE or self.keeps(shard):
             return self.home_bytes(shard)
-        if not self.whole(direction, shard):
+        if not self.whole(phase, shard):
             return part.weights + self._entry(shard)
         state = part.weights + self._carried(part) + self._stepped(part)
         return state if self.turns(shard) else state + self._entry(shard) + part.boundary
 
-    def _extra(self, direction: Direction, shard: int) -> int:
+    def _extra(self, phase: Phase, shard: int) -> int:
         part = self.shards[shard]
-        if direction is Direction.UPDATE:
+        if phase is Phase.UPDATE:
             return 0
         if self.resident:
-            return max(0, part.peak - part.activations) if direction is Direction.BACKWARD else part.workspace
+            return max(0, part.peak - part.activations) if phase is Phase.BACKWARD else part.workspace
         if not self.turns(shard):
-            return part.peak if direction is Direction.BACKWARD else part.workspace + part.boundary
-        if direction is Direction.EVALUATE:
+            return part.peak if phase is Phase.BACKWARD else part.workspace + part.boundary
+        if phase is Phase.EVALUATE:
             return part.workspace + part.boundary + (self._entry(shard) if self.keeps(shard) else 0)
-        more = part.workspace if direction is Direction.FORWARD else max(0, part.peak - part.activations)
+        more = part.workspace if phase is Phase.FORWARD else max(0, part.peak - part.activations)
         return self._turning(shard) + more
 
     def _turning(self, shard: int) -> int:
@@ -254,7 +382,7 @@ class TaskPlan:
     @cached_property
     def overlapped_bytes(self) -> int:
         """The smallest budget in which, while a unit of a spilled task runs, the next one's shard can be loaded."""
-        order = [(way, shard.index) for way in self.directions for shard in self.shards]
+        order = [(way, shard.index) for way in self.phases for shard in self.shards]
         count = len(self.shards)
         order[count : 2 * count] = reversed(order[count : 2 * count])
         return max(
@@ -262,51 +390,53 @@ class TaskPlan:
             for unit, after in zip(order, [*order[1:], order[0]], strict=True)
         )
 
-    def _alone(self, direction: Direction, shard: int) -> int:
+    def _alone(self, phase: Phase, shard: int) -> int:
         """Bytes on the device while a unit of a spilled task runs and nothing is loaded for others."""
-        return self.held_bytes(direction, shard) + self.extra_bytes(direction, shard) + self.beside_bytes(shard)
+        return self.held_bytes(phase, shard) + self.extra_bytes(phase, shard) + self.beside_bytes(shard)
 
-    def in_bytes(self, direction: Direction, shard: int) -> int:
+    def in_bytes(self, phase: Phase, shard: int) -> int:
         """Bytes that a LOAD for this unit moves to the device."""
         part = self.shards[shard]
-        if direction is Direction.UPDATE:
+        if phase is Phase.UPDATE:
             return self.home_bytes(shard)
-        if not self.whole(direction, shard):
+        if not self.whole(phase, shard):
             return part.weights + self._entry(shard)
         if self.resident:
-            return (
-                self.home_bytes(shard) + self._entry(shard) + (part.boundary if direction is Direction.BACKWARD else 0)
-            )
-        if direction is Direction.BACKWARD and self.turns(shard):
+            return self.home_bytes(shard) + self._entry(shard) + (part.boundary if phase is Phase.BACKWARD else 0)
+        if phase is Phase.BACKWARD and self.turns(shard):
             return 0
         optimizer = part.optimizer if self.keeps(shard) else self._stepped(part)
         state = part.weights + optimizer + self._carried(part) + self._entry(shard)
-        return state + (part.boundary if direction is Direction.BACKWARD else 0)
+        return state + (part.boundary if phase is Phase.BACKWARD else 0)
 
-    def out_bytes(self, direction: Direction, shard: int) -> int:
+    def out_bytes(self, phase: Phase, shard: int) -> int:
         """Bytes that an EVICT after this unit moves back; a forward changes no weights, a frozen weight never."""
         part = self.shards[shard]
         if self.resident:
-            alive = {Direction.UPDATE: 0, Direction.BACKWARD: self._entry(shard)}
-            return self.home_bytes(shard) + alive.get(direction, part.boundary)
-        if direction is Direction.UPDATE:
+            alive = {Phase.UPDATE: 0, Phase.BACKWARD: self._entry(shard)}
+            return self.home_bytes(shard) + alive.get(phase, part.boundary)
+        if phase is Phase.UPDATE:
             return part.weights - part.frozen + part.optimizer
-        if direction in (Direction.FORWARD, Direction.EVALUATE):
+        if phase in (Phase.FORWARD, Phase.EVALUATE):
             return part.boundary
         changed = 0 if self.clipped else part.weights - part.frozen + part.optimizer
         return changed + self._carried(part) + self._entry(shard)
 
     @property
     def moved_bytes(self) -> tuple[float, float]:
-        """Bytes per minibatch, in the mean, to the device and back: what is not kept comes and goes with each unit."""
-        if self.resident:
-            return 0.0, 0.0
-        coming = [shard.index for shard in self.shards if not self.keeps(shard.index)]
-        units = [(way, shard) for way in self.directions for shard in coming]
-        return (
-            sum(self.often(way) * self.in_bytes(way, shard) for way, shard in units),
-            sum(self.often(way) * self.out_bytes(way, shard) for way, shard in units),
+        """Bytes per minibatch, in the mean, to the device and back, of what comes and goes with each unit."""
+        return self._moved(Act.LOAD), self._moved(Act.EVICT)
+
+    def _moved(self, act: Act) -> float:
+        """The copies of a minibatch; those of an update and of an evaluation by how often these come."""
+        trained, evaluated = (
+            [action for action in actions if action.act is act and action.shard not in self.pinned]
+            for actions in (self.training, self.evaluation)
         )
+        updates = [action for action in trained if Section.BOUNDARY not in action.sections]
+        moved = sum(action.moves for action in trained) * 1.0
+        moved -= sum(action.moves for action in updates) * (1 - self.often(Phase.UPDATE))
+        return moved + sum(action.moves for action in evaluated) * self.often(Phase.EVALUATE)
 
     def _entry(self, shard: int) -> int:
         """Bytes at the input cut."""
@@ -324,49 +454,37 @@ class TaskPlan:
         """Bytes of gradients, if they move."""
         return part.gradients if self.carried else 0
 
-    def backward_seconds(self, shard: int) -> float:
-        """Seconds of the backward, with the recomputed forward of a spilled task; the step is not in it."""
-        part = self.shards[shard]
-        return part.backward + (part.forward if self.recomputes(Direction.BACKWARD, shard) else 0.0)
-
-    def pass_seconds(self, direction: Direction, shard: int) -> float:
-        """Seconds a unit computes before the optimizer step that it may end with."""
-        if direction is Direction.UPDATE:
-            return 0.0
-        return self.backward_seconds(shard) if direction is Direction.BACKWARD else self.shards[shard].forward
-
     def unit_seconds(self, unit: Unit) -> float:
         """Seconds a unit computes."""
-        step = self.shards[unit.shard].step if unit.updates else 0.0
-        return self.pass_seconds(unit.direction, unit.shard) + step
-
-    @cached_property
-    def longest_seconds(self) -> float:
-        """Seconds of its longest unit."""
-        ends = Direction.UPDATE if self.clipped else Direction.BACKWARD
-        return max(
-            self.pass_seconds(way, part.index) + (part.step if way is ends else 0.0)
-            for part in self.shards
-            for way in self.directions
-        )
-
-    @cached_property
-    def step_seconds(self) -> float:
-        """Seconds of computing per minibatch, in the mean over the task."""
-        share, forwards = self.often(Direction.UPDATE), 1 + self.often(Direction.EVALUATE)
-        back = [self.backward_seconds(part.index) + part.step * share for part in self.shards]
-        return math.fsum([*(part.forward * forwards for part in self.shards), *back])
+        return sum(action.seconds for action in self.turn(unit).computes)
 
     @property
+    def counts(self) -> dict[tuple[Phase, int, bool], int]:
+        """How many units the task has, by phase, shard, and whether they end with the optimizer's step."""
+        updates = 0 if self.clipped else self.update_count
+        counts = {
+            (Phase.FORWARD, False): self.steps,
+            (Phase.BACKWARD, True): updates,
+            (Phase.BACKWARD, False): self.steps - updates,
+            (Phase.UPDATE, True): self.update_count - updates,
+            (Phase.EVALUATE, False): self.epochs * self.evaluated,
+        }
+        found: dict[tuple[Phase, int, bool], int] = {}
+        for (phase, steps), count in counts.items():
+            found |= {(phase, part.index, steps): count for part in self.shards if count}
+        return found
+
+    @cached_property
     def seconds(self) -> float:
         """Seconds of computing of the whole task."""
-        return self.steps * self.step_seconds
+        return math.fsum(count * self.unit_seconds(Unit(self.name, 0, *sort)) for sort, count in self.counts.items())
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of computing per minibatch, in the mean over the task."""
+        return self.seconds / self.steps
 
     @cached_property
     def device_bytes(self) -> int:
         """The smallest budget of a device that can run the task."""
-        units = [(way, shard.index) for shard in self.shards for way in self.directions]
-        if self.resident:
-            extra = max(self.extra_bytes(*unit) for unit in units)
-            return sum(self.held_bytes(Direction.FORWARD, shard.index) for shard in self.shards) + extra
-        return max(self._alone(*unit) for unit in units)
+        return max(need(self.training), need(self.evaluation) if self.evaluated else 0)

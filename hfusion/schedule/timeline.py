@@ -11,53 +11,35 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
 from hfusion.core.errors import HFusionError
-from hfusion.schedule.plan import Direction, Plan, TaskPlan
+from hfusion.schedule.actions import Act
+from hfusion.schedule.plan import Phase, Plan, TaskPlan
 
 
 class TimelineError(HFusionError):
     """A timeline breaks a rule of order, memory or exclusivity, or its text cannot be read."""
 
 
-class Kind(StrEnum):
-    """What an action does."""
-
-    LOAD = "LOAD"
-    FORWARD = "FORWARD"
-    RECOMPUTE = "RECOMPUTE"
-    BACKWARD = "BACKWARD"
-    STEP = "STEP"
-    EVALUATE = "EVALUATE"
-    EVICT = "EVICT"
-
-    @property
-    def lane(self) -> str:
-        """The part of a device that works: ``in``, ``compute`` or ``out``."""
-        return LANES.get(self, "compute")
-
-
-LANES = {Kind.LOAD: "in", Kind.EVICT: "out"}
 PASSES = {
-    Direction.FORWARD: Kind.FORWARD,
-    Direction.BACKWARD: Kind.BACKWARD,
-    Direction.EVALUATE: Kind.EVALUATE,
+    Phase.FORWARD: Act.FORWARD,
+    Phase.BACKWARD: Act.BACKWARD,
+    Phase.EVALUATE: Act.EVALUATE,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class Span:
     """One thing one device did for one shard of a task, from ``start`` to ``end`` in seconds.
 
     ``step`` is the minibatch. ``bytes``: a LOAD takes them on the device from its start, until the EVICTs of
     the shard, one or more, have given the same number back at their ends; a computing action takes them while it runs.
     """
 
-    kind: Kind
+    act: Act
     task: str
     shard: int
     step: int
@@ -68,14 +50,14 @@ class Action:
 
     def __str__(self) -> str:
         times = f"{self.start!r} {self.end!r}"
-        return f"{times} {self.kind} {self.device} {self.task} {self.shard} {self.step} {self.bytes}"
+        return f"{times} {self.act} {self.device} {self.task} {self.shard} {self.step} {self.bytes}"
 
     @classmethod
-    def parse(cls, line: str) -> Action:
+    def parse(cls, line: str) -> Span:
         """The action that prints as ``line``. Raises TimelineError."""
         try:
-            start, end, kind, device, task, shard, step, size = line.split()
-            return cls(Kind(kind), task, int(shard), int(step), device, float(start), float(end), int(size))
+            start, end, act, device, task, shard, step, size = line.split()
+            return cls(Act(act), task, int(shard), int(step), device, float(start), float(end), int(size))
         except ValueError as error:
             form = "start end KIND device task shard step bytes"
             raise TimelineError(f"cannot read the action {line!r} ({error}): write {form!r}") from error
@@ -85,14 +67,14 @@ class Action:
 class Timeline:
     """All actions of a run in order of start, the devices, and the least seconds any schedule needs."""
 
-    actions: tuple[Action, ...]
+    actions: tuple[Span, ...]
     devices: tuple[str, ...]
     lower_bound: float
 
     @cached_property
     def makespan(self) -> float:
         """Seconds until the last computing ends; what is written back after it is not waited for."""
-        ends = [action.end for action in self.actions if action.kind.lane == "compute"]
+        ends = [action.end for action in self.actions if action.act.lane == "compute"]
         return max(ends, default=0.0)
 
     @cached_property
@@ -100,7 +82,7 @@ class Timeline:
         """Share of the devices' time until the makespan that is spent computing, 0 to 1."""
         if not self.makespan:
             return 0.0
-        busy = math.fsum(a.end - a.start for a in self.actions if a.kind.lane == "compute")
+        busy = math.fsum(a.end - a.start for a in self.actions if a.act.lane == "compute")
         return busy / (self.makespan * len(self.devices))
 
     @cached_property
@@ -113,9 +95,9 @@ class Timeline:
         """Per device, when bytes are taken (positive) and given back (negative)."""
         changes: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for action in self.actions:
-            if action.kind is not Kind.EVICT:
+            if action.act is not Act.EVICT:
                 changes[action.device].append((action.start, action.bytes))
-            if action.kind is not Kind.LOAD:
+            if action.act is not Act.LOAD:
                 changes[action.device].append((action.end, -action.bytes))
         return changes
 
@@ -127,7 +109,7 @@ class Timeline:
         host at the end; a lane does one thing at a time; no budget is exceeded.
         """
         self._check_names(plan)
-        by_task: dict[str, list[Action]] = {task.name: [] for task in plan.tasks}
+        by_task: dict[str, list[Span]] = {task.name: [] for task in plan.tasks}
         for action in sorted(self.actions, key=lambda action: action.start):
             by_task[action.task].append(action)
         for task in plan.tasks:
@@ -161,7 +143,7 @@ class Timeline:
         bound, devices = lines[1].split(), lines[2].split()
         if len(bound) != 2 or bound[0] != "lower_bound" or devices[:1] != ["devices"]:
             raise TimelineError(f"expected 'lower_bound SECONDS' and 'devices NAMES', not {lines[1:3]}")
-        return cls(tuple(map(Action.parse, lines[3:])), tuple(devices[1:]), float(bound[1]))
+        return cls(tuple(map(Span.parse, lines[3:])), tuple(devices[1:]), float(bound[1]))
 
     def perfetto(self, path: str | Path) -> None:
         """Write a Chrome trace (JSON), which ui.perfetto.dev opens: a process per device, a thread per lane.
@@ -179,13 +161,13 @@ class Timeline:
         for action in self.actions:
             events.append(
                 {
-                    "name": f"{action.task} {action.kind.lower()} {action.shard}",
-                    "cat": str(action.kind),
+                    "name": f"{action.task} {action.act.lower()} {action.shard}",
+                    "cat": str(action.act),
                     "ph": "X",
                     "ts": action.start * 1e6,
                     "dur": (action.end - action.start) * 1e6,
                     "pid": pids[action.device],
-                    "tid": tids[action.kind.lane],
+                    "tid": tids[action.act.lane],
                     "args": {"step": action.step, "bytes": action.bytes},
                 }
             )
@@ -218,7 +200,7 @@ class Timeline:
         spans: dict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
         rows = {name: number for number, name in enumerate(self.devices)}
         for action in self.actions:
-            key = (rows[action.device], action.kind.lane, action.task)
+            key = (rows[action.device], action.act.lane, action.task)
             spans[key].append((action.start, action.end - action.start))
         figure = Figure(figsize=(12, 1.5 + 0.6 * len(rows)), layout="constrained")
         axes = figure.subplots()
@@ -250,50 +232,46 @@ def levels(changes: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
     return found
 
 
-def _computing(task: TaskPlan) -> Iterator[tuple[Kind, int, int]]:
-    """What a task computes, in order: kind, step, shard."""
+def _computing(task: TaskPlan) -> Iterator[tuple[Act, int, int]]:
+    """What a task computes, in order: act, step, shard."""
     for unit in map(task.unit, range(task.units)):
-        if task.recomputes(unit.direction, unit.shard):
-            yield Kind.RECOMPUTE, unit.step, unit.shard
-        if unit.direction in PASSES:
-            yield PASSES[unit.direction], unit.step, unit.shard
+        if task.recomputes(unit.phase, unit.shard):
+            yield Act.RECOMPUTE, unit.step, unit.shard
+        if unit.phase in PASSES:
+            yield PASSES[unit.phase], unit.step, unit.shard
         if unit.updates:
-            yield Kind.STEP, unit.step, unit.shard
+            yield Act.STEP, unit.step, unit.shard
 
 
-def _check_units(task: TaskPlan, actions: list[Action]) -> None:
+def _check_units(task: TaskPlan, actions: list[Span]) -> None:
     """What computes is exactly what the units of the task say, one after the other."""
-    found = [action for action in actions if action.kind.lane == "compute"]
+    found = [action for action in actions if action.act.lane == "compute"]
     for wanted, action in zip_longest(_computing(task), found):
         if wanted is None:
             raise TimelineError(f"task {task.name!r} is done, its {task.units} units ran, but this comes: {action}")
-        kind, step, shard = wanted
+        act, step, shard = wanted
         if action is None:
-            raise TimelineError(
-                f"task {task.name!r} is not done: the {kind} of shard {shard} in step {step} is missing"
-            )
-        if wanted != (action.kind, action.step, action.shard):
-            raise TimelineError(
-                f"task {task.name!r} should do the {kind} of shard {shard} in step {step}, not {action}"
-            )
+            raise TimelineError(f"task {task.name!r} is not done: the {act} of shard {shard} in step {step} is missing")
+        if wanted != (action.act, action.step, action.shard):
+            raise TimelineError(f"task {task.name!r} should do the {act} of shard {shard} in step {step}, not {action}")
     _check_apart(found, f"task {task.name!r} runs twice at a time")
 
 
-def _check_apart(actions: list[Action], what: str) -> None:
+def _check_apart(actions: list[Span], what: str) -> None:
     for before, after in pairwise(actions):
         if after.start < before.end:
             raise TimelineError(f"{what}: {before}, and {after}")
 
 
-def _check_places(task: TaskPlan, actions: list[Action]) -> None:
+def _check_places(task: TaskPlan, actions: list[Span]) -> None:
     """A shard is loaded where it computes, and follows its task to another device only through the host."""
-    loaded: dict[int, Action] = {}
+    loaded: dict[int, Span] = {}
     left: dict[int, int] = {}
-    gone: dict[int, Action] = {}
+    gone: dict[int, Span] = {}
     left_at: tuple[str, int] | None = None
     for action in actions:
         here = loaded.get(action.shard)
-        if action.kind is Kind.LOAD:
+        if action.act is Act.LOAD:
             if here is not None:
                 raise TimelineError(f"the shard is already on a device by {here}: {action}")
             if action.shard in gone and gone[action.shard].end > action.start:
@@ -301,7 +279,7 @@ def _check_places(task: TaskPlan, actions: list[Action]) -> None:
             loaded[action.shard] = action
         elif here is None or here.device != action.device or here.end > action.start:
             raise TimelineError(f"the shard is not loaded on {action.device!r} when this begins: {action}")
-        elif action.kind is Kind.EVICT:
+        elif action.act is Act.EVICT:
             left[action.shard] = left.get(action.shard, 0) + action.bytes
             if left[action.shard] > here.bytes:
                 raise TimelineError(f"{here} took fewer bytes than are given back until {action}")
@@ -319,11 +297,11 @@ def _check_places(task: TaskPlan, actions: list[Action]) -> None:
 
 
 def _check_use(
-    task: TaskPlan, action: Action, here: Action, gone: dict[int, Action], left_at: tuple[str, int] | None
+    task: TaskPlan, action: Span, here: Span, gone: dict[int, Span], left_at: tuple[str, int] | None
 ) -> None:
-    ends = {Kind.RECOMPUTE: Direction.BACKWARD, Kind.STEP: Direction.UPDATE if task.clipped else Direction.BACKWARD}
-    direction = {kind: way for way, kind in PASSES.items()} | ends
-    needed = task.held_bytes(direction[action.kind], action.shard)
+    ends = {Act.RECOMPUTE: Phase.BACKWARD, Act.STEP: Phase.UPDATE if task.clipped else Phase.BACKWARD}
+    phase = {act: way for way, act in PASSES.items()} | ends
+    needed = task.held_bytes(phase[action.act], action.shard)
     if here.bytes < needed:
         raise TimelineError(f"{here} holds less than the {needed:,} bytes that this needs: {action}")
     if left_at is not None and left_at[0] != action.device:
@@ -332,18 +310,18 @@ def _check_use(
             raise TimelineError(f"what the task left on {left_at[0]!r} is not yet evicted when {here} begins")
 
 
-def _check_last_use(actions: list[Action]) -> None:
-    busy: dict[int, Action] = {}
+def _check_last_use(actions: list[Span]) -> None:
+    busy: dict[int, Span] = {}
     for action in actions:
-        if action.kind is Kind.EVICT and action.shard in busy and busy[action.shard].end > action.start:
+        if action.act is Act.EVICT and action.shard in busy and busy[action.shard].end > action.start:
             raise TimelineError(f"the shard is evicted while it computes {busy[action.shard]}: {action}")
-        if action.kind.lane == "compute":
+        if action.act.lane == "compute":
             busy[action.shard] = action
 
 
-def _check_lanes(actions: Iterable[Action]) -> None:
-    lanes: dict[tuple[str, str], list[Action]] = defaultdict(list)
+def _check_lanes(actions: Iterable[Span]) -> None:
+    lanes: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for action in sorted(actions, key=lambda action: (action.start, action.end)):
-        lanes[action.device, action.kind.lane].append(action)
+        lanes[action.device, action.act.lane].append(action)
     for (device, lane), found in lanes.items():
         _check_apart(found, f"lane {lane} of device {device!r} does two things at a time")

@@ -25,7 +25,7 @@ from hfusion.runtime.executor import Executor
 from hfusion.runtime.spill import SpillFolder
 from hfusion.runtime.state import State, holdings
 from hfusion.runtime.training import Training
-from hfusion.schedule.plan import Direction, Plan, Unit
+from hfusion.schedule.plan import Phase, Plan, Unit
 from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.schedule.timeline import Timeline
 from hfusion.tasks.arrange import Arrangement, arrange
@@ -236,12 +236,12 @@ class _Run:
         """Tell callbacks and bars when a minibatch or the evaluation of an epoch is done."""
         one, plan, training = self.arrangements[index], self.plan.tasks[index], self.trainings[index]
         heard: Step | Evaluation | None = None
-        if unit.direction is Direction.BACKWARD and unit.shard == 0:
+        if unit.phase is Phase.BACKWARD and unit.shard == 0:
             epoch, step = divmod(unit.step, one.task.epoch)
             heard = Step(one.task.name, epoch, step, one.members, training.losses[unit.step])
             if show is not None:
                 show(index)
-        elif unit.direction is Direction.EVALUATE and unit.shard == len(plan.shards) - 1:
+        elif unit.phase is Phase.EVALUATE and unit.shard == len(plan.shards) - 1:
             epoch, step = divmod(unit.step, plan.evaluated)
             if step == plan.evaluated - 1:
                 heard = Evaluation(one.task.name, epoch, one.members, torch.stack(training.evaluations[-step - 1 :]))

@@ -37,8 +37,9 @@ from hfusion.bench.shard_results import (
 )
 from hfusion.bench.workload import Unavailable
 from hfusion.core.errors import PlanError
+from hfusion.schedule.actions import Act
 from hfusion.schedule.plan import Plan, Shard, TaskPlan
-from hfusion.schedule.timeline import Action, Kind, Timeline
+from hfusion.schedule.timeline import Span, Timeline
 from tests.bench.tiny import CPU
 
 QUIET = Meter(say=lambda _: None, advance=lambda _: None)
@@ -254,24 +255,24 @@ def test_steady_steps_are_read_from_a_timeline() -> None:
         start = 0.0 if step == 0 else 100.0 + 10 * step
         for index, (kind, shard_, seconds) in enumerate(
             [
-                (Kind.LOAD, 0, 0.5),
-                (Kind.FORWARD, 0, 1.0),
-                (Kind.EVICT, 0, 0.25),
-                (Kind.LOAD, 1, 0.5),
-                (Kind.FORWARD, 1, 1.0),
-                (Kind.BACKWARD, 1, 1.0),
-                (Kind.STEP, 1, 0.5),
-                (Kind.EVICT, 1, 0.25),
-                (Kind.LOAD, 0, 0.5),
-                (Kind.BACKWARD, 0, 1.5),
-                (Kind.STEP, 0, 0.5),
+                (Act.LOAD, 0, 0.5),
+                (Act.FORWARD, 0, 1.0),
+                (Act.EVICT, 0, 0.25),
+                (Act.LOAD, 1, 0.5),
+                (Act.FORWARD, 1, 1.0),
+                (Act.BACKWARD, 1, 1.0),
+                (Act.STEP, 1, 0.5),
+                (Act.EVICT, 1, 0.25),
+                (Act.LOAD, 0, 0.5),
+                (Act.BACKWARD, 0, 1.5),
+                (Act.STEP, 0, 0.5),
                 # In two pieces.
-                (Kind.EVICT, 0, 0.125),
-                (Kind.EVICT, 0, 0.125),
+                (Act.EVICT, 0, 0.125),
+                (Act.EVICT, 0, 0.125),
             ]
         ):
             begin = start + index * length / 2
-            actions.append(Action(kind, "t", shard_, step, "cpu", begin, begin + seconds * length, 1))
+            actions.append(Span(kind, "t", shard_, step, "cpu", begin, begin + seconds * length, 1))
     sample = read(Timeline(tuple(actions), ("cpu",), 0.0), Plan((task,), {"cpu": 10_000}, 1.0, 1.0))
     assert sample.seconds == 10.0
     assert sample.lanes == Lanes(compute=5.5, into=1.5, out=0.75)

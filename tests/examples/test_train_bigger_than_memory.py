@@ -9,7 +9,8 @@ import torch
 
 import hfusion as hf
 from examples import train_bigger_than_memory as example
-from hfusion.schedule.timeline import Action, Kind, Timeline
+from hfusion.schedule.actions import Act
+from hfusion.schedule.timeline import Span, Timeline
 
 SMALL = ["--width", "32", "--layers", "2", "--steps", "4", "--memory", "1MiB"]
 
@@ -57,10 +58,10 @@ def test_a_difference_of_one_bit_is_found() -> None:
 
 def test_steps_and_memory_are_read_from_the_timeline() -> None:
     actions = (
-        Action(Kind.LOAD, "t", 0, 0, "cpu", 0.0, 1.0, 10),
-        Action(Kind.FORWARD, "t", 0, 0, "cpu", 1.0, 2.0, 5),
-        Action(Kind.FORWARD, "t", 0, 1, "cpu", 3.0, 4.0, 5),
-        Action(Kind.EVICT, "t", 0, 1, "cpu", 4.0, 5.0, 10),
+        Span(Act.LOAD, "t", 0, 0, "cpu", 0.0, 1.0, 10),
+        Span(Act.FORWARD, "t", 0, 0, "cpu", 1.0, 2.0, 5),
+        Span(Act.FORWARD, "t", 0, 1, "cpu", 3.0, 4.0, 5),
+        Span(Act.EVICT, "t", 0, 1, "cpu", 4.0, 5.0, 10),
     )
     timeline = Timeline(actions, ("cpu",), 0.0)
     assert example.step_seconds(timeline) == 2.0

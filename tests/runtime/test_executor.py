@@ -19,9 +19,9 @@ import hfusion as hf
 from hfusion.runtime import executor, lanes
 from hfusion.runtime.copying import Copier, Move, Moves, ThreadCopier, Ticket, copy_now
 from hfusion.runtime.memory import Ledger
-from hfusion.schedule.plan import Direction, Plan
+from hfusion.schedule.actions import Act
+from hfusion.schedule.plan import Phase, Plan
 from hfusion.schedule.policy import POLICIES, Candidate, Order, Policy, State
-from hfusion.schedule.timeline import Kind
 from hfusion.tasks.task import Step
 from tests.trained import Way, adamw, assert_same, batches, fused, machine, momentum, plain, planned, task
 
@@ -86,8 +86,8 @@ def test_what_was_loaded_for_later_leaves_with_its_task() -> None:
     used, vain = {}, 0
     for action in report.timeline.actions:
         place = action.task, action.shard
-        vain += action.kind is Kind.EVICT and not used[place]
-        used[place] = action.kind is not Kind.LOAD
+        vain += action.act is Act.EVICT and not used[place]
+        used[place] = action.act is not Act.LOAD
     assert vain > 0
 
 
@@ -98,8 +98,8 @@ def test_where_there_is_room_later_shards_are_loaded_too() -> None:
     ((name, size),) = plan.devices.items()
     report = assert_same([array], [one], [expected], on, replace(plan, devices={name: size + 50_000}))
     actions = report.timeline.actions
-    first = next(action for action in actions if action.kind is Kind.FORWARD)
-    before = {action.shard for action in actions if action.kind is Kind.LOAD and action.end <= first.start}
+    first = next(action for action in actions if action.act is Act.FORWARD)
+    before = {action.shard for action in actions if action.act is Act.LOAD and action.end <= first.start}
     # The next one borrows a weight from these.
     assert before == {0, 1, 2}
 
@@ -121,8 +121,8 @@ def test_activations_are_accounted_for_until_their_backward(monkeypatch: pytest.
     assert_same([array], [one], [expected], on, plan)
     (last,) = (each for each in plan.tasks[0].shards if each.index == 3)
     entry = plan.tasks[0].shards[2].boundary
-    between = [after for size, after in taken if size == plan.tasks[0].freed_bytes(Direction.FORWARD, 3)]
-    wanted = plan.tasks[0].held_bytes(Direction.BACKWARD, 3) + last.activations + entry
+    between = [after for size, after in taken if size == plan.tasks[0].freed_bytes(Phase.FORWARD, 3)]
+    wanted = plan.tasks[0].held_bytes(Phase.BACKWARD, 3) + last.activations + entry
     assert len(between) >= len(LOADER)
     assert all(after >= wanted for after in between)
 
@@ -212,7 +212,7 @@ def test_a_unit_waits_for_no_more_room_than_it_needs(monkeypatch: pytest.MonkeyP
     ((name, size),) = plan.devices.items()
     report = assert_same([array], [one], [expected], on, replace(plan, devices={name: size + 300}))
     weights = [shard.weights for shard in plan.tasks[0].shards]
-    evicted = [action for action in report.timeline.actions if action.kind is Kind.EVICT]
+    evicted = [action for action in report.timeline.actions if action.act is Act.EVICT]
     early = [a for a, b in pairwise(evicted) if a.shard == b.shard and a.bytes == weights[a.shard] and a.end <= b.start]
     assert early
 
@@ -223,20 +223,20 @@ def test_a_backward_recomputes_while_the_room_for_the_rest_of_it_is_not_free(mon
     one, on = task(array, WAYS[0], LOADER), machine()
     plan = planned([one], on, [5], [False])
     (shards,), (budget,) = plan.tasks, plan.devices.values()
-    way = Direction.BACKWARD
+    way = Phase.BACKWARD
     both = [shards.held_bytes(way, k) + shards.held_bytes(way, k + 1) for k in range(4)]
     waits = [
         k for k, size in enumerate(both) if size + shards.again_bytes(k) <= budget < size + shards.extra_bytes(way, k)
     ]
     report = assert_same([array], [one], [expected], on, plan)
     actions = report.timeline.actions
-    left = {(a.step, a.shard): a.end for a in actions if a.kind is Kind.EVICT}
-    begun = {(a.kind, a.step, a.shard): a.start for a in actions if a.kind.lane == "compute"}
+    left = {(a.step, a.shard): a.end for a in actions if a.act is Act.EVICT}
+    begun = {(a.act, a.step, a.shard): a.start for a in actions if a.act.lane == "compute"}
     early = [
         (step, k)
         for step in range(len(LOADER))
         for k in waits
-        if begun[Kind.RECOMPUTE, step, k] < left[step, k + 1] <= begun[Kind.BACKWARD, step, k]
+        if begun[Act.RECOMPUTE, step, k] < left[step, k + 1] <= begun[Act.BACKWARD, step, k]
     ]
     assert early
 

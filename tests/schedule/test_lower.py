@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hfusion.schedule.actions import Act, Action, ActionError, Section
 from hfusion.schedule.lower import Resident, Spilled, levels, lower, need
-from hfusion.schedule.plan import Direction, TaskPlan
+from hfusion.schedule.plan import Phase, TaskPlan
 from tests.shards import shard, task, tasks
 
 ACTIONS = st.builds(
@@ -23,10 +23,10 @@ ACTIONS = st.builds(
     st.lists(st.integers(), max_size=3).map(tuple),
 )
 WAYS = {
-    Act.FORWARD: Direction.FORWARD,
-    Act.RECOMPUTE: Direction.BACKWARD,
-    Act.BACKWARD: Direction.BACKWARD,
-    Act.EVALUATE: Direction.EVALUATE,
+    Act.FORWARD: Phase.FORWARD,
+    Act.RECOMPUTE: Phase.BACKWARD,
+    Act.BACKWARD: Phase.BACKWARD,
+    Act.EVALUATE: Phase.EVALUATE,
 }
 
 
@@ -53,7 +53,7 @@ def test_the_bytes_are_those_of_the_plan(made: TaskPlan) -> None:
     assert made.device_bytes == max(map(need, lists))
     for actions in lists:
         for action, level in zip(actions, levels(actions), strict=True):
-            way = WAYS.get(action.act, Direction.UPDATE if made.clipped else Direction.BACKWARD)
+            way = WAYS.get(action.act, Phase.UPDATE if made.clipped else Phase.BACKWARD)
             unit = (way, action.shard)
             if action.act.lane != "compute" or (action.act is Act.STEP and not made.clipped):
                 continue
@@ -70,11 +70,11 @@ def test_what_moves_is_what_the_plan_moves(made: TaskPlan) -> None:
     """What is pinned moves when its task comes and leaves only."""
     actions = lowered(made)
     coming = [part.index for part in made.shards if not (made.resident or made.keeps(part.index))]
-    ways = [way for way in made.directions if way is not Direction.EVALUATE]
+    ways = [way for way in made.phases if way is not Phase.EVALUATE]
     for act, said in ((Act.LOAD, made.in_bytes), (Act.EVICT, made.out_bytes)):
         for index in coming:
             moved = sum(action.moves for action in actions if (action.act, action.shard) == (act, index))
-            skipped = Direction.FORWARD if act is Act.EVICT and made.turns(index) else None
+            skipped = Phase.FORWARD if act is Act.EVICT and made.turns(index) else None
             assert moved == sum(said(way, index) for way in ways if way is not skipped)
 
 

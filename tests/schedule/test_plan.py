@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 
 from hfusion.core.errors import PlanError
-from hfusion.schedule.plan import Direction, Plan, TaskPlan, Unit
+from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
 from tests.shards import shard, task, tasks
 
-FORWARD, BACKWARD, UPDATE, EVALUATE = Direction
+FORWARD, BACKWARD, UPDATE, EVALUATE = Phase
 
 
 def test_bytes_of_a_shard_at_rest() -> None:
@@ -26,9 +26,9 @@ def test_bytes_of_a_shard_at_rest() -> None:
 def test_units_go_forward_ascending_and_backward_descending() -> None:
     made = task("a", count=2, steps=2)
     assert [made.unit(number) for number in range(made.units)] == [
-        Unit("a", step, direction, index, updates=direction is BACKWARD)
+        Unit("a", step, phase, index, updates=phase is BACKWARD)
         for step in range(2)
-        for direction, index in ((FORWARD, 0), (FORWARD, 1), (BACKWARD, 1), (BACKWARD, 0))
+        for phase, index in ((FORWARD, 0), (FORWARD, 1), (BACKWARD, 1), (BACKWARD, 0))
     ]
 
 
@@ -52,11 +52,10 @@ def test_units_and_their_seconds_are_those_of_the_minibatches(made: TaskPlan) ->
     assert units == by_definition(made)
     assert made.update_count * len(made.shards) == sum(unit.updates for unit in units)
     assert {unit.step for unit in units if unit.updates} == {step for step in range(made.steps) if made.closes(step)}
-    assert {unit.direction for unit in units} == set(made.directions)
+    assert {unit.phase for unit in units} == set(made.phases)
     assert made.seconds == pytest.approx(sum(made.unit_seconds(unit) for unit in units))
-    assert made.longest_seconds == max(made.unit_seconds(unit) for unit in units)
     bytes_of = [
-        made.held_bytes(u.direction, u.shard) + made.extra_bytes(u.direction, u.shard) + made.beside_bytes(u.shard)
+        made.held_bytes(u.phase, u.shard) + made.extra_bytes(u.phase, u.shard) + made.beside_bytes(u.shard)
         for u in units
     ]
     assert made.device_bytes >= max(bytes_of)
@@ -66,7 +65,7 @@ def test_units_and_their_seconds_are_those_of_the_minibatches(made: TaskPlan) ->
 def kinds(made: TaskPlan) -> str:
     """The units of a task of one shard: F, B, B! if it updates, U, E."""
     units = (made.unit(number) for number in range(made.units))
-    return " ".join(u.direction[0].upper() + "!" * (u.updates and u.direction is BACKWARD) for u in units)
+    return " ".join(u.phase[0].upper() + "!" * (u.updates and u.phase is BACKWARD) for u in units)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,7 @@ CUTS = {"workspace": 7, "boundary": 10}
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "clipped", "direction", "index", "held", "extra", "moved_in", "moved_out"),
+    ("accumulate", "clipped", "phase", "index", "held", "extra", "moved_in", "moved_out"),
     [
         (1, False, FORWARD, 1, 1010, 17, 1010, 10),
         (1, False, BACKWARD, 1, 1420, 257, 1420, 1110),
@@ -112,7 +111,7 @@ CUTS = {"workspace": 7, "boundary": 10}
 def test_bytes_of_a_spilled_unit(
     accumulate: int,
     clipped: bool,
-    direction: Direction,
+    phase: Phase,
     index: int,
     held: int,
     extra: int,
@@ -120,7 +119,7 @@ def test_bytes_of_a_spilled_unit(
     moved_out: int,
 ) -> None:
     made = task("a", 3, resident=False, accumulate=accumulate, clipped=clipped, **SPILLED, **CUTS)
-    unit = (direction, index)
+    unit = (phase, index)
     assert (made.held_bytes(*unit), made.extra_bytes(*unit)) == (held, extra)
     assert (made.in_bytes(*unit), made.out_bytes(*unit)) == (moved_in, moved_out)
 
@@ -147,13 +146,11 @@ def test_what_turns_leaves_its_activations_to_its_backward() -> None:
 def test_a_kept_shard_holds_the_same_in_every_unit(clipped: bool, home: int) -> None:
     made = task("a", 3, resident=False, clipped=clipped, evaluated=1, kept=True, **SPILLED, **CUTS)
     other = replace(made, kept=False)
-    assert {made.held_bytes(way, 2) for way in Direction} == {home}
-    assert [made.extra_bytes(way, 2) for way in Direction] == [67, 267, 0, 17]
+    assert {made.held_bytes(way, 2) for way in Phase} == {home}
+    assert [made.extra_bytes(way, 2) for way in Phase] == [67, 267, 0, 17]
     assert [made.beside_bytes(index) for index in range(3)] == [home, home, 0]
-    assert made.device_bytes == home + max(
-        other.held_bytes(way, 1) + other.extra_bytes(way, 1) for way in made.directions
-    )
-    units = [Unit("a", 0, way, 2, False) for way in Direction]
+    assert made.device_bytes == home + max(other.held_bytes(way, 1) + other.extra_bytes(way, 1) for way in made.phases)
+    units = [Unit("a", 0, way, 2, False) for way in Phase]
     assert all(made.stays(before, after) for before in units for after in units)
 
 
@@ -169,10 +166,10 @@ def test_a_kept_shard_does_not_move() -> None:
 
 def test_a_resident_task_holds_the_same_in_every_unit() -> None:
     made = task("a", 3, clipped=True, **SPILLED, **CUTS)
-    assert {made.held_bytes(way, 1) for way in Direction} == {1660}
-    assert [made.extra_bytes(way, 1) for way in Direction] == [7, 207, 0, 7]
-    assert [made.in_bytes(way, 1) for way in Direction] == [1610, 1620, 1600, 1610]
-    assert [made.out_bytes(way, 1) for way in Direction] == [1610, 1610, 1600, 1610]
+    assert {made.held_bytes(way, 1) for way in Phase} == {1660}
+    assert [made.extra_bytes(way, 1) for way in Phase] == [7, 207, 0, 7]
+    assert [made.in_bytes(way, 1) for way in Phase] == [1610, 1620, 1600, 1610]
+    assert [made.out_bytes(way, 1) for way in Phase] == [1610, 1610, 1600, 1610]
     assert made.device_bytes == 1660 + 1660 + 1650 + 207
 
 
@@ -229,10 +226,10 @@ def test_overlapped_is_what_a_unit_needs_with_the_shard_after_it(made: TaskPlan)
         return
     units = [made.unit(number) for number in range(made.units)]
     found = [
-        made.held_bytes(a.direction, a.shard)
-        + made.extra_bytes(a.direction, a.shard)
+        made.held_bytes(a.phase, a.shard)
+        + made.extra_bytes(a.phase, a.shard)
         + made.beside_bytes(a.shard)
-        + (made.held_bytes(b.direction, b.shard) if a.shard != b.shard and not made.keeps(b.shard) else 0)
+        + (made.held_bytes(b.phase, b.shard) if a.shard != b.shard and not made.keeps(b.shard) else 0)
         for a, b in pairwise(units)
     ]
     assert made.overlapped_bytes >= max(found, default=0)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hfusion.bench.schedule import MIXES, Case, plan_of
 from hfusion.core.errors import PlanError
+from hfusion.schedule.actions import Act
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import POLICIES
 from hfusion.schedule.simulate import simulate
-from hfusion.schedule.timeline import Kind
 from tests.shards import plans, task
 
 
@@ -60,23 +60,47 @@ def test_the_next_shard_is_loaded_while_the_present_one_computes() -> None:
     assert tight.makespan > roomy.makespan
 
 
+@settings(deadline=None, max_examples=30)
+@given(plans())
+def test_measured_seconds_replace_estimates(plan: Plan) -> None:
+    """Of the same run they give the same; of a slower one, a slower one."""
+    policy = "fifo"
+    timeline = simulate(plan, policy)
+    assert simulate(plan, policy, timeline).makespan == pytest.approx(timeline.makespan)
+    slow = [replace(span, start=3 * span.start, end=3 * span.end) for span in timeline.actions]
+    again = simulate(plan, policy, replace(timeline, actions=tuple(slow)))
+    assert again.makespan == pytest.approx(3 * timeline.makespan)
+
+
+def test_shards_are_loaded_ahead_where_there_is_room_but_not_before_what_they_borrow() -> None:
+    made = task("a", 4, resident=False, weights=10)
+    for borrows, before in (((), {0, 1, 2, 3}), ((1,), {0, 1, 2})):
+        last = replace(made.shards[3], borrows=borrows)
+        plan = Plan((replace(made, shards=(*made.shards[:3], last)),), {"d": 999}, 1e9, 1e9)
+        timeline = simulate(plan)
+        timeline.validate(plan)
+        first = next(span for span in timeline.actions if span.act is Act.FORWARD)
+        loads = [span for span in timeline.actions if span.act is Act.LOAD and span.start < first.end]
+        assert {span.shard for span in loads} == before
+
+
 def test_a_kept_shard_is_loaded_and_evicted_once_by_a_task_alone() -> None:
     made = task("a", 3, steps=5, resident=False, kept=True, evaluated=1)
-    plan = Plan((made,), {"d": made.overlapped_bytes}, 1.0, 1.0)
+    plan = Plan((made,), {"d": made.overlapped_bytes}, 0.5, 0.5)
     timeline = simulate(plan)
     timeline.validate(plan)
-    moved = [(action.kind, action.shard) for action in timeline.actions if action.kind.lane != "compute"]
-    assert [moved.count((kind, 2)) for kind in (Kind.LOAD, Kind.EVICT)] == [1, 1]
-    assert moved.count((Kind.LOAD, 1)) == 5 + 5 + 1
-    other = simulate(Plan((replace(made, kept=False),), plan.devices, 1.0, 1.0))
+    moved = [(action.act, action.shard) for action in timeline.actions if action.act.lane != "compute"]
+    assert [moved.count((kind, 2)) for kind in (Act.LOAD, Act.EVICT)] == [1, 1]
+    assert moved.count((Act.LOAD, 1)) == 5 + 5 + 1
+    other = simulate(Plan((replace(made, kept=False),), plan.devices, 0.5, 0.5))
     assert timeline.makespan < other.makespan
 
 
 def test_a_resident_task_alone_is_loaded_and_evicted_once() -> None:
     made = task("a", 3, steps=5)
     timeline = simulate(Plan((made,), {"d": 1000}, 1.0, 1.0))
-    assert [action.kind for action in timeline.actions].count(Kind.LOAD) == 3
-    assert [action.kind for action in timeline.actions].count(Kind.EVICT) == 3
+    assert [action.act for action in timeline.actions].count(Act.LOAD) == 3
+    assert [action.act for action in timeline.actions].count(Act.EVICT) == 3
     assert timeline.peak == {"d": made.device_bytes}
 
 
@@ -85,14 +109,14 @@ def test_resident_tasks_share_a_device_that_has_room_for_both() -> None:
     plan = Plan(made, {"d": sum(each.device_bytes for each in made)}, 1.0, 1.0)
     timeline = simulate(plan, "round-robin")
     timeline.validate(plan)
-    assert [action.kind for action in timeline.actions].count(Kind.LOAD) == 2
+    assert [action.act for action in timeline.actions].count(Act.LOAD) == 2
 
 
 def computed(**settings: Any) -> str:
     """What a spilled task of two shards computes: kind, shard, minibatch."""
     made = task("a", 2, resident=False, **settings)
     actions = simulate(Plan((made,), {"d": 99}, 1e9, 1e9)).actions
-    return " ".join(f"{a.kind[0]}{a.shard}{a.step}" for a in actions if a.kind.lane == "compute")
+    return " ".join(f"{a.act[0]}{a.shard}{a.step}" for a in actions if a.act.lane == "compute")
 
 
 @pytest.mark.parametrize(
@@ -132,8 +156,8 @@ devices d
 def test_frozen_weights_are_not_written_back() -> None:
     made = task("a", steps=3, resident=False, weights=100, frozen=100, gradients=0, optimizer=0)
     timeline = simulate(Plan((made,), {"d": 999}, 10.0, 10.0))
-    (load,) = (action for action in timeline.actions if action.kind is Kind.LOAD)
-    (evict,) = (action for action in timeline.actions if action.kind is Kind.EVICT)
+    (load,) = (action for action in timeline.actions if action.act is Act.LOAD)
+    (evict,) = (action for action in timeline.actions if action.act is Act.EVICT)
     assert load.end - load.start == 10.0
     assert evict.end == evict.start == timeline.makespan
 

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hfusion.schedule.actions import Act
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.simulate import simulate
-from hfusion.schedule.timeline import Action, Kind, Timeline, TimelineError
+from hfusion.schedule.timeline import Span, Timeline, TimelineError
 from tests.shards import plans, task
 
 PLAN = Plan((task("a", 2, steps=2), task("b", 2, steps=2, resident=False)), {"d": 25, "e": 20}, 1.0, 1.0)
-LOAD, FORWARD, RECOMPUTE, BACKWARD, STEP, EVALUATE, EVICT = Kind
+LOAD, FORWARD, RECOMPUTE, BACKWARD, STEP, EVALUATE, EVICT = Act
 
 
 @settings(deadline=None, max_examples=50)
@@ -31,11 +32,9 @@ WORDS = st.text("abc0123/:_-", min_size=1)
 TIMES = st.floats(0, 1e300)
 
 
-@given(
-    st.builds(Action, st.sampled_from(Kind), WORDS, st.integers(), st.integers(), WORDS, TIMES, TIMES, st.integers())
-)
-def test_any_action_round_trips(action: Action) -> None:
-    assert Action.parse(str(action)) == action
+@given(st.builds(Span, st.sampled_from(Act), WORDS, st.integers(), st.integers(), WORDS, TIMES, TIMES, st.integers()))
+def test_any_action_round_trips(action: Span) -> None:
+    assert Span.parse(str(action)) == action
 
 
 @pytest.mark.parametrize(
@@ -54,11 +53,11 @@ def test_text_that_is_no_timeline(text: str, message: str) -> None:
 
 def test_numbers() -> None:
     actions = (
-        Action(LOAD, "a", 0, 0, "d", 0.0, 1.0, 10),
-        Action(FORWARD, "a", 0, 0, "d", 1.0, 2.0, 5),
-        Action(BACKWARD, "a", 0, 0, "d", 2.0, 3.0, 7),
-        Action(STEP, "a", 0, 0, "d", 3.0, 4.0, 0),
-        Action(EVICT, "a", 0, 0, "d", 4.0, 9.0, 10),
+        Span(LOAD, "a", 0, 0, "d", 0.0, 1.0, 10),
+        Span(FORWARD, "a", 0, 0, "d", 1.0, 2.0, 5),
+        Span(BACKWARD, "a", 0, 0, "d", 2.0, 3.0, 7),
+        Span(STEP, "a", 0, 0, "d", 3.0, 4.0, 0),
+        Span(EVICT, "a", 0, 0, "d", 4.0, 9.0, 10),
     )
     timeline = Timeline(actions, ("d", "e"), 3.0)
     assert timeline.makespan == 4.0
@@ -66,25 +65,25 @@ def test_numbers() -> None:
     assert timeline.peak == {"d": 17, "e": 0}
 
 
-def nth(kind: Kind, number: int = 0) -> int:
+def nth(kind: Act, number: int = 0) -> int:
     """The position of an action of task b, the spilled one."""
-    found = [n for n, action in enumerate(TIMELINE.actions) if action.kind is kind and action.task == "b"]
+    found = [n for n, action in enumerate(TIMELINE.actions) if action.act is kind and action.task == "b"]
     return found[number]
 
 
 TIMELINE = simulate(PLAN, "fifo")
-Edit = Callable[[list[Action]], object]
+Edit = Callable[[list[Span]], object]
 
 
-def change(kind: Kind, number: int = 0, **values: object) -> Edit:
-    def edit(actions: list[Action]) -> None:
+def change(kind: Act, number: int = 0, **values: object) -> Edit:
+    def edit(actions: list[Span]) -> None:
         place = nth(kind, number)
         actions[place] = replace(actions[place], **values)  # type: ignore[arg-type]
 
     return edit
 
 
-def drop(kind: Kind, number: int = 0) -> Edit:
+def drop(kind: Act, number: int = 0) -> Edit:
     return lambda actions: actions.pop(nth(kind, number))
 
 
@@ -132,7 +131,7 @@ def test_the_step_of_a_clipped_task_needs_the_optimizer_state() -> None:
         replace(timeline, actions=tuple(small)).validate(plan)
 
 
-LARGE = next(n for n, action in enumerate(TIMELINE.actions) if action.kind is EVICT and action.bytes > 1)
+LARGE = next(n for n, action in enumerate(TIMELINE.actions) if action.act is EVICT and action.bytes > 1)
 
 
 def in_pieces(more: int = 0, start: float | None = None) -> Timeline:
@@ -155,7 +154,7 @@ def test_a_shard_may_leave_in_pieces() -> None:
 
 def test_nothing_computes_on_a_shard_of_which_a_piece_has_left() -> None:
     shard = TIMELINE.actions[LARGE].shard, TIMELINE.actions[LARGE].task
-    loads = [a for a in TIMELINE.actions[:LARGE] if a.kind is LOAD and (a.shard, a.task) == shard]
+    loads = [a for a in TIMELINE.actions[:LARGE] if a.act is LOAD and (a.shard, a.task) == shard]
     with pytest.raises(TimelineError, match="is being evicted when this begins"):
         in_pieces(start=loads[-1].end).validate(PLAN)
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.schedule.plan import Direction
+from hfusion.schedule.actions import Act
+from hfusion.schedule.plan import Phase
 from hfusion.schedule.policy import POLICIES
-from hfusion.schedule.timeline import Kind
 from tests import zoo
 from tests.trained import (
     BATCHES,
@@ -65,7 +65,7 @@ def test_every_number_of_shards_gives_the_same_bits(dtype: torch.dtype, count: i
         one, on = task(knotted(dtype), way, batches(dtype)), machine()
         plan = planned([one], on, [count], [mode == "resident"], [mode == "kept"])
         report = assert_same([knotted(dtype)], [one], [by_loop(dtype, way)], on, plan)
-        loads = [action for action in report.timeline.actions if (action.kind, action.shard) == (Kind.LOAD, count - 1)]
+        loads = [action for action in report.timeline.actions if (action.act, action.shard) == (Act.LOAD, count - 1)]
         assert len(loads) == 1 or mode == "spilled"
 
 
@@ -206,7 +206,7 @@ def test_a_frozen_base_moves_once_for_all_members() -> None:
         plan = planned([one], on, [2], [False])
         hf.train([one], on, plan=plan)
         (made,) = plan.tasks
-        return made.in_bytes(Direction.FORWARD, 0)
+        return made.in_bytes(Phase.FORWARD, 0)
 
     frozen = base.weight.nbytes + base.bias.nbytes
     assert moved(4) < moved(1) + frozen

@@ -13,7 +13,7 @@ from hfusion.passes.cost.cost import Line, Step, Storage, Weight
 from hfusion.passes.partition.ahead import _MOST_PLACES, _UNIT_CALLS, Way, _Piece, _pieces, cut_ahead
 from hfusion.passes.partition.runs import Runs
 from hfusion.passes.partition.shard import _shard
-from hfusion.schedule.plan import Direction, TaskPlan
+from hfusion.schedule.plan import Phase, TaskPlan
 from tests.lines import crossing, lines
 
 RATES = Rates(flops=1.0, memory=9.0, load=2.0, evict=3.0, read=1.0, write=1.0, calls=1000.0)
@@ -124,13 +124,13 @@ def test_the_bytes_are_those_of_the_plan(plain: Line, state: float, carried: boo
     plan = TaskPlan("t", tuple(parts), 2, resident=False, accumulate=1 + carried, kept=True)
     last = len(parts) - 1
     for index, piece in enumerate(pieces[:-1]):
-        forward, backward = (plan.held_bytes(way, index) for way in (Direction.FORWARD, Direction.BACKWARD))
+        forward, backward = (plan.held_bytes(way, index) for way in (Phase.FORWARD, Phase.BACKWARD))
         assert (piece.held_forward, piece.held) == (forward, backward)
-        assert piece.runs_forward == forward + plan.extra_bytes(Direction.FORWARD, index)
+        assert piece.runs_forward == forward + plan.extra_bytes(Phase.FORWARD, index)
         assert piece.begins == backward + plan.again_bytes(index)
-        assert piece.runs == backward + plan.extra_bytes(Direction.BACKWARD, index)
+        assert piece.runs == backward + plan.extra_bytes(Phase.BACKWARD, index)
     assert pieces[-1].state == plan.home_bytes(last)
-    turning = (plan.extra_bytes(way, last) for way in (Direction.FORWARD, Direction.BACKWARD))
+    turning = (plan.extra_bytes(way, last) for way in (Phase.FORWARD, Phase.BACKWARD))
     assert pieces[-1].staying().runs == max(turning)
 
 

@@ -1,0 +1,410 @@
+"""The one engine: it decides what each device does, and a worker does it, for real or in numbers.
+
+A device computes one unit while the next shard is loaded beside it (double buffering), and those after that one where
+there is room that nobody before them needs. What comes next is chosen when a unit begins. All decisions are taken in
+one thread, between the ends of actions; nobody takes bytes that are not free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import pairwise
+from typing import Protocol
+
+from hfusion.schedule.actions import Act, Action, Section
+from hfusion.schedule.dispatch import Dispatcher
+from hfusion.schedule.plan import Plan, TaskPlan, Unit
+from hfusion.schedule.policy import Policy
+from hfusion.schedule.task_plan import Turn
+from hfusion.schedule.timeline import Span, Timeline
+
+
+class Ticket(Protocol):
+    """An action that began: once it is ``done``, when it ``started`` and ``ended``, and the ``seconds`` it took."""
+
+    done: bool
+    started: float
+    ended: float
+    seconds: float
+
+
+class Worker(Protocol):
+    """Does what the engine decides. Each lane of a device does one action after the other, as they began."""
+
+    def begin(self, device: int, task: int, unit: Unit, action: Action, after: Sequence[Ticket]) -> Ticket:
+        """Begin an action for a unit, as soon as those of ``after`` have ended."""
+
+    def wait(self) -> Sequence[Ticket]:
+        """Wait until at least one action has ended; those that have. Raises TaskFailed."""
+
+
+class Hooks(Protocol):
+    """Who is told how the run goes on."""
+
+    def ended(self, task: int, unit: Unit) -> None:
+        """All that a unit computes has ended."""
+
+
+class TaskFailed(Exception):
+    """An action of the task numbered ``task`` raised ``__cause__``."""
+
+    def __init__(self, task: int) -> None:
+        super().__init__(task)
+        self.task = task
+
+
+def run(plan: Plan, policy: Policy, worker: Worker) -> Timeline:
+    """Run a plan to its end."""
+    engine = Engine(plan, policy, worker)
+    engine.run()
+    return engine.timeline
+
+
+@dataclass(eq=False)
+class _Held:
+    """A shard on a device, or on its way there: loaded for ``unit``. ``owed``: the evictions that it was spared."""
+
+    load: Action
+    unit: Unit
+    waits: list[Ticket]
+    ticket: Ticket | None = None
+    owed: set[Action] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class _Run:
+    """Where a task stands. ``unit``: the one that began last; ``gone``: the last eviction of each shard."""
+
+    number: int
+    plan: TaskPlan
+    unit: Unit
+    device: _Device | None = None
+    held: dict[int, _Held] = field(default_factory=dict)
+    gone: dict[int, Ticket] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all that is loaded."""
+        return sum(held.load.takes for held in self.held.values())
+
+
+@dataclass(eq=False)
+class _Visit:
+    """A unit that a device runs, or runs next. ``tickets``: of what it computes, from when that begins to its end.
+
+    ``seconds``: of what has ended.
+    """
+
+    run: _Run
+    unit: Unit
+    turn: Turn
+    tickets: dict[Ticket, Action] = field(default_factory=dict)
+    begun: bool = False
+    started: bool = False
+    goes_on: bool = False
+    seconds: float = 0.0
+
+    @property
+    def frees(self) -> int:
+        """Bytes that will be free when it has ended."""
+        return sum(action.frees for action in self.tickets.values())
+
+
+@dataclass(eq=False)
+class _Device:
+    """A device. ``current``: what it runs, ``queued``: what it runs next.
+
+    ``loads``: those that wait for room or for evictions, in order. ``parked``: resident tasks that are loaded there but
+    do not run, oldest first.
+    """
+
+    number: int
+    name: str
+    budget: int
+    taken: int = 0
+    peak: int = 0
+    current: _Visit | None = None
+    queued: _Visit | None = None
+    loads: deque[tuple[_Run, _Held]] = field(default_factory=deque)
+    parked: dict[_Run, None] = field(default_factory=dict)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the queued unit, if it has begun, takes beyond those that the present one frees first."""
+        if self.queued is None or not self.queued.begun:
+            return 0
+        return max(0, self.queued.turn.takes - (0 if self.current is None else self.current.frees))
+
+    def fits(self, size: int) -> bool:
+        return self.taken + self.reserved + size <= self.budget
+
+    def take(self, size: int) -> None:
+        self.taken += size
+        self.note()
+
+    def note(self) -> None:
+        self.peak = max(self.peak, self.taken + self.reserved)
+
+
+class Engine:
+    """One run of a plan."""
+
+    def __init__(self, plan: Plan, policy: Policy, worker: Worker, hooks: Hooks | None = None) -> None:
+        self._plan = plan
+        self._worker = worker
+        self._hooks = hooks
+        self._dispatcher = Dispatcher(plan, policy)
+        self._runs = [_Run(number, task, task.unit(0)) for number, task in enumerate(plan.tasks)]
+        self._devices = [_Device(number, *device) for number, device in enumerate(plan.devices.items())]
+        self._idle: list[int] = []
+        self._begun: dict[Ticket, tuple[_Device, _Run, Unit, Action]] = {}
+        self._spans: list[Span] = []
+
+    def run(self) -> None:
+        """Run everything. Raises TaskFailed."""
+        self._idle = [device.number for device in self._devices]
+        self._wake()
+        while self._begun:
+            for ticket in self._worker.wait():
+                self._end(ticket)
+        if self._dispatcher.left():
+            raise AssertionError(f"nothing runs, but not all has ended: {self._devices}")
+
+    @property
+    def timeline(self) -> Timeline:
+        """What has ended so far."""
+        spans = sorted(self._spans, key=lambda span: span.start)
+        return Timeline(tuple(spans), tuple(self._plan.devices), self._plan.lower_bound)
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """The most bytes that were taken at one time, per device."""
+        return {device.name: device.peak for device in self._devices}
+
+    def done(self, task: int) -> bool:
+        """Whether all units of a task have run and its state is at home."""
+        run = self._runs[task]
+        at_home = not run.held and all(ticket.done for ticket in run.gone.values())
+        return self._dispatcher.next(task) is None and at_home
+
+    def _begin(self, device: _Device, run: _Run, unit: Unit, action: Action, after: Sequence[Ticket]) -> Ticket:
+        ticket = self._worker.begin(device.number, run.number, unit, action, after)
+        self._begun[ticket] = device, run, unit, action
+        return ticket
+
+    def _end(self, ticket: Ticket) -> None:
+        """An action has ended."""
+        device, run, unit, action = self._begun.pop(ticket)
+        size = max(action.takes, action.frees)
+        name = (run.plan.name, action.shard, unit.step, device.name)
+        self._spans.append(Span(action.act, *name, ticket.started, ticket.ended, size))
+        device.taken -= action.frees
+        visit = device.current
+        if action.act.lane == "compute":
+            assert visit is not None
+            visit.seconds += ticket.seconds
+            del visit.tickets[ticket]
+            if not visit.tickets:
+                self._leave_visit(device, visit)
+        self._advance(device)
+        if action.act is Act.EVICT and device.current is not None:
+            self._load_ahead(device, device.current)
+        if run.device is not None and run.device is not device:
+            # It may wait for what has left here.
+            self._advance(run.device)
+
+    def _leave_visit(self, device: _Device, visit: _Visit) -> None:
+        """All that a unit computes has ended: its task waits, unless it goes on here."""
+        self._dispatcher.measured(visit.run.number, visit.unit, visit.seconds)
+        if self._hooks is not None:
+            self._hooks.ended(visit.run.number, visit.unit)
+        if not visit.goes_on:
+            if visit.run.plan.resident and self._dispatcher.next(visit.run.number) is not None:
+                device.parked[visit.run] = None
+                self._make_room(device)
+            self._dispatcher.wait(visit.run.number)
+        device.current = None
+        self._promote(device)
+        if device.current is None:
+            heappush(self._idle, device.number)
+        self._wake()
+
+    def _promote(self, device: _Device) -> None:
+        """What was queued is next."""
+        device.current, device.queued = device.queued, None
+        if device.current is not None and device.current.begun:
+            device.take(device.current.turn.takes)
+
+    def _wake(self) -> None:
+        """Give idle devices, the first first, what fits them."""
+        still = []
+        while self._idle and self._dispatcher.waits():
+            number = heappop(self._idle)
+            if not self._engage(self._devices[number]):
+                still.append(number)
+        for number in still:
+            heappush(self._idle, number)
+
+    def _engage(self, device: _Device) -> bool:
+        """Let an idle device begin a task, if one waits that fits."""
+        chosen = self._dispatcher.choose(device.budget, None)
+        if chosen is not None:
+            self._queue(device, self._runs[chosen])
+            self._advance(device)
+        return chosen is not None
+
+    def _advance(self, device: _Device) -> None:
+        """Begin what can begin by now."""
+        while True:
+            self._load(device)
+            if device.current is None:
+                self._promote(device)
+            visit = device.current
+            if visit is None:
+                return
+            if not visit.begun and self._can_begin(device, visit, visit.turn.takes):
+                device.take(visit.turn.takes)
+                self._compute(device, visit)
+            if visit.started or not visit.begun or not self._there(visit):
+                break
+            self._start(device, visit)
+        queued = device.queued
+        if queued is not None and not queued.begun and visit.started:
+            more = max(0, queued.turn.takes - visit.frees)
+            if self._can_begin(device, queued, more):
+                self._compute(device, queued)
+                device.note()
+
+    def _there(self, visit: _Visit) -> bool:
+        """Whether all that a unit needs is loaded, so that it runs."""
+        ticket = visit.run.held[visit.unit.shard].ticket
+        return ticket is not None and ticket.done
+
+    def _can_begin(self, device: _Device, visit: _Visit, size: int) -> bool:
+        """Whether a unit's shard is there, or on its way, and the bytes that it takes are free."""
+        return visit.run.held[visit.unit.shard].ticket is not None and device.fits(size)
+
+    def _compute(self, device: _Device, visit: _Visit) -> None:
+        visit.begun = True
+        ticket = visit.run.held[visit.unit.shard].ticket
+        after = [] if ticket is None or ticket.done else [ticket]
+        for action in visit.turn.computes:
+            visit.tickets[self._begin(device, visit.run, visit.unit, action, after)] = action
+
+    def _start(self, device: _Device, visit: _Visit) -> None:
+        """A unit runs: choose what comes after it, and what stays loaded."""
+        visit.started, run = True, visit.run
+        run.unit = self._dispatcher.begin(run.number)
+        after = self._dispatcher.next(run.number)
+        chosen = self._dispatcher.choose(device.budget, run.number)
+        visit.goes_on = chosen == run.number and after is not None
+        held = run.held[visit.unit.shard]
+        held.owed.add(visit.turn.evict)
+        if after is None or not (visit.goes_on or run.plan.resident):
+            self._leave(device, run)
+        elif visit.turn.ends and not self._reuses(device, run, visit.unit, after, held):
+            self._evict(device, run, visit.unit.shard)
+        if chosen is not None:
+            self._queue(device, self._runs[chosen])
+            self._load(device)
+            self._load_ahead(device, visit)
+
+    def _reuses(self, device: _Device, run: _Run, before: Unit, after: Unit, held: _Held) -> bool:
+        """Whether what is loaded for a unit is all that the next one needs, and can stay until that is evicted."""
+        turn = run.plan.turn(after)
+        if before.shard != after.shard or turn.load is None:
+            return before.shard == after.shard
+        return turn.load.sections <= held.load.sections and held.load.takes + turn.beside <= device.budget
+
+    def _queue(self, device: _Device, run: _Run) -> None:
+        """Let a task's next unit come next on a device, and load what it needs as early as that can be."""
+        unit = self._dispatcher.next(run.number)
+        assert unit is not None
+        device.queued = visit = _Visit(run, unit, run.plan.turn(unit))
+        moved = run.device is not device
+        if moved and run.device is not None:
+            self._leave(run.device, run)
+        run.device = device
+        device.parked.pop(run, None)
+        waits = run.gone.keys() if moved else visit.turn.waits
+        loads = [visit.turn.load, *run.plan.pins.values()]
+        for load in sorted(filter(None, loads), key=lambda load: load.shard != unit.shard):
+            if load.shard not in run.held:
+                run.held[load.shard] = held = _Held(load, unit, self._leaving(run, waits))
+                device.loads.append((run, held))
+        self._make_room(device)
+
+    def _leaving(self, run: _Run, shards: Iterable[int]) -> list[Ticket]:
+        """The evictions of ``shards`` that have not ended."""
+        return [run.gone[shard] for shard in shards if shard in run.gone and not run.gone[shard].done]
+
+    def _load(self, device: _Device) -> None:
+        """Begin to load, in order, what waits for nothing any longer."""
+        while device.loads:
+            run, held = device.loads[0]
+            if not all(ticket.done for ticket in held.waits) or not device.fits(held.load.takes):
+                return
+            device.loads.popleft()
+            self._begin_load(device, run, held)
+
+    def _begin_load(self, device: _Device, run: _Run, held: _Held) -> None:
+        device.take(held.load.takes)
+        held.ticket = self._begin(device, run, held.unit, held.load, ())
+
+    def _load_ahead(self, device: _Device, visit: _Visit) -> None:
+        """Load for the units after the queued one, too, as far as there is room that nobody before them will need."""
+        run, extra, between = visit.run, visit.turn.extra, {visit.unit.shard}
+        if not visit.goes_on or run.plan.resident:
+            return
+        parked = sum(each.size for each in device.parked)
+        for before, after in pairwise(self._dispatcher.rest(run.number)):
+            turn = run.plan.turn(after)
+            extra = max(extra, run.plan.turn(before).extra, turn.extra)
+            between.add(before.shard)
+            if len(between) == len(run.plan.shards):
+                return
+            held = run.held.get(after.shard)
+            if turn.load is None or (held is not None and held.unit == after):
+                continue
+            if held is not None:
+                if self._reuses(device, run, before, after, held):
+                    continue
+                return
+            waits = between & turn.waits or self._leaving(run, turn.waits) or device.loads
+            size = turn.load.takes
+            if waits or run.size + parked + size + extra > device.budget or not device.fits(size):
+                return
+            run.held[after.shard] = held = _Held(turn.load, after, [])
+            self._begin_load(device, run, held)
+
+    def _make_room(self, device: _Device) -> None:
+        """Let parked tasks leave, the oldest first, until what the next unit's task holds and takes will fit."""
+        if device.queued is None:
+            return
+        size = device.queued.run.size + device.queued.turn.extra
+        while device.parked and sum(run.size for run in device.parked) + size > device.budget:
+            self._leave(device, next(iter(device.parked)))
+
+    def _leave(self, device: _Device, run: _Run) -> None:
+        """Evict all that a task has on a device."""
+        device.parked.pop(run, None)
+        for shard in [*run.held]:
+            self._evict(device, run, shard, leaves=True)
+        run.device = None
+
+    def _evict(self, device: _Device, run: _Run, shard: int, *, leaves: bool = False) -> None:
+        """Evict a shard once it is used no longer; ``leaves``: and what its task has on the device beside shards."""
+        held = run.held.pop(shard)
+        if held.ticket is None:
+            device.loads.remove((run, held))
+            return
+        running = device.current.tickets if device.current is not None and device.current.run is run else ()
+        after = [ticket for ticket in (held.ticket, *running) if not ticket.done]
+        sections = held.load.sections | ({Section.SAVED} if leaves else set())
+        size = held.load.takes
+        moves = min(size, sum(action.moves for action in held.owed))
+        action = Action(Act.EVICT, shard, sections, frees=size, moves=moves)
+        run.gone[shard] = self._begin(device, run, run.unit, action, after)
