@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.export import capture
-from hfusion.capture.patched import Patch, methods, patched
-from hfusion.capture.recorded import Island
+from hfusion.capture.intercept import Island, Method, intercepted, islands
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import fixed
 
@@ -25,7 +23,7 @@ def closing(
     """What fixes one of the ``dims`` of the leaves while forward is traced with them open, each with the reason."""
     watch = _Watch()
     # Of interest is what was met before.
-    with patched(watch.patches(model)), suppress(FusionError):
+    with intercepted(model, islands(model), watch.call), suppress(FusionError):
         capture(model, args, kwargs, varying=False, dims=dims)
     return watch.found or {Island(""): _why("a size that varies")}
 
@@ -39,31 +37,23 @@ class _Watch:
     found: dict[Island, str] = field(default_factory=dict)
     inside: list[Island] = field(default_factory=list)
 
-    def patches(self, model: nn.Module) -> Iterator[Patch]:
-        for path, module in model.named_modules():
-            for name in methods(type(module)):
-                yield module, name, self.watched(Island(path, name), getattr(module, name))
-
-    def watched(self, island: Island, original: Any) -> Any:
-        @functools.wraps(original)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            if self.inside:
-                self._look(self.inside[-1])
-            else:
-                self._begin((args, kwargs))
-            self.inside.append(island)
-            try:
-                result = original(*args, **kwargs)
-                self._look(island)
-            except Exception:
-                if self.sizes and not self.found:
-                    self.found[island] = _why("a size that varies")
-                raise
-            finally:
-                self.inside.pop()
-            return result
-
-        return method
+    def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of ``method``, before and after which sizes are looked at."""
+        if self.inside:
+            self._look(self.inside[-1])
+        else:
+            self._begin((args, kwargs))
+        self.inside.append(method.island)
+        try:
+            result = method.original(*args, **kwargs)
+            self._look(method.island)
+        except Exception:
+            if self.sizes and not self.found:
+                self.found[method.island] = _why("a size that varies")
+            raise
+        finally:
+            self.inside.pop()
+        return result
 
     def _begin(self, arguments: Any) -> None:
         inputs = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]

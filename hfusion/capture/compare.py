@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.capture.patched import is_patch
+from hfusion.capture.intercept import is_intercepted
 from hfusion.core.errors import FusionError
 
 # The references of nn.RNNBase to its own parameters are renewed by its forward.
@@ -303,7 +303,7 @@ def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> 
         f"{path}.{name}".strip("."): reader.read(value, f"{path}.{name}")
         for path, module in model.named_modules(remove_duplicate=False)
         for name, value in vars(module).items()
-        if name not in (_OF_GRAPH if isinstance(module, fx.GraphModule) else _OWN) and not is_patch(value)
+        if name not in (_OF_GRAPH if isinstance(module, fx.GraphModule) else _OWN) and not is_intercepted(value)
     }
 
 

@@ -27,6 +27,7 @@ from hfusion.capture.kept import restored
 from hfusion.capture.lengths import open_lengths
 from hfusion.capture.memo import rehearse
 from hfusion.capture.rehearse import ALIKE, Outcome, difference, run_graph, runnable, twin
+from hfusion.core.copies import contiguous_aliases
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.guards import Guards
@@ -109,7 +110,7 @@ def _check_faithful(
     found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], real: Outcome
 ) -> None:
     """Raise a FusionError where the graph does not give what the code gave: tracing loses what it does not see."""
-    args, kwargs = _aliases((args, dict(kwargs)))
+    args, kwargs = contiguous_aliases((args, dict(kwargs)))
     try:
         ours = run_graph(found, twin(module), args, kwargs)
     except RuntimeError as error:
@@ -146,7 +147,8 @@ def _export(
     with quiet(), torch.enable_grad(), _no_autocast(args, kwargs), _counted_parts():
         failures = []
         for attempt in attempts:
-            args, kwargs = _aliases((args, dict(kwargs)))
+            # A failed export leaves marks of varying dims on its inputs; and programs serve tensors of any strides.
+            args, kwargs = contiguous_aliases((args, dict(kwargs)))
             try:
                 shapes = _varying(module, args, kwargs, attempt) if attempt.first or any(attempt.dims) else None
                 with restored(module), open_lengths(), assigned_as_writes(module), told_here_only():
@@ -189,14 +191,6 @@ def _counting(node: pytree.NodeDef) -> pytree.FlattenWithKeysFunc:
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
-
-
-def _aliases(arguments: Any) -> Any:
-    """The arguments in other tensor objects: a failed export leaves marks of varying dims on its inputs.
-
-    Contiguous, as programs serve tensors of any strides.
-    """
-    return pytree.tree_map_only(Tensor, lambda x: x.detach().contiguous().requires_grad_(x.requires_grad), arguments)
 
 
 def _varying(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opened: _Open) -> Any:

@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.compare import contents, tensors
 from hfusion.capture.export import capture
 from hfusion.capture.fitness import ARGUMENTS, Fitness
+from hfusion.capture.intercept import WHOLE, Island
 from hfusion.capture.opaque import opaque
-from hfusion.capture.recorded import WHOLE, Island, Records
+from hfusion.capture.recorded import Records
 from hfusion.capture.survey import survey
 from hfusion.core.errors import FusionError
 

@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.addresses import fills_memory
 from hfusion.capture.compare import contents, tensors
 from hfusion.capture.foretell import foretold
-from hfusion.capture.recorded import WHOLE, Island, Recorded, Records, tensors_in
+from hfusion.capture.intercept import WHOLE, Island
+from hfusion.capture.recorded import Recorded, Records, tensors_in
 from hfusion.core.errors import FusionError
 
 # What a call that runs per member may take and give beside tensors: values that are the same for all members.

@@ -15,7 +15,8 @@ from hfusion.capture.own_code import Follows, Result
 from hfusion.core.errors import FusionError
 
 if TYPE_CHECKING:
-    from hfusion.capture.recorded import Island, Recorded
+    from hfusion.capture.intercept import Island
+    from hfusion.capture.recorded import Recorded
 
 
 def other_sizes(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.patched import is_patch
+from hfusion.capture.intercept import is_intercepted
 from hfusion.core.fingerprint import names_in
 
 # Packages whose own variables are no state of a model.
@@ -150,7 +150,7 @@ def _remember(value: Any, undo: list[Callable[[], object]], met: dict[int, Any],
     while waiting:
         item = waiting.pop()
         # What stands in for a submodule notes its calls, which are no state of the model.
-        if id(item) in met or isinstance(item, _ATOMS) or is_patch(item):
+        if id(item) in met or isinstance(item, _ATOMS) or is_intercepted(item):
             continue
         met[id(item)] = item
         if isinstance(item, torch.Generator):

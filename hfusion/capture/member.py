@@ -12,9 +12,10 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.closing import closing
 from hfusion.capture.export import capture
 from hfusion.capture.fallback import culprits
+from hfusion.capture.intercept import WHOLE, Island
 from hfusion.capture.opaque import opaque
 from hfusion.capture.own_code import OpaqueCall
-from hfusion.capture.recorded import WHOLE, Island, record
+from hfusion.capture.recorded import record
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture
 

@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from hfusion.capture.compare import contents, tensors
 from hfusion.capture.kept import restored, variables
-from hfusion.capture.rehearse import EQUAL, Outcome, changed_modes, copied, difference, run, twin
+from hfusion.capture.rehearse import EQUAL, Outcome, changed_modes, difference, run, twin
+from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 
 REMEDY = (
@@ -214,11 +215,11 @@ def _run_kept(member: nn.Module, call: Any, names: str) -> Outcome:
 
 def _others(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     call = (args, dict(kwargs))
-    yield "other inputs", pytree.tree_map_only(Tensor, _moved, copied(call))
+    yield "other inputs", pytree.tree_map_only(Tensor, _moved, copies(call))
     inputs = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
     sizes = sorted({size for x in inputs for size in x.shape if size > 1})
     for size in sizes[:MOST_SIZES]:
-        yield f"size {(size + 1) // 2} in place of {size}", pytree.tree_map_only(Tensor, _shortener(size), copied(call))
+        yield f"size {(size + 1) // 2} in place of {size}", pytree.tree_map_only(Tensor, _shortener(size), copies(call))
 
 
 def _moved(x: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from hfusion.capture.compare import tensors
 from hfusion.capture.foretell import foretold
+from hfusion.capture.intercept import Island, Method, intercepted
 from hfusion.capture.own_code import SIZE, TENSOR, OpaqueCall, Result, calls, run
-from hfusion.capture.patched import Patch, patched
-from hfusion.capture.recorded import Island, Recorded, Records
+from hfusion.capture.recorded import Recorded, Records
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import fixed as fixed_size
 from hfusion.core.layout import Layout
@@ -57,38 +56,27 @@ def opaque(
     traced, by default that of the whole forward.
     """
     met: list[OpaqueCall] = []
+    seen = {
+        island: itertools.cycle(records.sightings(top or records.top, island, culprits.keys())) for island in culprits
+    }
+    stubs: dict[Island, _Stub] = {}
 
-    def stubs() -> Iterator[Patch]:
-        for island, why in culprits.items():
-            module = model.get_submodule(island.path)
-            seen = itertools.cycle(records.sightings(top or records.top, island, culprits.keys()))
-            stub = _Stub(module, island, why, seen, records.changed, members, met)
-            yield module, island.method, _traced(getattr(module, island.method), stub)
+    def trace(method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        island = method.island
+        if island not in stubs:
+            stubs[island] = _Stub(method, culprits[island], seen[island], records.changed, members, met)
+        return stubs[island].trace(args, kwargs)
 
-    with patched(stubs()):
+    with intercepted(model, culprits, trace):
         yield met
 
 
 def stand_in(
-    module: nn.Module,
-    island: Island,
-    why: str,
-    record: Recorded,
-    changed: frozenset[str],
-    model: nn.Module,
-    met: list[OpaqueCall],
+    method: Method, why: str, record: Recorded, changed: frozenset[str], model: nn.Module, met: list[OpaqueCall]
 ) -> Callable[..., Any]:
-    """What traces as one call of ``island`` that gives what ``record`` did, for these sizes; ``met`` keeps it alive."""
-    stub = _Stub(module, island, why, iter([(record, [])]), changed, [model], met)
+    """What traces as one call of ``method`` that gives what ``record`` did, for these sizes; ``met`` keeps it alive."""
+    stub = _Stub(method, why, iter([(record, [])]), changed, [model], met)
     return lambda *args, **kwargs: stub.trace(args, kwargs)
-
-
-def _traced(original: Any, stub: _Stub) -> Any:
-    @functools.wraps(original)
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        return stub.trace(args, kwargs)
-
-    return traced
 
 
 class _Stub:
@@ -96,15 +84,15 @@ class _Stub:
 
     def __init__(
         self,
-        module: nn.Module,
-        island: Island,
+        method: Method,
         why: str,
         seen: Iterator[tuple[Recorded, list[Recorded] | None]],
         changed: frozenset[str],
         members: Sequence[nn.Module],
         met: list[OpaqueCall],
     ) -> None:
-        self._module, self._island, self._why, self._seen, self._met = module, island, why, seen, met
+        island = method.island
+        self._module, self._island, self._why, self._seen, self._met = method.module, island, why, seen, met
         prefix = f"{island.path}." if island.path else ""
         self._changed = frozenset(name.removeprefix(prefix) for name in changed if name.startswith(prefix))
         self._bodies = tuple(member.get_submodule(island.path) for member in members)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -18,27 +17,12 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.addresses import Watch
 from hfusion.capture.compare import tensors
 from hfusion.capture.foretell import other_sizes
+from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.kept import restored
 from hfusion.capture.memo import rehearse
-from hfusion.capture.patched import Patch, methods, patched
-from hfusion.capture.rehearse import copied, twin
+from hfusion.capture.rehearse import twin
+from hfusion.core.copies import copies
 from hfusion.device.backend import random_states_kept
-
-
-@dataclass(frozen=True)
-class Island:
-    """What may run as the members' own code: a method of a submodule."""
-
-    path: str
-    method: str = "forward"
-
-    def __str__(self) -> str:
-        if self.method == "forward":
-            return self.path or "forward"
-        return f"{self.path}.{self.method}()" if self.path else f"{self.method}()"
-
-
-WHOLE = Island("")
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,8 +156,8 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mod
     versions = {name: tensor._version for name, tensor in own.items()}
     recorder = _Recorder()
     with restored(model), _random_kept(), torch.enable_grad(), _no_autocast(args, kwargs):
-        args, kwargs = copied((args, dict(kwargs)))
-        with patched(_watched(member, recorder)), Watch(recorder.address):
+        args, kwargs = copies((args, dict(kwargs)))
+        with intercepted(member, islands(member), recorder.call), Watch(recorder.address):
             member(*args, **kwargs)
     after, originals = dict(tensors(member)), dict(tensors(model))
     changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
@@ -211,12 +195,6 @@ def tensors_in(values: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _watched(model: nn.Module, recorder: _Recorder) -> Iterator[Patch]:
-    for path, module in model.named_modules():
-        for name in methods(type(module)):
-            yield module, name, recorder.watched(Island(path, name), module, getattr(module, name))
-
-
 @dataclass
 class _Recorder:
     """Notes calls; ``open`` are the numbers of those that have begun and not ended, ``failed`` what raised errors.
@@ -236,14 +214,9 @@ class _Recorder:
         if not self.noting:
             self.addressing.update(self.open)
 
-    def watched(self, island: Island, module: nn.Module, original: Any) -> Any:
-        @functools.wraps(original)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return self._call(island, module, original, args, kwargs)
-
-        return method
-
-    def _call(self, island: Island, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
+    def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note a call of ``method``, which is made."""
+        island, module, original = method.island, method.module, method.original
         given = tensors_in((args, kwargs))
         # What is inside torch.func's transforms means nothing outside.
         if any(map(is_functorch_wrapped_tensor, given)):

@@ -16,7 +16,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.compare import tensors
-from hfusion.capture.patched import is_patch
+from hfusion.capture.intercept import is_intercepted
+from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture, Kind
 from hfusion.core.silence import quiet
@@ -45,7 +46,7 @@ class Outcome:
 
 def runnable(module: nn.Module) -> bool:
     """Whether ``module`` has values and its own code, which a submodule that is left out of a capture has not."""
-    stubs = any(is_patch(value) for part in module.modules() for value in vars(part).values())
+    stubs = any(is_intercepted(value) for part in module.modules() for value in vars(part).values())
     return not stubs and not any(tensor.is_meta for _, tensor in tensors(module))
 
 
@@ -69,7 +70,7 @@ def changed_modes(before: nn.Module, after: nn.Module) -> dict[str, bool]:
 
 def run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
     """One call of ``module`` and its backward. Arguments and random numbers stay as they were."""
-    args, kwargs = copied((args, dict(kwargs)))
+    args, kwargs = copies((args, dict(kwargs)))
     leaves = _leaves(module, (args, kwargs))
     with _apart(module):
         outputs = pytree.tree_leaves(module(*args, **kwargs))
@@ -78,7 +79,7 @@ def run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 def run_graph(found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
     """The same of a graph that was captured of ``module``."""
-    args, kwargs = copied((args, dict(kwargs)))
+    args, kwargs = copies((args, dict(kwargs)))
     leaves = _leaves(module, (args, kwargs))
     given = pytree.tree_leaves((args, kwargs), is_leaf=lambda leaf: leaf is None)
     held = dict(tensors(module)) | found.constants
@@ -86,10 +87,6 @@ def run_graph(found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: 
     with _apart(module):
         outputs = fx.Interpreter(fx.GraphModule(nn.Module(), found.graph)).run(*values)
         return _outcome(list(outputs), leaves, dict(tensors(module)))
-
-
-def copied(values: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), values)
 
 
 @contextmanager

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hfusion.capture.intercept import Island, Method, intercepted
 from hfusion.device.backend import random_states_kept
 
 _active = threading.local()
@@ -57,21 +57,17 @@ def seeded(call: int | None, member: int) -> Iterator[None]:
             _active.count = call + 1
 
 
-def repeat(model: nn.Module, methods: Sequence[tuple[str, str]], member: int) -> None:
-    """Let ``methods`` of ``model``, pairs of a module's path and a name, run as the array runs them for ``member``."""
-    for path, name in dict.fromkeys(methods):
-        module = model.get_submodule(path)
-        vars(module)[name] = _repeated(getattr(module, name), member)
+@contextmanager
+def repeating(model: nn.Module, islands: Iterable[Island], member: int) -> Iterator[None]:
+    """While active, ``islands`` of ``model`` run as the array runs them for ``member``."""
 
-
-def _repeated(original: Any, member: int) -> Any:
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        call = next_call()
-        if call is None:
-            return original(*args, **kwargs)
+    def call(method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number = next_call()
+        if number is None:
+            return method.original(*args, **kwargs)
         # Not to be told what to draw, as the rest of the member is.
-        with _disable_current_modes(), seeded(call, member):
-            return original(*args, **kwargs)
+        with _disable_current_modes(), seeded(number, member):
+            return method.original(*args, **kwargs)
 
-    return method
+    with intercepted(model, dict.fromkeys(islands), call):
+        yield

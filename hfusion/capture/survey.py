@@ -6,9 +6,8 @@ Where one raises, what it gave in a real run stands in for it, and the trace goe
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -16,10 +15,10 @@ from torch import nn
 
 from hfusion.capture.export import capture, reason
 from hfusion.capture.fitness import Fitness
+from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.opaque import opaque, stand_in
 from hfusion.capture.own_code import OpaqueCall
-from hfusion.capture.patched import Patch, methods, patched
-from hfusion.capture.recorded import WHOLE, Island, Recorded, Records
+from hfusion.capture.recorded import Recorded, Records
 from hfusion.core.errors import FusionError
 
 
@@ -29,10 +28,11 @@ def survey(model: nn.Module, records: Records, stubs: Mapping[Island, str], fitn
     Of calls in one another it is the innermost that can run by itself.
     """
     twin = copy.deepcopy(model)
-    trace = _Trace(twin, records, stubs, fitness)
+    trace = _Trace(twin, records, fitness)
     call = records.top
+    others = [island for island in islands(twin) if island not in stubs]
     # Of interest is what was met on the way.
-    with opaque(twin, stubs, records, [twin]), patched(trace.patches()), suppress(FusionError):
+    with opaque(twin, stubs, records, [twin]), intercepted(twin, others, trace.call), suppress(FusionError):
         capture(twin, call.args, call.kwargs, varying=False)
     return trace.found
 
@@ -40,9 +40,9 @@ def survey(model: nn.Module, records: Records, stubs: Mapping[Island, str], fitn
 class _Trace:
     """``found`` is what raised so far; ``open`` are the recorded calls that the trace is in, None for others."""
 
-    def __init__(self, model: nn.Module, records: Records, stubs: Mapping[Island, str], fitness: Fitness) -> None:
+    def __init__(self, model: nn.Module, records: Records, fitness: Fitness) -> None:
         self.found: dict[Island, str] = {}
-        self._model, self._records, self._stubs, self._fitness = model, records, stubs, fitness
+        self._model, self._records, self._fitness = model, records, fitness
         self._open: list[Recorded | None] = []
         self._begun: Counter[tuple[int, Island]] = Counter()
         self._inside: dict[tuple[int, Island], list[Recorded]] = defaultdict(list)
@@ -51,33 +51,24 @@ class _Trace:
             if call.inside:
                 self._inside[call.inside[-1], call.island].append(call)
 
-    def patches(self) -> Iterator[Patch]:
-        for path, module in self._model.named_modules():
-            for name in methods(type(module)):
-                island = Island(path, name)
-                if island not in self._stubs:
-                    yield module, name, self._watched(module, island, getattr(module, name))
-
-    def _watched(self, module: nn.Module, island: Island, original: Any) -> Any:
-        @functools.wraps(original)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            record = self._next(island)
-            self._open.append(record)
-            try:
-                return original(*args, **kwargs)
-            except Exception as error:
-                why = reason(error)
-                if record is None or record is self._records.top or self._fitness.unfit(island) is not None:
-                    if island == WHOLE:
-                        self.found[WHOLE] = why
-                    raise
-                self.found.setdefault(island, why)
-            finally:
-                self._open.pop()
-            call = stand_in(module, island, why, record, self._records.changed, self._model, self._met)
-            return call(*args, **kwargs)
-
-        return method
+    def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of ``method``, or what stands in for it where it raises."""
+        island = method.island
+        record = self._next(island)
+        self._open.append(record)
+        try:
+            return method.original(*args, **kwargs)
+        except Exception as error:
+            why = reason(error)
+            if record is None or record is self._records.top or self._fitness.unfit(island) is not None:
+                if island == WHOLE:
+                    self.found[WHOLE] = why
+                raise
+            self.found.setdefault(island, why)
+        finally:
+            self._open.pop()
+        call = stand_in(method, why, record, self._records.changed, self._model, self._met)
+        return call(*args, **kwargs)
 
     def _next(self, island: Island) -> Recorded | None:
         """The recorded call that the one of ``island`` that begins now is: by its place in the call around it."""

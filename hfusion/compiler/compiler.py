@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from hfusion.capture.intercept import WHOLE, Island
 from hfusion.capture.member import Member, Sizes, capture_member
 from hfusion.capture.opaque import RULES as OPAQUE_RULES
 from hfusion.capture.own_code import OpaqueCall, OtherSizes
-from hfusion.capture.recorded import WHOLE, Island
 from hfusion.compiler.sandbox import apart
 from hfusion.compiler.unbatchable import module_path, unbatchable
 from hfusion.core.calls import StackedInput, is_stacked

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from hfusion.capture.recorded import Island
+from hfusion.capture.intercept import Island
 from hfusion.core.layout import Layout
 from hfusion.ops.rule import RuleTable
 from hfusion.passes.candidates import Result, Unbatchable, candidates, result

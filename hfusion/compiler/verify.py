@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.compare import tensors
-from hfusion.capture.repeat import repeat, repeatable
+from hfusion.capture.intercept import Island
+from hfusion.capture.repeat import repeatable, repeating
 from hfusion.compiler.bisect import first_difference
 from hfusion.compiler.compiler import Arguments, Compiled
 from hfusion.compiler.replay import Replay, Unmatched
-from hfusion.compiler.sandbox import copies, without_trace
+from hfusion.compiler.sandbox import without_trace
 from hfusion.compiler.shorten import shortened
 from hfusion.core.calls import StackedInput
+from hfusion.core.copies import copies_in_like_memory
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Kind
 from hfusion.core.random import recording
@@ -179,7 +181,7 @@ def _mapped(arguments: Arguments, fn: Callable[[Any], Any]) -> Arguments:
 def _copied(arguments: Arguments) -> Arguments:
     """The same in memory of its own: what runs on it leaves no trace."""
     tensors = [value for value in arguments.values if isinstance(value, Tensor)]
-    own = iter(copies(tensors))
+    own = iter(copies_in_like_memory(tensors))
     return _mapped(arguments, lambda value: next(own) if isinstance(value, Tensor) else value)
 
 
@@ -281,10 +283,11 @@ def _member_outcome(subject: Subject, member: int, draws: Sequence[Tensor], pert
     model = subject.around(member, leaves)
     args, kwargs = _copied(subject.arguments).of_member(member)
     replay = Replay(draws, member)
-    repeat(model, [(call.place, call.method) for call in subject.compiled.opaque], member)
-    with replay.forward(), repeatable():
-        outputs = pytree.tree_leaves(model(*args, **kwargs))
-    return _outcome(outputs, dict(tensors(model)), None, replay.backward())
+    islands = [Island(call.place, call.method) for call in subject.compiled.opaque]
+    with repeating(model, islands, member):
+        with replay.forward(), repeatable():
+            outputs = pytree.tree_leaves(model(*args, **kwargs))
+        return _outcome(outputs, dict(tensors(model)), None, replay.backward())
 
 
 def _repeats(subject: Subject, member: int) -> bool:

@@ -1,0 +1,96 @@
+"""Methods of modules that are called through something else for a while: the one place that changes a module's code."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import nn
+
+_STANDARD = frozenset(vars(nn.Module)) - {"forward"}
+_MARK = "hfusion_intercepted"
+
+
+@dataclass(frozen=True)
+class Island:
+    """What may run as the members' own code: a method of a submodule."""
+
+    path: str
+    method: str = "forward"
+
+    def __str__(self) -> str:
+        if self.method == "forward":
+            return self.path or "forward"
+        return f"{self.path}.{self.method}()" if self.path else f"{self.method}()"
+
+
+WHOLE = Island("")
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """A module's method, and the ``island`` that it is in the model."""
+
+    island: Island
+    module: nn.Module
+    original: Callable[..., Any]
+
+
+# What is called in place of a method: with the method, its arguments and keyword arguments.
+Handler: TypeAlias = Callable[[Method, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@contextmanager
+def intercepted(model: nn.Module, islands: Iterable[Island], handle: Handler) -> Iterator[None]:
+    """While active, ``handle`` is called in place of these methods of ``model``; afterwards they are as before."""
+    before: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for island in islands:
+            module = model.get_submodule(island.path)
+            method = Method(island, module, getattr(module, island.method))
+            before.append((module, island.method, vars(module).get(island.method)))
+            vars(module)[island.method] = _through(handle, method)
+        yield
+    finally:
+        for module, name, own in reversed(before):
+            if own is None:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = own
+
+
+def _through(handle: Handler, method: Method) -> Callable[..., Any]:
+    @functools.wraps(method.original)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return handle(method, args, kwargs)
+
+    setattr(called, _MARK, True)
+    return called
+
+
+def is_intercepted(value: Any) -> bool:
+    """Whether an attribute of a module is a method that `intercepted` put there."""
+    return hasattr(value, _MARK)
+
+
+def islands(model: nn.Module) -> Iterator[Island]:
+    """The methods of ``model`` and its submodules that compute: forward, and what a class's author wrote beside it."""
+    for path, module in model.named_modules():
+        yield from (Island(path, name) for name in _methods(type(module)))
+
+
+def _methods(kind: type) -> list[str]:
+    found = []
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        of_torch = base.__module__ == "torch" or base.__module__.startswith("torch.")
+        for name, value in vars(base).items():
+            own = not of_torch and not name.startswith("__") and name not in _STANDARD
+            plain = isinstance(value, types.FunctionType) and not inspect.isgeneratorfunction(value)
+            if name not in found and plain and (own or name == "forward"):
+                found.append(name)
+    return found

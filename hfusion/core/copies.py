@@ -1,0 +1,74 @@
+"""Copies of what a module is called with, so that a run of other people's code leaves no trace on it.
+
+Each does what its users need, and no more: `copies` for runs that only write, `contiguous_aliases` for tracers, which
+write nothing but leave marks, `copies_in_like_memory` where the code may see which tensors share memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+def copies(values: Any) -> Any:
+    """Nested ``values`` with each tensor a leaf in memory of its own, which needs a gradient if the original does."""
+    return pytree.tree_map_only(Tensor, lambda x: _like(x.detach().clone(), x), values)
+
+
+def contiguous_aliases(values: Any) -> Any:
+    """Nested ``values`` with each tensor as another object, contiguous, in the same memory where it was contiguous."""
+    return pytree.tree_map_only(Tensor, lambda x: _like(x.detach().contiguous(), x), values)
+
+
+def copies_in_like_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies with the same strides, dtypes and need of a gradient; what shared memory shares memory again."""
+    plain = [k for k, tensor in enumerate(tensors) if _strided(tensor)]
+    found = dict(zip(plain, _copied_memory([tensors[k] for k in plain]), strict=True))
+    rows = [found[k] if k in found else tensor.detach().clone() for k, tensor in enumerate(tensors)]
+    once: dict[int, Tensor] = {}
+    return [once.setdefault(id(t), _like(copy, t)) for copy, t in zip(rows, tensors, strict=True)]
+
+
+def _strided(tensor: Tensor) -> bool:
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.numel() > 0
+    return plain and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _like(copy: Tensor, tensor: Tensor) -> Tensor:
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def _copied_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Every stretch of memory that tensors lie in is copied once; not the whole storage, which may be a data set."""
+    spans = [_span(tensor) for tensor in tensors]
+    copied: dict[int, Tensor] = {}
+    group: list[int] = []
+    for k in sorted(range(len(tensors)), key=lambda k: (spans[k][0], spans[k][1])):
+        if group and (spans[group[0]][0] != spans[k][0] or spans[k][1] >= max(spans[g][2] for g in group)):
+            copied |= _copied_stretch(tensors, spans, group)
+            group = []
+        group.append(k)
+    copied |= _copied_stretch(tensors, spans, group)
+    return [copied[k] for k in range(len(tensors))]
+
+
+def _span(tensor: Tensor) -> tuple[tuple[int, str], int, int]:
+    """The storage (and dtype) of a tensor, and where in it, in elements, it begins and ends."""
+    last = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+    start = int(tensor.storage_offset())
+    return (tensor.untyped_storage()._cdata, str(tensor.dtype)), start, start + last + 1
+
+
+def _copied_stretch(
+    tensors: Sequence[Tensor], spans: Sequence[tuple[tuple[int, str], int, int]], group: Sequence[int]
+) -> dict[int, Tensor]:
+    if not group:
+        return {}
+    start, end = spans[group[0]][1], max(spans[k][2] for k in group)
+    first = tensors[group[0]].detach()
+    memory = first.as_strided((end - start,), (1,), start).clone()
+    return {k: memory.as_strided(tensors[k].shape, tensors[k].stride(), spans[k][1] - start) for k in group}
