@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import hfusion as hf
 from hfusion.capture import own_code
-from hfusion.compiler.report import Part
+from hfusion.compiler.report import ProgramReport
 from hfusion.core.calls import is_stacked
 from hfusion.passes.islands import OPAQUE
 
@@ -53,7 +53,7 @@ def net(forward: Callable[..., Any], prepare: Callable[[nn.Module], None] = lamb
     return type("Net", (nn.Module,), {"__init__": init, "forward": forward})
 
 
-def looped(part: Part) -> set[str]:
+def looped(part: ProgramReport) -> set[str]:
     """The paths of the submodules that run as their own code."""
     nodes = [node for node in part.program.module.graph.nodes if "origin" in node.meta]
     return {own_code.calls[node.args[0][0]].path for node in nodes if node.meta["origin"].target is OPAQUE}

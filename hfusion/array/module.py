@@ -23,10 +23,9 @@ from hfusion.capture.compare import Comparison, modeless_fingerprint, tensors
 from hfusion.capture.exporting import exporting
 from hfusion.capture.own_code import OtherSizes
 from hfusion.capture.skeleton import live_rows, materialize, skeleton
-from hfusion.compiler.compiler import Arguments, Compiled, Compiler, Subject, bind
-from hfusion.compiler.report import Report, describe
-from hfusion.compiler.verify import Subject as Check
-from hfusion.compiler.verify import verify
+from hfusion.compiler.compiler import Arguments, ArraySpec, Compiled, Compiler, bind
+from hfusion.compiler.report import FusionReport, describe
+from hfusion.compiler.verify import CheckedArray, verify
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.membership import Membership, mark
@@ -55,7 +54,7 @@ class Array:
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class ArrayState:
     """The members with such Python attributes as a train or eval of their own has left, and the programs for them."""
 
     number: int
@@ -81,7 +80,7 @@ class FusedModule(Rows, Tree):
         """Everything that follows from the tensors and the array."""
         array = self._array
         self._branches = [module for _, module in self.named_modules()]
-        self._states: dict[Any, State] = {}
+        self._states: dict[Any, ArrayState] = {}
         self._numbers = itertools.count(1)
         self._number = 0
         self._compiler = self._new_compiler()
@@ -97,7 +96,7 @@ class FusedModule(Rows, Tree):
     def _new_compiler(self) -> Compiler:
         array = self._array
         variants, shared = array.comparison.variants, array.comparison.shared
-        return Compiler(Subject(self._original, array.members, variants, shared, self._member, tune=array.tune))
+        return Compiler(ArraySpec(self._original, array.members, variants, shared, self._member, tune=array.tune))
 
     def _mark(self) -> None:
         for name, tensor in tensors(self):
@@ -210,11 +209,11 @@ class FusedModule(Rows, Tree):
         return self._compiler.find(modes, arguments) or compiler.make(modes, arguments)
 
     def _modes(self) -> tuple[bool, ...]:
-        """What the programs of one `State` hang on besides arguments: train and eval modes."""
+        """What the programs of one `ArrayState` hang on besides arguments: train and eval modes."""
         return tuple([branch.training for branch in self._branches])
 
     def _pattern(self) -> tuple[int, ...]:
-        """What programs hang on besides arguments: train and eval modes, and which `State` the members are in."""
+        """What programs hang on besides arguments: train and eval modes, and which `ArrayState` the members are in."""
         return (*self._modes(), self._number)
 
     def check(self, compiled: Compiled, arguments: Arguments) -> None:
@@ -226,11 +225,11 @@ class FusedModule(Rows, Tree):
 
     def _verify(self, compiled: Compiled, arguments: Arguments) -> str:
         shared = self._array.comparison.shared
-        return verify(Check(compiled, dict(tensors(self)), shared, self._around, arguments))
+        return verify(CheckedArray(compiled, dict(tensors(self)), shared, self._around, arguments))
 
-    def report(self) -> Report:
+    def report(self) -> FusionReport:
         """Which operators run how, and why; one part per program that a call has made so far."""
-        return Report(
+        return FusionReport(
             tuple(
                 describe(compiled.program, self._checks.get(id(compiled), "self-check not run"))
                 for compiler in self._compilers()
@@ -261,13 +260,13 @@ class FusedModule(Rows, Tree):
             self.get_submodule(path).training = training
         if left.contents == before:
             return
-        self._states.setdefault(before, State(self._number, self._array, self._compiler))
+        self._states.setdefault(before, ArrayState(self._number, self._array, self._compiler))
         if left.contents not in self._states:
             self._array = _renewed(self._array, left.contents, views)
-            self._states[left.contents] = State(next(self._numbers), self._array, self._new_compiler())
+            self._states[left.contents] = ArrayState(next(self._numbers), self._array, self._new_compiler())
         self._enter(self._states[left.contents])
 
-    def _enter(self, state: State) -> None:
+    def _enter(self, state: ArrayState) -> None:
         self._number, self._array, self._compiler = state.number, state.array, state.compiler
         for path, module in state.array.skeletons[0].named_modules():
             object.__setattr__(self.get_submodule(path), "_fixed", fixed_attributes(module))
@@ -280,7 +279,7 @@ class FusedModule(Rows, Tree):
             FusionError: the members' own eval changes tensors.
         """
         modes = [(branch, branch.training) for branch in self._branches]
-        state = State(self._number, self._array, self._compiler)
+        state = ArrayState(self._number, self._array, self._compiler)
         if own_modes(self._array.skeletons[0]):
             views = list(self)
             before, trained = (

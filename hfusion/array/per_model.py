@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from hfusion.array.broadcast import hinting, warn_as_alone, warn_of_unstacked
 from hfusion.capture.compare import tensors
-from hfusion.compiler.compiler import Arguments, Compiled, Compiler, Source, Subject, bind, check_members
-from hfusion.compiler.report import Report, describe
+from hfusion.compiler.compiler import Arguments, ArraySpec, BoundProgram, Compiled, Compiler, bind, check_members
+from hfusion.compiler.report import FusionReport, describe
 from hfusion.compiler.rows import of_rows
 from hfusion.core.calls import StackedInput, is_stacked, stacked
 from hfusion.core.errors import FusionError
@@ -137,7 +137,7 @@ class PerModel:
         warn_as_alone(self._function, arguments)
         return functools.partial(_run, bind(compiled, self._module))
 
-    def found(self, outputs: Any, *args: Any, **kwargs: Any) -> Source | str:
+    def found(self, outputs: Any, *args: Any, **kwargs: Any) -> BoundProgram | str:
         """The program that such a call, the last one, has run; or why it ran in a loop over members."""
         arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
         state = read_state(self._function)
@@ -145,7 +145,7 @@ class PerModel:
         compiled = None if compiler is None else compiler.find(self._training, arguments)
         if compiled is None:
             return self._loops.get((state, arguments.loose_key), "it changes, at each call, what it reads by itself")
-        return Source.of(compiled, self._module)
+        return BoundProgram.of(compiled, self._module)
 
     @property
     def _training(self) -> bool:
@@ -160,11 +160,11 @@ class PerModel:
                 raise FusionError(f"what it reads by itself has changed {MOST_STATES} times")
             kept = _kept.of(state, members, root(self._function))
             keys = frozenset(name for name, _ in tensors(self._module))
-            subject = Subject(self._name, members, (0,) * members, keys, lambda _: self._module, loops=False)
+            subject = ArraySpec(self._name, members, (0,) * members, keys, lambda _: self._module, loops=False)
             self._compilers[state, members] = Compiler(subject, *kept, kin=functools.partial(self._kin, state, subject))
         return self._compilers[state, members]
 
-    def _kin(self, state: Any, subject: Subject, training: Any, arguments: Arguments) -> Compiled | None:
+    def _kin(self, state: Any, subject: ArraySpec, training: Any, arguments: Arguments) -> Compiled | None:
         """The program for another number of members, made of one that is there."""
         for (known, members), compiler in self._compilers.items():
             found = compiler.fitting(training, arguments) if known == state and members != subject.members else None
@@ -172,11 +172,11 @@ class PerModel:
                 return of_rows(found, [0] * subject.members, subject)
         return None
 
-    def report(self) -> Report:
+    def report(self) -> FusionReport:
         """How the function runs: one part per program, and a line for everything that runs in a loop over members."""
         parts = [describe(program, "captured from the function itself") for program in self.programs]
         loops = [f"{self._name}: loop over members: {why}" for why in dict.fromkeys(self._loops.values())]
-        return Report(tuple(parts), tuple(loops))
+        return FusionReport(tuple(parts), tuple(loops))
 
 
 def per_model(function: Callable[..., Any]) -> PerModel:

@@ -270,19 +270,19 @@ def _moved_grad(grad: Tensor, sources: Sequence[Source], joining: Mapping[int, A
 
 def _enter(fused: FusedModule, kinds: _Kinds, sources: Sequence[Source], array: Array) -> None:
     """The programs of these members as they are now: those of such members before, or new ones."""
-    from hfusion.array.module import State
+    from hfusion.array.module import ArrayState
 
     states, after = fused._states, kinds.after(sources)
-    states.setdefault(tuple(kinds.contents), State(fused._number, fused._array, fused._compiler))
+    states.setdefault(tuple(kinds.contents), ArrayState(fused._number, fused._array, fused._compiler))
     found = states.pop(after, None)
     fused._array = array
     if found is None:
         compiler = fused._new_compiler()
         compiler.opens = fused._compiler.opens
         compiler.kin = Kin(fused, compiler, after)
-        found = State(next(fused._numbers), array, compiler)
+        found = ArrayState(next(fused._numbers), array, compiler)
     # The latest last.
-    states[after] = State(found.number, array, found.compiler)
+    states[after] = ArrayState(found.number, array, found.compiler)
     while len(states) > MAX_STATES:
         _drop(fused, states.pop(next(iter(states))).compiler)
     fused._enter(states[after])

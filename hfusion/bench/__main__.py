@@ -87,7 +87,7 @@ def collect(results: Iterable[T]) -> tuple[list[T], bool]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BenchmarkResult:
     """What a sub-benchmark prints and writes.
 
     ``rows``: dataclasses. ``wrong``: contenders that compute other losses than serial. ``kind``: what the rows are
@@ -102,7 +102,7 @@ class Outcome:
     kind: str = "rows"
 
 
-def run_fuse(parsed: argparse.Namespace) -> Outcome:
+def run_fuse(parsed: argparse.Namespace) -> BenchmarkResult:
     """Run the sub-benchmark ``fuse`` and draw the plots that were asked for; or what is asked for instead of times."""
     chosen = fuse_settings(parsed)
     if parsed.startup:
@@ -116,28 +116,28 @@ def run_fuse(parsed: argparse.Namespace) -> Outcome:
     if parsed.plot and found:
         plot.draw(results.rows_of(found), parsed.plot)
     wrong = [cell.reason for comparison in found for cell in comparison.cells if cell.disagrees]
-    return Outcome(shown, footnotes, results.rows_of(found), interrupted, wrong)
+    return BenchmarkResult(shown, footnotes, results.rows_of(found), interrupted, wrong)
 
 
-def run_startup(chosen: fuse.Settings) -> Outcome:
+def run_startup(chosen: fuse.FuseSettings) -> BenchmarkResult:
     """What arrays cost before they train."""
     with meter(startup.pieces(chosen)) as bar:
         rows, interrupted = collect(startup.run(chosen, bar))
     shown, footnotes = startup.table(rows)
-    return Outcome(shown, footnotes, rows, interrupted, wrong=[], kind="startup")
+    return BenchmarkResult(shown, footnotes, rows, interrupted, wrong=[], kind="startup")
 
 
-def run_memory(chosen: fuse.Settings) -> Outcome:
+def run_memory(chosen: fuse.FuseSettings) -> BenchmarkResult:
     """What contenders take of memory for each member."""
     with meter(memory.pieces(chosen)) as bar:
         found, interrupted = collect(memory.run(chosen, bar))
     rows = [row for group in found for row in group]
     shown, footnotes = memory.table(rows, [contender.name for contender in chosen.contenders])
     wrong = [row.reason for row in rows if row.disagrees]
-    return Outcome(shown, footnotes, rows, interrupted, wrong, kind="memory")
+    return BenchmarkResult(shown, footnotes, rows, interrupted, wrong, kind="memory")
 
 
-def run_optim(parsed: argparse.Namespace) -> Outcome:
+def run_optim(parsed: argparse.Namespace) -> BenchmarkResult:
     """Run the sub-benchmark ``optim``."""
     chosen = optim_settings(parsed)
     with meter(optim.pieces(chosen)) as bar:
@@ -145,10 +145,10 @@ def run_optim(parsed: argparse.Namespace) -> Outcome:
     rows = [row for group in found for row in group]
     footnotes = [f"{name}: {about}" for name, about in optim.ABOUT.items()]
     footnotes.append(f"kernels of {optim.OURS}: {optim.form(chosen.device)}")
-    return Outcome(optim.table(rows), footnotes, rows, interrupted, wrong=[])
+    return BenchmarkResult(optim.table(rows), footnotes, rows, interrupted, wrong=[])
 
 
-def run_shard(parsed: argparse.Namespace) -> Outcome:
+def run_shard(parsed: argparse.Namespace) -> BenchmarkResult:
     """Run the sub-benchmark ``shard``."""
     chosen = shard_settings(parsed)
     with meter(shard.pieces(chosen)) as bar:
@@ -156,19 +156,19 @@ def run_shard(parsed: argparse.Namespace) -> Outcome:
     rows = [row for group in found for row in group]
     shown, footnotes = shard_results.table(rows)
     wrong = [row.reason for row in rows if row.disagrees]
-    return Outcome(shown, footnotes, rows, interrupted, wrong)
+    return BenchmarkResult(shown, footnotes, rows, interrupted, wrong)
 
 
-def run_schedule(parsed: argparse.Namespace) -> Outcome:
+def run_schedule(parsed: argparse.Namespace) -> BenchmarkResult:
     """Run the sub-benchmark ``schedule``."""
     chosen = schedule_settings(parsed)
     with meter(schedule.pieces(chosen)) as bar:
         rows, interrupted = collect(schedule.run(chosen, bar))
     footnotes = [f"{policy.name}: {policy.about}" for policy in chosen.policies]
-    return Outcome(schedule.table(rows), footnotes, rows, interrupted, wrong=[])
+    return BenchmarkResult(schedule.table(rows), footnotes, rows, interrupted, wrong=[])
 
 
-RUN: dict[str, Callable[[argparse.Namespace], Outcome]] = {
+RUN: dict[str, Callable[[argparse.Namespace], BenchmarkResult]] = {
     "fuse": run_fuse,
     "optim": run_optim,
     "shard": run_shard,

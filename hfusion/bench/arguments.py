@@ -125,13 +125,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parsed
 
 
-def fuse_settings(parsed: argparse.Namespace) -> fuse.Settings:
+def fuse_settings(parsed: argparse.Namespace) -> fuse.FuseSettings:
     """The settings of the sub-benchmark ``fuse``; a choice that was made stands, also with ``--quick``."""
     cases, entrants = parsed.cases, parsed.entrants
     if parsed.quick:
         cases = cases if parsed.models else named(CASES, QUICK_MODELS)
         entrants = entrants if parsed.contenders else named(CONTENDERS, QUICK_CONTENDERS)
-    return fuse.Settings(
+    return fuse.FuseSettings(
         cases=cases,
         members=_members(parsed),
         contenders=entrants,
@@ -143,9 +143,9 @@ def fuse_settings(parsed: argparse.Namespace) -> fuse.Settings:
     )
 
 
-def optim_settings(parsed: argparse.Namespace) -> optim.Settings:
+def optim_settings(parsed: argparse.Namespace) -> optim.OptimSettings:
     """The settings of the sub-benchmark ``optim``."""
-    return optim.Settings(
+    return optim.OptimSettings(
         cases=optim.CASES[:1] if parsed.quick else optim.CASES,
         members=_members(parsed),
         rounds=_rounds(parsed),
@@ -154,9 +154,9 @@ def optim_settings(parsed: argparse.Namespace) -> optim.Settings:
     )
 
 
-def shard_settings(parsed: argparse.Namespace) -> shard.Settings:
+def shard_settings(parsed: argparse.Namespace) -> shard.ShardSettings:
     """The settings of the sub-benchmark ``shard``."""
-    return shard.Settings(
+    return shard.ShardSettings(
         cases=shard_cases.QUICK_CASES if parsed.quick else shard_cases.CASES,
         rounds=parsed.repeats or (1 if parsed.quick else 3),
         steps=5 if parsed.quick else 24,
@@ -164,10 +164,10 @@ def shard_settings(parsed: argparse.Namespace) -> shard.Settings:
     )
 
 
-def schedule_settings(parsed: argparse.Namespace) -> schedule.Settings:
+def schedule_settings(parsed: argparse.Namespace) -> schedule.ScheduleSettings:
     """The settings of the sub-benchmark ``schedule``."""
     cases = schedule.QUICK_CASES if parsed.quick else schedule.CASES
-    return schedule.Settings(cases=cases, policies=tuple(POLICIES.values()))
+    return schedule.ScheduleSettings(cases=cases, policies=tuple(POLICIES.values()))
 
 
 def _members(parsed: argparse.Namespace) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from hfusion.bench import models
 
 
 @dataclass(frozen=True)
-class Case:
+class FuseCase:
     """One model with one batch. Every field can be pickled: worker processes build the case again.
 
     ``make_batch`` returns (inputs, target); ``loss(output, target)`` is a scalar; ``tolerance`` is the
@@ -79,54 +79,54 @@ def contradict(inputs: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Te
 _WITH_BATCH_NORM = 2e-2
 
 CASES = (
-    Case(
+    FuseCase(
         "mlp-small",
         "MLP 64-128-128-10, batch 32",
         partial(models.mlp, 64, 128, 128, 10),
         partial(classified, 32, 64),
     ),
-    Case(
+    FuseCase(
         "mlp-large",
         "MLP 784-512-512-10, batch 128",
         partial(models.mlp, 784, 512, 512, 10),
         partial(classified, 128, 784),
     ),
-    Case(
+    FuseCase(
         "cnn",
         "three convolutions with BatchNorm, 28x28, batch 32",
         models.cnn,
         partial(classified, 32, 1, 28, 28),
         tolerance=_WITH_BATCH_NORM,
     ),
-    Case(
+    FuseCase(
         "resnet8",
         "ResNet-8, 32x32, batch 32",
         models.ResNet8,
         partial(classified, 32, 3, 32, 32),
         tolerance=_WITH_BATCH_NORM,
     ),
-    Case(
+    FuseCase(
         "pointnet",
         "PointNet-like, 256 points, batch 8",
         models.PointNet,
         partial(classified, 8, 3, 256),
         tolerance=_WITH_BATCH_NORM,
     ),
-    Case(
+    FuseCase(
         "mobilenet-v2",
         "MobileNetV2-like, 32x32, batch 16",
         partial(models.MobileNet, 2),
         partial(classified, 16, 3, 32, 32),
         tolerance=_WITH_BATCH_NORM,
     ),
-    Case(
+    FuseCase(
         "mobilenet-v3",
         "MobileNetV3-like, 32x32, batch 16",
         partial(models.MobileNet, 3),
         partial(classified, 16, 3, 32, 32),
         tolerance=_WITH_BATCH_NORM,
     ),
-    Case(
+    FuseCase(
         "dcgan",
         "DCGAN's generator, 32x32, batch 16",
         models.dcgan,
@@ -134,31 +134,31 @@ CASES = (
         loss=F.mse_loss,
         tolerance=_WITH_BATCH_NORM,
     ),
-    Case(
+    FuseCase(
         "transformer",
         "transformer LM d=64, 2 layers, 4 heads, sequence 32, batch 16",
         partial(models.TransformerLM, vocabulary=64, width=64, layers=2, heads=4, length=32),
         partial(tokens, 16, 32, 64),
     ),
-    Case(
+    FuseCase(
         "bert",
         "BERT-like encoder d=64, 2 layers, 4 heads, sequence 32 with padding, batch 16",
         partial(models.Bert, vocabulary=64, width=64, layers=2, heads=4, length=32),
         partial(sentences, 16, 32, 64),
     ),
-    Case(
+    FuseCase(
         "lstm",
         "LSTM hidden 64, sequence 32, batch 32",
         partial(models.RecurrentClassifier, nn.LSTM, 32, 64),
         partial(classified, 32, 32, 32),
     ),
-    Case(
+    FuseCase(
         "gru",
         "GRU hidden 64, sequence 32, batch 32",
         partial(models.RecurrentClassifier, nn.GRU, 32, 64),
         partial(classified, 32, 32, 32),
     ),
-    Case(
+    FuseCase(
         "lora",
         "adapters of rank 8 on one frozen base, 6 layers of 256, batch 32",
         partial(models.lora_classifier, width=256, rank=8),

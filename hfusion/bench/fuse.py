@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hfusion.bench import serial, timing
-from hfusion.bench.cases import Case
+from hfusion.bench.cases import FuseCase
 from hfusion.bench.progress import Meter
-from hfusion.bench.results import Cell, Comparison
+from hfusion.bench.results import Cell, ModelResult
 from hfusion.bench.workload import (
     Contender,
     Disagreement,
@@ -27,10 +27,10 @@ AGREEMENT_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Settings:
+class FuseSettings:
     """What is compared. ``slot`` is the least time in seconds that a contender runs in a round."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[FuseCase, ...]
     members: tuple[int, ...]
     contenders: tuple[Contender, ...]
     rounds: int
@@ -40,21 +40,21 @@ class Settings:
     amp: torch.dtype | None = None
 
 
-def pieces(settings: Settings) -> int:
+def pieces(settings: FuseSettings) -> int:
     """How many pieces of work ``run`` reports: one to prepare each contender, and one per round."""
     workloads = len(settings.cases) * len(settings.members)
     return workloads * len(settings.contenders) * (1 + settings.rounds)
 
 
-def run(settings: Settings, meter: Meter) -> Iterator[Comparison]:
+def run(settings: FuseSettings, meter: Meter) -> Iterator[ModelResult]:
     """Compare the contenders on every model and number of members, one after the other."""
     for case in settings.cases:
         for members in settings.members:
             workload = Workload(case, members, settings.device, settings.amp)
-            yield Comparison(case.name, members, settings.threads, _compare(settings, workload, meter))
+            yield ModelResult(case.name, members, settings.threads, _compare(settings, workload, meter))
 
 
-def _compare(settings: Settings, workload: Workload, meter: Meter) -> tuple[Cell, ...]:
+def _compare(settings: FuseSettings, workload: Workload, meter: Meter) -> tuple[Cell, ...]:
     where = f"{workload.case.name} x {workload.members}"
     # Compiled code of other workloads would count towards the limit of recompilations.
     torch.compiler.reset()

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hfusion.bench import serial
-from hfusion.bench.fuse import AGREEMENT_STEPS, Settings, prepare
+from hfusion.bench.fuse import AGREEMENT_STEPS, FuseSettings, prepare
 from hfusion.bench.progress import Meter
 from hfusion.bench.results import BASELINE, Cell
 from hfusion.bench.table import Footnotes
@@ -37,7 +37,7 @@ ELSEWHERE = {"two-processes": "its tensors lie in other processes", "jax": "its 
 
 
 @dataclass(frozen=True)
-class Row:
+class MemoryRow:
     """``bytes`` at the peak of steps of all members; without them, ``reason`` says why."""
 
     model: str
@@ -49,12 +49,12 @@ class Row:
     disagrees: bool = False
 
 
-def pieces(settings: Settings) -> int:
+def pieces(settings: FuseSettings) -> int:
     """How many pieces of work ``run`` reports."""
     return len(settings.cases) * len(settings.members) * len(settings.contenders)
 
 
-def run(settings: Settings, meter: Meter) -> Iterator[list[Row]]:
+def run(settings: FuseSettings, meter: Meter) -> Iterator[list[MemoryRow]]:
     """The rows of all contenders for one model and number of members after the other."""
     for case in settings.cases:
         for members in settings.members:
@@ -62,7 +62,7 @@ def run(settings: Settings, meter: Meter) -> Iterator[list[Row]]:
             yield _rows(settings.contenders, workload, meter)
 
 
-def _rows(contenders: Sequence[Contender], workload: Workload, meter: Meter) -> list[Row]:
+def _rows(contenders: Sequence[Contender], workload: Workload, meter: Meter) -> list[MemoryRow]:
     torch.compiler.reset()
     expected = losses(serial.start(workload), AGREEMENT_STEPS)
     rows = []
@@ -73,16 +73,16 @@ def _rows(contenders: Sequence[Contender], workload: Workload, meter: Meter) -> 
     return rows
 
 
-def _row(contender: Contender, workload: Workload, expected: Tensor) -> Row:
+def _row(contender: Contender, workload: Workload, expected: Tensor) -> MemoryRow:
     head = (workload.case.name, workload.members, contender.name)
     if contender.name in ELSEWHERE:
-        return Row(*head, reason=ELSEWHERE[contender.name])
+        return MemoryRow(*head, reason=ELSEWHERE[contender.name])
     gc.collect()
     prepared, peak = _counted(workload.device, lambda: prepare(contender, workload, expected))
     if isinstance(prepared, Cell):
-        return Row(*head, reason=prepared.reason, disagrees=prepared.disagrees)
+        return MemoryRow(*head, reason=prepared.reason, disagrees=prepared.disagrees)
     prepared.close()
-    return Row(*head, bytes=peak, bytes_per_member=round(peak / workload.members))
+    return MemoryRow(*head, bytes=peak, bytes_per_member=round(peak / workload.members))
 
 
 Prepare = Callable[[], Running | Cell]
@@ -136,7 +136,7 @@ def peak_of(events: Sequence[Mapping[str, Any]]) -> int:
     return max(peak, total)
 
 
-def table(rows: Sequence[Row], contenders: Sequence[str]) -> tuple[Table, list[str]]:
+def table(rows: Sequence[MemoryRow], contenders: Sequence[str]) -> tuple[Table, list[str]]:
     """A row for each model and number of members: MiB per member, and what part of the serial loop's that is."""
     footnotes = Footnotes()
     shown = Table(title="MiB per member at the peak of a step", show_lines=True)
@@ -151,7 +151,7 @@ def table(rows: Sequence[Row], contenders: Sequence[str]) -> tuple[Table, list[s
     return shown, footnotes.lines()
 
 
-def _shown(row: Row, serially: Row | None, footnotes: Footnotes) -> str:
+def _shown(row: MemoryRow, serially: MemoryRow | None, footnotes: Footnotes) -> str:
     if row.bytes_per_member is None:
         return ("WRONG" if row.disagrees else "n/a") + footnotes.mark(f"{row.contender}: {row.reason}")
     text = f"{row.bytes_per_member / 2**20:.3g}"

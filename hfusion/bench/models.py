@@ -187,7 +187,7 @@ def attend(qkv: Tensor, heads: int, mask: Tensor | None = None) -> Tensor:
     return h.transpose(1, 2).reshape(batch, length, width // 3)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A pre-norm transformer block with causal self-attention."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -209,7 +209,7 @@ class TransformerLM(nn.Module):
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary)
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from hfusion.array.per_model import per_model
-from hfusion.bench.shard_results import Lanes, Sample, steady, warm
+from hfusion.bench.shard_results import Sample, StepTimes, steady, warm
 from hfusion.bench.workload import Unavailable
 from hfusion.core.program import Kind, Part, Slot
 from hfusion.device.backend import backend
@@ -44,9 +44,9 @@ class _Clock:
         self.steps[-1][lane] += time.perf_counter() - start
 
     @property
-    def lanes(self) -> Lanes:
+    def lanes(self) -> StepTimes:
         """Those of a steady step."""
-        return Lanes.middle([Lanes(**step) for step in self.steps[warm(len(self.steps)) :]])
+        return StepTimes.middle([StepTimes(**step) for step in self.steps[warm(len(self.steps)) :]])
 
 
 class LoadComputeEvict:

@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "Adam": {}, "
 
 
 @dataclass(frozen=True)
-class Case:
+class OptimCase:
     """Parameters of an array: ``shapes(members)`` are those of one member."""
 
     name: str
@@ -41,10 +41,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Settings:
+class OptimSettings:
     """What is compared. ``slot`` is the least time in seconds that a contender runs in a round."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[OptimCase, ...]
     members: tuple[int, ...]
     rounds: int
     slot: float
@@ -52,7 +52,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Row:
+class OptimRow:
     """One contender: median ns per step and parameter, counted over all ``params`` of all members."""
 
     optimizer: str
@@ -74,15 +74,15 @@ def _layers(total: int) -> Callable[[int], Shapes]:
 
 
 CASES = (
-    Case("0.1M", "two square layers, 0.1M parameters in all", _layers(100_000)),
-    Case("1M", "two square layers, 1M parameters in all", _layers(1_000_000)),
-    Case("10M", "two square layers, 10M parameters in all", _layers(10_000_000)),
-    Case("200 small", "100 x [64] and 100 x [16, 16] per member", lambda _: ((64,), (16, 16)) * 100),
+    OptimCase("0.1M", "two square layers, 0.1M parameters in all", _layers(100_000)),
+    OptimCase("1M", "two square layers, 1M parameters in all", _layers(1_000_000)),
+    OptimCase("10M", "two square layers, 10M parameters in all", _layers(10_000_000)),
+    OptimCase("200 small", "100 x [64] and 100 x [16, 16] per member", lambda _: ((64,), (16, 16)) * 100),
 )
 
 
 @dataclass(frozen=True)
-class Workload:
+class OptimWorkload:
     """One optimizer over one array; ``rates`` are the members' learning rates."""
 
     optimizer: str
@@ -113,7 +113,7 @@ class Workload:
         return {"foreach": True} if self.optimizer == "Adadelta" else {"fused": True}
 
 
-def _serial(workload: Workload, **options: bool) -> Step:
+def _serial(workload: OptimWorkload, **options: bool) -> Step:
     alone = [workload.torch_optimizer(workload.tensors(), lr, **options) for lr in workload.rates]
 
     def step() -> None:
@@ -123,13 +123,13 @@ def _serial(workload: Workload, **options: bool) -> Step:
     return step
 
 
-def _bound(workload: Workload) -> Step:
+def _bound(workload: OptimWorkload) -> Step:
     params = workload.tensors(workload.members)
     step: Step = workload.torch_optimizer(params, 1e-3, **workload.fastest()).step
     return step
 
 
-def _hfusion(workload: Workload, lr: float | list[float]) -> Step:
+def _hfusion(workload: OptimWorkload, lr: float | list[float]) -> Step:
     params = [
         mark(param, Membership(str(index), workload.members, True))
         for index, param in enumerate(workload.tensors(workload.members))
@@ -139,7 +139,7 @@ def _hfusion(workload: Workload, lr: float | list[float]) -> Step:
     return step
 
 
-def _eager(workload: Workload) -> Step:
+def _eager(workload: OptimWorkload) -> Step:
     """The obvious way: whole stacks, with the learning rates as a tensor that broadcasts."""
     params = [param.detach() for param in workload.tensors(workload.members)]
     grads = [torch.randn_like(param) for param in params]
@@ -190,7 +190,7 @@ EAGER: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], None]] 
 }
 
 
-CONTENDERS: dict[str, Callable[[Workload], Step]] = {
+CONTENDERS: dict[str, Callable[[OptimWorkload], Step]] = {
     "serial": lambda workload: _serial(workload),
     "serial fused": lambda workload: _serial(workload, **workload.fastest()),
     "eager stack": _eager,
@@ -215,22 +215,22 @@ def form(device: torch.device) -> str:
     return f"formula: {found}" if isinstance(found, str) else "native"
 
 
-def pieces(settings: Settings) -> int:
+def pieces(settings: OptimSettings) -> int:
     """How many pieces of work ``run`` reports: one per contender and round."""
     return len(OPTIMIZERS) * len(settings.cases) * len(settings.members) * len(CONTENDERS) * settings.rounds
 
 
-def run(settings: Settings, meter: Meter) -> Iterator[list[Row]]:
+def run(settings: OptimSettings, meter: Meter) -> Iterator[list[OptimRow]]:
     """The rows of one optimizer on one case and number of members after the other."""
     for name in OPTIMIZERS:
         for case in settings.cases:
             for members in settings.members:
                 meter.say(f"{name}, {case.name} x {members}")
-                workload = Workload(name, case.shapes(members), members, settings.device)
+                workload = OptimWorkload(name, case.shapes(members), members, settings.device)
                 yield _compare(case.name, workload, settings, meter)
 
 
-def _compare(case: str, workload: Workload, settings: Settings, meter: Meter) -> list[Row]:
+def _compare(case: str, workload: OptimWorkload, settings: OptimSettings, meter: Meter) -> list[OptimRow]:
     steps = {name: start(workload) for name, start in CONTENDERS.items()}
     times = timing.interleave(
         steps,
@@ -240,7 +240,7 @@ def _compare(case: str, workload: Workload, settings: Settings, meter: Meter) ->
         tick=lambda: meter.advance(1),
     )
     return [
-        Row(
+        OptimRow(
             workload.optimizer,
             case,
             workload.params,
@@ -252,7 +252,7 @@ def _compare(case: str, workload: Workload, settings: Settings, meter: Meter) ->
     ]
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[OptimRow]) -> Table:
     """ns per parameter, a row per optimizer, case and members, and how far hfusion is from the bound."""
     shown = Table(title="one optimizer step, ns per parameter")
     for heading in ("optimizer", "case"):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hfusion.bench.results import BASELINE, OURS, Row
+from hfusion.bench.results import BASELINE, OURS, FuseRow
 
 COLUMNS = 4
 COLOURS = {"hfusion": "tab:red", "hfusion-compiled": "darkred"}
@@ -16,7 +16,7 @@ OTHERS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:cyan", "tab:
 LEVELS = (0.25, 0.5, 1, 2, 4, 8, 16)
 
 
-def draw(rows: Sequence[Row], paths: Sequence[Path]) -> None:
+def draw(rows: Sequence[FuseRow], paths: Sequence[Path]) -> None:
     """Write one panel per model with a line per contender, both axes logarithmic, to ``paths``, as their suffixes say.
 
     Raises ModuleNotFoundError without matplotlib.
@@ -41,7 +41,7 @@ def draw(rows: Sequence[Row], paths: Sequence[Path]) -> None:
         figure.savefig(path, dpi=110)
 
 
-def _draw_model(panel: Any, model: str, chosen: Sequence[Row], contenders: Sequence[str]) -> None:
+def _draw_model(panel: Any, model: str, chosen: Sequence[FuseRow], contenders: Sequence[str]) -> None:
     panel.axhline(1.0, color="black", linewidth=1.0, label=BASELINE)
     rivals = [contender for contender in contenders if contender not in (BASELINE, *OURS)]
     colours = COLOURS | dict(zip(rivals, itertools.cycle(OTHERS), strict=False))
@@ -59,7 +59,7 @@ def _draw_model(panel: Any, model: str, chosen: Sequence[Row], contenders: Seque
     panel.grid(axis="y", alpha=0.3)
 
 
-def _line(rows: Sequence[Row], contender: str) -> tuple[list[int], list[float]]:
+def _line(rows: Sequence[FuseRow], contender: str) -> tuple[list[int], list[float]]:
     """Members and speed-ups of the rows in which ``contender`` was timed against the serial loop."""
     points = [(row.members, row.speedup) for row in rows if row.contender == contender and row.speedup is not None]
     return [members for members, _ in points], [speedup for _, speedup in points]

@@ -27,7 +27,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class FuseRow:
     """A cell as it stands in the JSON file.
 
     ``ms`` is the median wall time of a step of all members; ``speedup`` over the serial loop and ``spread``
@@ -47,7 +47,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModelResult:
     """All contenders on one model and one number of members."""
 
     model: str
@@ -84,12 +84,12 @@ class Comparison:
     def _per_core(self, cell: Cell, ours: Cell) -> float:
         return timing.speedup(cell.seconds, ours.seconds) * self.oversubscription(cell)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[FuseRow]:
         return [self._row(cell) for cell in self.cells]
 
-    def _row(self, cell: Cell) -> Row:
+    def _row(self, cell: Cell) -> FuseRow:
         seconds = cell.seconds
-        return Row(
+        return FuseRow(
             self.model,
             self.members,
             cell.contender,
@@ -102,19 +102,19 @@ class Comparison:
         )
 
 
-def kept_rows(path: Path) -> list[Row]:
+def kept_rows(path: Path) -> list[FuseRow]:
     """The rows of a JSON file of an earlier run.
 
     Raises ValueError that says what is wrong with the file.
     """
     try:
-        return [Row(**row) for row in json.loads(path.read_text())["rows"]]
+        return [FuseRow(**row) for row in json.loads(path.read_text())["rows"]]
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no rows of fuse: give a file that its --json wrote") from error
 
 
-def rows_of(comparisons: Sequence[Comparison]) -> list[Row]:
+def rows_of(comparisons: Sequence[ModelResult]) -> list[FuseRow]:
     """The rows of all comparisons, in their order."""
     return [row for comparison in comparisons for row in comparison.rows()]

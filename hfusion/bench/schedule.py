@@ -29,7 +29,7 @@ DECISIONS = 2_000
 
 
 @dataclass(frozen=True)
-class Case:
+class ScheduleCase:
     """So many tasks on so many devices."""
 
     tasks: int
@@ -41,29 +41,29 @@ class Case:
 
 
 CASES = (
-    Case(8, 4),
-    Case(10, 4),
-    Case(64, 4),
-    Case(16, 8),
-    Case(128, 8),
-    Case(128, 64),
-    Case(1024, 64),
-    Case(2048, 1024),
-    Case(10_000, 1024),
+    ScheduleCase(8, 4),
+    ScheduleCase(10, 4),
+    ScheduleCase(64, 4),
+    ScheduleCase(16, 8),
+    ScheduleCase(128, 8),
+    ScheduleCase(128, 64),
+    ScheduleCase(1024, 64),
+    ScheduleCase(2048, 1024),
+    ScheduleCase(10_000, 1024),
 )
 QUICK_CASES = CASES[:2]
 
 
 @dataclass(frozen=True)
-class Settings:
+class ScheduleSettings:
     """What is compared."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[ScheduleCase, ...]
     policies: tuple[Policy, ...]
 
 
 @dataclass(frozen=True)
-class Row:
+class ScheduleRow:
     """One policy: seconds, ``ratio`` of them, and what one decision costs."""
 
     tasks: int
@@ -76,7 +76,7 @@ class Row:
     us_per_decision: float
 
 
-def plan_of(case: Case, mix: str, seed: int = 0) -> Plan:
+def plan_of(case: ScheduleCase, mix: str, seed: int = 0) -> Plan:
     """The plan of a case. Heterogeneous tasks differ up to 8-fold in their seconds, and in shards and mode."""
     drawn = random.Random(seed)
     most = max(1, min(8, UNITS // (case.tasks * 40)))
@@ -132,12 +132,12 @@ def us_per_decision(plan: Plan, policy: Policy) -> float:
     return (time.perf_counter() - start) / DECISIONS * 1e6
 
 
-def pieces(settings: Settings) -> int:
+def pieces(settings: ScheduleSettings) -> int:
     """How many pieces of work ``run`` reports: one per case, mix and policy."""
     return len(settings.cases) * len(MIXES) * len(settings.policies)
 
 
-def run(settings: Settings, meter: Meter) -> Iterator[Row]:
+def run(settings: ScheduleSettings, meter: Meter) -> Iterator[ScheduleRow]:
     """One policy in one case after the other."""
     for case in settings.cases:
         for mix in MIXES:
@@ -148,9 +148,9 @@ def run(settings: Settings, meter: Meter) -> Iterator[Row]:
                 meter.advance(1)
 
 
-def _row(case: Case, mix: str, plan: Plan, policy: Policy) -> Row:
+def _row(case: ScheduleCase, mix: str, plan: Plan, policy: Policy) -> ScheduleRow:
     timeline = simulate(plan, policy)
-    return Row(
+    return ScheduleRow(
         case.tasks,
         case.devices,
         mix,
@@ -162,7 +162,7 @@ def _row(case: Case, mix: str, plan: Plan, policy: Policy) -> Row:
     )
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[ScheduleRow]) -> Table:
     """Makespan over the lower bound, a row per case, mix and policy."""
     shown = Table(title="makespan of policies over the lower bound, simulated")
     for heading in ("tasks", "devices"):

@@ -22,7 +22,7 @@ from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.bench.offload import Alone, ComputeOnly, LoadComputeEvict, fsdp_offload
 from hfusion.bench.progress import Meter
-from hfusion.bench.shard_cases import Case
+from hfusion.bench.shard_cases import ShardCase
 from hfusion.bench.shard_results import (
     ALONE,
     BY_HAND,
@@ -30,9 +30,9 @@ from hfusion.bench.shard_results import (
     OURS,
     PLAIN,
     STILL,
-    Lanes,
-    Row,
     Sample,
+    ShardRow,
+    StepTimes,
     filled,
     limits,
     steady,
@@ -55,10 +55,10 @@ TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
-class Settings:
+class ShardSettings:
     """What is compared, in runs of ``steps`` minibatches, the first of which are not counted."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[ShardCase, ...]
     rounds: int
     steps: int
     device: torch.device
@@ -75,10 +75,10 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Workload:
+class ShardWorkload:
     """A case on a device: every run trains the one array from the same weights."""
 
-    case: Case
+    case: ShardCase
     steps: int
     device: torch.device
 
@@ -195,7 +195,7 @@ def read(timeline: Timeline, plan: Plan) -> Sample:
         spent[action.step][action.act.lane] += action.end - action.start
         if action.act.lane == "compute":
             ends[action.step] = max(ends[action.step], action.end)
-    lanes = Lanes.middle([Lanes(*spent[step].values()) for step in counted])
+    lanes = StepTimes.middle([StepTimes(*spent[step].values()) for step in counted])
     moved = _moved(timeline, task)
     mean = statistics.mean(moved[step] for step in counted)
     return Sample(steady(ends), torch.empty(0), lanes, moved=mean, shards=len(task.shards))
@@ -222,20 +222,20 @@ def _moved(timeline: Timeline, task: TaskPlan) -> list[int]:
     return moved
 
 
-def pieces(settings: Settings) -> int:
+def pieces(settings: ShardSettings) -> int:
     """How many pieces of work ``run`` reports: one per contender, budget and round."""
     return settings.rounds * sum(4 * len(case.parts) - 3 * (1 in case.parts) + 2 for case in settings.cases)
 
 
-def run(settings: Settings, meter: Meter) -> Iterator[list[Row]]:
+def run(settings: ShardSettings, meter: Meter) -> Iterator[list[ShardRow]]:
     """The rows of one case after the other; contenders run in turn, in every round."""
     for case in settings.cases:
         meter.say(case.name)
-        workload = Workload(case, settings.steps, settings.device)
+        workload = ShardWorkload(case, settings.steps, settings.device)
         yield compare(workload, workload.entries(), settings.rounds, meter)
 
 
-def compare(workload: Workload, entries: Sequence[Entry], rounds: int, meter: Meter) -> list[Row]:
+def compare(workload: ShardWorkload, entries: Sequence[Entry], rounds: int, meter: Meter) -> list[ShardRow]:
     """The rows of ``entries``; what cannot run, or computes other losses than the first, has a reason instead."""
     samples: list[list[Sample]] = [[] for _ in entries]
     failed: dict[int, Exception] = {}
@@ -254,7 +254,7 @@ def compare(workload: Workload, entries: Sequence[Entry], rounds: int, meter: Me
     plain = [] if 0 in failed else samples[0]
     rows = []
     for number, entry in enumerate(entries):
-        head = Row(workload.case.name, len(workload.models), entry.budget, entry.contender)
+        head = ShardRow(workload.case.name, len(workload.models), entry.budget, entry.contender)
         reason = failed.get(number)
         if reason is None:
             rows.append(filled(head, samples[number], plain, limit.get(entry.budget, ())))

@@ -15,7 +15,7 @@ from hfusion.bench.models import TransformerLM, frozen, lora, mlp
 
 
 @dataclass(frozen=True)
-class Case:
+class ShardCase:
     """Some members, one batch, and the parts of the need that are tried as budgets: 4 means a quarter.
 
     ``make_models()`` always gives the same weights. ``units(model)``: what FSDP gathers one at a time.
@@ -57,18 +57,18 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return list(model.get_submodule("blocks").children())
 
 
-def _mlp(name: str, about: str, width: int, batch: int, parts: tuple[int, ...] = (1, 2, 4, 8)) -> Case:
+def _mlp(name: str, about: str, width: int, batch: int, parts: tuple[int, ...] = (1, 2, 4, 8)) -> ShardCase:
     make = partial(seeded, partial(mlp, *[width] * 21), 4)
-    return Case(name, about, make, partial(classified, batch, width), linears, parts=parts)
+    return ShardCase(name, about, make, partial(classified, batch, width), linears, parts=parts)
 
 
-def _transformer(name: str, about: str, width: int, batch: int, parts: tuple[int, ...] = (1, 2, 4, 8)) -> Case:
+def _transformer(name: str, about: str, width: int, batch: int, parts: tuple[int, ...] = (1, 2, 4, 8)) -> ShardCase:
     make = partial(TransformerLM, vocabulary=64, width=width, layers=6, heads=4, length=32)
-    return Case(name, about, partial(seeded, make, 4), partial(tokens, batch, 32, 64), blocks, parts=parts)
+    return ShardCase(name, about, partial(seeded, make, 4), partial(tokens, batch, 32, 64), blocks, parts=parts)
 
 
-def _lora(members: int) -> Case:
-    return Case(
+def _lora(members: int) -> ShardCase:
+    return ShardCase(
         f"lora x {members}",
         f"{members} adapters of rank 8 on one frozen base, 6 layers of 1024, batch 32",
         partial(adapters, members, 1024, 6, 8),

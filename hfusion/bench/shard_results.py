@@ -50,7 +50,7 @@ def steady(ends: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Lanes:
+class StepTimes:
     """Seconds of a step that are spent computing, copying to the device, and copying back."""
 
     compute: float
@@ -58,10 +58,10 @@ class Lanes:
     out: float
 
     @staticmethod
-    def middle(steps: Sequence[Lanes]) -> Lanes:
+    def middle(steps: Sequence[StepTimes]) -> StepTimes:
         """The medians over steps."""
         of = statistics.median
-        return Lanes(of(s.compute for s in steps), of(s.into for s in steps), of(s.out for s in steps))
+        return StepTimes(of(s.compute for s in steps), of(s.into for s in steps), of(s.out for s in steps))
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class Sample:
 
     seconds: float
     losses: Tensor
-    lanes: Lanes | None = None
+    lanes: StepTimes | None = None
     peak: int | None = None
     moved: float | None = None
     shards: int | None = None
 
 
 @dataclass(frozen=True)
-class Row:
+class ShardRow:
     """One contender at one budget: medians of milliseconds per step, and bytes.
 
     ``speedup`` over the plain loop and ``over_limit`` (1.0: as fast as can be) are medians of the ratios within rounds.
@@ -119,17 +119,17 @@ def limits(samples: Mapping[tuple[str, str], Sequence[Sample]]) -> dict[str, lis
     return found
 
 
-def _least(copied: Lanes | None, still: Lanes | None) -> float:
+def _least(copied: StepTimes | None, still: StepTimes | None) -> float:
     assert copied is not None
     assert still is not None
     return max(still.compute, copied.into, copied.out)
 
 
-def filled(head: Row, samples: Sequence[Sample], plain: Sequence[Sample], limit: Sequence[float]) -> Row:
+def filled(head: ShardRow, samples: Sequence[Sample], plain: Sequence[Sample], limit: Sequence[float]) -> ShardRow:
     """``head`` with the numbers of samples, one per round as in ``plain`` and ``limit``, which may be empty."""
     seconds = [sample.seconds for sample in samples]
     known = [sample.lanes for sample in samples if sample.lanes is not None]
-    lanes = Lanes.middle(known) if known else None
+    lanes = StepTimes.middle(known) if known else None
     last = samples[-1]
     return replace(
         head,
@@ -149,7 +149,7 @@ def filled(head: Row, samples: Sequence[Sample], plain: Sequence[Sample], limit:
 HEADINGS = ("shards", "ms", f"vs {PLAIN}", "compute", "in", "out", "limit", "x limit", "peak MiB", "moved MiB/member")
 
 
-def table(rows: Sequence[Row]) -> tuple[Table, list[str]]:
+def table(rows: Sequence[ShardRow]) -> tuple[Table, list[str]]:
     """A row per case, budget and contender; and the footnotes."""
     footnotes = Footnotes()
     shown = Table(title="one training step of arrays that do not fit, ms", padding=(0, 0))
@@ -166,7 +166,7 @@ def table(rows: Sequence[Row]) -> tuple[Table, list[str]]:
     return shown, [*about, explained, *footnotes.lines()]
 
 
-def _cells(row: Row, footnotes: Footnotes) -> list[str | Text]:
+def _cells(row: ShardRow, footnotes: Footnotes) -> list[str | Text]:
     if row.ms is None:
         word = "WRONG" if row.disagrees else "n/a"
         mark = footnotes.mark(f"{row.contender}, {row.case}, {row.budget}: {row.reason}")

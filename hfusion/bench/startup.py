@@ -22,7 +22,7 @@ from torch._inductor.utils import fresh_cache
 import hfusion as hf
 from hfusion.bench import cases, models, serial
 from hfusion.bench.contenders import eager_step
-from hfusion.bench.fuse import Settings
+from hfusion.bench.fuse import FuseSettings
 from hfusion.bench.progress import Meter
 from hfusion.bench.table import Footnotes
 from hfusion.bench.workload import Workload
@@ -30,7 +30,7 @@ from hfusion.device.backend import backend
 
 T = TypeVar("T")
 
-WARM_UP = cases.Case("warm-up", "", partial(models.mlp, 4, 4, 10), partial(cases.classified, 4, 4))
+WARM_UP = cases.FuseCase("warm-up", "", partial(models.mlp, 4, 4, 10), partial(cases.classified, 4, 4))
 STAGES = {
     "fuse_ms": "fuse()",
     "first_ms": "first step",
@@ -41,7 +41,7 @@ STAGES = {
 
 
 @dataclass(frozen=True)
-class Row:
+class StartupRow:
     """Milliseconds of each stage; the compiled ones are None where ``note`` says what is not compiled.
 
     ``fuse_ms``: hf.fuse. ``first_ms``: a step that captures, batches and verifies. ``second_ms``: the next one.
@@ -58,12 +58,12 @@ class Row:
     note: str = ""
 
 
-def pieces(settings: Settings) -> int:
+def pieces(settings: FuseSettings) -> int:
     """How many pieces of work ``run`` reports."""
     return len(settings.cases) * len(settings.members)
 
 
-def run(settings: Settings, meter: Meter) -> Iterator[Row]:
+def run(settings: FuseSettings, meter: Meter) -> Iterator[StartupRow]:
     """One row for each model and number of members, after a warm-up."""
     with fresh_cache():
         meter.say("warming up")
@@ -75,7 +75,7 @@ def run(settings: Settings, meter: Meter) -> Iterator[Row]:
                 meter.advance(1)
 
 
-def once(workload: Workload) -> Row:
+def once(workload: Workload) -> StartupRow:
     """The stages of one array, each counted once."""
     torch.compiler.reset()
     gc.collect()
@@ -97,7 +97,7 @@ def once(workload: Workload) -> Row:
         compiled()
         (_, compiled_ms), (_, next_ms) = (_clocked(workload, compiled) for _ in range(2))
     note = "; ".join(f"eager: {row.why}" for row in train.report().rows if row.why)
-    row = Row(workload.case.name, workload.members, fuse_ms, first_ms, second_ms, compiled_ms, next_ms, note)
+    row = StartupRow(workload.case.name, workload.members, fuse_ms, first_ms, second_ms, compiled_ms, next_ms, note)
     return replace(row, compiled_ms=None, next_ms=None) if note else row
 
 
@@ -110,7 +110,7 @@ def _clocked(workload: Workload, call: Callable[[], T]) -> tuple[T, float]:
     return result, 1e3 * (time.perf_counter() - start)
 
 
-def table(rows: Sequence[Row]) -> tuple[Table, list[str]]:
+def table(rows: Sequence[StartupRow]) -> tuple[Table, list[str]]:
     """A row for each array, and footnotes."""
     shown = Table(title="milliseconds before an array trains")
     shown.add_column("model", no_wrap=True)

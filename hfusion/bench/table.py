@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from hfusion.bench.results import OURS, Cell, Comparison
+from hfusion.bench.results import OURS, Cell, ModelResult
 
 
 class Footnotes:
@@ -33,7 +33,7 @@ def factor(value: float) -> Text:
     return Text(f"{value:.2f}x", style="green" if value >= 1.0 else "red")
 
 
-def _shown(comparison: Comparison, cell: Cell, row_ms: float | None, footnotes: Footnotes) -> Text:
+def _shown(comparison: ModelResult, cell: Cell, row_ms: float | None, footnotes: Footnotes) -> Text:
     if row_ms is None:
         word = "WRONG" if cell.disagrees else "n/a"
         mark = footnotes.mark(f"{cell.contender}: {cell.reason}")
@@ -47,7 +47,7 @@ def _shown(comparison: Comparison, cell: Cell, row_ms: float | None, footnotes: 
     return text.append(footnotes.mark(cell.note)).append(footnotes.mark(cores))
 
 
-def _versus(comparison: Comparison) -> Text:
+def _versus(comparison: ModelResult) -> Text:
     best = comparison.versus_best()
     if best is None:
         return Text("-")
@@ -55,7 +55,7 @@ def _versus(comparison: Comparison) -> Text:
     return factor(ratio).append(f"\n{name}", style="default")
 
 
-def table(comparisons: Sequence[Comparison], contenders: Sequence[str]) -> tuple[Table, list[str]]:
+def table(comparisons: Sequence[ModelResult], contenders: Sequence[str]) -> tuple[Table, list[str]]:
     """A row per comparison, a column per contender: ms per step of all members, speed-up over serial.
 
     The last column compares the faster of hfusion's ways with the fastest other contender. Returns the table and

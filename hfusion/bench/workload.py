@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hfusion.bench.cases import Case
+from hfusion.bench.cases import FuseCase
 
 # bfloat16 keeps 8 bits, and contenders round at different places.
 WITH_AMP = 5e-2
@@ -36,7 +36,7 @@ class Workload:
     ``amp``: forward and loss run under autocast to this dtype.
     """
 
-    case: Case
+    case: FuseCase
     members: int
     device: torch.device
     amp: torch.dtype | None = None

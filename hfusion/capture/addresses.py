@@ -21,7 +21,7 @@ _PLACED: Mapping[str, int] = {
 _MEMORY = frozenset({"storage", "untyped_storage", "storage_offset", "set_"})
 
 
-class Watch(TorchFunctionMode):
+class AddressWatch(TorchFunctionMode):
     """While active, ``met`` is called for what addresses memory."""
 
     def __init__(self, met: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ def closing(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Sequence[Collection[int]]
 ) -> dict[Island, str]:
     """What fixes one of the ``dims`` of the leaves while forward is traced with them open, each with the reason."""
-    watch = _Watch()
+    watch = _SizeWatch()
     # Of interest is what was met before.
     with intercepted(model, islands(model), watch.call), suppress(FusionError):
         capture(model, args, kwargs, varying=False, dims=dims)
@@ -29,7 +29,7 @@ def closing(
 
 
 @dataclass(eq=False)
-class _Watch:
+class _SizeWatch:
     """``sizes`` are the symbols of the arguments of forward, ``told`` those of them that are known to be fixed."""
 
     sizes: list[Any] = field(default_factory=list)

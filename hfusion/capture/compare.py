@@ -280,7 +280,7 @@ def modeless_fingerprint(model: nn.Module) -> Any:
 
 def _closures(model: nn.Module) -> Iterator[Any]:
     """What the functions of classes that are made per instance were closed over, in a comparable form."""
-    reader = _Reader({}, _content, {})
+    reader = _AttributeReader({}, _content, {})
     for path, module in model.named_modules(remove_duplicate=False):
         for name, function in vars(type(module)).items() if "<locals>" in type(module).__qualname__ else ():
             if isinstance(function, types.FunctionType) and name != "__init__":
@@ -298,7 +298,7 @@ def contents(model: nn.Module) -> dict[str, Any]:
 def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> dict[str, Any]:
     known = {id(tensor): name for name, tensor in tensors(model)}
     known |= {id(module): path for path, module in model.named_modules()}
-    reader = _Reader(known, read_tensor, {})
+    reader = _AttributeReader(known, read_tensor, {})
     return {
         f"{path}.{name}".strip("."): reader.read(value, f"{path}.{name}")
         for path, module in model.named_modules(remove_duplicate=False)
@@ -311,7 +311,7 @@ _PLAIN = str | bool | int | bytes | torch.dtype | torch.device | torch.Size | ty
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _AttributeReader:
     """Turns Python values into hashable ones. ``known`` are the model's own tensors and modules; ``met`` holds every
     object read so far, which keeps cycles short and ids from being used again."""
 

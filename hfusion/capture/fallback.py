@@ -111,7 +111,7 @@ class _Search:
         twin = copy.deepcopy(self.model)
         with opaque(twin, stubs, self.records, [twin], top):
             module = twin.get_submodule(island.path)
-            target = module if island.method == "forward" else _Method(module, island.method)
+            target = module if island.method == "forward" else _MethodAsModule(module, island.method)
             try:
                 capture(target, args, kwargs, varying=False)
             except FusionError as error:
@@ -142,7 +142,7 @@ def _kind(tensor: Tensor) -> Any:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-class _Method(nn.Module):
+class _MethodAsModule(nn.Module):
     """A module whose forward is another module's method."""
 
     def __init__(self, module: nn.Module, method: str) -> None:

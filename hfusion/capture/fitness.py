@@ -16,7 +16,7 @@ from hfusion.capture.addresses import fills_memory
 from hfusion.capture.compare import contents, tensors
 from hfusion.capture.foretell import foretold
 from hfusion.capture.intercept import WHOLE, Island
-from hfusion.capture.recorded import Recorded, Records, tensors_in
+from hfusion.capture.recorded import RecordedCall, Records, tensors_in
 from hfusion.core.errors import FusionError
 
 # What a call that runs per member may take and give beside tensors: values that are the same for all members.
@@ -83,7 +83,7 @@ class Fitness:
             "register it as a parameter, buffer or submodule"
         )
 
-    def _own_only(self, island: Island, call: Recorded) -> bool:
+    def _own_only(self, island: Island, call: RecordedCall) -> bool:
         """Whether what the call was given, and what the island holds, have their memory for themselves."""
         own = [tensor for _, tensor in tensors(self.model.get_submodule(island.path))]
         given = tensors_in((call.args, call.kwargs)) if island != WHOLE else []

@@ -16,7 +16,7 @@ from hfusion.core.errors import FusionError
 
 if TYPE_CHECKING:
     from hfusion.capture.intercept import Island
-    from hfusion.capture.recorded import Recorded
+    from hfusion.capture.recorded import RecordedCall
 
 
 def other_sizes(
@@ -47,7 +47,7 @@ def _resized(leaf: Any, dims: Collection[int], size: int, other: int) -> Any:
 
 
 def foretold(
-    island: Island, call: Recorded, others: Sequence[Recorded] | None, numbers: Sequence[int]
+    island: Island, call: RecordedCall, others: Sequence[RecordedCall] | None, numbers: Sequence[int]
 ) -> tuple[Any, ...]:
     """The flat results of a call: tensors as `Result`, whose sizes may follow those of its inputs.
 
@@ -86,7 +86,7 @@ class _Size:
     values: tuple[int, ...]
 
 
-def _sources(call: Recorded, others: Sequence[Recorded], numbers: Sequence[int]) -> Iterator[_Size]:
+def _sources(call: RecordedCall, others: Sequence[RecordedCall], numbers: Sequence[int]) -> Iterator[_Size]:
     flat = [pytree.tree_leaves((one.args, one.kwargs)) for one in (call, *others)]
     tensors = [[leaf for leaf in leaves if isinstance(leaf, Tensor)] for leaves in flat]
     for place, inputs in enumerate(zip(*tensors, strict=True)):

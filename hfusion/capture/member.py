@@ -21,7 +21,7 @@ from hfusion.core.program import Capture
 
 
 @dataclass(frozen=True)
-class Sizes:
+class VaryingSizes:
     """What is known of sizes: for each leaf of the arguments the dims that vary, and whether they must stay open.
 
     ``whole`` says why the sizes of what runs member by member cannot be foretold, so that all of forward does.
@@ -57,7 +57,7 @@ class Member:
 
 
 def capture_member(
-    member: Member, sizes: Sizes, looped: Mapping[Island, str], loops: bool
+    member: Member, sizes: VaryingSizes, looped: Mapping[Island, str], loops: bool
 ) -> tuple[Capture, list[OpaqueCall]]:
     """The graph of a member, and the calls in it that run in a loop over members, among them those of ``looped``.
 
@@ -89,7 +89,7 @@ def capture_member(
         raise error from refusal
 
 
-def _with_loops(member: Member, sizes: Sizes, looped: Mapping[Island, str]) -> tuple[Capture, list[OpaqueCall]]:
+def _with_loops(member: Member, sizes: VaryingSizes, looped: Mapping[Island, str]) -> tuple[Capture, list[OpaqueCall]]:
     model, args, kwargs = member.model, member.args, member.kwargs
     records = record(model, args, kwargs, sizes.dims)
     while True:

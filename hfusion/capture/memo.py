@@ -50,7 +50,7 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             tensors that it registers.
     """
     with restored(module) as back:
-        subject = _Subject(module, args, kwargs, back)
+        subject = _Rehearsed(module, args, kwargs, back)
         first = subject.member()
         before, around, registered = contents(first), variables(first), _Registered.of(first)
         outcome = run(first, args, kwargs)
@@ -69,7 +69,7 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class _Subject:
+class _Rehearsed:
     """A member as it is before the call, and the call. ``back`` puts back what lies outside of members."""
 
     module: nn.Module
@@ -151,7 +151,7 @@ def _check_registered(module: nn.Module, before: _Registered, member: nn.Module)
             raise FusionError(f"forward writes into the parameter {name}; {REMEDY}")
 
 
-def _judge(subject: _Subject, changed: list[str], outcome: Outcome) -> list[str]:
+def _judge(subject: _Rehearsed, changed: list[str], outcome: Outcome) -> list[str]:
     """The attributes in which forward leaves results for a reader. Raises FusionError for state."""
     names = ", ".join(changed)
     second = subject.member()
@@ -174,7 +174,7 @@ def _judge(subject: _Subject, changed: list[str], outcome: Outcome) -> list[str]
     return sorted(left)
 
 
-def _compare(subject: _Subject, names: str, when: str, fresh: Outcome, kept: Outcome) -> None:
+def _compare(subject: _Rehearsed, names: str, when: str, fresh: Outcome, kept: Outcome) -> None:
     if kept.failed and not fresh.failed and not subject.module.training:
         # What was kept has a graph that is gone: such a member cannot be trained in this mode, only called.
         fresh, kept = (Outcome(o.outputs, {}) for o in (fresh, kept))
@@ -190,7 +190,7 @@ def _told(outcome: Outcome) -> str:
     return f" ({outcome.failed})" if outcome.failed else ""
 
 
-def _compare_calls(subject: _Subject, names: str, outcome: Outcome) -> None:
+def _compare_calls(subject: _Rehearsed, names: str, outcome: Outcome) -> None:
     """Other values, and other sizes where forward takes them, before and after the call."""
     for when, call in _others(subject.args, subject.kwargs):
         try:
@@ -239,7 +239,7 @@ def _shortener(size: int) -> Any:
     return shortened
 
 
-def _compare_parameters(subject: _Subject, names: str, kept: Mapping[str, Any]) -> set[str]:
+def _compare_parameters(subject: _Rehearsed, names: str, kept: Mapping[str, Any]) -> set[str]:
     """What is kept must not hold on to old parameters; the attributes whose content depends on parameters."""
     fresh = subject.member()
     _train(fresh)
@@ -267,7 +267,7 @@ def _train(member: nn.Module) -> None:
             module.training = training
 
 
-def _dependent(subject: _Subject, kept: Mapping[str, Any]) -> set[str]:
+def _dependent(subject: _Rehearsed, kept: Mapping[str, Any]) -> set[str]:
     """The attributes whose content depends on the values of the inputs."""
     _, call = next(_others(subject.args, subject.kwargs))
     member = subject.member()
@@ -275,7 +275,7 @@ def _dependent(subject: _Subject, kept: Mapping[str, Any]) -> set[str]:
     return set(_changed(kept, contents(member)))
 
 
-def _check_unread(subject: _Subject, names: list[str], outcome: Outcome) -> None:
+def _check_unread(subject: _Rehearsed, names: list[str], outcome: Outcome) -> None:
     """Results that forward leaves must be overwritten before they are read: whatever stands there, nothing changes."""
     if not names:
         return

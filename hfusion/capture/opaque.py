@@ -15,7 +15,7 @@ from hfusion.capture.compare import tensors
 from hfusion.capture.foretell import foretold
 from hfusion.capture.intercept import Island, Method, intercepted
 from hfusion.capture.own_code import SIZE, TENSOR, OpaqueCall, Result, calls, run
-from hfusion.capture.recorded import Recorded, Records
+from hfusion.capture.recorded import RecordedCall, Records
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import fixed as fixed_size
 from hfusion.core.layout import Layout
@@ -48,7 +48,7 @@ def opaque(
     culprits: Mapping[Island, str],
     records: Records,
     members: Sequence[nn.Module],
-    top: Recorded | None = None,
+    top: RecordedCall | None = None,
 ) -> Iterator[list[OpaqueCall]]:
     """While active, the ``culprits`` of ``model``, each with the reason, trace as opaque calls.
 
@@ -72,7 +72,7 @@ def opaque(
 
 
 def stand_in(
-    method: Method, why: str, record: Recorded, changed: frozenset[str], model: nn.Module, met: list[OpaqueCall]
+    method: Method, why: str, record: RecordedCall, changed: frozenset[str], model: nn.Module, met: list[OpaqueCall]
 ) -> Callable[..., Any]:
     """What traces as one call of ``method`` that gives what ``record`` did, for these sizes; ``met`` keeps it alive."""
     stub = _Stub(method, why, iter([(record, [])]), changed, [model], met)
@@ -86,7 +86,7 @@ class _Stub:
         self,
         method: Method,
         why: str,
-        seen: Iterator[tuple[Recorded, list[Recorded] | None]],
+        seen: Iterator[tuple[RecordedCall, list[RecordedCall] | None]],
         changed: frozenset[str],
         members: Sequence[nn.Module],
         met: list[OpaqueCall],
@@ -168,7 +168,7 @@ def _number(leaf: Any) -> Any:
     return bool(leaf) if isinstance(leaf, torch.SymBool) else leaf
 
 
-def _links(record: Recorded, keys: Mapping[str, int]) -> list[int]:
+def _links(record: RecordedCall, keys: Mapping[str, int]) -> list[int]:
     """The recorded links as flat pairs of positions."""
     sources = record.count + len(keys)
     found = []

@@ -155,7 +155,7 @@ def _own_rows(column: Any, members: int) -> Sequence[Tensor]:
     if not all(_plain(row) for row in rows):
         return rows
     if torch.is_grad_enabled() and any(row.requires_grad for row in rows):
-        found: Sequence[Tensor] = _Rows.apply(*rows)  # type: ignore[no-untyped-call]
+        found: Sequence[Tensor] = _ApartFromMemory.apply(*rows)  # type: ignore[no-untyped-call]
         return found
     return [_alias(row) for row in rows]
 
@@ -172,7 +172,7 @@ def _alias(tensor: Tensor) -> Tensor:
         return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-class _Rows(torch.autograd.Function):
+class _ApartFromMemory(torch.autograd.Function):
     """Each tensor in its own memory, with gradients as they come."""
 
     @staticmethod

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.addresses import Watch
+from hfusion.capture.addresses import AddressWatch
 from hfusion.capture.compare import tensors
 from hfusion.capture.foretell import other_sizes
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
@@ -26,7 +26,7 @@ from hfusion.device.backend import random_states_kept
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded:
+class RecordedCall:
     """One call of an island: what it was given, ``count`` tensors among it, and what it gave.
 
     ``inside`` are the numbers of the calls around it. ``written`` are the positions of the tensors that it wrote into,
@@ -59,24 +59,24 @@ class Records:
     ``modes`` as of `Capture`. ``others`` are runs with other sizes, where sizes vary; None if forward takes no others.
     """
 
-    calls: Sequence[Recorded]
+    calls: Sequence[RecordedCall]
     changed: frozenset[str]
     failed: frozenset[Island]
     modes: Mapping[str, bool]
     others: tuple[Records, ...] | None = ()
 
     @property
-    def top(self) -> Recorded:
+    def top(self) -> RecordedCall:
         """The call of the whole forward."""
         return next(call for call in self.calls if call.island == WHOLE and not call.inside)
 
-    def first(self, island: Island) -> Recorded:
+    def first(self, island: Island) -> RecordedCall:
         return next(call for call in self.calls if call.island == island)
 
-    def of(self, island: Island) -> list[Recorded]:
+    def of(self, island: Island) -> list[RecordedCall]:
         return [call for call in self.calls if call.island == island]
 
-    def within(self, top: Recorded, island: Island, stubs: Set[Island]) -> list[Recorded]:
+    def within(self, top: RecordedCall, island: Island, stubs: Set[Island]) -> list[RecordedCall]:
         """The calls of ``island`` in ``top`` that are made where the islands ``stubs`` are not entered."""
         entered = {call.number for call in self.calls if call.island in stubs}
         return [
@@ -86,8 +86,8 @@ class Records:
         ]
 
     def sightings(
-        self, top: Recorded, island: Island, stubs: Set[Island]
-    ) -> list[tuple[Recorded, list[Recorded] | None]]:
+        self, top: RecordedCall, island: Island, stubs: Set[Island]
+    ) -> list[tuple[RecordedCall, list[RecordedCall] | None]]:
         """As `within`, each call with the same one in the runs with other sizes; None if those make fewer or more."""
         nth, calls = self.of(top.island).index(top), self.within(top, island, stubs)
         rows = []
@@ -98,7 +98,7 @@ class Records:
             return [(call, None) for call in calls]
         return [(call, [row[k] for row in rows]) for k, call in enumerate(calls)]
 
-    def all_sightings(self, island: Island) -> list[tuple[Recorded, list[Recorded] | None]]:
+    def all_sightings(self, island: Island) -> list[tuple[RecordedCall, list[RecordedCall] | None]]:
         """As `sightings`, of all calls of ``island``."""
         calls, rows = self.of(island), [other.of(island) for other in self.others or ()]
         if self.others is None or any(len(row) != len(calls) for row in rows):
@@ -117,7 +117,7 @@ class Records:
         return frozenset(call.island for call in self.calls if own.intersection(call.inside))
 
 
-def _between(call: Recorded, top: Recorded) -> tuple[int, ...]:
+def _between(call: RecordedCall, top: RecordedCall) -> tuple[int, ...]:
     return call.inside[call.inside.index(top.number) + 1 :]
 
 
@@ -154,10 +154,10 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mod
     member = twin(model)
     own = dict(tensors(member))
     versions = {name: tensor._version for name, tensor in own.items()}
-    recorder = _Recorder()
+    recorder = _CallRecorder()
     with restored(model), _random_kept(), torch.enable_grad(), _no_autocast(args, kwargs):
         args, kwargs = copies((args, dict(kwargs)))
-        with intercepted(member, islands(member), recorder.call), Watch(recorder.address):
+        with intercepted(member, islands(member), recorder.call), AddressWatch(recorder.address):
             member(*args, **kwargs)
     after, originals = dict(tensors(member)), dict(tensors(model))
     changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
@@ -196,13 +196,13 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 @dataclass
-class _Recorder:
+class _CallRecorder:
     """Notes calls; ``open`` are the numbers of those that have begun and not ended, ``failed`` what raised errors.
 
     ``addressing`` are the numbers of those in which memory was addressed.
     """
 
-    calls: list[Recorded | None] = field(default_factory=list)
+    calls: list[RecordedCall | None] = field(default_factory=list)
     failed: set[Island] = field(default_factory=set)
     open: list[int] = field(default_factory=list)
     addressing: set[int] = field(default_factory=set)
@@ -250,7 +250,7 @@ class _Recorder:
         links = frozenset(_linked(tensors_in(output), sources))
         self.noting = False
         attached = not torch.is_grad_enabled() and any(result.requires_grad for result in tensors_in(output))
-        self.calls[number] = Recorded(
+        self.calls[number] = RecordedCall(
             island,
             number,
             inside,

@@ -18,7 +18,7 @@ from hfusion.capture.fitness import Fitness
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.opaque import opaque, stand_in
 from hfusion.capture.own_code import OpaqueCall
-from hfusion.capture.recorded import Recorded, Records
+from hfusion.capture.recorded import RecordedCall, Records
 from hfusion.core.errors import FusionError
 
 
@@ -43,9 +43,9 @@ class _Trace:
     def __init__(self, model: nn.Module, records: Records, fitness: Fitness) -> None:
         self.found: dict[Island, str] = {}
         self._model, self._records, self._fitness = model, records, fitness
-        self._open: list[Recorded | None] = []
+        self._open: list[RecordedCall | None] = []
         self._begun: Counter[tuple[int, Island]] = Counter()
-        self._inside: dict[tuple[int, Island], list[Recorded]] = defaultdict(list)
+        self._inside: dict[tuple[int, Island], list[RecordedCall]] = defaultdict(list)
         self._met: list[OpaqueCall] = []
         for call in records.calls:
             if call.inside:
@@ -70,7 +70,7 @@ class _Trace:
         call = stand_in(method, why, record, self._records.changed, self._model, self._met)
         return call(*args, **kwargs)
 
-    def _next(self, island: Island) -> Recorded | None:
+    def _next(self, island: Island) -> RecordedCall | None:
         """The recorded call that the one of ``island`` that begins now is: by its place in the call around it."""
         if not self._open:
             return self._records.top if island == WHOLE else None

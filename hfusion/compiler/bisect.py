@@ -15,7 +15,7 @@ from hfusion.ops.rule import PerMember
 LIMIT = 1e-3
 
 
-class _Recorder(fx.Interpreter):
+class _ValueRecorder(fx.Interpreter):
     """Runs a program and keeps every node's value, by the member's node that it stands for."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -37,7 +37,7 @@ def first_difference(
     difference: Callable[[Tensor, Tensor], float],
 ) -> str:
     """Run both on ``given``, the program's inputs, and tell in words which node of ``member`` differs first."""
-    recorder = _Recorder(program.module)
+    recorder = _ValueRecorder(program.module)
     with torch.no_grad():
         recorder.run(*given)
     env: dict[fx.Node, Any] = {}

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.intercept import WHOLE, Island
-from hfusion.capture.member import Member, Sizes, capture_member
+from hfusion.capture.member import Member, VaryingSizes, capture_member
 from hfusion.capture.opaque import RULES as OPAQUE_RULES
 from hfusion.capture.own_code import OpaqueCall, OtherSizes
 from hfusion.compiler.sandbox import apart
@@ -54,7 +54,7 @@ MAX_PROGRAMS = 8
 MOST_KEYS = 4096
 
 RULES = merge(ATEN_RULES, OPAQUE_RULES)
-UNKNOWN = Sizes()
+UNKNOWN = VaryingSizes()
 
 # A tensor that may be replaced: where it is looked up, a mapping and the key in it.
 Place: TypeAlias = tuple[Mapping[str, Any], str]
@@ -131,7 +131,7 @@ def _loose_key(leaf: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ArraySpec:
     """What is compiled: ``member(b)`` gives member b as a live module.
 
     ``loops``: what cannot be captured runs in a loop over members, at the smallest submodule; otherwise it is an error.
@@ -217,7 +217,7 @@ class Compiler:
     open in those to come, as long as the compiler ``opens`` sizes.
     """
 
-    subject: Subject
+    subject: ArraySpec
     programs: dict[Any, Compiled] = field(default_factory=dict)
     families: dict[Any, list[Compiled]] = field(default_factory=dict)
     met: dict[Any, Met] = field(default_factory=dict)
@@ -271,7 +271,7 @@ class Compiler:
             raise FusionError(self.refused[loose])
         if len(family) >= MAX_PROGRAMS:
             self.whole.setdefault(loose, f"sizes vary, and {MAX_PROGRAMS} programs did not serve all of them")
-        sizes = Sizes(met.dims, many, self.whole.get(loose, "")) if self.opens else UNKNOWN
+        sizes = VaryingSizes(met.dims, many, self.whole.get(loose, "")) if self.opens else UNKNOWN
         related = self.kin(training, arguments) if self.kin is not None and not sizes.whole else None
         try:
             with apart():
@@ -300,7 +300,7 @@ def _any_training(training: Any) -> bool:
     return any(flag is True for flag in training) if isinstance(training, tuple) else bool(training)
 
 
-def compile_array(subject: Subject, arguments: Arguments, training: bool, sizes: Sizes = UNKNOWN) -> Compiled:
+def compile_array(subject: ArraySpec, arguments: Arguments, training: bool, sizes: VaryingSizes = UNKNOWN) -> Compiled:
     """The program of ``subject`` for calls like ``arguments``, and for other ``sizes`` of its leaves.
 
     A submodule with an operator that no array can compute runs in a loop over members, as one that no graph can hold.
@@ -332,7 +332,7 @@ class _Captured:
     guards: Callable[[Sequence[Sequence[Any]]], bool]
 
 
-def _captured(subject: Subject, arguments: Arguments, sizes: Sizes, looped: Mapping[Island, str]) -> _Captured:
+def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, looped: Mapping[Island, str]) -> _Captured:
     members = representatives(subject.variants)
     found = [_captured_member(subject, member, arguments, sizes, looped) for member in members]
     captures = [one for one, _ in found]
@@ -355,7 +355,7 @@ def _captured(subject: Subject, arguments: Arguments, sizes: Sizes, looped: Mapp
     return _Captured(first, graph, layouts, constants, calls, guards)
 
 
-def _batched(subject: Subject, captured: _Captured, training: bool) -> Compiled:
+def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compiled:
     graph, layouts, first = captured.graph, captured.layouts, captured.first
     choices = choose_ways(graph, layouts, subject.members, subject.tune)
     module = batch(graph, layouts, subject.members, RULES, choices)
@@ -381,17 +381,19 @@ def choose_ways(graph: fx.Graph, layouts: Sequence[Layout], members: int, tune: 
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class BoundProgram:
     """A program, and where the tensors are found that it takes before its inputs."""
 
     compiled: Compiled
     places: tuple[Place, ...]
 
     @staticmethod
-    def of(compiled: Compiled, owner: nn.Module) -> Source:
+    def of(compiled: Compiled, owner: nn.Module) -> BoundProgram:
         """The program with the tensors of ``owner``."""
         slots = compiled.program.slots
-        return Source(compiled, tuple(_place(slot, owner, compiled) for slot in slots if slot.kind is not Kind.INPUT))
+        return BoundProgram(
+            compiled, tuple(_place(slot, owner, compiled) for slot in slots if slot.kind is not Kind.INPUT)
+        )
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -406,7 +408,7 @@ def bind(compiled: Compiled, owner: nn.Module) -> Callable[[list[Any]], Any]:
 
     So a conversion of ``owner`` to another dtype or device, and loading, are seen.
     """
-    places = Source.of(compiled, owner).places
+    places = BoundProgram.of(compiled, owner).places
     run, spec = compiled.program.run, compiled.program.out_spec
     if compiled.opaque:
         run = watched(run)
@@ -451,7 +453,7 @@ def representatives(variants: Sequence[int]) -> list[int]:
 
 
 def _captured_member(
-    subject: Subject, member: int, arguments: Arguments, sizes: Sizes, looped: Mapping[Island, str]
+    subject: ArraySpec, member: int, arguments: Arguments, sizes: VaryingSizes, looped: Mapping[Island, str]
 ) -> tuple[Capture, list[OpaqueCall]]:
     """One member's graph, and the calls in it that stay in a loop over members, among them those of ``looped``."""
 
@@ -467,7 +469,7 @@ def _captured_member(
         raise FusionError(f"{subject.name}, model {member}: {error}") from error.__cause__
 
 
-def _check_signature(subject: Subject, arguments: Arguments) -> None:
+def _check_signature(subject: ArraySpec, arguments: Arguments) -> None:
     """Raise a ValueError where forward does not take such arguments."""
     args, kwargs = arguments.of_member(0)
     signature = inspect.signature(subject.member(0).forward)
@@ -510,7 +512,7 @@ def _check_alike(name: str, rows: Sequence[Tensor], variants: Sequence[int]) -> 
             )
 
 
-def _layout(slot: Slot, subject: Subject, arguments: Arguments, differing: frozenset[str]) -> Layout:
+def _layout(slot: Slot, subject: ArraySpec, arguments: Arguments, differing: frozenset[str]) -> Layout:
     if slot.kind is Kind.INPUT:
         return Layout.STACKED if is_stacked(arguments.leaves[int(slot.name)]) else Layout.SHARED
     if slot.kind is Kind.CONSTANT:

@@ -45,7 +45,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Part:
+class ProgramReport:
     """One program: ``rows`` say which operators run how; ``copies`` are the transitions that copy."""
 
     title: str
@@ -66,13 +66,13 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Report:
+class FusionReport:
     """``str(report)`` is for people, ``report.parts`` for programs; ``print(part.program)`` shows every node.
 
     ``loops`` says what was not captured and runs in a loop over members.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ProgramReport, ...]
     loops: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Report:
         return "\n".join([*map(str, self.parts), *self.loops])
 
 
-def describe(program: Program, check: str) -> Part:
+def describe(program: Program, check: str) -> ProgramReport:
     """Count what ``program`` does."""
     alike: defaultdict[tuple[str, Lowering], list[fx.Node]] = defaultdict(list)
     for node in program.module.graph.nodes:
@@ -90,7 +90,7 @@ def describe(program: Program, check: str) -> Part:
     rows = [Row(operator, lowering, len(nodes), _cost(nodes)) for (operator, lowering), nodes in alike.items()]
     mode = "train" if program.training else "eval"
     title = f"{program.name}  B={program.members}  {mode}"
-    return Part(title, tuple(sorted(rows, key=lambda row: row.cells)), program.copies, check, program)
+    return ProgramReport(title, tuple(sorted(rows, key=lambda row: row.cells)), program.copies, check, program)
 
 
 def operator_name(origin: fx.Node) -> str:

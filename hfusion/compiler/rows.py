@@ -9,7 +9,7 @@ from torch import fx
 
 from hfusion.capture.opaque import numbered
 from hfusion.capture.own_code import OpaqueCall, calls
-from hfusion.compiler.compiler import RULES, Compiled, Subject, choose_ways
+from hfusion.compiler.compiler import RULES, ArraySpec, Compiled, choose_ways
 from hfusion.core.layout import Layout
 from hfusion.ops.rule import PerMember
 from hfusion.passes.align import select_rows
@@ -21,7 +21,7 @@ from hfusion.passes.regions import regions
 _CALL = 3
 
 
-def of_rows(compiled: Compiled, rows: Sequence[int], subject: Subject) -> Compiled:
+def of_rows(compiled: Compiled, rows: Sequence[int], subject: ArraySpec) -> Compiled:
     """The program of ``subject``, whose member b is what member ``rows[b]`` of ``compiled`` is but for its tensors."""
     program, members = compiled.program, subject.members
     graph = select_rows(compiled.graph, rows)
@@ -34,7 +34,7 @@ def of_rows(compiled: Compiled, rows: Sequence[int], subject: Subject) -> Compil
     return replace(compiled, program=made, graph=graph, constants=constants, opaque=opaque)
 
 
-def _with_own_bodies(graph: fx.Graph, subject: Subject) -> tuple[OpaqueCall, ...]:
+def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, ...]:
     """Let the calls of members' own code in ``graph`` be those of the members of ``subject``; the new calls."""
     bodies = [subject.member(member) for member in range(subject.members)]
     made: dict[int, OpaqueCall] = {}

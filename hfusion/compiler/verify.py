@@ -42,7 +42,7 @@ NOISE_RUNS = 3
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckedArray:
     """What is checked: the program, the tensors of the array by key, and the way to member b around other tensors."""
 
     compiled: Compiled
@@ -55,7 +55,7 @@ class Subject:
 Outcome = dict[str, Tensor]
 
 
-def verify(subject: Subject) -> str:
+def verify(subject: CheckedArray) -> str:
     """Compare every member; returns what was found, for the report.
 
     Raises:
@@ -76,7 +76,7 @@ def verify(subject: Subject) -> str:
     return f"self-check passed: outputs and gradients of {members} members"
 
 
-def _check(subject: Subject) -> None:
+def _check(subject: CheckedArray) -> None:
     """Compare on a few samples, or on all where fewer do not do."""
     few = shortened(subject.compiled, subject.arguments)
     if few is not None:
@@ -90,7 +90,7 @@ def _check(subject: Subject) -> None:
     return _compare(subject)
 
 
-def _compare(subject: Subject) -> None:
+def _compare(subject: CheckedArray) -> None:
     suspects = _suspects(subject, TIGHT, range(subject.compiled.program.members))
     if suspects and not _agrees_wide(subject, _worst(suspects)):
         _check_noise(subject, suspects)
@@ -111,7 +111,7 @@ def _worst(suspects: Sequence[Suspect]) -> list[int]:
     return list(dict.fromkeys(suspect.member for suspect in ordered))[:WORST]
 
 
-def _suspects(subject: Subject, limits: Mapping[torch.dtype, float], members: Sequence[int]) -> list[Suspect]:
+def _suspects(subject: CheckedArray, limits: Mapping[torch.dtype, float], members: Sequence[int]) -> list[Suspect]:
     """Which of ``members``, and their tensors, whose difference from the original code is beyond ``limits``."""
     with recording() as draws, repeatable():
         ours = _array_outcome(subject)
@@ -125,7 +125,7 @@ def _suspects(subject: Subject, limits: Mapping[torch.dtype, float], members: Se
     return found
 
 
-def _differences(subject: Subject, member: int, ours: Outcome, theirs: Outcome) -> dict[str, float]:
+def _differences(subject: CheckedArray, member: int, ours: Outcome, theirs: Outcome) -> dict[str, float]:
     private = [name for name in theirs if name.removeprefix("gradient of ") not in subject.shared]
     floor = _floor(theirs)
     found = {}
@@ -144,7 +144,7 @@ def _floor(theirs: Outcome) -> float:
     return 1e-4 * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
 
 
-def _agrees_wide(subject: Subject, members: Sequence[int]) -> bool:
+def _agrees_wide(subject: CheckedArray, members: Sequence[int]) -> bool:
     """Whether the difference vanishes in float64. False also where the graph cannot run in float64."""
     try:
         return not _suspects(_widened(subject), {torch.float64: WIDE}, members)
@@ -152,7 +152,7 @@ def _agrees_wide(subject: Subject, members: Sequence[int]) -> bool:
         return False
 
 
-def _widened(subject: Subject) -> Subject:
+def _widened(subject: CheckedArray) -> CheckedArray:
     once: dict[int, Tensor] = {}
     stacks = {name: once.setdefault(id(t), _wide(t)) for name, t in subject.stacks.items()}
     arguments = _mapped(subject.arguments, _wide)
@@ -185,7 +185,7 @@ def _copied(arguments: Arguments) -> Arguments:
     return _mapped(arguments, lambda value: next(own) if isinstance(value, Tensor) else value)
 
 
-def _check_noise(subject: Subject, suspects: Sequence[Suspect]) -> None:
+def _check_noise(subject: CheckedArray, suspects: Sequence[Suspect]) -> None:
     """Raise for suspects that differ by far more than one rounding step of the parameters explains."""
     with recording() as draws, repeatable():
         ours = _array_outcome(subject)
@@ -203,13 +203,13 @@ def _check_noise(subject: Subject, suspects: Sequence[Suspect]) -> None:
                 )
 
 
-def _array_outcome(subject: Subject) -> Outcome:
+def _array_outcome(subject: CheckedArray) -> Outcome:
     given, leaves = _program_inputs(subject)
     program = subject.compiled.program
     return _outcome(program.run(*given), leaves, program.members, nullcontext())
 
 
-def _program_inputs(subject: Subject) -> tuple[list[Any], dict[str, Tensor]]:
+def _program_inputs(subject: CheckedArray) -> tuple[list[Any], dict[str, Tensor]]:
     """The program's inputs with fresh leaves for parameters and copies of buffers; and those by key."""
     once: dict[int, Tensor] = {}
     # Members' own code is kept from the parameters themselves.
@@ -265,13 +265,13 @@ def _projected(output: Tensor, members: int | None) -> Tensor:
     return (output * weights).sum().cpu()
 
 
-def _culprit(subject: Subject, member: int) -> str:
+def _culprit(subject: CheckedArray, member: int) -> str:
     """Words for the first node where the program and the member's graph part."""
     given, _ = _program_inputs(subject)
     return first_difference(subject.compiled.program, subject.compiled.graph, given, member, _difference)
 
 
-def _member_outcome(subject: Subject, member: int, draws: Sequence[Tensor], perturbation: int) -> Outcome:
+def _member_outcome(subject: CheckedArray, member: int, draws: Sequence[Tensor], perturbation: int) -> Outcome:
     rows: dict[str, Tensor] = {}
     for name, stack in subject.stacks.items():
         row = stack.detach() if name in subject.shared else stack.detach()[member]
@@ -290,7 +290,7 @@ def _member_outcome(subject: Subject, member: int, draws: Sequence[Tensor], pert
         return _outcome(outputs, dict(tensors(model)), None, replay.backward())
 
 
-def _repeats(subject: Subject, member: int) -> bool:
+def _repeats(subject: CheckedArray, member: int) -> bool:
     """Whether the member's own code gives one result in two runs."""
     with recording() as draws, repeatable():
         _array_outcome(subject)

@@ -73,7 +73,7 @@ def read_state(function: Callable[..., Any]) -> Any:
     if type(function) is types.FunctionType and _fixed(function.__module__):
         return _Same(function)
     try:
-        return _Reader().read(function)
+        return _ClosureReader().read(function)
     except TooMuch:
         return None
 
@@ -97,7 +97,7 @@ def root(function: Callable[..., Any]) -> Any:
 
 
 @dataclass
-class _Reader:
+class _ClosureReader:
     """``met`` keeps what was read, so that no id is used again meanwhile."""
 
     met: dict[int, tuple[int, Any]] = field(default_factory=dict)

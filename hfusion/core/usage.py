@@ -133,7 +133,7 @@ def _finish(number: int) -> None:
         found.finish()
 
 
-class Run:
+class ProgramRun:
     """One run of a program with looped submodules."""
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class Join(torch.autograd.Function):
 _active = threading.local()
 
 
-def running() -> Run | None:
+def running() -> ProgramRun | None:
     """The run that this thread is in."""
     return getattr(_active, "run", None)
 
@@ -244,9 +244,9 @@ def watched(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _running() -> Iterator[Run]:
+def _running() -> Iterator[ProgramRun]:
     outer = running()
-    _active.run = Run()
+    _active.run = ProgramRun()
     try:
         yield _active.run
     finally:

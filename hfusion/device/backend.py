@@ -90,7 +90,7 @@ class Backend(Protocol):
 
 
 @dataclass(frozen=True)
-class _Done:
+class _HostQueue:
     """The queue of a host: what it is asked for is done when it has been asked."""
 
     def run(self, job: Callable[[], None]) -> None:
@@ -110,7 +110,7 @@ class Host:
     name: str = ""
 
     def queue(self) -> Queue:
-        return _Done()
+        return _HostQueue()
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -140,7 +140,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class _Stream:
+class _StreamQueue:
     stream: torch.Stream
 
     def run(self, job: Callable[[], None]) -> None:
@@ -152,7 +152,7 @@ class _Stream:
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _DeviceQueue:
     """The one queue of a device that has no others."""
 
     device: torch.device
@@ -190,7 +190,7 @@ class Accelerator:
         return str(found(self.device)) if found is not None else self.device.type
 
     def queue(self) -> Queue:
-        return _Whole(self.device) if self.device.type == "mps" else _Stream(torch.Stream(self.device))
+        return _DeviceQueue(self.device) if self.device.type == "mps" else _StreamQueue(torch.Stream(self.device))
 
     def current(self) -> AbstractContextManager[Any]:
         return torch.accelerator.device_index(self.device.index)

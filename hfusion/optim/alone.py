@@ -19,8 +19,8 @@ from hfusion.optim.formula import Formula
 from hfusion.optim.settings import Settings
 
 
-class AlonePlan:
-    """As `hfusion.optim.stacked.StackedPlan`."""
+class AloneStepper:
+    """As `hfusion.optim.stacked.StackedStepper`."""
 
     contiguous = False
 

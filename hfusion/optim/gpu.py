@@ -34,13 +34,13 @@ def _loaded() -> Any:
     return importlib.import_module("hfusion.optim.triton_kernels")
 
 
-def plan(formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> Plan | None:
-    """The steps of ``formula`` for these stacks, see `Plan`; None without Triton."""
-    return None if isinstance(library(), str) else Plan(formula, stacks, counts)
+def plan(formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> TritonStepper | None:
+    """The steps of ``formula`` for these stacks, see `TritonStepper`; None without Triton."""
+    return None if isinstance(library(), str) else TritonStepper(formula, stacks, counts)
 
 
-class Plan:
-    """As `hfusion.optim.native.Plan`, for stacks on an accelerator; the ``counts`` stay on the CPU."""
+class TritonStepper:
+    """As `hfusion.optim.native.TritonStepper`, for stacks on an accelerator; the ``counts`` stay on the CPU."""
 
     contiguous = True
 

@@ -13,16 +13,16 @@ from torch import Tensor
 from hfusion.core.membership import Membership, membership
 from hfusion.device.backend import backend
 from hfusion.optim import gpu, native
-from hfusion.optim.alone import AlonePlan
+from hfusion.optim.alone import AloneStepper
 from hfusion.optim.checks import check_gradient, check_state
 from hfusion.optim.formula import Formula
 from hfusion.optim.settings import Settings
-from hfusion.optim.stacked import StackedPlan
+from hfusion.optim.stacked import StackedStepper
 
 State: TypeAlias = dict[str, Tensor]
 
 
-class Plan(Protocol):
+class Stepper(Protocol):
     """What makes the steps of the tensors of a group."""
 
     @property
@@ -39,7 +39,7 @@ class Plan(Protocol):
         """Count a step and make it. ``grads``: as the parameters."""
 
 
-Kernels: TypeAlias = Callable[[type[Formula], Sequence[Sequence[Tensor]], Sequence[Tensor]], Plan | None]
+Kernels: TypeAlias = Callable[[type[Formula], Sequence[Sequence[Tensor]], Sequence[Tensor]], Stepper | None]
 
 # Our own kernels by type of device; those of any accelerator are Triton's.
 KERNELS: Mapping[str, Kernels] = {"cpu": native.plan}
@@ -98,17 +98,17 @@ def _plan(
     names: Sequence[str],
     stacks: Sequence[Sequence[Tensor]],
     numbers: dict[str, list[Tensor]],
-) -> Plan:
+) -> Stepper:
     """The fastest way to make the steps that computes what the members alone would."""
     first = stacks[0][0]
     if first.dtype not in _REALS and formula.torch_class is not None:
-        return AlonePlan(formula, names, stacks, numbers)
+        return AloneStepper(formula, names, stacks, numbers)
     contiguous = all(tensor.is_contiguous() for stack in stacks for tensor in stack)
     if formula.kernel is not None and contiguous and first.dtype in _REALS and backend(first.device).fuses:
         found = KERNELS.get(first.device.type, gpu.plan)(formula, stacks, numbers.get("step", ()))
         if found is not None:
             return found
-    return StackedPlan(formula, names, stacks, numbers)
+    return StackedStepper(formula, names, stacks, numbers)
 
 
 class Groups:

@@ -42,14 +42,14 @@ def kernel(name: str, dtype: torch.dtype) -> Kernel | None:
     return made
 
 
-def plan(formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> Plan | None:
-    """The steps of ``formula`` for these stacks, see `Plan`; None without a library."""
+def plan(formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> NativeStepper | None:
+    """The steps of ``formula`` for these stacks, see `NativeStepper`; None without a library."""
     assert formula.kernel is not None
     found = kernel(formula.kernel, stacks[0][0].dtype)
-    return Plan(found, stacks, counts) if found else None
+    return NativeStepper(found, stacks, counts) if found else None
 
 
-class Plan:
+class NativeStepper:
     """The arguments of ``kernel`` that stay from step to step.
 
     ``stacks``: the parameters, then each state buffer; each a list of contiguous tensors ``[members, ...]``
@@ -101,7 +101,7 @@ class Plan:
         return before, after, (len(self._counts), self._members, counts, settings.advance.data_ptr())
 
 
-class Memory:
+class MemoryPairs:
     """Pieces of memory that shall hold the same, two by two, as long as nobody writes into one of them."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

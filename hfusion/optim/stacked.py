@@ -12,7 +12,7 @@ from hfusion.optim.formula import Formula
 from hfusion.optim.settings import Settings
 
 
-class StackedPlan:
+class StackedStepper:
     """The steps of ``formula`` for the tensors of a group.
 
     ``stacks``: the parameters, then each of the ``names``; lists of tensors ``[B, *shape]``. ``numbers``: by name a

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
 from hfusion.optim.group import Group, Groups, State, same_objects
-from hfusion.optim.native import Memory
+from hfusion.optim.native import MemoryPairs
 from hfusion.optim.settings import ParamGroup, Settings
 
 _GRAD = attrgetter("grad")
@@ -52,7 +52,7 @@ class StepCache:
             self._kinds = _guards(self._once)
             self._gradients = _guards(list(map(_GRAD, params)))
             rows = [pair for settings, _ in known for pair in zip(settings.vectors, settings.table, strict=True)]
-            self._memory = Memory(rows)
+            self._memory = MemoryPairs(rows)
 
     def work(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, State]) -> Work | None:
         """The groups of this step with their gradients; None if anything is not as it was."""

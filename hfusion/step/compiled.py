@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.capture.lengths import recurrent
-from hfusion.compiler.compiler import Place, Source, representatives
+from hfusion.compiler.compiler import BoundProgram, Place, representatives
 from hfusion.core.layout import Layout
 from hfusion.passes.align import scalars
-from hfusion.step.step_graph import Call, Joint, Tensors, build, captured_dims, trace, trace_member
+from hfusion.step.step_graph import Joint, StepCall, Tensors, build, captured_dims, trace, trace_member
 
 # Operators of one program that are worth it: inductor takes some 0.1 s for each on two cores.
 MOST_OPERATORS = 4000
@@ -42,14 +42,14 @@ class StepProgram(Protocol):
     def how(self) -> str:
         """In words."""
 
-    def fits(self, call: Call) -> bool: ...
+    def fits(self, call: StepCall) -> bool: ...
 
-    def step(self, call: Call) -> Tensor:
+    def step(self, call: StepCall) -> Tensor:
         """Write gradients and buffers; the losses ``[B]``."""
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class FusedStep:
     """One program for all members. ``params`` are all parameters, also those that it gives no gradient."""
 
     joint: Joint
@@ -65,10 +65,10 @@ class Whole:
     def how(self) -> str:
         return f"one program of {len(self.operators)} operators"
 
-    def fits(self, call: Call) -> bool:
+    def fits(self, call: StepCall) -> bool:
         return self.joint.fits(call.batch())
 
-    def step(self, call: Call) -> Tensor:
+    def step(self, call: StepCall) -> Tensor:
         _clear(self.params)
         own = self.tensors.all()
         with torch.no_grad():
@@ -79,7 +79,7 @@ class Whole:
 
 
 @dataclass(frozen=True, eq=False)
-class Each:
+class PerMemberStep:
     """One program for every kind of member, called once per member; ``kinds[b]`` is member b's."""
 
     joints: tuple[Joint, ...]
@@ -98,11 +98,11 @@ class Each:
         programs = "one program" if len(self.runs) == 1 else f"{len(self.runs)} programs"
         return f"{programs} of {count} operators for a member, called once per member"
 
-    def fits(self, call: Call) -> bool:
+    def fits(self, call: StepCall) -> bool:
         batch = call.of_member(0).batch()
         return all(joint.fits(batch) for joint in self.joints)
 
-    def step(self, call: Call) -> Tensor:
+    def step(self, call: StepCall) -> Tensor:
         _clear(self.params)
         own = self.tensors.all()
         pairs = [*zip(own, self.tensors.stacked, strict=True), *zip(call.batch(), call.stacked, strict=True)]
@@ -122,7 +122,9 @@ def _clear(params: Sequence[Place]) -> None:
         holder[name].grad = None
 
 
-def make(forward: Source, loss: Source, call: Call, places: Sequence[Place]) -> Whole | Each:
+def make(
+    forward: BoundProgram, loss: BoundProgram, call: StepCall, places: Sequence[Place]
+) -> FusedStep | PerMemberStep:
     """The compiled step for calls like ``call``, which has run eagerly before; parameters are among ``places``.
 
     Raises:
@@ -144,17 +146,19 @@ def make(forward: Source, loss: Source, call: Call, places: Sequence[Place]) -> 
     if looped and len(joint.operators) > MOST_OPERATORS:
         return each(forward, loss, call, tensors, params)
     _check(joint)
-    return Whole(joint, build(joint, tensors.all(), call.batch()), tensors, params)
+    return FusedStep(joint, build(joint, tensors.all(), call.batch()), tensors, params)
 
 
-def looped_calls(source: Source) -> int:
+def looped_calls(source: BoundProgram) -> int:
     """How many calls of single members' operators a program makes."""
     program = source.compiled.program
     loops = [n for n in program.module.graph.nodes if n.meta.get("layout") is Layout.LISTED]
     return program.members * sum(not n.meta.get("transition") for n in loops)
 
 
-def each(forward: Source, loss: Source, call: Call, tensors: Tensors, params: tuple[Place, ...]) -> Each:
+def each(
+    forward: BoundProgram, loss: BoundProgram, call: StepCall, tensors: Tensors, params: tuple[Place, ...]
+) -> PerMemberStep:
     """The step as a program per kind of member; raises as `make`."""
     kinds = kinds_of(forward, loss)
     firsts = representatives(kinds)
@@ -171,10 +175,10 @@ def each(forward: Source, loss: Source, call: Call, tensors: Tensors, params: tu
         build(joint, tensors.of_member(member), call.of_member(member).batch())
         for joint, member in zip(joints, firsts, strict=True)
     ]
-    return Each(tuple(joints), tuple(runs), kinds, tensors, params)
+    return PerMemberStep(tuple(joints), tuple(runs), kinds, tensors, params)
 
 
-def kinds_of(forward: Source, loss: Source) -> tuple[int, ...]:
+def kinds_of(forward: BoundProgram, loss: BoundProgram) -> tuple[int, ...]:
     """Which members have equal scalars: a number for each kind, by first appearance."""
     members = forward.compiled.program.members
     values = [values for source in (forward, loss) for values in scalars(source.compiled.graph)]
@@ -183,7 +187,7 @@ def kinds_of(forward: Source, loss: Source) -> tuple[int, ...]:
     return tuple(numbers[row] for row in rows)
 
 
-def _check_open(joint: Joint, forward: Source, loss: Source, call: Call) -> None:
+def _check_open(joint: Joint, forward: BoundProgram, loss: BoundProgram, call: StepCall) -> None:
     """Refuse a step that would hold for one length only, where many are met; few numbers of samples are."""
     rows = zip(captured_dims(forward, loss, call), call.stacked, joint.dims, strict=True)
     closed = [

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hfusion.compiler.compiler import Place
 from hfusion.device.backend import backend
-from hfusion.step.compiled import Each, StepProgram, Whole
-from hfusion.step.step_graph import Call, refilled
+from hfusion.step.compiled import FusedStep, PerMemberStep, StepProgram
+from hfusion.step.step_graph import StepCall, refilled
 
 # Kinds of batches that are recorded; each keeps the memory of a step.
 MOST_RECORDED = 4
@@ -28,7 +28,7 @@ Record: TypeAlias = Callable[[Work], tuple[Callable[[], object], Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
-class _Recorded:
+class _RecordedBatch:
     """A step that is replayed: it reads ``batch``, and leaves ``losses`` and ``grads`` where they are."""
 
     batch: list[Tensor]
@@ -37,17 +37,17 @@ class _Recorded:
     grads: list[Tensor | None]
 
 
-class Recorded:
+class RecordedStep:
     """``program`` on ``device``, recorded at the first step of each kind of batch, while its tensors stay there.
 
     Gradients lie in the same memory at every step of a kind. What cannot be recorded runs as it is.
     """
 
-    def __init__(self, program: Whole | Each, device: torch.device, record: Record) -> None:
+    def __init__(self, program: FusedStep | PerMemberStep, device: torch.device, record: Record) -> None:
         self._program = program
         self._device = device
         self._record = record
-        self._recorded: dict[Any, _Recorded] = {}
+        self._recorded: dict[Any, _RecordedBatch] = {}
         self._addresses: list[int] = []
         self._moves = 0
         self._why = _obstacle(program)
@@ -59,10 +59,10 @@ class Recorded:
             f"not recorded: {self._why}" if self._why else "recorded and replayed as one"
         )
 
-    def fits(self, call: Call) -> bool:
+    def fits(self, call: StepCall) -> bool:
         return self._program.fits(call)
 
-    def step(self, call: Call) -> Tensor:
+    def step(self, call: StepCall) -> Tensor:
         """Write gradients and buffers; the losses ``[B]``."""
         batch = call.batch()
         # A number on the host would be read once, when it is recorded.
@@ -92,7 +92,7 @@ class Recorded:
                 self._why = f"its tensors have moved {MOST_MOVES} times"
         self._addresses = addresses
 
-    def _first(self, kind: Any, call: Call, batch: list[Tensor]) -> Tensor:
+    def _first(self, kind: Any, call: StepCall, batch: list[Tensor]) -> Tensor:
         """A step that is recorded for those to come."""
         # Not the caller's own tensors, which may change while the recording is there.
         kept = [tensor.clone() for tensor in batch]
@@ -101,7 +101,7 @@ class Recorded:
         grads = self._grads()
         try:
             replay, place = self._record(lambda: self._program.step(own))
-            self._recorded[kind] = _Recorded(kept, replay, place, self._grads())
+            self._recorded[kind] = _RecordedBatch(kept, replay, place, self._grads())
         except Exception as error:
             first, _, _ = str(error).strip().partition("\n")
             self._why = f"{type(error).__name__}: {first[:300]}"
@@ -123,7 +123,7 @@ class Recorded:
             holder[name].grad = grad
 
 
-def _obstacle(program: Whole | Each) -> str:
+def _obstacle(program: FusedStep | PerMemberStep) -> str:
     """An operator for which the host must look at values, in words."""
     tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     for operator in program.operators:
@@ -132,10 +132,10 @@ def _obstacle(program: Whole | Each) -> str:
     return ""
 
 
-def recorded(program: Whole | Each) -> StepProgram:
+def recorded(program: FusedStep | PerMemberStep) -> StepProgram:
     """``program``, recorded where all its tensors lie on one device that can do so."""
     devices = {tensor.device for tensor in program.tensors.all()}
     record = backend(devices.pop()).recorder() if len(devices) == 1 else None
     if record is None:
         return program
-    return Recorded(program, program.tensors.all()[0].device, record)
+    return RecordedStep(program, program.tensors.all()[0].device, record)

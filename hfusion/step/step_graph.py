@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hfusion.compiler.compiler import BATCHED, Arguments, Place, Source, of_member
+from hfusion.compiler.compiler import BATCHED, Arguments, BoundProgram, Place, of_member
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.guards import Guards, open_dims
 from hfusion.core.layout import Layout
@@ -39,7 +39,7 @@ _LONG_ROW = 1 << 11
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class StepCall:
     """What a step is given."""
 
     inputs: Arguments
@@ -54,12 +54,12 @@ class Call:
         """The tensors as a traced step takes them: contiguous."""
         return [(leaf.tensor if isinstance(leaf, StackedInput) else leaf).contiguous() for leaf in self.leaves]
 
-    def mapped(self, fn: Callable[[Any], Any]) -> Call:
+    def mapped(self, fn: Callable[[Any], Any]) -> StepCall:
         """The same call of ``fn`` of its leaves."""
         inputs, target = (Arguments(tuple(map(fn, a.leaves)), a.spec) for a in (self.inputs, self.target))
-        return Call(inputs, target)
+        return StepCall(inputs, target)
 
-    def of_member(self, member: int) -> Call:
+    def of_member(self, member: int) -> StepCall:
         """The same call of an array of one."""
 
         def one(leaf: Any) -> Any:
@@ -126,7 +126,7 @@ class Tensors:
     stacked: tuple[bool, ...]
 
     @staticmethod
-    def of(*sources: Source) -> Tensors:
+    def of(*sources: BoundProgram) -> Tensors:
         once: dict[int, tuple[Place, bool]] = {}
         for source in sources:
             for (holder, name), layout in zip(source.places, source.layouts, strict=True):
@@ -148,7 +148,7 @@ def row(tensor: Tensor, member: int) -> Tensor:
     return tensor.detach()[member : member + 1].requires_grad_(tensor.requires_grad)
 
 
-def trace(forward: Source, loss: Source, call: Call) -> Joint:
+def trace(forward: BoundProgram, loss: BoundProgram, call: StepCall) -> Joint:
     """The step of the whole array for calls like ``call``, with the sizes left open that its programs leave open.
 
     An autocast that is active holds for forward and loss; the gradients follow the dtypes that it gave.
@@ -158,14 +158,16 @@ def trace(forward: Source, loss: Source, call: Call) -> Joint:
     return _trace(forward, loss, tensors, tensors.all(), call)
 
 
-def trace_member(forward: Source, loss: Source, call: Call, member: int) -> Joint:
+def trace_member(forward: BoundProgram, loss: BoundProgram, call: StepCall, member: int) -> Joint:
     """As `trace`, the step of one member, which takes the tensors and the inputs of that member as stacks of one."""
     tensors = Tensors.of(forward, loss)
     ours, its_loss = (replace(source, compiled=of_member(source.compiled, member)) for source in (forward, loss))
     return _trace(ours, its_loss, tensors, tensors.of_member(member), call.of_member(member))
 
 
-def _trace(forward: Source, loss: Source, tensors: Tensors, given: Sequence[Tensor], call: Call) -> Joint:
+def _trace(
+    forward: BoundProgram, loss: BoundProgram, tensors: Tensors, given: Sequence[Tensor], call: StepCall
+) -> Joint:
     """The step of programs that take ``given`` in place of the tensors at ``tensors``."""
     # sympy comes with it.
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -210,18 +212,18 @@ def _misdescribed() -> bool:
     return kept.dtype is not torch.float64
 
 
-class OtherSizes(Exception):
+class ProgramMismatch(Exception):
     """The programs that a step is traced of are none for the sizes of this call."""
 
 
-def _check(source: Source, shapes: Sequence[Sequence[Any]]) -> None:
+def _check(source: BoundProgram, shapes: Sequence[Sequence[Any]]) -> None:
     """What a program was captured for holds for the traced step, too: asked of symbols, it is noted there."""
     with disable_proxy_modes_tracing():
         if not source.compiled.guards(shapes):
-            raise OtherSizes
+            raise ProgramMismatch
 
 
-def captured_dims(forward: Source, loss: Source, call: Call) -> list[frozenset[int]]:
+def captured_dims(forward: BoundProgram, loss: BoundProgram, call: StepCall) -> list[frozenset[int]]:
     """For each tensor of a call, the dims that a member sees and whose sizes the captures leave open."""
     outputs = forward.compiled.program.out_spec.num_leaves
     dims = (*forward.compiled.dims, *loss.compiled.dims[outputs:])
@@ -245,7 +247,7 @@ def _fake(mode: FakeTensorMode, position: int, leaf: Any, dims: Collection[int])
     return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input_{position}"))
 
 
-def refilled(call: Call, tensors: Sequence[Tensor]) -> Call:
+def refilled(call: StepCall, tensors: Sequence[Tensor]) -> StepCall:
     """The same call around other tensors."""
     fresh = iter(tensors)
 
@@ -257,7 +259,7 @@ def refilled(call: Call, tensors: Sequence[Tensor]) -> Call:
     return call.mapped(other)
 
 
-def _losses(forward: Source, loss: Source, held: Mapping[int, Tensor], call: Call) -> Tensor:
+def _losses(forward: BoundProgram, loss: BoundProgram, held: Mapping[int, Tensor], call: StepCall) -> Tensor:
     outputs = _run(forward, held, call.inputs.values)
     rows = [out.shape[1:] if isinstance(out, Tensor) else () for out in outputs]
     _check(loss, [*rows, *call.target.shapes])
@@ -267,7 +269,7 @@ def _losses(forward: Source, loss: Source, held: Mapping[int, Tensor], call: Cal
     return found
 
 
-def _run(source: Source, held: Mapping[int, Tensor], leaves: Sequence[Any]) -> Sequence[Any]:
+def _run(source: BoundProgram, held: Mapping[int, Tensor], leaves: Sequence[Any]) -> Sequence[Any]:
     code = at_once(source.compiled.program.module)
     results: Sequence[Any] = code(*[held[id(h[n])] for h, n in source.places], *leaves)
     return results

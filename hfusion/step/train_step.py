@@ -18,14 +18,14 @@ from torch.optim import Optimizer
 
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
-from hfusion.compiler.compiler import MOST_KEYS, Arguments, Place, Source
+from hfusion.compiler.compiler import MOST_KEYS, Arguments, BoundProgram, Place
 from hfusion.core.exclusive import compiling
 from hfusion.core.fingerprint import read_state
 from hfusion.device.backend import types
 from hfusion.optim import coupling
 from hfusion.step.compiled import StepProgram, Unprofitable, make
 from hfusion.step.recorded import recorded
-from hfusion.step.step_graph import Call, OtherSizes
+from hfusion.step.step_graph import ProgramMismatch, StepCall
 
 # Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
 MOST_PROGRAMS = 16
@@ -35,7 +35,7 @@ _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @dataclass(frozen=True)
-class Row:
+class CallReport:
     """How calls with such inputs run; ``why`` is empty where they are compiled."""
 
     call: str
@@ -50,7 +50,7 @@ class Row:
 class StepReport:
     """``str(report)`` is for people, ``rows`` for programs: one for each kind of call so far."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[CallReport, ...]
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.rows)) or "no step so far"
@@ -77,7 +77,7 @@ class Seen:
 
 
 @dataclass(eq=False)
-class Way:
+class StepVariant:
     """How the calls of one signature run, as long as the tensors at ``places`` are as ``traits`` has them.
 
     It begins without a program, at a first eager step, and gets one at the second call, or ``why`` says why not.
@@ -87,7 +87,7 @@ class Way:
     situation: Any
     places: list[Place]
     traits: Any
-    sources: tuple[Source, Source] | None = None
+    sources: tuple[BoundProgram, BoundProgram] | None = None
     program: StepProgram | None = None
     why: str = ""
     _seen: Seen | None = None
@@ -101,7 +101,7 @@ class Way:
         self._seen = Seen.of(tensors)
         return True
 
-    def like(self, other: Way) -> bool:
+    def like(self, other: StepVariant) -> bool:
         """Whether a program of this way may serve ``other``, up to the number of samples."""
         if self.sources is None or other.sources is None:
             return False
@@ -109,22 +109,22 @@ class Way:
         same = all(a.compiled is b.compiled for a, b in pairs)
         return same and self.situation == other.situation and bool(self.traits == other.traits)
 
-    def row(self) -> Row:
+    def row(self) -> CallReport:
         if self.program is not None:
-            return Row(self.call, self.program.how)
-        return Row(self.call, "eager", self.why or "the first step of its kind")
+            return CallReport(self.call, self.program.how)
+        return CallReport(self.call, "eager", self.why or "the first step of its kind")
 
 
 # What steps of one array have found out: another step with the like loss need not do so again. Not of losses with
 # tensors, which belong to one of them.
-_found: WeakKeyDictionary[nn.Module, dict[Any, list[Way]]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[nn.Module, dict[Any, list[StepVariant]]] = WeakKeyDictionary()
 
 
-def _shared(fused: FusedModule) -> dict[Any, list[Way]]:
+def _shared(fused: FusedModule) -> dict[Any, list[StepVariant]]:
     return _found.setdefault(fused, {})
 
 
-def _family(call: Call, situation: Any) -> Any:
+def _family(call: StepCall, situation: Any) -> Any:
     """What calls have in common that may share a program: all but their sizes."""
     return call.inputs.loose_key, call.target.loose_key, situation
 
@@ -149,15 +149,15 @@ class TrainStep:
         self._fused, self._loss_fn, self._optimizer = fused, loss_fn, opt
         self._loss = per_model(loss_fn)
         self._compile = compile
-        self._ways: dict[Any, list[Way]] = {}
-        self._known: dict[Any, Way] = {}
+        self._ways: dict[Any, list[StepVariant]] = {}
+        self._known: dict[Any, StepVariant] = {}
         self._warned: set[str] = set()
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
         args, kwargs = _arguments(inputs, keywords)
         if not self._compile:
             return self._eager(args, kwargs, target)[0]
-        call = Call(Arguments.of(args, kwargs), Arguments.of((target,), {}))
+        call = StepCall(Arguments.of(args, kwargs), Arguments.of((target,), {}))
         situation = (self._fused._pattern(), read_state(self._loss_fn), _autocast())
         way = self._find(call, situation)
         if way is None or not self._ready(way, call):
@@ -180,7 +180,7 @@ class TrainStep:
     def report(self) -> StepReport:
         """Which calls run compiled, which eagerly and why."""
         if not self._compile:
-            return StepReport((Row("every call", "eager", "compile=False"),))
+            return StepReport((CallReport("every call", "eager", "compile=False"),))
         return StepReport(tuple(way.row() for ways in self._ways.values() for way in ways))
 
     def _eager(self, args: Sequence[Any], kwargs: dict[str, Any], target: Any) -> tuple[Tensor, Any]:
@@ -197,7 +197,7 @@ class TrainStep:
         self._optimizer.step()
         return losses.detach(), outputs
 
-    def _find(self, call: Call, situation: Any) -> Way | None:
+    def _find(self, call: StepCall, situation: Any) -> StepVariant | None:
         """How such a call runs; None where that is to be seen from an eager step."""
         exact = (call.inputs.key, call.target.key, situation)
         known = self._known.get(exact)
@@ -215,23 +215,23 @@ class TrainStep:
             self._known[exact] = found
         return found
 
-    def _serves(self, way: Way, call: Call) -> bool:
+    def _serves(self, way: StepVariant, call: StepCall) -> bool:
         """Whether a call of other sizes runs as ``way`` does."""
         if way.program is not None:
             return way.program.fits(call)
         return way.sources is not None and self._fused.find(call.inputs) is way.sources[0].compiled
 
-    def _ready(self, way: Way, call: Call) -> bool:
+    def _ready(self, way: StepVariant, call: StepCall) -> bool:
         """Make the program of ``way``, or say why there is none; False where it is none for these sizes."""
         if way.program is None and not way.why:
             try:
                 with compiling():
                     self._prepare(way, call)
-            except OtherSizes:
+            except ProgramMismatch:
                 return False
         return True
 
-    def _note(self, call: Call, situation: Any, outputs: Any, target: Any) -> None:
+    def _note(self, call: StepCall, situation: Any, outputs: Any, target: Any) -> None:
         """What to do with the next call like this one, which has just run eagerly."""
         way = self._way(situation, call, self._loss.found(outputs, target))
         ways = self._ways.setdefault(_family(call, situation), [])
@@ -242,21 +242,21 @@ class TrainStep:
         if way.why:
             self._known[call.inputs.key, call.target.key, situation] = way
 
-    def _way(self, situation: Any, call: Call, loss: Source | str) -> Way:
+    def _way(self, situation: Any, call: StepCall, loss: BoundProgram | str) -> StepVariant:
         """What to do with the next call like this one, which has just run eagerly; ``loss`` is how its loss ran."""
         modules = list(self._fused.modules())
         places: list[Place] = [(m._parameters, n) for m in modules for n, p in m._parameters.items() if p is not None]
         forward = self._fused.find(call.inputs)
         if forward is None or isinstance(loss, str):
             why = f"the loss runs in a loop over members: {loss}"
-            return self._refused(Way(call.text, situation, places, _traits(places), why=why))
-        sources = Source.of(forward, self._fused), loss
+            return self._refused(StepVariant(call.text, situation, places, _traits(places), why=why))
+        sources = BoundProgram.of(forward, self._fused), loss
         places += [place for source in sources for place in source.places]
         why = _obstacle(sources, places, call)
-        way = Way(call.text, situation, places, _traits(places), sources, why=why)
+        way = StepVariant(call.text, situation, places, _traits(places), sources, why=why)
         return self._refused(way) if why else way
 
-    def _refused(self, way: Way) -> Way:
+    def _refused(self, way: StepVariant) -> StepVariant:
         """Tell once, for every reason, that calls run eagerly."""
         if way.why not in self._warned:
             self._warned.add(way.why)
@@ -267,7 +267,7 @@ class TrainStep:
             )
         return way
 
-    def _prepare(self, way: Way, call: Call) -> None:
+    def _prepare(self, way: StepVariant, call: StepCall) -> None:
         """Find or make the program of ``way``, or say why there is none. Raises OtherSizes."""
         assert way.sources is not None
         way.program = self._fitting(way, call)
@@ -284,18 +284,18 @@ class TrainStep:
         ways = (way for ways in self._ways.values() for way in ways)
         return list(dict.fromkeys(way.program for way in ways if way.program is not None))
 
-    def _fitting(self, way: Way, call: Call) -> StepProgram | None:
+    def _fitting(self, way: StepVariant, call: StepCall) -> StepProgram | None:
         """The program of calls that differ in the number of samples only, if it holds for this number."""
         for other in (other for ways in self._ways.values() for other in ways):
             if other.program is not None and other.like(way) and other.program.fits(call):
                 return other.program
         return None
 
-    def _made(self, way: Way, call: Call) -> StepProgram | None:
+    def _made(self, way: StepVariant, call: StepCall) -> StepProgram | None:
         assert way.sources is not None
         try:
             return recorded(make(*way.sources, call, way.places))
-        except OtherSizes:
+        except ProgramMismatch:
             raise
         except Unprofitable as error:
             way.why = str(error)
@@ -328,7 +328,7 @@ def _told(error: Exception) -> str:
     return f"{text}; install a C++ compiler (g++ or clang++), or name it in the variable CXX" if missing else text
 
 
-def _obstacle(sources: Sequence[Source], places: Sequence[Place], call: Call) -> str:
+def _obstacle(sources: Sequence[BoundProgram], places: Sequence[Place], call: StepCall) -> str:
     """What makes a program without autograd impossible, in words; empty if nothing does."""
     forward, loss = sources
     if forward.compiled.opaque:

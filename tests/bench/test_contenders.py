@@ -20,7 +20,7 @@ STEPS = 5
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
-def test_every_model_learns_its_batch(case: cases.Case) -> None:
+def test_every_model_learns_its_batch(case: cases.FuseCase) -> None:
     found = losses(serial.start(workload(case, members=1)), 4)
     assert found.shape == (4, 1)
     assert found[-1] < found[0]

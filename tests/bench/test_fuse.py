@@ -18,11 +18,11 @@ SERIAL = Contender("serial", "", serial.start)
 VMAP = Contender("vmap", "", vmapped.start)
 
 
-def settings(*contenders: Contender) -> fuse.Settings:
-    return fuse.Settings((TINY,), members=(2, 3), contenders=contenders, rounds=2, slot=1e-4, threads=1, device=CPU)
+def settings(*contenders: Contender) -> fuse.FuseSettings:
+    return fuse.FuseSettings((TINY,), members=(2, 3), contenders=contenders, rounds=2, slot=1e-4, threads=1, device=CPU)
 
 
-def compare(*contenders: Contender) -> list[results.Comparison]:
+def compare(*contenders: Contender) -> list[results.ModelResult]:
     chosen, done = settings(*contenders), [0]
 
     def advance(pieces: int) -> None:
@@ -49,7 +49,7 @@ def step_broken(workload: Workload) -> Running:
     return Running(step)
 
 
-def rendered(found: list[results.Comparison], *names: str) -> str:
+def rendered(found: list[results.ModelResult], *names: str) -> str:
     console = Console(width=150, record=True, file=None, quiet=False)
     shown, footnotes = table.table(found, names)
     with console.capture() as captured:
@@ -102,9 +102,9 @@ def test_a_wrong_contender_is_not_timed() -> None:
     assert "WRONG [1]" in rendered(found, "serial", "wrong")
 
 
-def comparison(**seconds: tuple[float, ...]) -> results.Comparison:
+def comparison(**seconds: tuple[float, ...]) -> results.ModelResult:
     cells = tuple(results.Cell(name.replace("_", "-"), times) for name, times in seconds.items())
-    return results.Comparison("m", 4, 1, cells)
+    return results.ModelResult("m", 4, 1, cells)
 
 
 def test_versus_best_takes_the_fastest_other() -> None:

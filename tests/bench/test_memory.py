@@ -12,7 +12,7 @@ from hfusion.bench.workload import Contender, Running, Unavailable, Workload
 from tests.bench.tiny import CPU
 
 # Few samples, so that activations are small beside parameters.
-WIDE = cases.Case("wide", "", partial(models.mlp, 300, 300, 10), partial(cases.classified, 2, 300))
+WIDE = cases.FuseCase("wide", "", partial(models.mlp, 300, 300, 10), partial(cases.classified, 2, 300))
 PARAMETERS = 300 * 300 + 300 + 300 * 10 + 10
 
 
@@ -46,8 +46,8 @@ def start_never(workload: Workload) -> Running:
     raise Unavailable("it cannot")
 
 
-def rows_of(*contenders: Contender) -> list[memory.Row]:
-    chosen = fuse.Settings((WIDE,), members=(3,), contenders=contenders, rounds=1, slot=1e-3, threads=1, device=CPU)
+def rows_of(*contenders: Contender) -> list[memory.MemoryRow]:
+    chosen = fuse.FuseSettings((WIDE,), members=(3,), contenders=contenders, rounds=1, slot=1e-3, threads=1, device=CPU)
     done: list[int] = []
     (rows,) = memory.run(chosen, Meter(say=lambda _: None, advance=done.append))
     assert sum(done) == memory.pieces(chosen)

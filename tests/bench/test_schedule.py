@@ -33,7 +33,7 @@ def test_members_do_not_belong_to_it(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize("mix", schedule.MIXES)
 @pytest.mark.parametrize("case", schedule.CASES)
-def test_every_case_is_a_plan_of_its_size(case: schedule.Case, mix: str) -> None:
+def test_every_case_is_a_plan_of_its_size(case: schedule.ScheduleCase, mix: str) -> None:
     plan = schedule.plan_of(case, mix)
     assert (len(plan.tasks), len(plan.devices)) == (case.tasks, case.devices)
     assert len({task.seconds for task in plan.tasks}) == (1 if mix == "homogeneous" else case.tasks)

@@ -19,8 +19,8 @@ from hfusion.bench.cases import classified, tokens
 from hfusion.bench.models import TransformerLM, mlp
 from hfusion.bench.offload import Alone, fsdp_offload
 from hfusion.bench.progress import Meter
-from hfusion.bench.shard import Entry, Settings, Workload, compare, read
-from hfusion.bench.shard_cases import Case, adapters, blocks, children, linears, seeded
+from hfusion.bench.shard import Entry, ShardSettings, ShardWorkload, compare, read
+from hfusion.bench.shard_cases import ShardCase, adapters, blocks, children, linears, seeded
 from hfusion.bench.shard_results import (
     ALONE,
     BY_HAND,
@@ -28,9 +28,9 @@ from hfusion.bench.shard_results import (
     OURS,
     PLAIN,
     STILL,
-    Lanes,
-    Row,
     Sample,
+    ShardRow,
+    StepTimes,
     filled,
     limits,
     table,
@@ -43,9 +43,11 @@ from hfusion.schedule.timeline import Span, Timeline
 from tests.bench.tiny import CPU
 
 QUIET = Meter(say=lambda _: None, advance=lambda _: None)
-TINY = Case("tiny", "", partial(seeded, partial(mlp, *[8] * 7), 2), partial(classified, 6, 8), linears, parts=(1, 2))
-LORA = Case("lora", "", partial(adapters, 3, 16, 4, 2), partial(classified, 6, 16), children, parts=(2,))
-LM = Case(
+TINY = ShardCase(
+    "tiny", "", partial(seeded, partial(mlp, *[8] * 7), 2), partial(classified, 6, 8), linears, parts=(1, 2)
+)
+LORA = ShardCase("lora", "", partial(adapters, 3, 16, 4, 2), partial(classified, 6, 16), children, parts=(2,))
+LM = ShardCase(
     "lm",
     "",
     partial(seeded, partial(TransformerLM, vocabulary=12, width=8, layers=2, heads=2, length=5), 2),
@@ -55,23 +57,23 @@ LM = Case(
 )
 
 
-def workload(case: Case = TINY, steps: int = 4) -> Workload:
-    return Workload(case, steps, CPU)
+def workload(case: ShardCase = TINY, steps: int = 4) -> ShardWorkload:
+    return ShardWorkload(case, steps, CPU)
 
 
-def rows_of(case: Case) -> list[Row]:
+def rows_of(case: ShardCase) -> list[ShardRow]:
     done = [0]
 
     def advance(pieces: int) -> None:
         done[0] += pieces
 
-    settings = Settings((case,), 1, 4, CPU)
+    settings = ShardSettings((case,), 1, 4, CPU)
     (found,) = shard.run(settings, Meter(say=lambda _: None, advance=advance))
     assert done[0] == shard.pieces(settings)
     return found
 
 
-def exact(case: Case) -> Case:
+def exact(case: ShardCase) -> ShardCase:
     """The case in float64."""
 
     def batch() -> tuple[Tensor, Tensor]:
@@ -81,7 +83,7 @@ def exact(case: Case) -> Case:
     return replace(case, make_models=lambda: [model.double() for model in case.make_models()], make_batch=batch)
 
 
-def trained_alone(case: Case, steps: int) -> Tensor:
+def trained_alone(case: ShardCase, steps: int) -> Tensor:
     """Losses ``[steps, B]`` of the members trained one by one with torch alone."""
     inputs, target = case.make_batch()
     columns = []
@@ -99,7 +101,7 @@ def trained_alone(case: Case, steps: int) -> Tensor:
 
 
 @pytest.mark.parametrize("case", [TINY, LM, LORA], ids=lambda case: case.name)
-def test_every_contender_runs_within_its_budget_and_learns_the_same(case: Case) -> None:
+def test_every_contender_runs_within_its_budget_and_learns_the_same(case: ShardCase) -> None:
     chosen = workload(exact(case))
     expected = trained_alone(exact(case), 4)
     for entry in chosen.entries():
@@ -231,12 +233,12 @@ def test_a_plain_loop_that_differs_from_itself_is_seen() -> None:
 def test_the_limit_is_the_longest_lane_by_itself() -> None:
     losses = torch.ones(4, 2)
     plain = [Sample(3.0, losses), Sample(5.0, losses)]
-    hand = [Sample(9.0, losses, Lanes(3.0, 2.0, 1.0)), Sample(9.0, losses, Lanes(2.0, 1.0, 6.0))]
-    still = [Sample(9.0, losses, Lanes(4.0, 0.0, 0.0)), Sample(9.0, losses, Lanes(5.0, 0.0, 0.0))]
-    ours = [Sample(6.0, losses, Lanes(6.0, 2.0, 1.0)), Sample(6.0, losses, Lanes(4.0, 1.0, 6.0))]
+    hand = [Sample(9.0, losses, StepTimes(3.0, 2.0, 1.0)), Sample(9.0, losses, StepTimes(2.0, 1.0, 6.0))]
+    still = [Sample(9.0, losses, StepTimes(4.0, 0.0, 0.0)), Sample(9.0, losses, StepTimes(5.0, 0.0, 0.0))]
+    ours = [Sample(6.0, losses, StepTimes(6.0, 2.0, 1.0)), Sample(6.0, losses, StepTimes(4.0, 1.0, 6.0))]
     found = limits({("1/1", PLAIN): plain, ("1/2", OURS): ours, ("1/2", BY_HAND): hand, ("1/2", STILL): still})
     assert found == {"1/1": [3.0, 5.0], "1/2": [4.0, 6.0]}
-    row = filled(Row("c", 2, "1/2", OURS), ours, plain, found["1/2"])
+    row = filled(ShardRow("c", 2, "1/2", OURS), ours, plain, found["1/2"])
     assert row.limit_ms == 5e3
     # The ratios of the rounds are 6/4 and 6/6, and 3/6 and 5/6 against the plain loop.
     assert row.over_limit == 1.25
@@ -275,7 +277,7 @@ def test_steady_steps_are_read_from_a_timeline() -> None:
             actions.append(Span(kind, "t", shard_, step, "cpu", begin, begin + seconds * length, 1))
     sample = read(Timeline(tuple(actions), ("cpu",), 0.0), Plan((task,), {"cpu": 10_000}, 1.0, 1.0))
     assert sample.seconds == 10.0
-    assert sample.lanes == Lanes(compute=5.5, into=1.5, out=0.75)
+    assert sample.lanes == StepTimes(compute=5.5, into=1.5, out=0.75)
     # In: weights; all and the cut; all and both cuts. Out: the cut; weights and Adam's state, with the cut of shard 1.
     assert sample.moved == 100 + 307 + 307 + 7 + 307 + 300
     assert sample.shards == 2
@@ -299,7 +301,7 @@ def test_members_do_not_belong_to_it(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("case", shard_cases.CASES, ids=lambda case: case.name)
-def test_the_smallest_budget_of_every_case_can_be_planned(case: Case) -> None:
+def test_the_smallest_budget_of_every_case_can_be_planned(case: ShardCase) -> None:
     chosen = workload(case)
     for part in {1, max(case.parts)}:
         (task,) = chosen.plan(chosen.need // part).tasks

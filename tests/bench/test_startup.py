@@ -11,7 +11,7 @@ from hfusion.bench import cases, models, startup
 from tests.bench.tiny import TINY, workload
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-RECURRENT = cases.Case(
+RECURRENT = cases.FuseCase(
     "recurrent", "", partial(models.RecurrentClassifier, nn.LSTM, 3, 4), partial(cases.classified, 4, 2, 3)
 )
 

@@ -11,15 +11,15 @@ from hfusion.bench import cases, models
 from hfusion.bench.workload import Workload
 
 CPU = torch.device("cpu")
-TINY = cases.Case("tiny", "MLP 3-4-10", partial(models.mlp, 3, 4, 10), partial(cases.classified, 5, 3))
+TINY = cases.FuseCase("tiny", "MLP 3-4-10", partial(models.mlp, 3, 4, 10), partial(cases.classified, 5, 3))
 
 
 def tiny_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 10))
 
 
-TINY_BATCH_NORM = cases.Case("tiny-bn", "with BatchNorm", tiny_batch_norm, partial(cases.classified, 5, 3))
+TINY_BATCH_NORM = cases.FuseCase("tiny-bn", "with BatchNorm", tiny_batch_norm, partial(cases.classified, 5, 3))
 
 
-def workload(case: cases.Case = TINY, members: int = 3) -> Workload:
+def workload(case: cases.FuseCase = TINY, members: int = 3) -> Workload:
     return Workload(case, members, CPU)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hfusion.compiler.report import Report
+from hfusion.compiler.report import FusionReport
 from tests.alone import assert_alone, call, net, normal
 from tests.capture.test_export import Sevenfold
 
@@ -119,7 +119,7 @@ def test_a_looped_submodule_without_gradients(gives: str) -> None:
     assert _loops(fused.report()) == {"inner"}
 
 
-def _loops(report: Report) -> set[str]:
+def _loops(report: FusionReport) -> set[str]:
     """The submodules that run member by member."""
     parts = [line.partition("loop over members, ")[2].partition(":")[0] for line in str(report).splitlines()]
     return set(filter(None, parts))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.step import recorded as recording
 from hfusion.step import train_step as step
-from hfusion.step.recorded import Record, Recorded, Work
+from hfusion.step.recorded import Record, RecordedStep, Work
 from tests.step.test_step_graph import loss_of
 from tests.step.test_train_step import TINY, Pair, batch, needs_compiler, pair
 
@@ -48,7 +48,7 @@ def replaying(array: hf.FusedModule, made: list[None]) -> Record:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[Pair, list[None]]:
     """A pair whose step is recorded, and an entry for every time that it was."""
     both, made = pair(TINY, compile=True), list[None]()
-    monkeypatch.setattr(step, "recorded", lambda program: Recorded(program, CPU, replaying(both.ours, made)))
+    monkeypatch.setattr(step, "recorded", lambda program: RecordedStep(program, CPU, replaying(both.ours, made)))
     return both, made
 
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     both = pair(TINY, compile=True)
     for array in (both.ours, both.theirs):
         array.eval()
-    monkeypatch.setattr(step, "recorded", lambda program: Recorded(program, CPU, refused(both.ours)))
+    monkeypatch.setattr(step, "recorded", lambda program: RecordedStep(program, CPU, refused(both.ours)))
     advance(both, [4, 4, 4, 3])
     assert row(both).endswith("not recorded: RuntimeError: operation not permitted when stream is capturing")
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
-from hfusion.compiler.compiler import Arguments, Place, Source
-from hfusion.step.compiled import Each, StepProgram, Whole, kinds_of
-from hfusion.step.step_graph import Call, Tensors, cpu_options, trace, trace_member
+from hfusion.compiler.compiler import Arguments, BoundProgram, Place
+from hfusion.step.compiled import FusedStep, PerMemberStep, StepProgram, kinds_of
+from hfusion.step.step_graph import StepCall, Tensors, cpu_options, trace, trace_member
 from tests.zoo import MODELS, Model, normal
 
 EPS = 1e-4
@@ -96,23 +96,23 @@ def compare(ours: nn.Module, theirs: nn.Module, when: str) -> None:
             close(parameter.grad, grads[name], f"gradient of {name} {when}")
 
 
-def sources(fused: hf.FusedModule, loss: Any, call: Call, outputs: Any) -> tuple[Source, Source]:
-    return Source.of(fused.find(call.inputs), fused), loss.found(outputs, *call.target.values)
+def sources(fused: hf.FusedModule, loss: Any, call: StepCall, outputs: Any) -> tuple[BoundProgram, BoundProgram]:
+    return BoundProgram.of(fused.find(call.inputs), fused), loss.found(outputs, *call.target.values)
 
 
 def places(fused: hf.FusedModule) -> tuple[Place, ...]:
     return tuple((m._parameters, name) for m in fused.modules() for name, p in m._parameters.items() if p is not None)
 
 
-def whole(fused: hf.FusedModule, found: tuple[Source, Source], call: Call) -> Whole:
+def whole(fused: hf.FusedModule, found: tuple[BoundProgram, BoundProgram], call: StepCall) -> FusedStep:
     joint = trace(*found, call)
-    return Whole(joint, joint.module, Tensors.of(*found), places(fused))
+    return FusedStep(joint, joint.module, Tensors.of(*found), places(fused))
 
 
-def each(fused: hf.FusedModule, found: tuple[Source, Source], call: Call) -> Each:
+def each(fused: hf.FusedModule, found: tuple[BoundProgram, BoundProgram], call: StepCall) -> PerMemberStep:
     kinds = kinds_of(*found)
     joints = tuple(trace_member(*found, call, kinds.index(kind)) for kind in sorted(set(kinds)))
-    return Each(joints, tuple(joint.module for joint in joints), kinds, Tensors.of(*found), places(fused))
+    return PerMemberStep(joints, tuple(joint.module for joint in joints), kinds, Tensors.of(*found), places(fused))
 
 
 @pytest.mark.parametrize("way", [whole, each])
@@ -126,7 +126,7 @@ def test_five_steps_of_the_graph(model: Model, per_member: bool, way: Any) -> No
         rows = [model.draw(size) for _ in range(3)] if per_member else model.draw(size)
         x, target = hf.stacked(rows) if per_member else rows, torch.rand(size, dtype=torch.float64)
         expected = eager(theirs, loss, other, x, target)
-        call = Call(Arguments.of((x,), {}), Arguments.of((target,), {}))
+        call = StepCall(Arguments.of((x,), {}), Arguments.of((target,), {}))
         if program is None:
             losses = eager(ours, loss, opt, x, target)
             with torch.no_grad():
@@ -150,7 +150,7 @@ def test_sizes_that_fit() -> None:
     x, target = model.draw(4), torch.rand(4, dtype=torch.float64)
     outputs = fused(x)
     loss(outputs, target)
-    call = Call(Arguments.of((x,), {}), Arguments.of((target,), {}))
+    call = StepCall(Arguments.of((x,), {}), Arguments.of((target,), {}))
     joint = trace(*sources(fused, loss, call, outputs), call)
     for sizes, fits in [((4, 4), True), ((9, 9), True), ((9, 4), False), ((1, 1), False), ((0, 0), False)]:
         assert joint.fits([model.draw(sizes[0]), torch.rand(sizes[1]).double()]) is fits
@@ -169,7 +169,7 @@ def test_inductor_does_not_turn_long_rows(count: int, turned: bool) -> None:
     loss, x, target = hf.per_model(loss_of), torch.randn(3, 2, 4, 4), torch.rand(3)
     outputs = fused(x)
     loss(outputs, target)
-    call = Call(Arguments.of((x,), {}), Arguments.of((target,), {}))
+    call = StepCall(Arguments.of((x,), {}), Arguments.of((target,), {}))
     module = trace(*sources(fused, loss, call, outputs), call).module
     assert [node.args[8] for node in module.graph.nodes if "convolution.default" in str(node.target)] == [1, count]
     assert cpu_options(module) == {"cpp_wrapper": True, "layout_optimization": turned}
