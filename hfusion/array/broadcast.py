@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from hfusion.compiler.compiler import Arguments
+from hfusion.compiler.arguments import Arguments
 from hfusion.core.calls import is_stacked
 
 # Up to the caller of a per_model.

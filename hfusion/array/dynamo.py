@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch._guards import tracing
 from torch.utils import _pytree as pytree
 
-from hfusion.compiler.compiler import Arguments, Compiled
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.compiled import Compiled
 from hfusion.core.calls import StackedInput
 from hfusion.core.program import Kind
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch._guards import tracing
 
-from hfusion.compiler.compiler import Arguments, Compiled, bind
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.bound import bind
+from hfusion.compiler.compiled import Compiled
 from hfusion.compiler.sandbox import apart
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError

@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.module import Array, FusedModule, empty_stack
-from hfusion.capture.compare import Comparison, Sharing, check_alone, check_pair, compare, fingerprint, tensors
+from hfusion.array.module import FusedModule
+from hfusion.array.state import Array, empty_stack
+from hfusion.capture.compare import Comparison, Sharing, check_alone, check_pair, compare
+from hfusion.capture.contents import fingerprint
+from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.core.errors import FusionError
 from hfusion.device.allocator import keep_large_blocks

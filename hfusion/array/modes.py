@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfusion.capture.compare import check_alone, modeless_fingerprint, tensors, ties
+from hfusion.capture.compare import check_alone
+from hfusion.capture.contents import modeless_fingerprint
+from hfusion.capture.named import tensors, ties
 from hfusion.core.errors import FusionError
 from hfusion.core.tree import leaves
 

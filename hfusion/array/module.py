@@ -7,7 +7,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -19,47 +19,22 @@ from hfusion.array.dynamo import finder, inline
 from hfusion.array.exported import exported
 from hfusion.array.modes import Change, Left, Switch, own_modes
 from hfusion.array.rows import Rows
-from hfusion.capture.compare import Comparison, modeless_fingerprint, tensors
+from hfusion.array.state import Array, ArrayState, renewed, row_copy
+from hfusion.capture.contents import modeless_fingerprint
 from hfusion.capture.exporting import exporting
+from hfusion.capture.named import tensors
 from hfusion.capture.own_code import OtherSizes
-from hfusion.capture.skeleton import live_rows, materialize, skeleton
-from hfusion.compiler.compiler import Arguments, ArraySpec, Compiled, Compiler, bind
+from hfusion.capture.skeleton import live_rows, materialize
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.bound import bind
+from hfusion.compiler.compiled import ArraySpec, Compiled
+from hfusion.compiler.compiler import Compiler
 from hfusion.compiler.report import FusionReport, describe
 from hfusion.compiler.verify import CheckedArray, verify
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.membership import Membership, mark
 from hfusion.optim import coupling
-
-
-@dataclass(frozen=True)
-class Array:
-    """What a fused module knows of its members.
-
-    ``skeletons[v]`` is a model of variant v without tensors; ``origins`` remembers whose parameters were fused.
-    """
-
-    members: int
-    skeletons: tuple[nn.Module, ...]
-    comparison: Comparison
-    verify: bool
-    tune: bool = False
-    origins: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "origins": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, origins=WeakIdKeyDictionary())
-
-
-@dataclass(frozen=True, eq=False)
-class ArrayState:
-    """The members with such Python attributes as a train or eval of their own has left, and the programs for them."""
-
-    number: int
-    array: Array
-    compiler: Compiler
 
 
 class FusedModule(Rows, Tree):
@@ -262,7 +237,7 @@ class FusedModule(Rows, Tree):
             return
         self._states.setdefault(before, ArrayState(self._number, self._array, self._compiler))
         if left.contents not in self._states:
-            self._array = _renewed(self._array, left.contents, views)
+            self._array = renewed(self._array, left.contents, views)
             self._states[left.contents] = ArrayState(next(self._numbers), self._array, self._new_compiler())
         self._enter(self._states[left.contents])
 
@@ -370,10 +345,10 @@ class FusedModule(Rows, Tree):
         What was one object in all models before fusing is one object in all models again, a copy of its own.
         """
         shared = self._array.comparison.shared
-        once = {name: _copy(t, None) for name, t in tensors(self) if name in shared}
+        once = {name: row_copy(t, None) for name, t in tensors(self) if name in shared}
         models = []
         for index in range(len(self)):
-            rows = {name: once[name] if name in shared else _copy(t, index) for name, t in tensors(self)}
+            rows = {name: once[name] if name in shared else row_copy(t, index) for name, t in tensors(self)}
             models.append(self._around(index, rows))
         return models
 
@@ -409,22 +384,3 @@ class FusedModule(Rows, Tree):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._prepare()
-
-
-def _renewed(array: Array, found: Sequence[Any], views: Sequence[nn.Module]) -> Array:
-    """``array`` of members that have changed; ``found[b]`` is what forward can read of member b besides tensors."""
-    prints: dict[Any, int] = {}
-    variants = tuple(prints.setdefault(content, len(prints)) for content in found)
-    skeletons = tuple(skeleton(variants.index(v), views[variants.index(v)]) for v in range(len(prints)))
-    return replace(array, skeletons=skeletons, comparison=replace(array.comparison, variants=variants))
-
-
-def _copy(tensor: Tensor, index: int | None) -> Tensor:
-    row = (tensor.detach() if index is None else tensor.detach()[index]).clone()
-    return nn.Parameter(row, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else row
-
-
-def empty_stack(tensor: Tensor, members: int) -> Tensor:
-    """Room ``[B, *shape]`` for tensors like ``tensor``, contiguous; a parameter if it is one."""
-    stack = torch.empty(members, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return nn.Parameter(stack, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stack

@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.array.broadcast import hinting, warn_as_alone, warn_of_unstacked
-from hfusion.capture.compare import tensors
-from hfusion.compiler.compiler import Arguments, ArraySpec, BoundProgram, Compiled, Compiler, bind, check_members
+from hfusion.capture.named import tensors
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.bound import BoundProgram, bind
+from hfusion.compiler.compiled import ArraySpec, Compiled, check_members
+from hfusion.compiler.compiler import Compiler
 from hfusion.compiler.report import FusionReport, describe
 from hfusion.compiler.rows import of_rows
 from hfusion.core.calls import StackedInput, is_stacked, stacked

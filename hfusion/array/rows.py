@@ -12,16 +12,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.capture.compare import Comparison, Sharing, check_alone, check_pair, modeless_fingerprint, tensors
+from hfusion.capture.compare import Comparison, Sharing, check_alone, check_pair
+from hfusion.capture.contents import modeless_fingerprint
+from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import skeleton
-from hfusion.compiler.compiler import Arguments, Compiled, Compiler
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.compiled import Compiled
+from hfusion.compiler.compiler import Compiler
 from hfusion.compiler.rows import of_rows
 from hfusion.core.errors import FusionError
 from hfusion.core.rows import check_once, copied, kept, moved_rows, rows_of
 from hfusion.core.usage import absent_rows, mark_absent
 
 if TYPE_CHECKING:
-    from hfusion.array.module import Array, FusedModule
+    from hfusion.array.module import FusedModule
+    from hfusion.array.state import Array
 
 # Arrangements of members whose programs are kept; the oldest go first.
 MAX_STATES = 32
@@ -270,7 +275,7 @@ def _moved_grad(grad: Tensor, sources: Sequence[Source], joining: Mapping[int, A
 
 def _enter(fused: FusedModule, kinds: _Kinds, sources: Sequence[Source], array: Array) -> None:
     """The programs of these members as they are now: those of such members before, or new ones."""
-    from hfusion.array.module import ArrayState
+    from hfusion.array.state import ArrayState
 
     states, after = fused._states, kinds.after(sources)
     states.setdefault(tuple(kinds.contents), ArrayState(fused._number, fused._array, fused._compiler))

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.addresses import fills_memory
-from hfusion.capture.compare import contents, tensors
+from hfusion.capture.contents import contents
 from hfusion.capture.foretell import foretold
 from hfusion.capture.intercept import WHOLE, Island
+from hfusion.capture.named import tensors
 from hfusion.capture.recorded import RecordedCall, Records, tensors_in
 from hfusion.core.errors import FusionError
 

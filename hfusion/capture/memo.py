@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.compare import contents, tensors
+from hfusion.capture.contents import contents
 from hfusion.capture.kept import restored, variables
+from hfusion.capture.named import tensors
 from hfusion.capture.rehearse import EQUAL, Outcome, changed_modes, difference, run, twin
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError

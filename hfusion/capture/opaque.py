@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.compare import tensors
 from hfusion.capture.foretell import foretold
 from hfusion.capture.intercept import Island, Method, intercepted
+from hfusion.capture.named import tensors
 from hfusion.capture.own_code import SIZE, TENSOR, OpaqueCall, Result, calls, run
 from hfusion.capture.recorded import RecordedCall, Records
 from hfusion.core.errors import FusionError

@@ -15,11 +15,11 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.addresses import AddressWatch
-from hfusion.capture.compare import tensors
 from hfusion.capture.foretell import other_sizes
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.kept import restored
 from hfusion.capture.memo import rehearse
+from hfusion.capture.named import tensors
 from hfusion.capture.rehearse import twin
 from hfusion.core.copies import copies
 from hfusion.device.backend import random_states_kept

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.compare import tensors
 from hfusion.capture.intercept import is_intercepted
+from hfusion.capture.named import tensors
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture, Kind

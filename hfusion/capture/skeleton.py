@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import dlpack
 
-from hfusion.capture.compare import results, tensors
+from hfusion.capture.contents import results
+from hfusion.capture.named import tensors
 from hfusion.core.errors import FusionError
 from hfusion.device.backend import backend
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from hfusion.capture.opaque import numbered
 from hfusion.capture.own_code import OpaqueCall, calls
-from hfusion.compiler.compiler import RULES, ArraySpec, Compiled, choose_ways
+from hfusion.compiler.compiled import RULES, ArraySpec, Compiled, choose_ways
 from hfusion.core.layout import Layout
 from hfusion.ops.rule import PerMember
 from hfusion.passes.align import select_rows

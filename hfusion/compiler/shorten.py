@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from hfusion.compiler.compiler import Arguments, Compiled
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.compiled import Compiled
 from hfusion.core.calls import StackedInput
 from hfusion.core.program import Kind
 from hfusion.core.tree import leaves

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.compare import tensors
 from hfusion.capture.intercept import Island
+from hfusion.capture.named import tensors
 from hfusion.capture.repeat import repeatable, repeating
+from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bisect import first_difference
-from hfusion.compiler.compiler import Arguments, Compiled
+from hfusion.compiler.compiled import Compiled
 from hfusion.compiler.replay import Replay, Unmatched
 from hfusion.compiler.sandbox import without_trace
 from hfusion.compiler.shorten import shortened

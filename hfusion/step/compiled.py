@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.capture.lengths import recurrent
-from hfusion.compiler.compiler import BoundProgram, Place, representatives
+from hfusion.compiler.bound import BoundProgram, Place
+from hfusion.compiler.compiled import representatives
 from hfusion.core.layout import Layout
 from hfusion.passes.align import scalars
 from hfusion.step.step_graph import Joint, StepCall, Tensors, build, captured_dims, trace, trace_member

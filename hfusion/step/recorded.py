@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hfusion.compiler.compiler import Place
+from hfusion.compiler.bound import Place
 from hfusion.device.backend import backend
 from hfusion.step.compiled import FusedStep, PerMemberStep, StepProgram
 from hfusion.step.step_graph import StepCall, refilled

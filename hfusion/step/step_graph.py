@@ -19,7 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hfusion.compiler.compiler import BATCHED, Arguments, BoundProgram, Place, of_member
+from hfusion.compiler.arguments import BATCHED, Arguments
+from hfusion.compiler.bound import BoundProgram, Place
+from hfusion.compiler.compiled import of_member
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.guards import Guards, open_dims
 from hfusion.core.layout import Layout

@@ -6,19 +6,18 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from operator import attrgetter, is_
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.guards import TensorGuards
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 from torch.optim import Optimizer
 
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
-from hfusion.compiler.compiler import MOST_KEYS, Arguments, BoundProgram, Place
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.bound import BoundProgram, Place
+from hfusion.compiler.compiler import MOST_KEYS
 from hfusion.core.exclusive import compiling
 from hfusion.core.fingerprint import read_state
 from hfusion.device.backend import types
@@ -26,24 +25,10 @@ from hfusion.optim import coupling
 from hfusion.step.compiled import StepProgram, Unprofitable, make
 from hfusion.step.recorded import recorded
 from hfusion.step.step_graph import ProgramMismatch, StepCall
+from hfusion.step.variants import CallReport, StepVariant, any_hooks, family, shared_variants, traits_of
 
 # Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
 MOST_PROGRAMS = 16
-
-_TRAITS = attrgetter("shape", "dtype", "device", "requires_grad")
-_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-@dataclass(frozen=True)
-class CallReport:
-    """How calls with such inputs run; ``why`` is empty where they are compiled."""
-
-    call: str
-    how: str
-    why: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.call}: {self.how}" + (f": {self.why}" if self.why else "")
 
 
 @dataclass(frozen=True)
@@ -54,92 +39,6 @@ class StepReport:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.rows)) or "no step so far"
-
-
-@dataclass(frozen=True, eq=False)
-class Seen:
-    """Tensors, and torch's own guards of their kinds and strides: a fifth of what it takes Python to look at them."""
-
-    tensors: list[Tensor]
-    once: list[Tensor]
-    guards: TensorGuards
-
-    @staticmethod
-    def of(tensors: list[Tensor]) -> Seen:
-        once = list({id(tensor): tensor for tensor in tensors}.values())
-        sizes: list[Any] = [list(tensor.shape) for tensor in once]
-        strides: list[Any] = [list(tensor.stride()) for tensor in once]
-        return Seen(tensors, once, TensorGuards(*once, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides))
-
-    def again(self, tensors: list[Tensor]) -> bool:
-        """Whether these are the same tensors, as they were, without hooks. An autocast of another kind may hide it."""
-        return all(map(is_, tensors, self.tensors)) and self.guards.check(*self.once) and not _any_hooks(self.once)
-
-
-@dataclass(eq=False)
-class StepVariant:
-    """How the calls of one signature run, as long as the tensors at ``places`` are as ``traits`` has them.
-
-    It begins without a program, at a first eager step, and gets one at the second call, or ``why`` says why not.
-    """
-
-    call: str
-    situation: Any
-    places: list[Place]
-    traits: Any
-    sources: tuple[BoundProgram, BoundProgram] | None = None
-    program: StepProgram | None = None
-    why: str = ""
-    _seen: Seen | None = None
-
-    def holds(self) -> bool:
-        tensors = [holder[name] for holder, name in self.places]
-        if self._seen is not None and self._seen.again(tensors):
-            return True
-        if _traits(self.places) != self.traits:
-            return False
-        self._seen = Seen.of(tensors)
-        return True
-
-    def like(self, other: StepVariant) -> bool:
-        """Whether a program of this way may serve ``other``, up to the number of samples."""
-        if self.sources is None or other.sources is None:
-            return False
-        pairs = zip(self.sources, other.sources, strict=True)
-        same = all(a.compiled is b.compiled for a, b in pairs)
-        return same and self.situation == other.situation and bool(self.traits == other.traits)
-
-    def row(self) -> CallReport:
-        if self.program is not None:
-            return CallReport(self.call, self.program.how)
-        return CallReport(self.call, "eager", self.why or "the first step of its kind")
-
-
-# What steps of one array have found out: another step with the like loss need not do so again. Not of losses with
-# tensors, which belong to one of them.
-_found: WeakKeyDictionary[nn.Module, dict[Any, list[StepVariant]]] = WeakKeyDictionary()
-
-
-def _shared(fused: FusedModule) -> dict[Any, list[StepVariant]]:
-    return _found.setdefault(fused, {})
-
-
-def _family(call: StepCall, situation: Any) -> Any:
-    """What calls have in common that may share a program: all but their sizes."""
-    return call.inputs.loose_key, call.target.loose_key, situation
-
-
-def _traits(places: Sequence[Place]) -> Any:
-    """What a traced step takes for granted of its tensors: their kinds, strides, hooks, and which are one object."""
-    tensors = [holder[name] for holder, name in places]
-    ids = list(map(id, tensors))
-    ties = [ids.index(i) for i in ids] if len(set(ids)) < len(ids) else None
-    return list(map(_TRAITS, tensors)), list(map(Tensor.stride, tensors)), ties, _any_hooks(tensors)
-
-
-def _any_hooks(tensors: Sequence[Tensor]) -> bool:
-    # Those of one tensor are None or a dict, which changes in place.
-    return any(map(any, map(_HOOKS, tensors)))
 
 
 class TrainStep:
@@ -203,9 +102,9 @@ class TrainStep:
         known = self._known.get(exact)
         if known is not None and known.holds():
             return known
-        kind = _family(call, situation)
+        kind = family(call, situation)
         ways = self._ways.setdefault(kind, [])
-        ways += [way for way in _shared(self._fused).get(kind, ()) if way not in ways]
+        ways += [way for way in shared_variants(self._fused).get(kind, ()) if way not in ways]
         # With a program first, then the latest, which is the most general.
         ordered = sorted(enumerate(ways), key=lambda pair: (pair[1].program is None, -pair[0]))
         found = next((way for _, way in ordered if way.holds() and self._serves(way, call)), None)
@@ -234,11 +133,11 @@ class TrainStep:
     def _note(self, call: StepCall, situation: Any, outputs: Any, target: Any) -> None:
         """What to do with the next call like this one, which has just run eagerly."""
         way = self._way(situation, call, self._loss.found(outputs, target))
-        ways = self._ways.setdefault(_family(call, situation), [])
+        ways = self._ways.setdefault(family(call, situation), [])
         if not any(other.program is None and other.why == way.why and other.like(way) for other in ways):
             ways.append(way)
             if way.sources is not None and not way.sources[1].places:
-                _shared(self._fused).setdefault(_family(call, situation), []).append(way)
+                shared_variants(self._fused).setdefault(family(call, situation), []).append(way)
         if way.why:
             self._known[call.inputs.key, call.target.key, situation] = way
 
@@ -249,11 +148,11 @@ class TrainStep:
         forward = self._fused.find(call.inputs)
         if forward is None or isinstance(loss, str):
             why = f"the loss runs in a loop over members: {loss}"
-            return self._refused(StepVariant(call.text, situation, places, _traits(places), why=why))
+            return self._refused(StepVariant(call.text, situation, places, traits_of(places), why=why))
         sources = BoundProgram.of(forward, self._fused), loss
         places += [place for source in sources for place in source.places]
         why = _obstacle(sources, places, call)
-        way = StepVariant(call.text, situation, places, _traits(places), sources, why=why)
+        way = StepVariant(call.text, situation, places, traits_of(places), sources, why=why)
         return self._refused(way) if why else way
 
     def _refused(self, way: StepVariant) -> StepVariant:
@@ -338,7 +237,7 @@ def _obstacle(sources: Sequence[BoundProgram], places: Sequence[Place], call: St
         return "an input requires grad, and a program gives gradients of parameters only; detach it"
     if any(holder[name].requires_grad for holder, name in loss.places):
         return "the loss has parameters of its own that require grad; freeze them, or train them apart"
-    if _any_hooks([holder[name] for holder, name in places]):
+    if any_hooks([holder[name] for holder, name in places]):
         return "a parameter has hooks, which a program does not call; use hooks of the optimizer's step"
     return ""
 

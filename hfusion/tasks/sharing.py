@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
-from hfusion.capture.compare import tensors
+from hfusion.capture.named import tensors
 from hfusion.core.errors import PlanError
 from hfusion.tasks.reading import generators
 from hfusion.tasks.task import Task

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
-from hfusion.compiler.compiler import Arguments, Compiled
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.compiled import Compiled
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.layout import Layout

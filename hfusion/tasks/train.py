@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
-from hfusion.capture.compare import tensors
+from hfusion.capture.named import tensors
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.membership import membership
 from hfusion.device.backend import backend

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.compiler.compiler import Arguments
+from hfusion.compiler.arguments import Arguments
 from tests.alone import close, normal
 
 Make = Callable[[], nn.Module]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.compiler import compiler
+from hfusion.compiler import compiled as compiling
 from tests.alone import close, normal
 
 
@@ -119,13 +119,13 @@ CHANGES: dict[str, Change] = {
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The captures that are made, one entry for each."""
     found: list[Any] = []
-    original = compiler.capture_member
+    original = compiling.capture_member
 
     def counted(*args: Any) -> Any:
         found.append(args)
         return original(*args)
 
-    monkeypatch.setattr(compiler, "capture_member", counted)
+    monkeypatch.setattr(compiling, "capture_member", counted)
     return found
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.compiler.compiler import Arguments
+from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.shorten import FEW, shortened
 from tests.alone import assert_alone, call, net, normal
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hfusion.compiler import compiler as compiler
+from hfusion.compiler import compiled as compiling
 from hfusion.core.layout import Layout
 from hfusion.ops.rule import Call
 from tests.fuzz import __main__ as command
@@ -87,8 +87,8 @@ def _plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor], Tensor]) -
     def rule(site: Any, self: Any) -> Call:
         return site.call(lambda x: fault(torch.tanh(x)), (self.to(Layout.STACKED),), Layout.STACKED, "planted")
 
-    wrong = {**compiler.RULES, torch.ops.aten.tanh.default: rule}
-    monkeypatch.setattr(compiler, "RULES", wrong)
+    wrong = {**compiling.RULES, torch.ops.aten.tanh.default: rule}
+    monkeypatch.setattr(compiling, "RULES", wrong)
 
 
 @pytest.mark.parametrize(

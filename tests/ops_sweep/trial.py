@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfusion as hf
-from hfusion.compiler.compiler import RULES, Arguments, Compiled
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.compiled import RULES, Compiled
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind
 from hfusion.ops.rule import each, is_random

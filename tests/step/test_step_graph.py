@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
-from hfusion.compiler.compiler import Arguments, BoundProgram, Place
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.step.compiled import FusedStep, PerMemberStep, StepProgram, kinds_of
 from hfusion.step.step_graph import StepCall, Tensors, cpu_options, trace, trace_member
 from tests.zoo import MODELS, Model, normal

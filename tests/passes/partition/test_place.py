@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import hfusion as hf
-from hfusion.compiler.compiler import Arguments
+from hfusion.compiler.arguments import Arguments
 from hfusion.passes.partition.place import place
 from tests import zoo
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.compiler.compiler import Arguments
+from hfusion.compiler.arguments import Arguments
 from hfusion.core.program import Kind, Program
 from hfusion.passes.cost.cost import operators
 from hfusion.passes.partition.recut import recut

@@ -1,0 +1,187 @@
+"""What forward can read of a model besides its tensors, as hashable values."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from hfusion.capture.intercept import is_intercepted
+from hfusion.capture.named import tensors
+from hfusion.core.errors import FusionError
+
+# The references of nn.RNNBase to its own parameters are renewed by its forward.
+_OWN = frozenset(nn.Module().__dict__) | {"_flat_weights", "_flat_weight_refs"}
+
+# The code of a graph module is compared as that of its class.
+_OF_GRAPH = _OWN | frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
+
+
+def fingerprint(model: nn.Module) -> Any:
+    """All that forward can read besides parameters and buffers, as a hashable value; equal means same graph.
+
+    An attribute that cannot be compared by value counts as different in every model, which is always right: such
+    models are captured one by one.
+
+    Raises:
+        FusionError: an attribute holds a submodule, or a tensor to be trained, that is not registered.
+    """
+    flags = tuple((path, module.training) for path, module in model.named_modules(remove_duplicate=False))
+    return flags, modeless_fingerprint(model)
+
+
+def modeless_fingerprint(model: nn.Module) -> Any:
+    """As `fingerprint`, but for train and eval modes."""
+    return tuple(_attributes(model, _content).items()), tuple(_closures(model))
+
+
+def _closures(model: nn.Module) -> Iterator[Any]:
+    """What the functions of classes that are made per instance were closed over, in a comparable form."""
+    reader = _AttributeReader({}, _content, {})
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, function in vars(type(module)).items() if "<locals>" in type(module).__qualname__ else ():
+            if isinstance(function, types.FunctionType) and name != "__init__":
+                cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+                values = [cell.cell_contents for free, cell in cells if free != "__class__"]
+                if values:
+                    yield path, name, reader.read(values, f"{path}.{name}")
+
+
+def contents(model: nn.Module) -> dict[str, Any]:
+    """Every Python attribute of ``model`` and its submodules by path, as a hashable value."""
+    return _attributes(model, lambda tensor, where: (*_digest(tensor), tensor.requires_grad))
+
+
+def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> dict[str, Any]:
+    known = {id(tensor): name for name, tensor in tensors(model)}
+    known |= {id(module): path for path, module in model.named_modules()}
+    reader = _AttributeReader(known, read_tensor, {})
+    return {
+        f"{path}.{name}".strip("."): reader.read(value, f"{path}.{name}")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, value in vars(module).items()
+        if name not in (_OF_GRAPH if isinstance(module, fx.GraphModule) else _OWN) and not is_intercepted(value)
+    }
+
+
+PLAIN = str | bool | int | bytes | torch.dtype | torch.device | torch.Size | type
+
+
+@dataclass(frozen=True)
+class _AttributeReader:
+    """Turns Python values into hashable ones. ``known`` are the model's own tensors and modules; ``met`` holds every
+    object read so far, which keeps cycles short and ids from being used again."""
+
+    known: Mapping[int, str]
+    read_tensor: Callable[[Tensor, str], Any]
+    met: dict[int, tuple[int, Any]]
+
+    def read(self, value: Any, where: str) -> Any:
+        if id(value) in self.known and isinstance(value, Tensor | nn.Module):
+            return ("own", self.known[id(value)])
+        if value is None or isinstance(value, PLAIN):
+            return (type(value).__name__, value)
+        if isinstance(value, types.ModuleType):
+            return ("file", value.__name__)
+        if isinstance(value, float | complex):
+            return ("number", repr(value))
+        if type(value) in (weakref.ref, *weakref.ProxyTypes):
+            return self._weak(value, where)
+        if id(value) in self.met:
+            return ("again", self.met[id(value)][0])
+        self.met[id(value)] = (len(self.met), value)
+        return self._read_new(value, where)
+
+    def _weak(self, value: Any, where: str) -> Any:
+        held = value() if isinstance(value, weakref.ref) else value.__repr__.__self__
+        if isinstance(held, Tensor | nn.Module):
+            raise FusionError(
+                f"attribute {where.strip('.')} is a weak reference to a {type(held).__name__}, which a copy of the "
+                "model does not follow; keep the object itself in a list"
+            )
+        return ("weak", self.read(held, where))
+
+    def _read_new(self, value: Any, where: str) -> Any:
+        if isinstance(value, Tensor):
+            return self.read_tensor(value, where)
+        if isinstance(value, nn.Module) and next(tensors(value), None) is None:
+            return (type(value), value.training, self.read(vars(value), where))
+        if isinstance(value, nn.Module):
+            raise FusionError(
+                f"attribute {where.strip('.')} holds a {type(value).__name__} that is not registered as a submodule, "
+                "or is held by a closure, which a copy of the model shares with the model; keep submodules in "
+                "nn.ModuleList or nn.ModuleDict, and closures over a model out of it"
+            )
+        if isinstance(value, torch.Generator):
+            return ("generator", value.get_state().numpy().tobytes())
+        if isinstance(value, Mapping):
+            return ("mapping", tuple((repr(k), self.read(v, f"{where}.{k}")) for k, v in value.items()))
+        if isinstance(value, list | tuple):
+            parts = tuple(self.read(v, f"{where}.{k}") for k, v in enumerate(_items(value)))
+            return (type(value).__name__, parts)
+        if isinstance(value, set | frozenset):
+            return ("set", frozenset(self.read(v, where) for v in value))
+        if isinstance(value, types.FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            return (
+                "function",
+                value.__code__,
+                self.read([cells, value.__defaults__, value.__kwdefaults__], where),
+            )
+        if isinstance(value, types.BuiltinFunctionType | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            return ("function", id(value))
+        if isinstance(value, types.MethodType):
+            return ("method", value.__func__.__qualname__, self.read(value.__self__, where))
+        return self._object(value, where)
+
+    def _object(self, value: Any, where: str) -> Any:
+        """An object by its attributes and by what pickling would keep; by identity where it has neither."""
+        parts = [vars(value)] if hasattr(value, "__dict__") else []
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                reduced = value.__reduce_ex__(4)
+        except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError):
+            reduced = ()
+        parts += [list(part) if isinstance(part, Iterator) else part for part in reduced[1:]]
+        return (type(value).__qualname__, self.read(parts, where) if parts else id(value))
+
+
+def results(model: nn.Module) -> list[Tensor]:
+    """The tensors in Python attributes that a computation with gradients left there."""
+    found: list[Tensor] = []
+    _attributes(model, lambda tensor, where: found.append(tensor) if tensor.grad_fn is not None else None)
+    return found
+
+
+def _items(value: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
+    """As list and tuple iterate, which classes that derive from them may forbid."""
+    return list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
+
+
+def _content(value: Tensor, where: str) -> Any:
+    if value.grad_fn is not None:
+        # Left by an earlier call: capture refuses a forward that reads it.
+        return ("result", tuple(value.shape), value.dtype)
+    if value.requires_grad:
+        raise FusionError(
+            f"attribute {where.strip('.')} is a tensor that requires grad but no parameter; make it an nn.Parameter"
+        )
+    return _digest(value)
+
+
+def _digest(value: Tensor) -> Any:
+    """A tensor by its value."""
+    if value.layout is not torch.strided or value.is_meta:
+        return ("tensor", id(value))
+    content = value.detach().cpu().resolve_conj().resolve_neg().flatten().clone().view(torch.uint8)
+    digest = hashlib.sha256(content.numpy().tobytes()).hexdigest()
+    return ("tensor", tuple(value.shape), value.dtype, digest)

@@ -1,0 +1,94 @@
+"""What an array is called with, flat and hashable."""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hfusion.core.calls import StackedInput, is_stacked
+
+# What a call may hold: tensors, and values that cannot change while a program built on them is kept.
+_NUMBERS = (str, int, float, complex, bytes, enum.Enum, types.NoneType)
+
+_NAMES = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device, torch.memory_format)
+
+BATCHED = (Tensor, StackedInput)
+
+_LEAVES = (*BATCHED, *_NUMBERS, *_NAMES)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a call, flat: tensors, `StackedInput` and plain values, and how they were nested."""
+
+    leaves: tuple[Any, ...]
+    spec: Any
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        if not kwargs and all(isinstance(a, BATCHED) for a in args):
+            return Arguments(args, len(args))
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=is_stacked)
+        for leaf in leaves:
+            if not isinstance(leaf, _LEAVES):
+                raise ValueError(
+                    f"an argument is or holds a {type(leaf).__name__}; give tensors, numbers, strings, None, and nests "
+                    "of these that torch.utils._pytree knows"
+                )
+        return Arguments(tuple(leaves), spec)
+
+    @property
+    def key(self) -> Any:
+        """Hashable: two calls with one key run one program."""
+        return (self.spec, *map(_leaf_key, self.leaves))
+
+    @property
+    def loose_key(self) -> Any:
+        """As `key`, but blind to sizes: calls with one loose key may share a capture."""
+        return (self.spec, *map(_loose_key, self.leaves))
+
+    def of_member(self, member: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What member ``member`` is called with."""
+        rows = [leaf.tensor[member] if is_stacked(leaf) else leaf for leaf in self.leaves]
+        if isinstance(self.spec, int):
+            return tuple(rows), {}
+        args, kwargs = pytree.tree_unflatten(rows, self.spec)
+        return args, kwargs
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the leaves as a member sees them; empty for what is no tensor."""
+        return [_shape(leaf) for leaf in self.leaves]
+
+    @property
+    def values(self) -> list[Any]:
+        """What the program takes."""
+        return [leaf.tensor if isinstance(leaf, StackedInput) else leaf for leaf in self.leaves]
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    if isinstance(leaf, StackedInput):
+        return tuple(leaf.tensor.shape[1:])
+    return tuple(leaf.shape) if isinstance(leaf, Tensor) else ()
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
+    if isinstance(leaf, StackedInput):
+        return (leaf.tensor.shape, leaf.tensor.dtype, leaf.tensor.device, leaf.tensor.requires_grad, True)
+    return (type(leaf), leaf)
+
+
+def _loose_key(leaf: Any) -> Any:
+    tensor = leaf.tensor if is_stacked(leaf) else leaf
+    if isinstance(tensor, Tensor):
+        return (tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad, is_stacked(leaf))
+    return (type(leaf), leaf)

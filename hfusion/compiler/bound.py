@@ -1,0 +1,86 @@
+"""A program with the tensors of a module: looked up at every call, so that what replaces them is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hfusion.capture.own_code import OtherSizes
+from hfusion.compiler.compiled import Compiled
+from hfusion.core.layout import Layout
+from hfusion.core.program import Kind, Slot
+from hfusion.core.usage import watched
+
+# A tensor that may be replaced: where it is looked up, a mapping and the key in it.
+Place: TypeAlias = tuple[Mapping[str, Any], str]
+
+
+@dataclass(frozen=True, eq=False)
+class BoundProgram:
+    """A program, and where the tensors are found that it takes before its inputs."""
+
+    compiled: Compiled
+    places: tuple[Place, ...]
+
+    @staticmethod
+    def of(compiled: Compiled, owner: nn.Module) -> BoundProgram:
+        """The program with the tensors of ``owner``."""
+        slots = compiled.program.slots
+        return BoundProgram(
+            compiled, tuple(_place(slot, owner, compiled) for slot in slots if slot.kind is not Kind.INPUT)
+        )
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Of the tensors at ``places``."""
+        program = self.compiled.program
+        pairs = zip(program.slots, program.layouts, strict=True)
+        return tuple(layout for slot, layout in pairs if slot.kind is not Kind.INPUT)
+
+
+def bind(compiled: Compiled, owner: nn.Module) -> Callable[[list[Any]], Any]:
+    """The program as a function of its inputs; its tensors are looked up in ``owner`` at every call.
+
+    So a conversion of ``owner`` to another dtype or device, and loading, are seen.
+    """
+    places = BoundProgram.of(compiled, owner).places
+    run, spec = compiled.program.run, compiled.program.out_spec
+    if compiled.opaque:
+        run = watched(run)
+    single = spec.is_leaf()
+    if compiled.foretells:
+        run = _undone(run, compiled)
+
+    def call(inputs: list[Any]) -> Any:
+        outputs = run(*[holder[name] for holder, name in places], *inputs)
+        return outputs[0] if single else pytree.tree_unflatten(outputs, spec)
+
+    return call
+
+
+def _undone(run: Callable[..., Any], compiled: Compiled) -> Callable[..., Any]:
+    """``run``, which leaves no trace in buffers where sizes are others than foretold."""
+    written = [k for k, slot in enumerate(compiled.program.slots) if slot.name in compiled.written]
+
+    def call(*values: Any) -> Any:
+        before = [(values[k].detach(), values[k].detach().clone()) for k in written]
+        try:
+            return run(*values)
+        except OtherSizes:
+            for tensor, kept in before:
+                tensor.copy_(kept)
+            raise
+
+    return call
+
+
+def _place(slot: Slot, owner: nn.Module, compiled: Compiled) -> Place:
+    if slot.kind is Kind.CONSTANT:
+        return compiled.constants, slot.name
+    path, _, leaf = slot.name.rpartition(".")
+    module = owner.get_submodule(path)
+    return (module._parameters if slot.kind is Kind.PARAMETER else module._buffers), leaf

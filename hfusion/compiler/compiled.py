@@ -1,0 +1,242 @@
+"""The program of an array for one kind of call: capture the members, align their graphs, batch the operators."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from hfusion.capture.intercept import WHOLE, Island
+from hfusion.capture.member import Member, VaryingSizes, capture_member
+from hfusion.capture.opaque import RULES as OPAQUE_RULES
+from hfusion.capture.own_code import OpaqueCall
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.unbatchable import module_path, unbatchable
+from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.errors import FusionError
+from hfusion.core.layout import Layout
+from hfusion.core.program import Capture, Kind, Program, Slot, input_dims
+from hfusion.ops import RULES as ATEN_RULES
+from hfusion.ops.rule import merge
+from hfusion.passes.align import align, select
+from hfusion.passes.batch import batch
+from hfusion.passes.candidates import Unbatchable
+from hfusion.passes.cost.measure import Measured
+from hfusion.passes.cost.price import Model
+from hfusion.passes.cost.times import times_on
+from hfusion.passes.effects import written_inputs
+from hfusion.passes.layouts import Choice, choose
+from hfusion.passes.regions import regions
+
+RULES = merge(ATEN_RULES, OPAQUE_RULES)
+
+UNKNOWN = VaryingSizes()
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """What is compiled: ``member(b)`` gives member b as a live module.
+
+    ``loops``: what cannot be captured runs in a loop over members, at the smallest submodule; otherwise it is an error.
+    ``tune``: ways to run operators are measured, not estimated.
+    """
+
+    name: str
+    members: int
+    variants: tuple[int, ...]
+    shared: frozenset[str]
+    member: Callable[[int], nn.Module]
+    loops: bool = True
+    tune: bool = False
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program with what it was made of.
+
+    ``graph`` is the members' common graph, ``constants`` the tensors that the program holds by itself, ``opaque`` the
+    calls that run the members' own code; ``modes`` as of `Capture`.
+    """
+
+    program: Program
+    graph: fx.Graph
+    constants: dict[str, Tensor]
+    opaque: tuple[OpaqueCall, ...]
+    guards: Callable[[Sequence[Sequence[Any]]], bool]
+    modes: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The keys of buffers that forward may write to."""
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        names = {n: slot.name for n, slot in zip(placeholders, self.program.slots, strict=True)}
+        found = {names[node] for call in self.graph.nodes for node in written_inputs(call) if node in names}
+        own = {f"{call.place}.{key}".strip(".") for call in self.opaque for key in call.changing}
+        return frozenset(found | own)
+
+    @property
+    def foretells(self) -> bool:
+        """Whether sizes of what runs member by member are taken to follow from those of the inputs."""
+        return any(call.foretells for call in self.opaque)
+
+    @property
+    def dims(self) -> list[frozenset[int]]:
+        """For each input, the dims whose sizes are left open."""
+        return input_dims(self.graph, self.program.slots)
+
+
+def compile_array(subject: ArraySpec, arguments: Arguments, training: bool, sizes: VaryingSizes = UNKNOWN) -> Compiled:
+    """The program of ``subject`` for calls like ``arguments``, and for other ``sizes`` of its leaves.
+
+    A submodule with an operator that no array can compute runs in a loop over members, as one that no graph can hold.
+    """
+    check_members(subject.members, arguments)
+    _check_signature(subject, arguments)
+    looped: dict[Island, str] = {WHOLE: sizes.whole} if sizes.whole else {}
+    while True:
+        captured = _captured(subject, arguments, sizes, looped)
+        try:
+            return _batched(subject, captured, training)
+        except Unbatchable as error:
+            more = {Island(module_path(error.node)): str(error)}
+            more |= unbatchable(captured.graph, captured.layouts, subject.members, RULES)
+            if not subject.loops or not more.keys() - looped.keys():
+                raise
+            looped |= more
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """The members' common graph, with the layouts of its placeholders; ``first`` is the capture of one of them."""
+
+    first: Capture
+    graph: fx.Graph
+    layouts: tuple[Layout, ...]
+    constants: dict[str, Tensor]
+    calls: tuple[OpaqueCall, ...]
+    guards: Callable[[Sequence[Sequence[Any]]], bool]
+
+
+def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, looped: Mapping[Island, str]) -> _Captured:
+    members = representatives(subject.variants)
+    found = [_captured_member(subject, member, arguments, sizes, looped) for member in members]
+    captures = [one for one, _ in found]
+    first = captures[0]
+    if any(c.modes != first.modes for c in captures):
+        raise FusionError(
+            f"forward of {subject.name} changes train and eval modes, other ones in some members than in all"
+        )
+    graph = align([c.graph for c in captures], subject.variants) if len(captures) > 1 else first.graph
+    constants, differing = _constants(captures, subject.variants)
+    layouts = tuple(_layout(slot, subject, arguments, differing) for slot in first.slots)
+    calls = tuple(call for _, calls in found for call in calls)
+
+    # Of the captures nothing more, as they hold tensors.
+    held = [c.guards for c in captures]
+
+    def guards(shapes: Sequence[Sequence[Any]]) -> bool:
+        return all(hold(shapes) for hold in held)
+
+    return _Captured(first, graph, layouts, constants, calls, guards)
+
+
+def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compiled:
+    graph, layouts, first = captured.graph, captured.layouts, captured.first
+    choices = choose_ways(graph, layouts, subject.members, subject.tune)
+    module = batch(graph, layouts, subject.members, RULES, choices)
+    code = regions(module, subject.members)
+    program = Program(subject.name, subject.members, training, module, code, first.slots, layouts, first.out_spec)
+    return Compiled(program, graph, captured.constants, captured.calls, captured.guards, first.modes)
+
+
+def of_member(compiled: Compiled, member: int) -> Compiled:
+    """What one member computes, as the program of an array of one."""
+    program, graph = compiled.program, select(compiled.graph, member)
+    module = batch(graph, program.layouts, 1, RULES, choose_ways(graph, program.layouts, 1, tune=False))
+    return replace(compiled, program=replace(program, members=1, module=module, code=module), graph=graph)
+
+
+def choose_ways(graph: fx.Graph, layouts: Sequence[Layout], members: int, tune: bool) -> dict[fx.Node, Choice]:
+    """How each operator runs in an array of ``members``."""
+    model = Model.of(graph, members)
+    if not tune:
+        return choose(graph, layouts, members, RULES, model)
+    with times_on(model.device) as times:
+        return choose(graph, layouts, members, RULES, Measured(model, times))
+
+
+def representatives(variants: Sequence[int]) -> list[int]:
+    """The first member of every variant."""
+    return [variants.index(variant) for variant in range(max(variants) + 1)]
+
+
+def _captured_member(
+    subject: ArraySpec, member: int, arguments: Arguments, sizes: VaryingSizes, looped: Mapping[Island, str]
+) -> tuple[Capture, list[OpaqueCall]]:
+    """One member's graph, and the calls in it that stay in a loop over members, among them those of ``looped``."""
+
+    def bodies() -> list[nn.Module]:
+        return [subject.member(index) for index in range(subject.members)]
+
+    one = Member(subject.member(member), *arguments.of_member(member), bodies)
+    try:
+        return capture_member(one, sizes, looped, subject.loops)
+    except FusionError as error:
+        if not subject.loops:
+            raise
+        raise FusionError(f"{subject.name}, model {member}: {error}") from error.__cause__
+
+
+def _check_signature(subject: ArraySpec, arguments: Arguments) -> None:
+    """Raise a ValueError where forward does not take such arguments."""
+    args, kwargs = arguments.of_member(0)
+    signature = inspect.signature(subject.member(0).forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        given = ", ".join(["..."] * len(args) + [f"{name}=..." for name in kwargs])
+        raise ValueError(f"{subject.name}.forward{signature} cannot be called as forward({given}): {error}") from error
+
+
+def check_members(members: int, arguments: Arguments) -> None:
+    for leaf in arguments.leaves:
+        if isinstance(leaf, StackedInput) and leaf.tensor.shape[0] != members:
+            raise ValueError(
+                f"hf.stacked input has leading size {leaf.tensor.shape[0]} (shape {tuple(leaf.tensor.shape)}), "
+                f"but the array has {members} members; give it one row per member"
+            )
+
+
+def _constants(captures: Sequence[Capture], variants: Sequence[int]) -> tuple[dict[str, Tensor], frozenset[str]]:
+    """The captures' own tensors, stacked per member where they differ; and the names of those."""
+    constants, differing = {}, set()
+    for name, tensor in captures[0].constants.items():
+        rows = [c.constants[name] for c in captures]
+        _check_alike(name, rows, variants)
+        if all(torch.equal(row, tensor) for row in rows):
+            constants[name] = tensor.detach()
+        else:
+            constants[name] = torch.stack([rows[v] for v in variants]).detach()
+            differing.add(name)
+    return constants, frozenset(differing)
+
+
+def _check_alike(name: str, rows: Sequence[Tensor], variants: Sequence[int]) -> None:
+    for v, row in enumerate(rows):
+        if (row.shape, row.dtype, row.device) != (rows[0].shape, rows[0].dtype, rows[0].device):
+            kinds = [f"{tuple(r.shape)} {r.dtype} on {r.device}" for r in (rows[0], row)]
+            raise FusionError(
+                f"the tensor {name} is {kinds[0]} in model 0, {kinds[1]} in model {variants.index(v)}; make them equal"
+            )
+
+
+def _layout(slot: Slot, subject: ArraySpec, arguments: Arguments, differing: frozenset[str]) -> Layout:
+    if slot.kind is Kind.INPUT:
+        return Layout.STACKED if is_stacked(arguments.leaves[int(slot.name)]) else Layout.SHARED
+    if slot.kind is Kind.CONSTANT:
+        return Layout.STACKED if slot.name in differing else Layout.SHARED
+    return Layout.SHARED if slot.name in subject.shared else Layout.STACKED

@@ -1,0 +1,119 @@
+"""How the calls of a step run, one variant for each kind of call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter, is_
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards
+
+from hfusion.array.module import FusedModule
+from hfusion.compiler.bound import BoundProgram, Place
+from hfusion.step.compiled import StepProgram
+from hfusion.step.step_graph import StepCall
+
+_TRAITS = attrgetter("shape", "dtype", "device", "requires_grad")
+
+_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@dataclass(frozen=True)
+class CallReport:
+    """How calls with such inputs run; ``why`` is empty where they are compiled."""
+
+    call: str
+    how: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.call}: {self.how}" + (f": {self.why}" if self.why else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """Tensors, and torch's own guards of their kinds and strides: a fifth of what it takes Python to look at them."""
+
+    tensors: list[Tensor]
+    once: list[Tensor]
+    guards: TensorGuards
+
+    @staticmethod
+    def of(tensors: list[Tensor]) -> Seen:
+        once = list({id(tensor): tensor for tensor in tensors}.values())
+        sizes: list[Any] = [list(tensor.shape) for tensor in once]
+        strides: list[Any] = [list(tensor.stride()) for tensor in once]
+        return Seen(tensors, once, TensorGuards(*once, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides))
+
+    def again(self, tensors: list[Tensor]) -> bool:
+        """Whether these are the same tensors, as they were, without hooks. An autocast of another kind may hide it."""
+        return all(map(is_, tensors, self.tensors)) and self.guards.check(*self.once) and not any_hooks(self.once)
+
+
+@dataclass(eq=False)
+class StepVariant:
+    """How the calls of one signature run, as long as the tensors at ``places`` are as ``traits`` has them.
+
+    It begins without a program, at a first eager step, and gets one at the second call, or ``why`` says why not.
+    """
+
+    call: str
+    situation: Any
+    places: list[Place]
+    traits: Any
+    sources: tuple[BoundProgram, BoundProgram] | None = None
+    program: StepProgram | None = None
+    why: str = ""
+    _seen: Seen | None = None
+
+    def holds(self) -> bool:
+        tensors = [holder[name] for holder, name in self.places]
+        if self._seen is not None and self._seen.again(tensors):
+            return True
+        if traits_of(self.places) != self.traits:
+            return False
+        self._seen = Seen.of(tensors)
+        return True
+
+    def like(self, other: StepVariant) -> bool:
+        """Whether a program of this way may serve ``other``, up to the number of samples."""
+        if self.sources is None or other.sources is None:
+            return False
+        pairs = zip(self.sources, other.sources, strict=True)
+        same = all(a.compiled is b.compiled for a, b in pairs)
+        return same and self.situation == other.situation and bool(self.traits == other.traits)
+
+    def row(self) -> CallReport:
+        if self.program is not None:
+            return CallReport(self.call, self.program.how)
+        return CallReport(self.call, "eager", self.why or "the first step of its kind")
+
+
+# What steps of one array have found out: another step with the like loss need not do so again. Not of losses with
+# tensors, which belong to one of them.
+_found: WeakKeyDictionary[nn.Module, dict[Any, list[StepVariant]]] = WeakKeyDictionary()
+
+
+def shared_variants(fused: FusedModule) -> dict[Any, list[StepVariant]]:
+    return _found.setdefault(fused, {})
+
+
+def family(call: StepCall, situation: Any) -> Any:
+    """What calls have in common that may share a program: all but their sizes."""
+    return call.inputs.loose_key, call.target.loose_key, situation
+
+
+def traits_of(places: Sequence[Place]) -> Any:
+    """What a traced step takes for granted of its tensors: their kinds, strides, hooks, and which are one object."""
+    tensors = [holder[name] for holder, name in places]
+    ids = list(map(id, tensors))
+    ties = [ids.index(i) for i in ids] if len(set(ids)) < len(ids) else None
+    return list(map(_TRAITS, tensors)), list(map(Tensor.stride, tensors)), ties, any_hooks(tensors)
+
+
+def any_hooks(tensors: Sequence[Tensor]) -> bool:
+    # Those of one tensor are None or a dict, which changes in place.
+    return any(map(any, map(_HOOKS, tensors)))
