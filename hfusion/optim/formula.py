@@ -36,6 +36,8 @@ class Formula:
     """Whether every element is updated by itself. Then tensors may come cut into pieces."""
     kernel: ClassVar[str | None] = None
     """The name of a kernel in ``kernels.c`` and ``triton_kernels.py``."""
+    left_out: ClassVar[Mapping[str, float]] = {}
+    """What a kernel reads of a scalar that is None, where that is not 0."""
 
     @staticmethod
     def check(h: Any, o: Any) -> None:

@@ -70,7 +70,8 @@ class TritonStepper:
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
         """Count a step and make it. ``grads``: as the parameters."""
         if self._counts:
-            torch._foreach_add_(list(self._counts), settings.advance[: self._members])
+            advance = settings.advance[: self._members]
+            torch._foreach_add_(list(self._counts), [advance] * len(self._counts))
         scalars, begins = self._scalars(settings)
         if not len(self._spots):
             return
@@ -97,8 +98,11 @@ class TritonStepper:
             own, which = torch.unique(torch.stack(list(self._counts)), dim=0, return_inverse=True)
         names = SimpleNamespace(step=own.double())
         found = self._formula.scalars(settings.vectors_of(self._members), settings.options, names)
-        nothing = torch.zeros(self._members, dtype=torch.float64)
-        whole = [(nothing if value is None else value).expand(own.shape) for value in found.values()]
+        whole = [
+            torch.full_like(names.step, self._formula.left_out.get(name, 0.0)) if value is None else value
+            for name, value in found.items()
+        ]
+        whole = [value.expand(own.shape) for value in whole]
         scalars = torch.stack(whole, dim=1).to(self._dtype)
         return scalars, which * (scalars.numel() // len(own))
 

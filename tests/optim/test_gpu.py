@@ -122,24 +122,40 @@ def test_memory_that_moves(name: str, options: dict[str, Any]) -> None:
 
 COMPILES = """
 import itertools
+import re
+import subprocess
+import tempfile
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hfusion.optim import triton_kernels as kernels
+
+def resources(cubin):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {name: int(re.search(name + r":(\\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL")}
 
 WAYS = [(kernels.sgd, 0), (kernels.sgd, 1), (kernels.adam, 2), (kernels.adam, 3), (kernels.adadelta, 2)]
 for (kernel, buffers), (real, kind) in itertools.product(WAYS, zip(kernels.REALS.values(), ("*fp32", "*fp64"))):
     constants = {"BUFFERS": buffers, "dtype": real, "BLOCK": kernels.BLOCK}
     signature = {"spots": "*i32", "sizes": "*i64", "tensors": "i32", "members": "i32", "params": "*i64"}
     signature |= {"grads": "*i64", "scalars": kind, "begins": "*i64"} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
-    assert "fma" not in made.asm["ptx"]
-    assert made.asm["cubin"]
+    for capability in (80, 90, 100):
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+        assert "fma" not in made.asm["ptx"]
+        used = resources(made.asm["cubin"])
+        print(kernel.fn.__name__, buffers, kind, capability, used)
+        # What does not fit the registers is spilled there.
+        assert used["STACK"] == used["LOCAL"] == 0 < used["REG"]
 """
 
 
-def test_the_kernels_compile_for_a_gpu_without_contraction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_compile_for_gpus_without_contraction_or_spilled_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter takes more than the compiler does.
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     subprocess.run([sys.executable, "-W", "error", "-c", COMPILES], check=True, timeout=300)
