@@ -25,12 +25,12 @@ aten = torch.ops.aten
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-# Fits to forward and backward of single layers, one core of a Xeon, 4 and 16 members.
-GROUPED = Efficiency(250e-6, traffic=0.25)
-DENSE = Efficiency(150e-6, traffic=0.45)
-LAST = Efficiency(200e-6, traffic=0.7)
-EACH = Efficiency(200e-6, traffic=0.3)
-PRODUCT = Efficiency(80e-6, traffic=0.6)
+# Fits to forward and backward of single layers, one core of a Xeon (AVX-512), 4 and 16 members.
+GROUPED = Efficiency(67, traffic=0.25)
+DENSE = Efficiency(40, traffic=0.45)
+LAST = Efficiency(53, traffic=0.7)
+EACH = Efficiency(53, traffic=0.3)
+PRODUCT = Efficiency(21, traffic=0.6)
 
 Maybe = Tensor | None
 Options = Mapping[str, Any]

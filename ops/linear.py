@@ -18,9 +18,9 @@ aten = torch.ops.aten
 
 STACKED = Layout.STACKED
 
-# Fits to forward and backward of single layers, one core of a Xeon, 4 and 16 members.
-GEMM = Efficiency(50e-6, arithmetic=0.87)
-LOOP = Efficiency(35e-6, arithmetic=0.8)
+# Fits to forward and backward of single layers, one core of a Xeon (AVX-512), 4 and 16 members.
+GEMM = Efficiency(13, arithmetic=0.87)
+LOOP = Efficiency(9, arithmetic=0.8)
 
 # Weights [B, O, I] of at least this many elements pay for a Python autograd node that spares the copy of
 # their gradient into the weight's own order.

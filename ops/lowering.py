@@ -71,14 +71,15 @@ class View(enum.Enum):
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How a lowering fares on a CPU, forward and backward together.
+    """How a lowering fares on a CPU against the machine's own rates, forward and backward together.
 
-    ``call``: seconds for each call; ``arithmetic`` and ``traffic``: the shares of the device's rates that it reaches;
-    ``more``: floating-point operations beside those of products. What was not measured is at its best: a call of a
-    small operator, full rates.
+    ``calls``: how many calls of small operators one call takes the time of, beside arithmetic and traffic;
+    ``arithmetic`` and ``traffic``: the shares of the machine's rates that it reaches; ``more``: floating-point
+    operations beside those of products. What was not measured is at its best: full rates, and the four calls that a
+    small operator and its backward take in a program.
     """
 
-    call: float = 15e-6
+    calls: float = 4.0
     arithmetic: float = 1.0
     traffic: float = 1.0
     more: Count | None = None

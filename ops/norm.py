@@ -38,9 +38,9 @@ aten = torch.ops.aten
 # Elements of one member from which, on a CPU, B calls of the fused kernel and a copy beat a pass for scaling.
 ROWS_FROM = 1 << 14
 
-# Fits to forward and backward of single layers, one core of a Xeon, 4 and 16 members.
-CHANNELS = Efficiency(60e-6, traffic=0.4)
-CHANNELS_EACH = Efficiency(40e-6, traffic=0.5)
+# Fits to forward and backward of single layers, one core of a Xeon (AVX-512), 4 and 16 members.
+CHANNELS = Efficiency(16, traffic=0.4)
+CHANNELS_EACH = Efficiency(11, traffic=0.5)
 
 Maybe = Tensor | None
 

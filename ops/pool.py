@@ -12,9 +12,9 @@ from hfusion.ops.rule import Answer, RuleTable, Site, loop, merge, table
 
 aten = torch.ops.aten
 
-# Fits to forward and backward of single layers, one core of a Xeon, 4 and 16 members.
-AT_ONCE = Efficiency(30e-6, traffic=0.14)
-LOOP = Efficiency(20e-6, traffic=0.4)
+# Fits to forward and backward of single layers, one core of a Xeon (AVX-512), 4 and 16 members.
+AT_ONCE = Efficiency(8, traffic=0.14)
+LOOP = Efficiency(5, traffic=0.4)
 
 POOLS_1D = (
     aten.max_pool1d.default,

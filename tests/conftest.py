@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from hfusion.device import native
 
@@ -13,6 +15,11 @@ from hfusion.device import native
 def pytest_configure(config: pytest.Config) -> None:
     # Small shapes gain nothing from threads, and the suite already runs one process per core.
     torch.set_num_threads(1)
+    # How long an example takes is no property of the code: the machine may be busy.
+    settings.register_profile("suite", deadline=None)
+    settings.load_profile("suite")
+    # Which lowerings are chosen must not hang on the machine; what is measured there has tests of its own.
+    os.environ["HFUSION_RATES"] = "standard"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.device.machine import Rates
+from hfusion.device.calibrate import Rates
 from hfusion.optim.base import FusedOptimizer
 from hfusion.passes.cost.cost import operators
 from hfusion.passes.partition.shard import shards_at

@@ -36,6 +36,19 @@ def cache_folder() -> Path:
     return _usable(_wanted())
 
 
+def lasts() -> bool:
+    """Whether what is kept in the cache folder is there for other processes, too."""
+    wanted = _wanted()
+    try:
+        if wanted is not None:
+            _make(wanted)
+            with _opened(wanted):
+                return os.access(wanted, os.W_OK)
+    except OSError:
+        pass
+    return False
+
+
 def _wanted() -> Path | None:
     """A relative path is none, as the XDG Base Directory Specification says of its variables."""
     try:

@@ -17,7 +17,8 @@ from hfusion.array.per_model import PerModel
 from hfusion.core.errors import PlanError
 from hfusion.core.program import Program
 from hfusion.device.backend import random_states_kept
-from hfusion.device.machine import Machine, Rates
+from hfusion.device.calibrate import Rates
+from hfusion.device.machine import Machine
 from hfusion.optim.base import FusedOptimizer
 from hfusion.passes.partition.shard import Sharding, sharding
 from hfusion.runtime.training import Recipe

@@ -2,8 +2,8 @@
 
 Estimates from shapes alone, on the careful side:
 
-- An operator takes the time of its arithmetic or of its memory traffic, whichever is longer. Its backward takes
-  one such product per operand that gets a gradient, or twice the traffic.
+- An operator takes what `hfusion.passes.cost.roofline` says of its lowering. Its backward takes one product per
+  operand that gets a gradient, and twice the traffic.
 - What is saved for backward, and what is a view, the `Lowering` of every call says. Views share the storage of
   what they view; an expanded value counts as if it were copied, since it crosses a cut as a copy.
 """
@@ -17,9 +17,10 @@ from torch import Tensor, fx
 
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Program, Slot, source_line
-from hfusion.device.machine import Rates
+from hfusion.device.calibrate import Rates
 from hfusion.ops.lowering import Lowering, Operands, View
-from hfusion.passes.cost.flops import bytes_of, concrete, family, flops, sizes_of
+from hfusion.passes.cost.flops import bytes_of, concrete, family, flops, more_of, products, sizes_of
+from hfusion.passes.cost.roofline import Seconds, Work, conversion_seconds, seconds
 
 
 @dataclass(frozen=True)
@@ -155,20 +156,10 @@ class _Tracing:
         for kept in saves(node, self.tracked):
             if self.roots[kept].saved is None:
                 self.roots[kept].saved = index
-        view = any(self.roots[source] is root for source in node.all_input_nodes)
-        moved = 0 if view else sum(self.bytes(value) for value in (node, *node.all_input_nodes))
-        arithmetic = self.copies(node) * flops(node.meta["origin"], self.batch) if "origin" in node.meta else 0
-        extra, workspace = self._beside(node)
+        beside, workspace = self._beside(node)
         tracked = node in self.tracked
-        self.steps.append(
-            Step(
-                _where(node),
-                self._seconds(arithmetic, moved),
-                self._seconds(arithmetic * self._products(node), 2 * moved) if tracked else 0.0,
-                extra if tracked else 0,
-                workspace,
-            )
-        )
+        taken = self._seconds(node, is_view=any(self.roots[source] is root for source in node.all_input_nodes))
+        self.steps.append(Step(_where(node), *taken, beside if tracked else 0, workspace))
 
     def _root(self, index: int, node: fx.Node) -> _Root:
         source = viewed(node, self.batch)
@@ -179,15 +170,26 @@ class _Tracing:
                 return root
         return _Root(size, index)
 
-    def _products(self, node: fx.Node) -> float:
-        """How many times the forward's arithmetic the backward does."""
-        if family_of(node) == "scaled_dot_product_attention":
-            return 2.5
-        examples = [source.meta.get("example") for source in node.all_input_nodes if source in self.tracked]
-        return min(2, sum(isinstance(example, Tensor) and example.dim() >= 2 for example in examples))
+    def _seconds(self, node: fx.Node, *, is_view: bool) -> Seconds:
+        own, tracked = lowering(node), node in self.tracked
+        if node.meta.get("transition"):
+            return self._converted(node)
+        traffic = 0 if is_view else sum(self.bytes(value) for value in (node, *node.all_input_nodes))
+        arithmetic = more = times = 0.0
+        if (origin := node.meta.get("origin")) is not None and not is_view:
+            trained = [source.meta.get("example") for source in node.all_input_nodes if source in self.tracked]
+            arithmetic, times = self.copies(node) * flops(origin, self.batch), products(origin, trained)
+            more = self.copies(node) * more_of(own, origin, self.batch, self.rates)
+        calls = self.members if own.loops else 1
+        return seconds(own, Work(calls, arithmetic, times, more, traffic, tracked, is_view), self.rates)
 
-    def _seconds(self, arithmetic: float, moved: float) -> float:
-        return max(arithmetic / self.rates.flops, moved / self.rates.memory)
+    def _converted(self, node: fx.Node) -> Seconds:
+        """Of a transition between layouts; weights have no order of memory that matters."""
+        example, convert = node.meta.get("example"), node.meta["lowering"].fn
+        weight = any(self.roots[source].slot is not None for source in node.all_input_nodes)
+        image = isinstance(example, Tensor) and example.dim() > 3 and not weight
+        size = bytes_of(example, self.batch) * self.members
+        return conversion_seconds(convert, size, self.members, self.rates, tracked=node in self.tracked, image=image)
 
     def _beside(self, node: fx.Node) -> tuple[int, int]:
         """Bytes saved beside operands and result, and bytes of temporaries."""

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from hfusion.ops import lowering
-from hfusion.ops.lowering import Shape, Sizes
+from hfusion.device.calibrate import ComputeRates
+from hfusion.ops import lowering as records
+from hfusion.ops.lowering import Lowering, Shape, Sizes
 from hfusion.ops.saved import rows_and_matrices
 from hfusion.passes.candidates import by_name
+from hfusion.passes.cost.roofline import efficiency_on
 
 Shapes: TypeAlias = Mapping[str, Any]
 Formula: TypeAlias = Callable[[Shapes, Shape], int]
@@ -39,7 +41,7 @@ def bytes_of(value: Any, batch: int) -> int:
 
 def family(node: fx.Node) -> str:
     """`hfusion.ops.lowering.family` of the operator that a member's node calls."""
-    return lowering.family(node.target)
+    return records.family(node.target)
 
 
 def sizes_of(node: fx.Node, batch: int) -> Sizes:
@@ -59,6 +61,19 @@ def flops(node: fx.Node, batch: int) -> int:
     if formula is None or not isinstance(node.target, OpOverload):
         return 0
     return formula(_shapes(node, batch), _shape(node, batch))
+
+
+def more_of(lowering: Lowering, node: fx.Node, batch: int, rates: ComputeRates) -> float:
+    """Operations of a member's call by ``lowering`` beside those of products, forward and backward."""
+    count = efficiency_on(rates, lowering).more
+    return 0.0 if count is None else count(sizes_of(node, batch))
+
+
+def products(node: fx.Node, trained: Sequence[Any]) -> float:
+    """How many times the forward's arithmetic the backward does; ``trained``: the operands that get a gradient."""
+    if family(node) == "scaled_dot_product_attention":
+        return 2.5
+    return min(2, sum(isinstance(example, Tensor) and example.dim() >= 2 for example in trained))
 
 
 def _shapes(node: fx.Node, batch: int) -> Shapes:

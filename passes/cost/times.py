@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from hfusion.device.cache import cache_file, number, read_json, write_json
-from hfusion.device.machine import describe
+from hfusion.device.calibrate import describe
 
 # Seconds that a file may tell.
 _PLAUSIBLE = (1e-12, 1e6)

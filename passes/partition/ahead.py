@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from hfusion.device.machine import Rates
+from hfusion.device.calibrate import Rates
 from hfusion.passes.partition.runs import Runs
 
 # To begin and end a unit takes as long as so many calls of operators; where a call takes 3 us, it took 0.15 to 0.2 ms.

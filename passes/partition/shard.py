@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from hfusion.core.errors import PlanError
 from hfusion.core.program import Program
-from hfusion.device.machine import Rates
+from hfusion.device.calibrate import Rates
 from hfusion.passes.cost.cost import line
 from hfusion.passes.partition.ahead import cut_ahead
 from hfusion.passes.partition.runs import Run, Runs

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import resource
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from hfusion.core.errors import PlanError
-from hfusion.device import machine as rooms
+from hfusion.device import calibrate
 from hfusion.device.cache import cache_folder, write, write_json
-from hfusion.device.machine import Device, Machine, Rates, host_memory, parse_bytes
+from hfusion.device.calibrate import Rates, compute_rates, standard_rates
+from hfusion.device.machine import Device, Machine, host_memory, parse_bytes
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -80,33 +83,55 @@ def test_detect() -> None:
         assert 0 < device.memory <= whole
 
 
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rates of this machine, not the standard ones."""
+    monkeypatch.delenv("HFUSION_RATES")
+
+
+def kept(kind: str) -> Path:
+    (path,) = cache_folder().glob(f"{kind}-*")
+    return path
+
+
+def rates_in(path: Path) -> dict[str, float]:
+    found: dict[str, float] = json.loads(path.read_text())["rates"]
+    return found
+
+
+@pytest.mark.usefixtures("measured")
 def test_calibration_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     machine = Machine([Device("cpu:0", "a", memory=1), Device("cpu:1", "b", memory=1)], disk=tmp_path / "spill")
     rates = machine.calibrate()
     assert rates["a"] == rates["b"]
-    assert all(getattr(rates["a"], field.name) > 0 for field in fields(Rates))
-    (kept,) = cache_folder().iterdir()
+    assert asdict(rates["a"]) == {"device": "cpu", **rates_in(kept("computing")), **rates_in(kept("moving"))}
     assert not (tmp_path / "spill").exists()
 
-    content = json.loads(kept.read_text())
-    content["rates"]["flops"] = 123.0
-    kept.write_text(json.dumps(content))
-    assert machine.calibrate()["a"].flops == 123.0
-    elsewhere = Machine([Device("cpu", memory=1)], disk=tmp_path / "other").calibrate()
-    assert elsewhere["cpu"].flops != 123.0
+    for kind, name in (("computing", "flops"), ("moving", "load")):
+        content = json.loads(kept(kind).read_text())
+        content["rates"][name] = 123.0
+        kept(kind).write_text(json.dumps(content))
+    assert machine.calibrate()["a"].flops == machine.calibrate()["a"].load == 123.0
+    elsewhere = Machine([Device("cpu", memory=1)], disk=tmp_path / "other").calibrate()["cpu"]
+    assert elsewhere.flops == 123.0
+    assert elsewhere.load != 123.0
 
 
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("kind", ["computing", "moving"])
 @pytest.mark.parametrize("damage", ["", "[]", '{"machine": {}}', "null"])
-def test_a_damaged_calibration_is_measured_anew(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_calibration_is_measured_anew(
+    damage: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = Machine([Device("cpu", memory=1)], disk=tmp_path)
     machine.calibrate()
-    (kept,) = cache_folder().iterdir()
-    kept.write_text(damage)
+    path = kept(kind)
+    path.write_text(damage)
     rates = machine.calibrate()["cpu"]
-    assert Rates(**json.loads(kept.read_text())["rates"]) == rates
-    assert list(cache_folder().iterdir()) == [kept]
+    assert rates_in(path).items() <= asdict(rates).items()
+    assert len(list(cache_folder().iterdir())) == 2
 
 
 def test_a_missing_device_is_told() -> None:
@@ -126,23 +151,61 @@ def test_a_cache_that_cannot_be_written_is_told_and_done_without(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="no cache folder can be used .*XDG_CACHE_HOME"):
         rates = Machine([Device("cpu", memory=1)], disk=tmp_path).calibrate()
-    assert rates["cpu"].flops > 0
+    assert rates["cpu"].load > 0
 
 
-def test_a_calibration_that_cannot_be_read_or_replaced_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("kind", ["computing", "moving"])
+def test_a_calibration_that_cannot_be_read_or_replaced_is_told(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = Machine([Device("cpu", memory=1)], disk=tmp_path)
     machine.calibrate()
-    (kept,) = cache_folder().iterdir()
-    kept.unlink()
-    os.mkfifo(kept)
+    path = kept(kind)
+    path.unlink()
+    os.mkfifo(path)
     with pytest.warns(UserWarning, match=r"the rates of the machine in .* are measured anew: it is no regular file"):
         rates = machine.calibrate()
     assert machine.calibrate() == rates
-    kept.unlink()
-    kept.mkdir()
+    path.unlink()
+    path.mkdir()
     with pytest.warns(UserWarning, match="it is no regular file"), pytest.warns(UserWarning, match="cannot keep the"):
         machine.calibrate()
+
+
+@pytest.mark.usefixtures("measured")
+def test_lowerings_are_chosen_by_the_rates_of_this_machine_which_are_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        rates = compute_rates(CPU)
+    assert asdict(rates) == {"device": "cpu", **rates_in(kept("computing"))}
+    calibrated = Machine([Device("cpu", memory=1)], disk=tmp_path).calibrate()["cpu"]
+    assert asdict(rates).items() <= asdict(calibrated).items()
+    kept("computing").unlink()
+    assert compute_rates(CPU) == rates
+
+
+@pytest.mark.usefixtures("measured")
+def test_where_nothing_can_be_kept_lowerings_are_chosen_by_standard_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert compute_rates(CPU) == standard_rates(CPU)
+    absent = torch.device("cuda", 99)
+    assert compute_rates(absent) == standard_rates(absent)
+    assert compute_rates(absent).device == "cuda"
+
+
+def test_standard_rates_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compute_rates(CPU) == standard_rates(CPU)
+    assert not list(tmp_path.iterdir())
+    calibrated = Machine([Device("cpu", memory=1)], disk=tmp_path).calibrate()["cpu"]
+    assert asdict(standard_rates(CPU)).items() <= asdict(calibrated).items()
 
 
 ABSURD = ["NaN", "Infinity", "1e999", "-1", "0", '"1e9"', "true", "null", "[1]", "1e300", "1" + 400 * "0", 9000 * "["]
@@ -150,12 +213,12 @@ ABSURD = ["NaN", "Infinity", "1e999", "-1", "0", '"1e9"', "true", "null", "[1]",
 
 @pytest.mark.parametrize("value", ABSURD, ids=lambda value: str(value)[:9])
 def test_absurd_rates_are_not_believed(value: str, tmp_path: Path) -> None:
-    rates = dict.fromkeys((field.name for field in fields(Rates)), 1e9)
+    rates = {"load": 1e9, "read": 2e9}
     path = tmp_path / "hfusion" / "rates.json"
     write_json(path, {"machine": {}, "rates": rates})
-    assert rooms._read(path, {}) == Rates(**rates)
+    assert calibrate._read(path, {}, ("load", "read")) == rates
     write(path, json.dumps({"machine": {}, "rates": rates | {"read": 12345.0}}).replace("12345.0", value).encode())
-    assert rooms._read(path, {}) is None
+    assert calibrate._read(path, {}, ("load", "read")) is None
 
 
 def test_a_disk_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfusion.device.machine import Rates
+from hfusion.device.calibrate import Rates
 from hfusion.passes.cost.cost import Line, Step, Storage, Weight
 from hfusion.passes.partition.ahead import _MOST_PLACES, _UNIT_CALLS, Way, _Piece, _pieces, cut_ahead
 from hfusion.passes.partition.runs import Runs

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.core.errors import PlanError
 from hfusion.core.program import Program
-from hfusion.device.machine import Rates
+from hfusion.device.calibrate import Rates
 from hfusion.passes.cost.cost import Line, Step, Weight, line, operators
 from hfusion.passes.partition.runs import Runs
 from hfusion.passes.partition.shard import _shard, cut, sharding, tightest
@@ -229,8 +229,8 @@ def test_activations_are_what_autograd_saves(name: str) -> None:
 
 
 def work(program: Program, batch: int) -> list[int]:
-    """FLOPs of the operators that count them, at a memory that takes no time."""
-    rates = Rates(flops=1.0, memory=1e30, load=1.0, evict=1.0, read=1.0, write=1.0, calls=1e6)
+    """FLOPs of the operators that count them: on an accelerator, whose memory and calls take no time."""
+    rates = Rates(flops=1.0, memory=1e30, load=1.0, evict=1.0, read=1.0, write=1.0, calls=1e30, device="cuda")
     return [round(step.forward) for step in line(program, batch, rates).steps if step.forward >= 1]
 
 

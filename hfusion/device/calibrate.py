@@ -1,0 +1,273 @@
+"""How fast a device is: measured once, and kept in the user's cache folder.
+
+Rates are the best of some short runs: what other programs take of the machine meanwhile is not its own. Those of
+computing stand in a file of their own, as lowerings are chosen by them (`compute_rates`); what it takes to move bytes
+depends on the disk, too.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from hfusion.core.errors import PlanError
+from hfusion.device.backend import accelerators, backend
+from hfusion.device.cache import cache_file, cache_folder, lasts, number, read_json, write_json
+
+_CALLS = 256
+_RUNS = 9
+_DISK_RUNS = 5
+# Rates that a file may tell, per second.
+_PLAUSIBLE = (1.0, 1e24)
+
+
+@dataclass(frozen=True)
+class ComputeRates:
+    """How fast a device of type ``device`` computes.
+
+    ``flops``: float32 matrix products, FLOP/s; ``memory``: elementwise operators, bytes/s read and written; ``calls``:
+    operators per second that Python calls, and autograd differentiates, while they have next to nothing to compute.
+    """
+
+    flops: float
+    memory: float
+    calls: float
+    device: str = field(default="cpu", kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name == "device":
+                continue
+            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+                raise PlanError(f"rate {name} is {value!r}: it must be a positive number")
+
+
+@dataclass(frozen=True)
+class Rates(ComputeRates):
+    """How fast a device is. In bytes/s: ``load`` from host to device and ``evict`` back; ``read`` and ``write`` of the
+    disk.
+    """
+
+    load: float
+    evict: float
+    read: float
+    write: float
+
+
+# Where nothing is measured: one core of an Intel Xeon with AVX-512 (2.1 GHz), on which the efficiencies of lowerings
+# were fitted; of accelerators an NVIDIA A100 by its data sheet, with TF32 switched off, and 30 us for an operator and
+# its backward.
+_STANDARD = {"cpu": ComputeRates(150e9, 16e9, 4 / 15e-6)}
+_ACCELERATOR = ComputeRates(19.5e12, 1.5e12, 4 / 30e-6)
+
+
+def standard_rates(device: torch.device) -> ComputeRates:
+    """Rates that are the same on all machines."""
+    return replace(_STANDARD.get(device.type, _ACCELERATOR), device=device.type)
+
+
+def compute_rates(device: torch.device) -> ComputeRates:
+    """The rates by which lowerings are chosen: the machine's own, measured in about 0.2 s if they were not yet.
+
+    One machine chooses the same in every process: where what is measured cannot be kept, where there is no such device
+    here, and where the environment says HFUSION_RATES=standard, `standard_rates` hold.
+    """
+    if _by_standard() or not _present(device) or not lasts():
+        return standard_rates(device)
+    path = cache_file("computing", describe(device))
+    if path not in _chosen:
+        rates, trouble = _computing(device)
+        _chosen[path] = standard_rates(device) if trouble else rates
+    return _chosen[path]
+
+
+# By file: what one process chooses by does not change.
+_chosen: dict[Path, ComputeRates] = {}
+
+
+def _by_standard() -> bool:
+    return os.environ.get("HFUSION_RATES") == "standard"
+
+
+def _present(device: torch.device) -> bool:
+    return device.type == "cpu" or torch.device(device.type, device.index or 0) in accelerators()
+
+
+def calibrate(device: torch.device, disk: Path) -> Rates:
+    """All rates of ``device``, with ``disk`` as the folder; a UserWarning where they cannot be kept.
+
+    Raises PlanError for a device that is not here, and a disk that cannot be written.
+    """
+    if not _present(device):
+        present = ", ".join(map(str, accelerators())) or "no accelerator"
+        raise PlanError(f"there is no device {device}: torch sees {present}")
+    computing, trouble = (standard_rates(device), "") if _by_standard() else _computing(device)
+    place = {**describe(device), "disk": str(disk.absolute())}
+    moving, also = _kept("moving", place, _MOVING, partial(_measure_moving, device, disk))
+    if trouble or also:
+        warnings.warn(
+            f"cannot keep the rates of {device} in {cache_folder()}: {trouble or also}; they are measured anew in "
+            "every process, unless XDG_CACHE_HOME names a folder that can be written",
+            stacklevel=3,
+        )
+    load, evict, read, write = (moving[name] for name in _MOVING)
+    return Rates(computing.flops, computing.memory, computing.calls, load, evict, read, write, device=computing.device)
+
+
+_COMPUTING = ("flops", "memory", "calls")
+_MOVING = ("load", "evict", "read", "write")
+
+
+def _computing(device: torch.device) -> tuple[ComputeRates, str]:
+    """The rates of computing, and why they are not kept."""
+    rates, trouble = _kept("computing", describe(device), _COMPUTING, partial(_measure_computing, device))
+    return ComputeRates(**rates, device=device.type), trouble
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """What times measured on ``device`` depend on: it, the processor, the number of threads, torch."""
+    return {
+        "device": f"{device.type} {backend(device).name}".strip(),
+        "processor": f"{platform.node()} {platform.machine()} {platform.processor()} x{os.cpu_count()}",
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+    }
+
+
+def _kept(
+    kind: str, description: Mapping[str, str], names: Sequence[str], measure: Callable[[], dict[str, float]]
+) -> tuple[dict[str, float], str]:
+    """The rates ``names`` that a file tells, else measured and kept; and why they could not be kept."""
+    path = cache_file(kind, description)
+    rates = _read(path, description, names)
+    if rates is not None:
+        return rates, ""
+    rates = measure()
+    try:
+        write_json(path, {"machine": description, "rates": rates})
+    except OSError as error:
+        return rates, str(error.strerror)
+    return rates, ""
+
+
+def _read(path: Path, description: Mapping[str, str], names: Sequence[str]) -> dict[str, float] | None:
+    """The rates kept at ``path``; None if there are none that can be used."""
+    try:
+        kept = read_json(path)
+        found = {name: number(kept["rates"][name], *_PLAUSIBLE) for name in names}
+        return found if kept["machine"] == description else None
+    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    except OSError as error:
+        warnings.warn(f"the rates of the machine in {path} are measured anew: {error.strerror}", stacklevel=4)
+        return None
+
+
+def _measure_computing(device: torch.device) -> dict[str, float]:
+    large = device.type != "cpu"
+    n, count = (4096, 2**26) if large else (384, 2**23)
+    seconds = partial(_seconds, device)
+    with _plainly(device):
+        # Not the user's random numbers: what a seed gives must not hang on whether there was something to measure.
+        draw = torch.Generator(device).manual_seed(0)
+        a, b = (torch.randn(n, n, device=device, dtype=torch.float32, generator=draw) for _ in range(2))
+        x, y = (torch.zeros(count, device=device, dtype=torch.float32) for _ in range(2))
+        one = torch.ones(4, device=device, dtype=torch.float32)
+        return {
+            "flops": 2 * n**3 / seconds(lambda: a @ b),
+            "memory": 12 * count / seconds(lambda: torch.add(x, y, out=x)),
+            "calls": _CALLS / seconds(partial(_call, one)),
+        }
+
+
+def _measure_moving(device: torch.device, disk: Path) -> dict[str, float]:
+    """``disk`` need not exist."""
+    count = 2**26 if device.type != "cpu" else 2**24
+    seconds = partial(_seconds, device)
+    with _plainly(device):
+        there = torch.zeros(count, device=device, dtype=torch.float32)
+        host = torch.zeros(count, dtype=torch.float32, device="cpu", pin_memory=backend(device).pins)
+        write, read = _disk(disk, host[: 2**22])
+        return {
+            "load": 4 * count / seconds(lambda: there.copy_(host)),
+            "evict": 4 * count / seconds(lambda: host.copy_(there)),
+            "read": read,
+            "write": write,
+        }
+
+
+@contextmanager
+def _plainly(device: torch.device) -> Iterator[None]:
+    """Whatever the user has switched on: gradients, no inference mode, no autocast."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _call(x: torch.Tensor) -> None:
+    """`_CALLS` calls of small operators, half of them autograd's."""
+    leaf = y = x.detach().requires_grad_()
+    for _ in range(_CALLS // 2):
+        y = y * x
+    torch.autograd.grad(y.sum(), leaf)
+
+
+def _seconds(device: torch.device, run: Callable[[], object]) -> float:
+    """The least seconds of some runs, after a first one that warms up."""
+    times = []
+    for _ in range(_RUNS + 1):
+        backend(device).wait()
+        start = time.perf_counter()
+        run()
+        backend(device).wait()
+        times.append(time.perf_counter() - start)
+    return max(min(times[1:]), 1e-9)
+
+
+def _disk(folder: Path, content: torch.Tensor) -> tuple[float, float]:
+    """Bytes/s of writing to the disk of ``folder`` and of reading from it."""
+    present = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    try:
+        return _disk_rates(present, content.numpy().tobytes())
+    except OSError as error:
+        raise PlanError(
+            f"cannot measure the disk by writing to {present}: {error.strerror}; name a folder that can be written as "
+            "the machine's disk"
+        ) from error
+
+
+def _disk_rates(folder: Path, data: bytes) -> tuple[float, float]:
+    writes, reads = [], []
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        for number in range(_DISK_RUNS):
+            path = Path(scratch, str(number))
+            start = time.perf_counter()
+            with path.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            writes.append(time.perf_counter() - start)
+            _forget(path)
+            start = time.perf_counter()
+            path.read_bytes()
+            reads.append(time.perf_counter() - start)
+            path.unlink()
+    return len(data) / median(writes), len(data) / median(reads)
+
+
+def _forget(path: Path) -> None:
+    """Drop the file from the system's memory, where that can be asked for, so that reading it means the disk."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,131 @@
+"""What work costs: the one function that choosing lowerings, planning and simulating ask.
+
+    seconds = calls / rate of calls + arithmetic / rate of products + traffic / bandwidth
+
+The rates are the machine's own (`hfusion.device.calibrate`), the shares of them that a lowering reaches its
+`Efficiency`. These are fits to forward and backward of single operators, on one core with 4 and 16 members: within a
+fifth of the times of convolutions, linear layers, BatchNorm and pooling of 2^12 to 2^19 elements of a member. What they
+reproduce of whole training steps: convolutions run best for all members at once up to about 2^16 elements of a member,
+above that in a channels-last loop; a loop once begun is left for less than about 2^15; what merges the dims of images
+in a loop, or takes them out of it, costs its gradient dear. No time of a GPU went in: there all lowerings are alike but
+for the number of their calls, so that one call for all members is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hfusion.core.layout import (
+    Conversion,
+    listed_to_packed,
+    listed_to_stacked,
+    packed_to_listed,
+    shared_to_listed,
+    shared_to_packed,
+    shared_to_stacked,
+    stacked_to_listed,
+    stacked_to_packed,
+)
+from hfusion.device.calibrate import ComputeRates
+from hfusion.ops.lowering import PLAIN, Efficiency, Lowering, View
+
+# A backward makes a gradient for each of two operands: of what is counted for both together, a third is forward.
+FORWARD = 1 / 3
+
+# How many times a value is read or written by a conversion: forward, backward if it has a gradient.
+PASSES: Mapping[Conversion, tuple[int, int]] = {
+    shared_to_stacked: (0, 2),
+    shared_to_packed: (2, 2),
+    shared_to_listed: (0, 2),
+    stacked_to_packed: (2, 0),
+    stacked_to_listed: (0, 2),
+    packed_to_listed: (0, 2),
+    listed_to_stacked: (2, 0),
+    listed_to_packed: (2, 0),
+}
+# Conversions that handle every member's tensor by itself.
+LOOPING = frozenset({stacked_to_listed, packed_to_listed, listed_to_stacked, listed_to_packed})
+# The same of images, beside these: they change their order of memory, and the gradient comes in an order that the value
+# before does not have; elementwise operators take 4 ns for an element of such a pair.
+REORDERED = (2, 14)
+REORDERING = frozenset({*LOOPING, stacked_to_packed})
+# Python's calls that a view takes.
+VIEW = 1.0
+
+
+class Seconds(NamedTuple):
+    """Of all members."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one operator does for all members.
+
+    ``calls`` of its function; ``flops`` of the forward, and how many times these the backward does, ``products``;
+    ``more``: operations beside them, of both; ``traffic``: bytes that the forward reads and writes, the backward twice
+    that. ``tracked``: whether there is a backward. ``view``: whether the result lies in an operand's memory: no work
+    but the call.
+    """
+
+    calls: int
+    flops: float
+    products: float
+    more: float
+    traffic: float
+    tracked: bool
+    view: bool = False
+
+
+def seconds(lowering: Lowering, work: Work, rates: ComputeRates) -> Seconds:
+    """What an operator takes by ``lowering``."""
+    if work.view:
+        return _split(work.calls * VIEW / rates.calls, work.tracked)
+    efficiency = efficiency_on(rates, lowering)
+    arithmetic, traffic = rates.flops * efficiency.arithmetic, rates.memory * efficiency.traffic
+    either = _split(work.calls * efficiency.calls / rates.calls + work.more / arithmetic, work.tracked)
+    backward = work.flops * work.products / arithmetic + 2 * work.traffic / traffic if work.tracked else 0.0
+    return Seconds(either.forward + work.flops / arithmetic + work.traffic / traffic, either.backward + backward)
+
+
+def efficiency_on(rates: ComputeRates, lowering: Lowering) -> Efficiency:
+    return lowering.efficiency if rates.device == "cpu" else PLAIN
+
+
+def is_view(lowering: Lowering) -> bool:
+    """Whether it gives a view of its operand, or a part of a nest, without work."""
+    return lowering.view in (View.ALWAYS, View.IN_ORDER)
+
+
+def conversion_seconds(
+    convert: Conversion, size: int, members: int, rates: ComputeRates, *, tracked: bool, image: bool
+) -> Seconds:
+    """What it takes to bring a value of ``size`` bytes, of all members, to another layout."""
+    forward, backward = PASSES.get(convert, (0, 0))
+    if image and convert in REORDERING and reorders(rates):
+        forward, backward = forward + REORDERED[0], backward + REORDERED[1]
+    return passes_seconds(1 + (members if convert in LOOPING else 0), (forward, backward), size, rates, tracked)
+
+
+def passes_seconds(calls: int, passes: tuple[int, int], size: int, rates: ComputeRates, tracked: bool) -> Seconds:
+    """Of views, and passes over memory."""
+    either = _split(calls * VIEW / rates.calls, tracked)
+    backward = passes[1] * size / rates.memory if tracked else 0.0
+    return Seconds(either.forward + passes[0] * size / rates.memory, either.backward + backward)
+
+
+def reorders(rates: ComputeRates) -> bool:
+    """Whether loops over images have their own order of memory, channels-last."""
+    return rates.device == "cpu"
+
+
+def _split(both: float, tracked: bool) -> Seconds:
+    return Seconds(both * FORWARD, both * (1 - FORWARD) if tracked else 0.0)
