@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.test_names import ROOT, files
+from tests.test_names import ROOT, files, finished
 
 MAX_LINES = 400
 # Still to be split; one that no longer is as long is to be taken out.
@@ -11,4 +11,5 @@ LONG = {"hfusion/optim/base.py", "hfusion/runtime/training.py", "ops/shape.py"}
 
 def test_no_file_is_long() -> None:
     lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in files()}
-    assert {name for name, lines in lengths.items() if lines > MAX_LINES} == LONG
+    of_finished = {path.relative_to(ROOT).as_posix() for path in finished()} | LONG
+    assert {name for name in of_finished if lengths[name] > MAX_LINES} == LONG
