@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.calls import is_stacked
+from hfusion.core.silence import noted
 
 # Up to the caller of a per_model.
 _DEPTH = 4
@@ -66,13 +67,12 @@ def warn_as_alone(function: Callable[..., Any], arguments: Arguments) -> None:
     if not _broadcasts(pytree.tree_leaves(args[:1]), pytree.tree_leaves((args[1:], kwargs))):
         return
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with warnings.catch_warnings(record=True) as found, mode, torch.no_grad():
-        warnings.simplefilter("always")
-        fakes = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
+    # Of what is computed with gradients, torch would warn.
+    fakes = pytree.tree_map_only(Tensor, lambda x: mode.from_tensor(x.detach()), (args, kwargs))
+    with noted(UserWarning) as found, mode, torch.no_grad():
         function(*fakes[0], **fakes[1])
-    for warning in found:
-        if warning.category is UserWarning:
-            warnings.warn(str(warning.message), stacklevel=_DEPTH)
+    for text in found:
+        warnings.warn(text, stacklevel=_DEPTH)
 
 
 def _broadcasts(outputs: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import pickle
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import Tensor, fx, nn
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import tensors
 from hfusion.core.errors import FusionError
+from hfusion.core.silence import noted
 
 # The references of nn.RNNBase to its own parameters are renewed by its forward.
 _OWN = frozenset(nn.Module().__dict__) | {"_flat_weights", "_flat_weight_refs"}
@@ -146,8 +146,7 @@ class _AttributeReader:
         """An object by its attributes and by what pickling would keep; by identity where it has neither."""
         parts = [vars(value)] if hasattr(value, "__dict__") else []
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with noted(Warning):
                 reduced = value.__reduce_ex__(4)
         except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError):
             reduced = ()

@@ -337,6 +337,12 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _stack(call: OpaqueCall, parts: Sequence[Tensor]) -> Tensor:
+    sparse = next((part for part in parts if part.layout is not torch.strided and part.requires_grad), None)
+    if sparse is not None:
+        raise FusionError(
+            f"{call.path} runs in a loop over members and gives a tensor of layout {sparse.layout} that needs a "
+            "gradient, which torch cannot take of a stack of such; let it give to_dense()"
+        )
     kinds = {(part.shape, part.dtype, part.device) for part in parts}
     if len(kinds) > 1:
         told = ", ".join(f"{tuple(part.shape)} {part.dtype} {part.device}" for part in parts)

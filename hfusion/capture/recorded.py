@@ -21,6 +21,7 @@ from hfusion.capture.kept import restored
 from hfusion.capture.memo import rehearse
 from hfusion.capture.named import tensors
 from hfusion.capture.rehearse import twin
+from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies
 from hfusion.device.backend import random_states_kept
 
@@ -217,6 +218,7 @@ class _CallRecorder:
     def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a call of ``method``, which is made."""
         island, module, original = method.island, method.module, method.original
+        know_dataclasses((args, kwargs))
         given = tensors_in((args, kwargs))
         # What is inside torch.func's transforms means nothing outside.
         if any(map(is_functorch_wrapped_tensor, given)):
@@ -234,6 +236,7 @@ class _CallRecorder:
             raise
         finally:
             self.open.pop()
+        know_dataclasses(output)
         if any(map(is_functorch_wrapped_tensor, tensors_in(output))):
             return output
         written = [

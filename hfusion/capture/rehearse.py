@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import tensors
+from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture, Kind
@@ -73,7 +74,9 @@ def run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     args, kwargs = copies((args, dict(kwargs)))
     leaves = _leaves(module, (args, kwargs))
     with _apart(module):
-        outputs = pytree.tree_leaves(module(*args, **kwargs))
+        result = module(*args, **kwargs)
+        know_dataclasses(result)
+        outputs = pytree.tree_leaves(result)
         return _outcome(outputs, leaves, dict(tensors(module)))
 
 

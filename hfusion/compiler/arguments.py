@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.containers import know_dataclasses
 
 # What a call may hold: tensors, and values that cannot change while a program built on them is kept.
 _NUMBERS = (str, int, float, complex, bytes, enum.Enum, types.NoneType)
@@ -36,6 +37,9 @@ class Arguments:
         if not kwargs and all(isinstance(a, BATCHED) for a in args):
             return Arguments(args, len(args))
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=is_stacked)
+        if not all(isinstance(leaf, _LEAVES) for leaf in leaves):
+            know_dataclasses(leaves)
+            leaves, spec = pytree.tree_flatten((args, dict(kwargs)), is_leaf=is_stacked)
         for leaf in leaves:
             if not isinstance(leaf, _LEAVES):
                 raise ValueError(

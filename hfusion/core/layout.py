@@ -35,6 +35,10 @@ class Listed(tuple[Any, ...]):
 
 def shared_to_stacked(x: Tensor, members: int) -> Tensor:
     """``S -> [B, *S]``; a view."""
+    if x.dtype is torch.complex32:
+        # Its gradient is a sum over members, which torch has of the real numbers in it only.
+        pairs = torch.view_as_real(x.resolve_conj())
+        return torch.view_as_complex(pairs.expand(members, *pairs.shape))
     return x.expand(members, *x.shape)
 
 

@@ -57,6 +57,59 @@ def quiet() -> Iterator[None]:
                 _remove()
 
 
+class _Notes(type):
+    """A class of warnings that those of one thread and ``category`` seem to derive from, and the texts of these.
+
+    Python asks a filter for the text first, then for the class, whatever the answer was.
+    """
+
+    thread: int
+    category: type[Warning]
+    texts: list[str]
+    last: str
+
+    @staticmethod
+    def of(category: type[Warning]) -> _Notes:
+        return _Notes("_Noted", (), {"thread": threading.get_ident(), "category": category, "texts": [], "last": ""})
+
+    def match(cls, text: str) -> bool:
+        """As a warning filter's pattern."""
+        here = threading.get_ident() == cls.thread
+        if here:
+            cls.last = text
+        return here
+
+    def __subclasscheck__(cls, category: type) -> bool:
+        wanted = threading.get_ident() == cls.thread and issubclass(category, cls.category)
+        if wanted:
+            cls.texts.append(cls.last)
+        return wanted
+
+
+class _Never(Warning):
+    """Given by nobody."""
+
+
+@contextmanager
+def noted(category: type[Warning]) -> Iterator[list[str]]:
+    """The texts of this thread's warnings of ``category``, which are not shown.
+
+    `warnings.catch_warnings` would take those of all threads, and forget the filters that these set meanwhile.
+    """
+    notes = _Notes.of(category)
+    entry: Any = ("ignore", notes, notes, None, 0)
+    with _LOCK:
+        # Python asks the filters once for each place in code, until it is told by this that they are others.
+        warnings.simplefilter("ignore", _Never)
+        warnings.filters[:1] = [entry]  # type: ignore[index]
+    try:
+        yield notes.texts
+    finally:
+        with _LOCK:
+            if entry in warnings.filters:
+                warnings.filters.remove(entry)  # type: ignore[attr-defined]
+
+
 def _install() -> None:
     # The list is another one inside warnings.catch_warnings. One that is left behind there is silent.
     if not warnings.filters or warnings.filters[0] is not _WARNINGS:

@@ -321,3 +321,18 @@ def test_a_step_keeps_unused_calls() -> None:
         sum(F.mse_loss(model(x), x) for model in models).backward()  # type: ignore[union-attr]
         alone.step()
     torch.testing.assert_close(array.get_buffer("inner.n"), torch.stack([model.inner.n for model in models]))
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).to_sparse()
+
+
+def test_sparse_results_that_need_a_gradient_are_refused() -> None:
+    array = hf.fuse([Sparse(), Sparse()])
+    with pytest.raises(hf.FusionError, match=r"layout torch.sparse_coo that needs a gradient.*to_dense"):
+        array(torch.ones(2, 4))

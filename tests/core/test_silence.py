@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hfusion.core.silence import quiet
+from hfusion.core.silence import noted, quiet
 
 
 def in_thread(run: Callable[[], None]) -> None:
@@ -66,3 +66,32 @@ def test_an_interrupt_inside() -> None:
     with pytest.raises(KeyboardInterrupt), quiet():
         raise KeyboardInterrupt
     assert list(warnings.filters) == before
+
+
+def test_warnings_are_noted_of_one_thread_and_kind() -> None:
+    before = list(warnings.filters)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        with noted(UserWarning) as texts:
+            for text in ("one", "one", "two"):
+                warnings.warn(text, stacklevel=1)
+            warnings.warn("old", DeprecationWarning, stacklevel=1)
+            in_thread(lambda: warnings.warn("elsewhere", stacklevel=1))
+        assert not any(getattr(entry[1], "texts", ()) for entry in warnings.filters)
+    assert texts == ["one", "one", "two"]
+    assert [str(warning.message) for warning in heard] == ["old", "elsewhere"]
+    assert list(warnings.filters) == before
+
+
+def test_a_warning_that_was_shown_before_is_noted() -> None:
+    def speak() -> None:
+        warnings.warn("again", stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("default")
+        speak()
+        with noted(UserWarning) as texts:
+            speak()
+        speak()
+    assert texts == ["again"]
+    assert len(heard) == 2

@@ -1,0 +1,40 @@
+"""Dataclasses that hold tensors, which `torch.utils._pytree` is told of when they are first met."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_lock = threading.Lock()
+
+
+def know_dataclasses(values: Any) -> None:
+    """Let torch look into the dataclasses among nested ``values``, as `torch.export.register_dataclass` does.
+
+    Only into those that hold tensors and are all that their fields are: torch makes others of the fields alone.
+    """
+    for leaf in pytree.tree_leaves(values):
+        if is_dataclass(leaf) and not isinstance(leaf, type) and _is_its_fields(leaf):
+            parts = {field.name: getattr(leaf, field.name) for field in fields(leaf)}
+            know_dataclasses(parts)
+            if any(isinstance(part, Tensor) for part in pytree.tree_leaves(parts)):
+                with _lock:
+                    if type(leaf) not in pytree.SUPPORTED_NODES:
+                        torch.export.register_dataclass(type(leaf))
+
+
+def _is_its_fields(value: Any) -> bool:
+    names = {field.name for field in fields(value) if field.init}
+    if not getattr(value, "__dict__", {}).keys() <= names or not all(hasattr(value, name) for name in names):
+        return False
+    try:
+        type(value)(**{name: getattr(value, name) for name in names})
+    except Exception:
+        # Its own __init__ or __post_init__ wants something else.
+        return False
+    return True

@@ -1,0 +1,161 @@
+"""Members that give, and hand to one another, containers of their author's own."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import hfusion as hf
+from tests.alone import normal
+from tests.capture.test_fallback import Square
+
+
+@dataclass
+class Plain:
+    sample: Tensor
+    extra: Any = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    sample: Tensor
+    count: int = 3
+
+
+@dataclass(slots=True)
+class Slotted:
+    sample: Tensor
+
+
+@dataclass
+class Mapped(OrderedDict[str, Any]):
+    """As diffusers and transformers have them: an ordered dict of the fields that are not None, known to torch."""
+
+    sample: Tensor | None = None
+    extra: Any = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if getattr(self, each.name) is not None:
+                self[each.name] = getattr(self, each.name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self:
+            super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+
+pytree.register_pytree_node(
+    Mapped,
+    lambda mapped: (list(mapped.values()), list(mapped.keys())),
+    lambda values, keys: Mapped(**dict(zip(keys, values, strict=True))),
+)
+
+
+class Named(NamedTuple):
+    sample: Tensor
+    inner: Any
+
+
+@dataclass
+class Counting:
+    """Has more than its fields say."""
+
+    sample: Tensor
+    norm: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.norm = self.sample.norm()
+
+
+class Around:
+    def __init__(self, sample: Tensor) -> None:
+        self.sample = sample
+
+
+OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
+    "dataclass": Plain,
+    "frozen": Frozen,
+    "slots": Slotted,
+    "mapping": lambda y: Mapped(sample=y, extra=(y * 2, None)),
+    "dataclass in a dataclass": lambda y: Plain(y, {"more": Frozen(y * 2)}),
+    "dataclass in a named tuple": lambda y: Named(y, Plain(y * 2, "text")),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, output: Callable[[Tensor], Any], leaf: nn.Module | None = None) -> None:
+        super().__init__()
+        self.output, self.fc, self.leaf = output, nn.Linear(4, 3).double(), leaf
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.output(self.fc(x))
+        return y if self.leaf is None else self.leaf(y)
+
+
+def loss(output: Any, target: Tensor) -> Tensor:
+    return F.mse_loss(output.sample, target)
+
+
+def alone(models: list[nn.Module], x: Tensor, target: Tensor, steps: int) -> Tensor:
+    losses = []
+    for model in models:
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            opt.zero_grad()
+            value = loss(model(x), target)
+            value.backward()
+            opt.step()
+        losses.append(value.detach())
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_losses_read_their_attributes(name: str, compile: bool) -> None:
+    models: list[nn.Module] = [Net(OUTPUTS[name]) for _ in range(2)]
+    x, target = normal(5, 4), normal(5, 3)
+    fused = hf.fuse(models)
+    own = copy.deepcopy(models)
+    assert type(fused(x)) is type(models[0](x))
+    step = hf.train_step(fused, loss, hf.optim.SGD(fused.parameters(), lr=0.1), compile=compile)
+    for _ in range(3):
+        ours = step(x, target)
+    torch.testing.assert_close(ours, alone(own, x, target, 3), rtol=1e-9, atol=0)
+    assert compile == all(row.how != "eager" for row in step.report().rows)
+
+
+class Squared(nn.Module):
+    """Takes and gives a dataclass, and cannot be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = Square()
+
+    def forward(self, given: Plain) -> Plain:
+        return Plain(self.square(given.sample) * (1 if given.sample.sum() < 1e9 else 2), given.extra)
+
+
+def test_a_looped_submodule_takes_and_gives_them() -> None:
+    models: list[nn.Module] = [Net(lambda y: Plain(y, (y * 2,)), Squared()) for _ in range(2)]
+    x, target = normal(5, 4), normal(5, 3)
+    fused = hf.fuse(models)
+    step = hf.train_step(fused, loss, hf.optim.SGD(fused.parameters(), lr=0.1), compile=False)
+    own = copy.deepcopy(models)
+    torch.testing.assert_close(step(x, target), alone(own, x, target, 1), rtol=1e-9, atol=0)
+    assert "loop over members, leaf: " in str(fused.report())
+
+
+@pytest.mark.parametrize("output", [Counting, Around])
+def test_what_is_more_than_its_fields_is_refused(output: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(hf.FusionError, match=f"gives a {output.__name__} beside tensors"):  # type: ignore[attr-defined]
+        hf.fuse([Net(output), Net(output)])(normal(5, 4))
