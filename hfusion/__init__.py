@@ -5,8 +5,10 @@ from hfusion.array.fuse import build, fuse
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.core.calls import stacked
-from hfusion.core.errors import CheckpointError, FusionError, HFusionError, PlanError, SpillError
+from hfusion.core.errors import CheckpointError, FusionError, HFusionError, NonFiniteError, PlanError, SpillError
 from hfusion.device.machine import Device, Machine
+from hfusion.population.patience import Patience
+from hfusion.population.population import Population
 from hfusion.schedule.simulate import simulate
 from hfusion.step.train_step import train_step
 from hfusion.tasks.task import Evaluation, Step, Task
@@ -22,7 +24,10 @@ __all__ = [
     "FusionError",
     "HFusionError",
     "Machine",
+    "NonFiniteError",
+    "Patience",
     "PlanError",
+    "Population",
     "SpillError",
     "Step",
     "Task",

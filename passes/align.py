@@ -92,31 +92,44 @@ def select(graph: fx.Graph, member: int) -> fx.Graph:
         if "arguments" in node.meta:
             new.args, new.kwargs = map_aggregate(node.meta["arguments"], lambda item: _own(item, member, env))
             del new.meta["arguments"]
+            new.meta.pop("members", None)
     return result
 
 
 def select_rows(graph: fx.Graph, rows: Sequence[int]) -> fx.Graph:
-    """The graph of an array whose member b has the scalars of member ``rows[b]``; a copy."""
+    """The graph of an array whose member b has the scalars of member ``rows[b]``; a copy.
+
+    ``node.meta["members"]`` is as ``arguments`` there, but also where the scalars of all ``rows`` are the same.
+    """
     result = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         new = env[node] = result.node_copy(node, env.__getitem__)
         if "arguments" in node.meta:
-            new.meta["arguments"] = map_aggregate(node.meta["arguments"], lambda item: _rows(item, rows, env))
+            every = node.meta.get("members", node.meta["arguments"])
+            new.meta["members"] = map_aggregate(every, lambda item: _rows(item, rows, env))
+            new.meta["arguments"] = map_aggregate(new.meta["members"], _plain)
     return result
 
 
 def _rows(item: Any, rows: Sequence[int], env: dict[fx.Node, fx.Node]) -> Any:
+    if isinstance(item, PerMember):
+        return PerMember(tuple(item.values[row] for row in rows))
+    return env[item] if isinstance(item, fx.Node) else item
+
+
+def _plain(item: Any) -> Any:
+    """One scalar where those of all members are the same."""
     if not isinstance(item, PerMember):
-        return env[item] if isinstance(item, fx.Node) else item
-    values = tuple(item.values[row] for row in rows)
-    alike = all(type(value) is type(values[0]) and repr(value) == repr(values[0]) for value in values)
-    return values[0] if alike else PerMember(values)
+        return item
+    first = item.values[0]
+    return first if all(type(value) is type(first) and repr(value) == repr(first) for value in item.values) else item
 
 
 def scalars(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    """The scalars of an aligned graph that differ between members: for each of them the members' values."""
-    return [found.values for node in graph.nodes for found in leaves(node.meta.get("arguments"), PerMember)]
+    """The scalars of an aligned graph that may differ between members: for each of them the members' values."""
+    found = (node.meta.get("members", node.meta.get("arguments")) for node in graph.nodes)
+    return [scalar.values for nest in found for scalar in leaves(nest, PerMember)]
 
 
 def _own(item: Any, member: int, env: dict[fx.Node, fx.Node]) -> Any:

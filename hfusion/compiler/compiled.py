@@ -68,6 +68,8 @@ class Compiled:
     opaque: tuple[OpaqueCall, ...]
     guards: Callable[[Sequence[Sequence[Any]]], bool]
     modes: Mapping[str, bool] = field(default_factory=dict)
+    origin: object = field(default_factory=object)
+    """The same in all programs that were made of one capture, for whichever members."""
 
     @property
     def written(self) -> frozenset[str]:

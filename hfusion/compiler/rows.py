@@ -21,12 +21,18 @@ from hfusion.passes.regions import regions
 _CALL = 3
 
 
-def of_rows(compiled: Compiled, rows: Sequence[int], subject: ArraySpec) -> Compiled:
-    """The program of ``subject``, whose member b is what member ``rows[b]`` of ``compiled`` is but for its tensors."""
-    program, members = compiled.program, subject.members
+def of_rows(compiled: Compiled, rows: Sequence[int], subject: ArraySpec | None = None) -> Compiled:
+    """The program of ``subject``, whose member b is what member ``rows[b]`` of ``compiled`` is but for its tensors.
+
+    None where no member runs code of its own.
+    """
+    program, members = compiled.program, len(rows)
     graph = select_rows(compiled.graph, rows)
-    opaque = _with_own_bodies(graph, subject) if compiled.opaque else ()
-    module = batch(graph, program.layouts, members, RULES, choose_ways(graph, program.layouts, members, subject.tune))
+    if compiled.opaque and subject is None:
+        raise ValueError("members that run their own code are needed as modules")
+    opaque = _with_own_bodies(graph, subject) if compiled.opaque and subject is not None else ()
+    tune = subject is not None and subject.tune
+    module = batch(graph, program.layouts, members, RULES, choose_ways(graph, program.layouts, members, tune))
     slots = zip(program.slots, program.layouts, strict=True)
     stacked = {slot.name for slot, layout in slots if slot.name in compiled.constants and layout is Layout.STACKED}
     constants = {n: t[list(rows)] if n in stacked else t for n, t in compiled.constants.items()}
@@ -48,14 +54,15 @@ def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, .
             numbers[number] = numbered(made[number])
         return numbers[number]
 
+    def renumbered(number: int | PerMember) -> int | PerMember:
+        return PerMember(tuple(map(own, number.values))) if isinstance(number, PerMember) else own(number)
+
     for node in graph.nodes:
         if node.target is not OPAQUE:
             continue
-        if "arguments" in node.meta:
-            args, named = node.meta["arguments"]
-            number = named["call"]
-            every = PerMember(tuple(map(own, number.values))) if isinstance(number, PerMember) else own(number)
-            node.meta["arguments"] = args, {**named, "call": every}
-        else:
+        for key in {"arguments", "members"} & node.meta.keys():
+            args, named = node.meta[key]
+            node.meta[key] = args, {**named, "call": renumbered(named["call"])}
+        if "arguments" not in node.meta:
             node.update_arg(_CALL, own(node.args[_CALL]))
     return tuple(made.values())

@@ -17,5 +17,9 @@ class CheckpointError(HFusionError):
     """What was kept of an array or its optimizer is missing, damaged, or of another array."""
 
 
+class NonFiniteError(HFusionError):
+    """A member's loss or gradient is not finite, and its population was told to raise an error then."""
+
+
 class SpillError(HFusionError):
     """The disk has no room for spilled state, or a spill file is gone."""

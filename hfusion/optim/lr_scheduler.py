@@ -92,11 +92,11 @@ class PerMember(torch_schedulers.LRScheduler):
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with the schedules of members ``rows`` alone, in this order."""
-        self._rearrange(kept(rows, len(self._makes)))
+        self.rearrange(kept(rows, len(self._makes)))
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """Let members ``dst`` be where ``src`` are in their schedules, and go on as these do."""
-        self._rearrange(copied(src, dst, len(self._makes)))
+        self.rearrange(copied(src, dst, len(self._makes)))
 
     def append(self, count: int = 1, make: Make | Sequence[Make] | None = None, **options: Any) -> None:
         """Let ``count`` members join at their step 0; without ``make`` and options, with the schedule of all others."""
@@ -112,6 +112,13 @@ class PerMember(torch_schedulers.LRScheduler):
         makes = [self._makes[row] for row in fresh]
         if make is not None or options:
             makes = self._made(make, options, len(fresh))
+        self._replace(fresh, makes)
+
+    def replace(self, rows: Sequence[int], make: Make | Sequence[Make] | None = None, **options: Any) -> None:
+        """Let others take the places of members ``rows``, as `append` lets them join."""
+        self._replace(rows, self._joining(len(rows), make, options))
+
+    def _replace(self, fresh: Sequence[int], makes: Sequence[Make]) -> None:
         for row, own in zip(fresh, makes, strict=True):
             self._makes[row] = own
             self._stand_ins[row] = _stand_in(self.optimizer)
@@ -124,7 +131,8 @@ class PerMember(torch_schedulers.LRScheduler):
             raise ValueError("the members' schedules differ: say what those of members that join are, make=...")
         return [self._makes[0]] * count
 
-    def _rearrange(self, sources: Sequence[int]) -> None:
+    def rearrange(self, sources: Sequence[int]) -> None:
+        """Let member b go on with the schedule of member ``sources[b]`` of before."""
         states = {source: self._member_state(source) for source in sources if list(sources).count(source) > 1}
         firsts: set[int] = set()
         makes, stand_ins, schedulers = [], [], []
@@ -176,9 +184,33 @@ class PerMember(torch_schedulers.LRScheduler):
         rates = zip(*(scheduler.get_last_lr() for scheduler in self._schedulers), strict=True)
         return [torch.tensor(group, dtype=torch.float64) for group in rates]
 
-    def step(self, epoch: int | None = None, *, rows: Sequence[int] | None = None) -> None:
-        """One step of every member's scheduler, or of those of members ``rows``."""
-        self._step([() if epoch is None else (epoch,)] * len(self._schedulers), rows)
+    def step(
+        self,
+        epoch: int | None = None,
+        *,
+        rows: Sequence[int] | None = None,
+        metrics: Tensor | Sequence[float] | None = None,
+    ) -> None:
+        """One step of every member's scheduler, or of those of members ``rows``.
+
+        ``metrics``: one number per member, for those that are a ReduceLROnPlateau of torch.
+        """
+        plain: tuple[Any, ...] = () if epoch is None else (epoch,)
+        asking = [isinstance(one, torch_schedulers.ReduceLROnPlateau) for one in self._schedulers]
+        if metrics is None and any(asking):
+            raise ValueError(f"member {asking.index(True)} has a ReduceLROnPlateau: give step metrics, one per member")
+        values = [0.0] * len(asking) if metrics is None else self._metrics(metrics)
+        self._step([(v, *plain) if asks else plain for v, asks in zip(values, asking, strict=True)], rows)
+
+    def _metrics(self, metrics: Tensor | Sequence[float]) -> list[float]:
+        values = torch.as_tensor(metrics).detach()
+        if values.shape != (len(self._schedulers),):
+            raise ValueError(
+                f"metrics have shape {list(values.shape)} for an array of {len(self._schedulers)} members: give one "
+                "number per member, such as the losses of hf.per_model"
+            )
+        found: list[float] = values.tolist()
+        return found
 
     def _step(self, arguments: Sequence[tuple[Any, ...]], rows: Sequence[int] | None) -> None:
         self._pull()
@@ -241,13 +273,8 @@ class ReduceLROnPlateau(PerMember, torch_schedulers.ReduceLROnPlateau):
 
         ``rows``: the members that are asked, by default all.
         """
-        values = torch.as_tensor(metrics).detach()
-        if values.shape != (len(self._schedulers),):
-            raise ValueError(
-                f"metrics have shape {list(values.shape)} for an array of {len(self._schedulers)} members: give one "
-                "number per member, such as the losses of hf.per_model"
-            )
-        self._step([(value,) if epoch is None else (value, epoch) for value in values.tolist()], rows)
+        values = self._metrics(metrics)
+        self._step([(value,) if epoch is None else (value, epoch) for value in values], rows)
 
     @property
     def in_cooldown(self) -> Tensor:

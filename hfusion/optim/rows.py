@@ -30,7 +30,9 @@ class MemberRows:
     @contextmanager
     def holding(self, members: Tensor) -> Iterator[None]:
         """While active, ``members``, bool ``[B]``, take no step: parameters, state and counts stay as they are."""
-        before, self._held = self._held, members if bool(members.any()) else None
+        before = self._held
+        everybody = members if before is None else members | before
+        self._held = everybody if bool(everybody.any()) else None
         try:
             yield
         finally:
@@ -42,7 +44,7 @@ class MemberRows:
         Raises:
             ValueError: no rows, a row twice, or a row that is none.
         """
-        _rearrange(self, kept(rows, _width(self)), {})
+        rearrange(self, kept(rows, _width(self)), {})
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """Write state, counts and hyper-parameters of members ``src`` over those of ``dst``: ints or lists.
@@ -50,7 +52,7 @@ class MemberRows:
         Raises:
             ValueError: a row that is none, one that is written twice, or other numbers of ``src`` and ``dst``.
         """
-        _rearrange(self, copied(src, dst, _width(self)), {})
+        rearrange(self, copied(src, dst, _width(self)), {})
 
     def append(self, count: int = 1, **hypers: Any) -> None:
         """Let ``count`` members join as the last, with no state and counts of 0, as if made now.
@@ -64,7 +66,7 @@ class MemberRows:
         """
         if count < 1:
             raise ValueError(f"append of {count} members: at least one joins")
-        _rearrange(self, [*range(_width(self)), *[None] * count], hypers)
+        rearrange(self, [*range(_width(self)), *[None] * count], hypers)
 
     def restart(self, rows: int | Sequence[int], **hypers: Any) -> None:
         """Let members ``rows`` begin anew: no state, counts of 0.
@@ -121,8 +123,11 @@ def check_width(optimizer: Any, group: ParamGroup, members: int) -> None:
             )
 
 
-def _rearrange(optimizer: Any, sources: Sources, given: Mapping[str, Any]) -> None:
-    """Let member b be member ``sources[b]`` of before, with new ones' hyper-parameters among ``given``."""
+def rearrange(optimizer: Any, sources: Sources, given: Mapping[str, Any]) -> None:
+    """Let member b be member ``sources[b]`` of before; hyper-parameters of those that begin are among ``given``.
+
+    Raises ValueError as `MemberRows.append`.
+    """
     before = _width(optimizer)
     if list(sources) == list(range(before)):
         return

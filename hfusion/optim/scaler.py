@@ -145,12 +145,12 @@ class GradScaler:
     def keep(self, rows: Sequence[int]) -> None:
         """Hold the scales of members ``rows`` alone, in this order."""
         if self._values:
-            self._take(kept(rows, len(self._values["scale"])))
+            self.rearrange(kept(rows, len(self._values["scale"])))
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """Give members ``dst`` the scales of ``src``."""
         if self._values:
-            self._take(copied(src, dst, len(self._values["scale"])))
+            self.rearrange(copied(src, dst, len(self._values["scale"])))
 
     def append(self, count: int = 1) -> None:
         """Let ``count`` members join with the scale that all began with. Raises ValueError if they differed."""
@@ -194,7 +194,8 @@ class GradScaler:
                 "done to the fused module by keep or append must be done to it, too"
             )
 
-    def _take(self, sources: Iterable[int]) -> None:
+    def rearrange(self, sources: Iterable[int]) -> None:
+        """Let member b have the scale of member ``sources[b]`` of before."""
         rows = list(sources)
         self._values = {name: own[rows] for name, own in self._values.items()}
 

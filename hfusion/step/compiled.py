@@ -7,7 +7,7 @@ but compiling them B times is not worth it: one member is compiled, and the prog
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from hfusion.capture.lengths import recurrent
 from hfusion.compiler.bound import BoundProgram, Place
-from hfusion.compiler.compiled import representatives
 from hfusion.core.layout import Layout
 from hfusion.passes.align import scalars
-from hfusion.step.step_graph import Joint, StepCall, Tensors, build, captured_dims, trace, trace_member
+from hfusion.step.step_graph import Joint, StepCall, Tensors, build, captured_dims, trace, trace_rows
 
 # Operators of one program that are worth it: inductor takes some 0.1 s for each on two cores.
 MOST_OPERATORS = 4000
@@ -81,11 +80,12 @@ class FusedStep:
 
 @dataclass(frozen=True, eq=False)
 class PerMemberStep:
-    """One program for every kind of member, called once per member; ``kinds[b]`` is member b's."""
+    """One program for every kind of block of ``size`` members, called once per block; ``kinds[k]`` is block k's."""
 
     joints: tuple[Joint, ...]
     runs: tuple[Run, ...]
     kinds: tuple[int, ...]
+    size: int
     tensors: Tensors
     params: tuple[Place, ...]
 
@@ -97,17 +97,18 @@ class PerMemberStep:
     def how(self) -> str:
         count = len(self.joints[0].operators)
         programs = "one program" if len(self.runs) == 1 else f"{len(self.runs)} programs"
-        return f"{programs} of {count} operators for a member, called once per member"
+        whom, each = ("a member", "member") if self.size == 1 else (f"{self.size} members", f"{self.size}")
+        return f"{programs} of {count} operators for {whom}, called once per {each}"
 
     def fits(self, call: StepCall) -> bool:
-        batch = call.of_member(0).batch()
+        batch = call.of_rows(range(self.size)).batch()
         return all(joint.fits(batch) for joint in self.joints)
 
     def step(self, call: StepCall) -> Tensor:
         _clear(self.params)
         own = self.tensors.all()
         pairs = [*zip(own, self.tensors.stacked, strict=True), *zip(call.batch(), call.stacked, strict=True)]
-        columns = [t.detach().split(1) if stacked else (t,) * len(self.kinds) for t, stacked in pairs]
+        columns = [t.detach().split(self.size) if stacked else (t,) * len(self.kinds) for t, stacked in pairs]
         with torch.no_grad():
             rows = [self.runs[kind](*given) for kind, *given in zip(self.kinds, *columns, strict=True)]
             losses, *grads = zip(*rows, strict=True)
@@ -117,6 +118,17 @@ class PerMemberStep:
             return torch.cat(losses)
 
 
+@dataclass(eq=False)
+class Library:
+    """The programs of blocks by what they were made of, which arrays of any number of members share.
+
+    ``count``: how many programs were compiled, those of whole arrays too.
+    """
+
+    blocks: dict[Any, tuple[Joint, Run]] = field(default_factory=dict)
+    count: int = 0
+
+
 def _clear(params: Sequence[Place]) -> None:
     # Before the step, so that the new gradients may lie where the old ones did, in memory that is warm.
     for holder, name in params:
@@ -124,9 +136,18 @@ def _clear(params: Sequence[Place]) -> None:
 
 
 def make(
-    forward: BoundProgram, loss: BoundProgram, call: StepCall, places: Sequence[Place]
+    forward: BoundProgram,
+    loss: BoundProgram,
+    call: StepCall,
+    places: Sequence[Place],
+    library: Library,
+    kind: Any,
+    size: int | None,
 ) -> FusedStep | PerMemberStep:
     """The compiled step for calls like ``call``, which has run eagerly before; parameters are among ``places``.
+
+    ``kind`` is what a program hangs on besides the programs of forward and loss, ``size`` how many members a program
+    shall compute, None for all.
 
     Raises:
         Unprofitable: it would not be worth its time.
@@ -138,15 +159,19 @@ def make(
             "varies; give one length, padded, to have it compiled"
         )
     params = tuple((holder, name) for holder, name in places if isinstance(holder[name], nn.Parameter))
-    tensors, looped = Tensors.of(forward, loss), looped_calls(forward)
-    if looped > MOST_LOOPED_CALLS:
-        return each(forward, loss, call, tensors, params)
+    tensors, members = Tensors.of(forward, loss), forward.compiled.program.members
+    size = members if size is None or members % size else size
+    if looped_calls(forward) // members * size > MOST_LOOPED_CALLS:
+        size = 1
+    if size < members or looped_calls(forward) > MOST_LOOPED_CALLS:
+        return each(forward, loss, call, tensors, params, library, kind, size)
     joint = trace(forward, loss, call)
     _check_open(joint, forward, loss, call)
     # Some calls are many operators, such as a recurrent layer's.
-    if looped and len(joint.operators) > MOST_OPERATORS:
-        return each(forward, loss, call, tensors, params)
+    if looped_calls(forward) and len(joint.operators) > MOST_OPERATORS:
+        return each(forward, loss, call, tensors, params, library, kind, 1)
     _check(joint)
+    library.count += 1
     return FusedStep(joint, build(joint, tensors.all(), call.batch()), tensors, params)
 
 
@@ -158,34 +183,52 @@ def looped_calls(source: BoundProgram) -> int:
 
 
 def each(
-    forward: BoundProgram, loss: BoundProgram, call: StepCall, tensors: Tensors, params: tuple[Place, ...]
+    forward: BoundProgram,
+    loss: BoundProgram,
+    call: StepCall,
+    tensors: Tensors,
+    params: tuple[Place, ...],
+    library: Library,
+    kind: Any,
+    size: int,
 ) -> PerMemberStep:
-    """The step as a program per kind of member; raises as `make`."""
-    kinds = kinds_of(forward, loss)
-    firsts = representatives(kinds)
-    if len(firsts) > MOST_KINDS:
+    """The step as a program per kind of block of ``size`` members; raises as `make`."""
+    blocks = blocks_of(forward, loss, size)
+    kinds = list(dict.fromkeys(blocks))
+    if len(kinds) > MOST_KINDS:
         raise Unprofitable(
-            f"members run one by one, each kind by a program of its own, and scalars differ in {len(firsts)} ways; "
-            f"at most {MOST_KINDS} are worth it"
+            f"members run {'one by one' if size == 1 else f'{size} at once'}, each kind by a program of its own, and "
+            f"scalars differ in {len(kinds)} ways; at most {MOST_KINDS} are worth it"
         )
-    joints = [trace_member(forward, loss, call, member) for member in firsts]
-    for joint in joints:
-        _check_open(joint, forward, loss, call)
-        _check(joint)
-    runs = [
-        build(joint, tensors.of_member(member), call.of_member(member).batch())
-        for joint, member in zip(joints, firsts, strict=True)
-    ]
-    return PerMemberStep(tuple(joints), tuple(runs), kinds, tensors, params)
+    found = []
+    for scalars_there in kinds:
+        start = blocks.index(scalars_there) * size
+        rows = range(start, start + size)
+        own, batch = tensors.of_rows(rows), call.of_rows(rows).batch()
+        key = (forward.compiled.origin, loss.compiled.origin, scalars_there, size, kind, traits(own), traits(batch))
+        known = library.blocks.get(key)
+        if known is None or not known[0].fits(batch):
+            joint = trace_rows(forward, loss, call, rows)
+            _check_open(joint, forward, loss, call)
+            _check(joint)
+            library.count += 1
+            known = library.blocks[key] = joint, build(joint, own, batch)
+        found.append(known)
+    joints, runs = zip(*found, strict=True)
+    return PerMemberStep(joints, runs, tuple(map(kinds.index, blocks)), size, tensors, params)
 
 
-def kinds_of(forward: BoundProgram, loss: BoundProgram) -> tuple[int, ...]:
-    """Which members have equal scalars: a number for each kind, by first appearance."""
+def traits(tensors: Sequence[Tensor]) -> Any:
+    """What a program takes for granted of tensors, but for the sizes that it leaves open."""
+    return tuple((tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors)
+
+
+def blocks_of(forward: BoundProgram, loss: BoundProgram, size: int) -> list[Any]:
+    """For each block of ``size`` members, the scalars in which members differ; equal ones share a program."""
     members = forward.compiled.program.members
     values = [values for source in (forward, loss) for values in scalars(source.compiled.graph)]
     rows = [tuple(map(repr, (each[member] for each in values))) for member in range(members)]
-    numbers = {row: number for number, row in enumerate(dict.fromkeys(rows))}
-    return tuple(numbers[row] for row in rows)
+    return [tuple(rows[start : start + size]) for start in range(0, members, size)]
 
 
 def _check_open(joint: Joint, forward: BoundProgram, loss: BoundProgram, call: StepCall) -> None:

@@ -21,7 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hfusion.compiler.arguments import BATCHED, Arguments
 from hfusion.compiler.bound import BoundProgram, Place
-from hfusion.compiler.compiled import of_member
+from hfusion.compiler.compiled import Compiled, of_member
+from hfusion.compiler.rows import of_rows
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.guards import Guards, open_dims
 from hfusion.core.layout import Layout
@@ -61,11 +62,11 @@ class StepCall:
         inputs, target = (Arguments(tuple(map(fn, a.leaves)), a.spec) for a in (self.inputs, self.target))
         return StepCall(inputs, target)
 
-    def of_member(self, member: int) -> StepCall:
-        """The same call of an array of one."""
+    def of_rows(self, rows: range) -> StepCall:
+        """The same call of an array of neighbouring members."""
 
         def one(leaf: Any) -> Any:
-            return StackedInput(leaf.tensor[member : member + 1]) if isinstance(leaf, StackedInput) else leaf
+            return StackedInput(leaf.tensor[rows.start : rows.stop]) if isinstance(leaf, StackedInput) else leaf
 
         return self.mapped(one)
 
@@ -139,15 +140,15 @@ class Tensors:
         """As they are now."""
         return [holder[name] for holder, name in self.places]
 
-    def of_member(self, member: int) -> list[Tensor]:
-        """Of one member: rows ``[1, ...]`` of what is stacked. No autograd sees where they come from."""
+    def of_rows(self, rows: range) -> list[Tensor]:
+        """Of neighbouring members: their rows of what is stacked. No autograd sees where they come from."""
         pairs = zip(self.all(), self.stacked, strict=True)
-        return [row(tensor, member) if stacked else tensor for tensor, stacked in pairs]
+        return [block(tensor, rows) if stacked else tensor for tensor, stacked in pairs]
 
 
-def row(tensor: Tensor, member: int) -> Tensor:
-    """Row ``member`` of a stack as a stack of one, a view that needs a gradient as the stack does."""
-    return tensor.detach()[member : member + 1].requires_grad_(tensor.requires_grad)
+def block(tensor: Tensor, rows: range) -> Tensor:
+    """Neighbouring rows of a stack, a view that needs a gradient as the stack does."""
+    return tensor.detach()[rows.start : rows.stop].requires_grad_(tensor.requires_grad)
 
 
 def trace(forward: BoundProgram, loss: BoundProgram, call: StepCall) -> Joint:
@@ -160,11 +161,15 @@ def trace(forward: BoundProgram, loss: BoundProgram, call: StepCall) -> Joint:
     return _trace(forward, loss, tensors, tensors.all(), call)
 
 
-def trace_member(forward: BoundProgram, loss: BoundProgram, call: StepCall, member: int) -> Joint:
-    """As `trace`, the step of one member, which takes the tensors and the inputs of that member as stacks of one."""
+def trace_rows(forward: BoundProgram, loss: BoundProgram, call: StepCall, rows: range) -> Joint:
+    """As `trace`, the step of neighbouring members, which takes their rows of tensors and inputs."""
     tensors = Tensors.of(forward, loss)
-    ours, its_loss = (replace(source, compiled=of_member(source.compiled, member)) for source in (forward, loss))
-    return _trace(ours, its_loss, tensors, tensors.of_member(member), call.of_member(member))
+    ours, its_loss = (replace(source, compiled=_of_rows(source, rows)) for source in (forward, loss))
+    return _trace(ours, its_loss, tensors, tensors.of_rows(rows), call.of_rows(rows))
+
+
+def _of_rows(source: BoundProgram, rows: range) -> Compiled:
+    return of_member(source.compiled, rows.start) if len(rows) == 1 else of_rows(source.compiled, rows)
 
 
 def _trace(

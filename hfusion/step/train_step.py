@@ -22,7 +22,7 @@ from hfusion.core.exclusive import compiling
 from hfusion.core.fingerprint import read_state
 from hfusion.device.backend import types
 from hfusion.optim import coupling
-from hfusion.step.compiled import StepProgram, Unprofitable, make
+from hfusion.step.compiled import Library, StepProgram, Unprofitable, make
 from hfusion.step.recorded import recorded
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.variants import CallReport, StepVariant, any_hooks, family, shared_variants, traits_of
@@ -48,12 +48,17 @@ class TrainStep:
         self._fused, self._loss_fn, self._optimizer = fused, loss_fn, opt
         self._loss = per_model(loss_fn)
         self._compile = compile
+        # Makes the update, with the losses known; a caller may put its own in place.
+        self.update: Callable[[Tensor], object] = lambda losses: opt.step()
+        # How many rows one call of a compiled program computes; None for all.
+        self.at_once: int | None = None
         self._ways: dict[Any, list[StepVariant]] = {}
         self._known: dict[Any, StepVariant] = {}
         self._warned: set[str] = set()
+        self._library = Library()
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
-        args, kwargs = _arguments(inputs, keywords)
+        args, kwargs = call_arguments(inputs, keywords)
         if not self._compile:
             return self._eager(args, kwargs, target)[0]
         call = StepCall(Arguments.of(args, kwargs), Arguments.of((target,), {}))
@@ -67,8 +72,13 @@ class TrainStep:
             return self._eager(args, kwargs, target)[0]
         with _without_autocast(situation[2]):
             losses = way.program.step(call)
-        self._optimizer.step()
+        self.update(losses)
         return losses
+
+    @property
+    def compilations(self) -> int:
+        """How many programs were compiled."""
+        return self._library.count
 
     def __repr__(self) -> str:
         name = getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__)
@@ -89,11 +99,11 @@ class TrainStep:
         with torch.enable_grad():
             outputs = self._fused(*args, **kwargs)
             losses = self._loss(outputs, target)
-            _check_losses(losses, len(self._fused))
+            check_losses(losses, len(self._fused))
             # As torch advises, and as it is when a step's autocast ends before its backward.
             with _without_autocast(_autocast()):
                 losses.sum().backward()
-        self._optimizer.step()
+        self.update(losses.detach())
         return losses.detach(), outputs
 
     def _find(self, call: StepCall, situation: Any) -> StepVariant | None:
@@ -172,7 +182,7 @@ class TrainStep:
         way.program = self._fitting(way, call)
         if way.program is not None:
             return
-        if len(self._programs()) >= MOST_PROGRAMS:
+        if self._library.count >= MOST_PROGRAMS:
             way.why = f"{MOST_PROGRAMS} other programs were compiled already; call it with fewer kinds of inputs"
         else:
             way.program = self._made(way, call)
@@ -193,7 +203,10 @@ class TrainStep:
     def _made(self, way: StepVariant, call: StepCall) -> StepProgram | None:
         assert way.sources is not None
         try:
-            return recorded(make(*way.sources, call, way.places))
+            # All but the number of the members' arrangement, and the sizes.
+            (*modes, _), *others = way.situation
+            kind = (tuple(modes), *others, call.inputs.loose_key, call.target.loose_key)
+            return recorded(make(*way.sources, call, way.places, self._library, kind, self.at_once))
         except ProgramMismatch:
             raise
         except Unprofitable as error:
@@ -204,7 +217,7 @@ class TrainStep:
         return None
 
 
-def _arguments(inputs: Any, keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_arguments(inputs: Any, keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How the fused module is called with ``inputs``: a tuple or list of arguments, a dict of keywords, or the one."""
     if isinstance(inputs, Tensor):
         return (inputs,), keywords
@@ -242,7 +255,8 @@ def _obstacle(sources: Sequence[BoundProgram], places: Sequence[Place], call: St
     return ""
 
 
-def _check_losses(losses: Any, members: int) -> None:
+def check_losses(losses: Any, members: int) -> None:
+    """Raise a ValueError unless there is one number per member."""
     if not isinstance(losses, Tensor) or losses.shape != (members,):
         found = f"[B, ...] = {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(f"loss_fn must give one number for each of {members} members, it gave {found}; take its mean")

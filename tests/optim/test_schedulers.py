@@ -287,11 +287,7 @@ class Living:
                 plateau = isinstance(schedule, ls.ReduceLROnPlateau)
                 schedule.step(metrics[row].item()) if plateau else schedule.step()
             self.opt.step()
-            for row, scheduler in enumerate(self.schedule._schedulers):
-                if isinstance(scheduler, ls.ReduceLROnPlateau):
-                    self.schedule._step([(metrics[row].item(),)] * len(self.alone), [row])
-                else:
-                    self.schedule.step(rows=[row])
+            self.schedule.step(metrics=metrics)
         rates = [float(opt.param_groups[0]["lr"]) for _, opt, _ in self.alone]
         assert self.opt.param_groups[0]["lr"].tolist() == pytest.approx(rates, rel=1e-12)
         for stack, *rows in zip(self.fused.parameters(), *(m.parameters() for m, _, _ in self.alone), strict=True):
@@ -375,5 +371,8 @@ def test_a_schedule_that_differs_must_be_given_to_who_joins() -> None:
         hf.optim.lr_scheduler.PerMember(living.opt, living.makes)
     with pytest.raises(ValueError, match="options or functions, not both"):
         hf.optim.lr_scheduler.ReduceLROnPlateau(living.opt, living.makes, patience=2)
+    plateau = hf.optim.lr_scheduler.PerMember(living.opt, lambda o: ls.ReduceLROnPlateau(o))
+    with pytest.raises(ValueError, match="member 0 has a ReduceLROnPlateau: give step metrics"):
+        plateau.step()
     with pytest.raises(ValueError, match="needs a function that makes the scheduler of one member"):
         hf.optim.lr_scheduler.PerMember(living.opt)

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import BoundProgram, Place
-from hfusion.step.compiled import FusedStep, PerMemberStep, StepProgram, kinds_of
-from hfusion.step.step_graph import StepCall, Tensors, cpu_options, trace, trace_member
+from hfusion.step.compiled import FusedStep, PerMemberStep, StepProgram, blocks_of
+from hfusion.step.step_graph import StepCall, Tensors, cpu_options, trace, trace_rows
 from tests.zoo import MODELS, Model, normal
 
 EPS = 1e-4
@@ -111,9 +111,12 @@ def whole(fused: hf.FusedModule, found: tuple[BoundProgram, BoundProgram], call:
 
 
 def each(fused: hf.FusedModule, found: tuple[BoundProgram, BoundProgram], call: StepCall) -> PerMemberStep:
-    kinds = kinds_of(*found)
-    joints = tuple(trace_member(*found, call, kinds.index(kind)) for kind in sorted(set(kinds)))
-    return PerMemberStep(joints, tuple(joint.module for joint in joints), kinds, Tensors.of(*found), places(fused))
+    blocks = blocks_of(*found, 1)
+    kinds = list(dict.fromkeys(blocks))
+    starts = [blocks.index(kind) for kind in kinds]
+    joints = tuple(trace_rows(*found, call, range(start, start + 1)) for start in starts)
+    runs = tuple(joint.module for joint in joints)
+    return PerMemberStep(joints, runs, tuple(map(kinds.index, blocks)), 1, Tensors.of(*found), places(fused))
 
 
 @pytest.mark.parametrize("way", [whole, each])

@@ -1,0 +1,84 @@
+"""The hyper-parameters of a population, live: what is written there holds from the next step on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfusion.optim import FusedOptimizer
+from hfusion.optim.hyper import MemberVector, read
+
+
+class EveryGroup:
+    """One hyper-parameter in several param groups: reading gives what they agree on, writing writes to all."""
+
+    def __init__(self, label: str, vectors: Sequence[MemberVector]) -> None:
+        self._label, self._vectors = label, vectors
+
+    def __len__(self) -> int:
+        return len(self._vectors[0])
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        """Raises ValueError where the groups differ."""
+        values = [vector[rows] for vector in self._vectors]
+        if not all(torch.equal(value, values[0]) for value in values):
+            raise ValueError(
+                f"{self._label} differs between the param groups: read and write optimizer.param_groups[...] instead"
+            )
+        return values[0].as_subclass(Tensor)
+
+    def __setitem__(self, rows: Any, value: Any) -> None:
+        for vector in self._vectors:
+            vector[rows] = torch.as_tensor(value, dtype=torch.float64)
+
+    def tolist(self) -> list[float]:
+        found: list[float] = self[:].tolist()
+        return found
+
+    def __repr__(self) -> str:
+        return f"{self._label} of {len(self._vectors)} param groups: {[vector.tolist() for vector in self._vectors]}"
+
+
+class Hparams(MutableMapping[str, Any]):
+    """By name a float64 vector ``[rows]`` to read and write, a pair of them for betas.
+
+    With several param groups a value is that of all, see `EveryGroup`.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getitem__(self, key: str) -> Any:
+        hypers = [hyper for hyper in self._optimizer.hypers if hyper.key == key]
+        if not hypers:
+            raise KeyError(f"{key!r} is no hyper-parameter of {type(self._optimizer).__name__}; it has {list(self)}")
+        found = [self._vectors(hyper.label) for hyper in hypers]
+        return found[0] if hypers[0].index is None else tuple(found)
+
+    def _vectors(self, label: str) -> Any:
+        place = [hyper.label for hyper in self._optimizer.hypers].index(label)
+        members = self._optimizer.members
+        groups = [read(group, self._optimizer.hypers, members)[0] for group in self._optimizer.param_groups]
+        vectors = [group[place] for group in groups]
+        return vectors[0] if len(vectors) == 1 else EveryGroup(label, vectors)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        held = self[key]
+        pairs = zip(held, value, strict=True) if isinstance(held, tuple) else [(held, value)]
+        for vectors, own in pairs:
+            vectors[:] = torch.as_tensor(own, dtype=torch.float64)
+
+    def __delitem__(self, key: str) -> None:
+        raise TypeError("hyper-parameters cannot be taken away")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(hyper.key for hyper in self._optimizer.hypers))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __repr__(self) -> str:
+        return f"Hparams({', '.join(f'{key}={self[key]}' for key in self)})"

@@ -1,0 +1,154 @@
+"""Who is in which row: names, ages, and what happened to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import overload
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.array.module import FusedModule
+
+
+class What(StrEnum):
+    """What may happen to a member."""
+
+    START = "start"
+    STOP = "stop"
+    COPY = "copy"
+    FREEZE = "freeze"
+    THAW = "thaw"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """At which step of the population something happened to member ``tag``; ``source`` is who it was copied from."""
+
+    step: int
+    tag: str
+    what: What
+    source: str | None = None
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.what} {self.tag}" + (f" from {self.source}" if self.source else "")
+
+
+@dataclass
+class Roll:
+    """The members by row: ``tags[row]`` is None where a row is free; ``ages`` counts the steps that they have made.
+
+    ``frozen`` marks those that make none, as they went bad.
+    """
+
+    tags: list[str | None]
+    ages: Tensor
+    frozen: Tensor
+    step: int = 0
+    lineage: list[Event] = field(default_factory=list)
+    made: int = 0
+
+    @staticmethod
+    def of(count: int, tags: Sequence[str] | None) -> Roll:
+        """Rows of ``count`` members that start. Raises ValueError for names that are no names, or not theirs alone."""
+        roll = Roll([None] * count, torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.bool))
+        if tags is not None and len(tags) != count:
+            raise ValueError(f"{len(tags)} tags for {count} models: give one for each")
+        for row in range(count):
+            roll.enter(row, None if tags is None else tags[row])
+        return roll
+
+    def __len__(self) -> int:
+        return len(self.tags)
+
+    @property
+    def live(self) -> list[int]:
+        """The rows that are taken."""
+        return [row for row, tag in enumerate(self.tags) if tag is not None]
+
+    @property
+    def free(self) -> list[int]:
+        return [row for row, tag in enumerate(self.tags) if tag is None]
+
+    @property
+    def alive(self) -> Tensor:
+        """Which rows are taken: bool ``[rows]``."""
+        return torch.tensor([tag is not None for tag in self.tags])
+
+    def tag(self, row: int) -> str:
+        """Who is there. Raises ValueError for a free row."""
+        found = self.tags[row]
+        if found is None:
+            raise ValueError(f"row {row} is free; members are in rows {self.live}")
+        return found
+
+    def row(self, tag: str) -> int:
+        """Where a member is. Raises KeyError."""
+        try:
+            return self.tags.index(tag)
+        except ValueError:
+            raise KeyError(f"{tag!r} is no member; members are {[t for t in self.tags if t is not None]}") from None
+
+    def check_tag(self, tag: str) -> None:
+        """Raise a ValueError for a name that is none, or another member's."""
+        if not isinstance(tag, str) or not tag:
+            raise ValueError(f"tag={tag!r}: a member's name is a string with something in it")
+        if tag in self.tags:
+            raise ValueError(f"tag={tag!r} is the name of the member in row {self.tags.index(tag)}: give another")
+
+    def enter(self, row: int, tag: str | None, source: int | None = None) -> None:
+        """A member starts in a free row, or is made there by copying that of row ``source``."""
+        if tag is None:
+            tag = self._new_tag()
+        self.check_tag(tag)
+        self.tags[row] = tag
+        self.frozen[row] = False
+        self.ages[row] = 0 if source is None else self.ages[source]
+        origin = None if source is None else self.tag(source)
+        self.lineage.append(Event(self.step, tag, What.START if source is None else What.COPY, origin))
+
+    def _new_tag(self) -> str:
+        while True:
+            tag, self.made = f"member {self.made}", self.made + 1
+            if tag not in self.tags:
+                return tag
+
+    def leave(self, row: int) -> None:
+        self.note(row, What.STOP)
+        self.tags[row] = None
+        self.frozen[row] = False
+
+    def note(self, row: int, what: What, source: str | None = None) -> None:
+        self.lineage.append(Event(self.step, self.tag(row), what, source))
+
+    def rearrange(self, sources: Sequence[int | None]) -> None:
+        """Let row b be row ``sources[b]`` of before; None gives a free row."""
+        rows = [0 if source is None else source for source in sources]
+        empty = torch.tensor([source is None for source in sources])
+        self.tags = [None if source is None else self.tags[source] for source in sources]
+        self.ages = torch.where(empty, 0, self.ages[rows])
+        self.frozen = self.frozen[rows] & ~empty
+
+
+class Models(Sequence[nn.Module | None]):
+    """The members as modules, live views of their rows; None where a row is free."""
+
+    def __init__(self, fused: FusedModule, roll: Roll) -> None:
+        self._fused, self._roll = fused, roll
+
+    def __len__(self) -> int:
+        return len(self._roll)
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[nn.Module | None]: ...
+    def __getitem__(self, index: int | slice) -> nn.Module | list[nn.Module | None] | None:
+        if isinstance(index, slice):
+            return [self[row] for row in range(*index.indices(len(self)))]
+        return None if self._roll.tags[index] is None else self._fused[index]
+
+    def __iter__(self) -> Iterator[nn.Module | None]:
+        return (self[row] for row in range(len(self)))

@@ -1,0 +1,368 @@
+"""An array that lives: its optimizer, loss, schedules, scales and limits as one thing whose rows come and go."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.array.fuse import fuse
+from hfusion.array.module import FusedModule
+from hfusion.array.per_model import per_model
+from hfusion.array.rows import rearrange as rearrange_array
+from hfusion.core.errors import NonFiniteError
+from hfusion.core.rows import check_once, pairs, row_of, rows_of
+from hfusion.optim import FusedOptimizer, GradScaler
+from hfusion.optim.hyper import HyperValue
+from hfusion.optim.lr_scheduler import Make, PerMember
+from hfusion.optim.rows import rearrange as rearrange_optimizer
+from hfusion.population.evaluate import evaluate
+from hfusion.population.guard import Buffers, Limits, OnNonfinite, bad_rows, check_common, stacked
+from hfusion.population.hparams import Hparams
+from hfusion.population.members import Models, Roll, What
+from hfusion.population.widths import Widths
+from hfusion.step.train_step import call_arguments, check_losses, train_step
+
+
+class Population:
+    """B members that train, leave, join and are copied as one array; each exactly as if alone.
+
+    A row is taken by a member or free. A free row gives NaN, and `compact` gives its memory and time back.
+
+    Args:
+        models: what members start as, see `hfusion.fuse`; or a fused module.
+        optimizer: gives an optimizer of hf.optim for the parameters that it gets.
+        loss: any functional loss, see `hfusion.per_model`.
+        schedule: gives a scheduler of torch.optim.lr_scheduler for an optimizer of one member, or a list of such
+            functions, see `hfusion.optim.lr_scheduler.PerMember`; ``pop.schedule.step()`` steps it.
+        scaler: scales the losses, each member's by its own scale; such steps are not compiled.
+        clip_norm, clip_value: limits of the gradients, one or one per member; by value first.
+        accumulate: so many calls of `step` make one update, of the mean of their gradients; such are not compiled.
+        on_nonfinite: what happens to a member whose loss or gradient is not finite. ``"freeze"``: it stays as it was
+            before that step until it is stopped, copied over or thawed; ``"raise"``: a NonFiniteError that names it,
+            and the array is as before the step; ``"ignore"``: nothing, and it goes on with what it has. Others are
+            never touched.
+        tags: the members' names, by which checkpoints know them; made up where not given.
+        compile: as of `hfusion.train_step`.
+
+    Raises:
+        FusionError: models that cannot be fused.
+        ValueError: options that do not go together, or an optimizer that is none of hf.optim.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module] | FusedModule,
+        *,
+        optimizer: Callable[[Any], FusedOptimizer],
+        loss: Callable[..., Any],
+        schedule: Make | Sequence[Make] | None = None,
+        scaler: GradScaler | None = None,
+        clip_norm: HyperValue | None = None,
+        clip_value: HyperValue | None = None,
+        accumulate: int = 1,
+        on_nonfinite: OnNonfinite = "freeze",
+        tags: Sequence[str] | None = None,
+        compile: bool = True,
+    ) -> None:
+        if on_nonfinite not in ("freeze", "raise", "ignore"):
+            raise ValueError(f'on_nonfinite={on_nonfinite!r}: it is "freeze", "raise" or "ignore"')
+        if accumulate < 1:
+            raise ValueError(f"accumulate={accumulate}: at least one call of step makes an update")
+        self.fused = models if isinstance(models, FusedModule) else fuse(models)
+        self.optimizer = optimizer(self.fused.parameters())
+        if not isinstance(self.optimizer, FusedOptimizer):
+            name = type(self.optimizer).__name__
+            raise ValueError(f"optimizer gave a {name}, whose state has no rows: give one of hf.optim")
+        self.schedule = None if schedule is None else PerMember(self.optimizer, schedule)
+        self.scaler = scaler
+        self._limits = Limits.of(clip_norm, clip_value, len(self.fused))
+        self._accumulate, self._on_nonfinite = accumulate, on_nonfinite
+        self._roll = Roll.of(len(self.fused), tags)
+        self._widths = Widths(len(self.fused))
+        self._loss = per_model(loss)
+        self._common = any(p.requires_grad and not stacked(p) for p in self.fused.parameters())
+        self._step = train_step(self.fused, loss, self.optimizer, compile=compile)
+        self._step.update = self._update
+        self._buffers: Buffers | None = None
+        self._done, self._spoilt = 0, self._none()
+
+    def __len__(self) -> int:
+        """The number of rows, free ones too."""
+        return len(self._roll)
+
+    def __repr__(self) -> str:
+        roll = self._roll
+        frozen = f", {int(roll.frozen.sum())} frozen" if bool(roll.frozen.any()) else ""
+        name, optimizer = self.fused._original, type(self.optimizer).__name__
+        return (
+            f"Population({name}, {optimizer}, {len(roll.live)} members in {len(self)} rows{frozen}, step {roll.step})"
+        )
+
+    @property
+    def models(self) -> Models:
+        """The members by row, as modules that are live views; None where a row is free."""
+        return Models(self.fused, self._roll)
+
+    @property
+    def tags(self) -> list[str | None]:
+        """The members' names by row; None where a row is free."""
+        return list(self._roll.tags)
+
+    @property
+    def ages(self) -> Tensor:
+        """How many updates the members in the rows have had: int64 ``[rows]``."""
+        return self._roll.ages.clone()
+
+    @property
+    def frozen(self) -> list[int]:
+        """The rows of members that went bad and wait; see ``on_nonfinite``."""
+        found: list[int] = self._roll.frozen.nonzero().reshape(-1).tolist()
+        return found
+
+    @property
+    def lineage(self) -> tuple[Any, ...]:
+        """What happened to whom, in order: each with ``step``, ``tag``, ``what``, ``source``."""
+        return tuple(self._roll.lineage)
+
+    @property
+    def steps(self) -> int:
+        """How many updates the population has made."""
+        return self._roll.step
+
+    @property
+    def hparams(self) -> Hparams:
+        """The hyper-parameters by name, vectors ``[rows]`` to read and write: ``pop.hparams["lr"][rows] *= 1.2``."""
+        return Hparams(self.optimizer)
+
+    def row(self, tag: str) -> int:
+        """Where the member of this name is. Raises KeyError."""
+        return self._roll.row(tag)
+
+    def step(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
+        """One step of every member: losses ``[rows]``, NaN where a row is free. Arguments: see `hfusion.train_step`."""
+        if self._on_nonfinite != "ignore" and self._done == 0:
+            self._buffers = Buffers(self.fused)
+        if self.scaler is None and self._accumulate == 1 and not self._common:
+            losses = self._step(inputs, target, **keywords)
+        else:
+            losses = self._eager(inputs, target, keywords)
+        return torch.where(self._roll.alive.to(losses.device), losses, math.nan)
+
+    def _eager(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
+        """A step that needs more than a compiled program does."""
+        if self._done == 0:
+            self.optimizer.zero_grad()
+            self.fused.zero_grad()
+        args, kwargs = call_arguments(inputs, keywords)
+        with torch.enable_grad():
+            losses = self._loss(self.fused(*args, **kwargs), target)
+            check_losses(losses, len(self.fused))
+            found: Tensor = losses.detach()
+            scaled = losses if self.scaler is None else self.scaler.scale(losses)
+            if self._common:
+                # What all members train is of those that are there, and none else.
+                scaled = scaled[torch.tensor([row for row in self._roll.live if row not in self.frozen])]
+            with torch.autocast(losses.device.type, enabled=False):
+                (scaled.sum() / self._accumulate).backward()
+        self._done += 1
+        self._spoilt = self._spoilt | ~found.isfinite().cpu()
+        if self._done == self._accumulate:
+            self._update(found)
+        return found
+
+    def _update(self, losses: Tensor) -> None:
+        """What is done with gradients: unscale, look at them, clip, update."""
+        roll = self._roll
+        overflown = self._none() if self.scaler is None else self.scaler.unscale_(self.optimizer)
+        if self._on_nonfinite != "ignore":
+            # Who overflows under a scaler skips a step, and has a smaller scale at the next.
+            found = self._spoilt if self.scaler is not None else self._spoilt | bad_rows(self.fused, losses)
+            self._look(found & roll.alive & ~roll.frozen)
+            if self.scaler is None:
+                check_common(self.fused)
+        self._limits.clip(self.fused)
+        with self.optimizer.holding(roll.frozen):
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        roll.ages += (roll.alive & ~roll.frozen & ~overflown).long()
+        roll.step += 1
+        self._done, self._spoilt, self._buffers = 0, self._none(), None
+
+    def _look(self, bad: Tensor) -> None:
+        """Freeze, or tell of, the members of ``bad``; those that are frozen keep their buffers."""
+        assert self._buffers is not None
+        rows = bad.nonzero().reshape(-1).tolist()
+        if rows and self._on_nonfinite == "raise":
+            self._buffers.put_back(torch.ones_like(bad))
+            self._done, self._spoilt, self._buffers = 0, self._none(), None
+            raise NonFiniteError(
+                f"the loss or a gradient of {', '.join(f'{self._roll.tag(row)!r} (row {row})' for row in rows)} is not "
+                f"finite in step {self._roll.step}; nothing was updated: lower its learning rate, stop it, or give "
+                'on_nonfinite="freeze"'
+            )
+        for row in rows:
+            self._roll.note(row, What.FREEZE)
+        self._roll.frozen |= bad
+        if bool(self._roll.frozen.any()):
+            self._buffers.put_back(self._roll.frozen)
+
+    def _none(self) -> Tensor:
+        return torch.zeros(len(self.fused), dtype=torch.bool)
+
+    def stop(self, row: int | Sequence[int]) -> Any:
+        """A member leaves: the model, or a list of them for several rows; the rows are free from here on.
+
+        Raises:
+            ValueError: a row that is none, is free, or comes twice.
+        """
+        rows = rows_of(row, len(self))
+        check_once(rows)
+        for one in rows:
+            self._roll.tag(one)
+        models = [copy.deepcopy(self.fused[one]) for one in rows]
+        for one in rows:
+            self._roll.leave(one)
+        return models if isinstance(row, Sequence) else models[0]
+
+    def start(
+        self,
+        row: int | None,
+        model: nn.Module,
+        *,
+        tag: str | None = None,
+        schedule: Make | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        **hypers: Any,
+    ) -> int:
+        """A model joins in a free row, at its own step 0: the row. The model stays as it is, its tensors are copied.
+
+        Args:
+            row: a free row; None for the first that is free, or a new one.
+            hypers: its hyper-parameters; those that all members began with alike need not be given.
+            schedule: the function that makes its scheduler; not needed where all members have the same one.
+
+        Raises:
+            ValueError: a row that is taken, a tag that another member has, a hyper-parameter that is missing or wrong.
+            FusionError: a model that cannot be fused with the members.
+        """
+        roll = self._roll
+        if row is None:
+            if not roll.free:
+                self.grow(1)
+            row = roll.free[0]
+        row = row_of(row, len(self))
+        if roll.tags[row] is not None:
+            raise ValueError(f"row {row} is taken by {roll.tags[row]!r}: stop it first; rows {roll.free} are free")
+        if tag is not None:
+            roll.check_tag(tag)
+        if schedule is not None and self.schedule is None:
+            raise ValueError("schedule: this population has none; give it one when it is made")
+        self._check_between()
+        limits = self._limits.with_rows([row], clip_norm, clip_value)
+        self.fused.put(row, model)
+        rearrange_optimizer(self.optimizer, [None if one == row else one for one in range(len(self))], hypers)
+        if self.schedule is not None:
+            self.schedule.replace([row], schedule)
+        if self.scaler is not None:
+            self.scaler.restart(row)
+        self._limits = limits
+        roll.enter(row, tag)
+        return row
+
+    def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
+        """Let members ``dst`` be what ``src`` are: weights, moments, counts, schedule, hyper-parameters, scale.
+
+        ``src`` is one row or as many as ``dst``; all are read before one is written. A taken row keeps its tag, a free
+        one gets a new one.
+
+        Raises:
+            ValueError: ``src`` is free, or frozen; rows that are none, or are written twice.
+        """
+        roll = self._roll
+        found = [(one, other) for one, other in pairs(src, dst, len(self)) if one != other]
+        for one, _ in found:
+            roll.tag(one)
+            if bool(roll.frozen[one]):
+                raise ValueError(f"{roll.tag(one)!r} in row {one} went bad and is frozen: copy a healthy member")
+        sources = list(range(len(self)))
+        for one, other in found:
+            sources[other] = one
+        names = [(other, roll.tag(one), int(roll.ages[one])) for one, other in found]
+        self._rearrange(sources)
+        for (one, other), (_, name, age) in zip(found, names, strict=True):
+            if roll.tags[other] is None:
+                roll.enter(other, None, one)
+            else:
+                roll.note(other, What.COPY, name)
+            roll.ages[other], roll.frozen[other] = age, False
+
+    def thaw(self, row: int | Sequence[int]) -> None:
+        """Let frozen members train again, from where they were before the step that was not finite."""
+        for one in rows_of(row, len(self)):
+            if bool(self._roll.frozen[one]):
+                self._roll.note(one, What.THAW)
+                self._roll.frozen[one] = False
+
+    def compact(self) -> list[int]:
+        """Give back the time and memory of free rows, but for a few: the members that are left move up.
+
+        Rows come in blocks, so that no program is compiled for every number of members. Returns the old row of each
+        member that is left, in their new order.
+        """
+        live, free = self._roll.live, self._roll.free
+        width = self._widths.of(len(live))
+        if width < len(self):
+            self._resize([*live, *free[: width - len(live)]], len(live))
+        return live
+
+    def grow(self, count: int) -> None:
+        """Make room for ``count`` members more at least, in free rows at the end."""
+        if count < 1:
+            raise ValueError(f"grow by {count}: at least one row")
+        rows = len(self)
+        self._resize([*range(rows), *[0] * (self._widths.of(rows + count) - rows)], rows)
+
+    def _resize(self, sources: Sequence[int], taken: int) -> None:
+        """Other rows; what is not ``taken`` of them is free."""
+        self._rearrange(sources)
+        self._roll.rearrange([source if row < taken else None for row, source in enumerate(sources)])
+        self._step.at_once = self._widths.at_once(len(sources))
+        self._spoilt = self._none()
+
+    def _check_between(self) -> None:
+        if self._done:
+            raise ValueError(
+                f"{self._done} of {self._accumulate} steps of an update are made: members start and are copied, and "
+                "rows are made and given back, between updates"
+            )
+
+    def _rearrange(self, sources: Sequence[int]) -> None:
+        self._check_between()
+        rearrange_array(self.fused, sources)
+        rearrange_optimizer(self.optimizer, sources, {})
+        if self.schedule is not None:
+            self.schedule.rearrange(sources)
+        if self.scaler is not None and self.scaler.state_dict():
+            self.scaler.rearrange(sources)
+        self._limits = self._limits.rearranged(sources)
+
+    def evaluate(self, metric: Callable[..., Any], loader: Iterable[Any]) -> Tensor:
+        """A metric of every member over all batches ``(inputs, target)``, in eval mode: float64 ``[rows]``.
+
+        ``metric(output, target)`` gets one member's outputs of all batches, joined, and gives a number: a loss, a
+        function of torchmetrics.functional, any function. A metric with ``update`` and ``compute`` gets batch by batch.
+        A free row has NaN.
+        """
+        found = torch.full((len(self),), math.nan, dtype=torch.float64)
+        rows = self._roll.live
+        found[rows] = torch.tensor(evaluate(self.fused, metric, loader, rows), dtype=torch.float64)
+        return found

@@ -1,0 +1,448 @@
+"""A population: members that train, leave, join and are copied equal torch.optim alone, and none disturbs another."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
+
+import hfusion as hf
+from hfusion.population.widths import Widths
+
+DOUBLE = torch.float64
+
+
+def net(slope: float = 0.1) -> nn.Module:
+    # No bias: its gradient before a batch norm is noise, which Adam makes large.
+    layers = [nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.LeakyReLU(slope), nn.Linear(6, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def batch(size: int = 8, seed: int | None = None) -> tuple[Tensor, Tensor]:
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return torch.randn(size, 4, dtype=DOUBLE, generator=generator), torch.randint(3, (size,), generator=generator)
+
+
+class Alone:
+    """What a member of the population is by itself."""
+
+    def __init__(self, model: nn.Module, lr: float, schedule: Any = None, limit: float = math.inf) -> None:
+        self.model = copy.deepcopy(model)
+        self.opt = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        self.schedule = None if schedule is None else schedule(self.opt)
+        self.limit = limit
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        self.opt.zero_grad()
+        loss = F.cross_entropy(self.model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.limit)
+        self.opt.step()
+        return loss.detach()
+
+
+def check(pop: hf.Population, alone: Sequence[Alone | None], losses: Tensor, expected: Sequence[Tensor | None]) -> None:
+    for row, one in enumerate(alone):
+        if one is None:
+            assert math.isnan(losses[row])
+            assert pop.models[row] is None
+            continue
+        torch.testing.assert_close(losses[row], expected[row], rtol=1e-10, atol=1e-13)
+        model = pop.models[row]
+        assert model is not None
+        for (name, ours), theirs in zip(model.state_dict().items(), one.model.state_dict().values(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_members_that_live_equal_members_alone(compiled: bool) -> None:
+    torch.manual_seed(0)
+    rates, limits = [0.1, 0.03, 0.01, 0.003], [1.0, 0.5, math.inf, 0.1]
+
+    def warm(optimizer: Any) -> Any:
+        return LinearLR(optimizer, 0.2, total_iters=5)
+
+    models = [net() for _ in rates]
+    alone: list[Alone | None] = [Alone(*own) for own in zip(models, rates, [warm] * 4, limits, strict=True)]
+    pop = hf.Population(
+        models,
+        optimizer=lambda params: hf.optim.AdamW(params, lr=rates),
+        loss=F.cross_entropy,
+        schedule=warm,
+        clip_norm=limits,
+        compile=compiled,
+    )
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            x, y = batch()
+            expected = [None if one is None else one.step(x, y) for one in alone]
+            losses = pop.step(x, y)
+            check(pop, alone, losses, expected)
+            assert pop.schedule is not None
+            pop.schedule.step()
+            for one in alone:
+                if one is not None:
+                    one.schedule.step()
+
+    run(3)
+    left = pop.stop(1)
+    theirs = alone[1]
+    assert theirs is not None
+    for ours, mine in zip(left.parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, mine, rtol=1e-9, atol=1e-12)
+    alone[1] = None
+    run(2)
+    new = net()
+    pop.start(1, new, tag="trial 17", lr=0.05, weight_decay=0.3, clip_norm=2.0)
+    alone[1] = Alone(new, 0.05, warm, 2.0)
+    alone[1].opt.param_groups[0]["weight_decay"] = 0.3
+    run(2)
+    pop.copy(3, 0)
+    source, age = alone[3], pop.ages[3]
+    assert source is not None
+    twin = Alone(source.model, 1.0, warm, source.limit)
+    twin.opt.load_state_dict(copy.deepcopy(source.opt.state_dict()))
+    twin.schedule.load_state_dict(source.schedule.state_dict())
+    alone[0] = twin
+    pop.hparams["lr"][0] *= 1.2
+    twin.opt.param_groups[0]["lr"] *= 1.2
+    run(2)
+    assert pop.ages.tolist() == [int(age) + 2, 4, 9, 9]
+    assert pop.tags == ["member 0", "trial 17", "member 2", "member 3"]
+    pop.stop(0)
+    pop.stop(2)
+    assert pop.compact() == [1, 3]
+    alone = [alone[1], alone[3]]
+    run(2)
+    grown = net()
+    row = pop.start(None, grown, lr=0.2, tag="late")
+    assert row == 2
+    alone.append(Alone(grown, 0.2, warm))
+    run(3)
+    assert [str(event) for event in pop.lineage][4:] == [
+        "step 3: stop member 1",
+        "step 5: start trial 17",
+        "step 7: copy member 0 from member 3",
+        "step 9: stop member 0",
+        "step 9: stop member 2",
+        "step 11: start late",
+    ]
+
+
+Happening = Callable[[hf.Population], object]
+
+
+def _poison(value: float) -> Happening:
+    def act(pop: hf.Population) -> None:
+        with torch.no_grad():
+            pop.fused.get_parameter("3.weight")[1, 0, 0] = value
+
+    return act
+
+
+HAPPENINGS: dict[str, Happening] = {
+    "nan": _poison(math.nan),
+    "inf": _poison(math.inf),
+    "explosion": lambda pop: pop.hparams["lr"].__setitem__(1, 1e300),
+    "stopped": lambda pop: pop.stop(1),
+    "copied over": lambda pop: pop.copy(3, 1),
+    "started anew": lambda pop: (pop.stop(1), pop.start(1, net(), lr=0.5)),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", ["freeze", "ignore"])
+def test_others_are_bit_identical_whatever_happens_to_one(compiled: bool, mode: Any) -> None:
+    """The run in which something happens to member 1, beside the one in which nothing does."""
+
+    def start() -> hf.Population:
+        torch.manual_seed(4)
+        models = [net() for _ in range(4)]
+        return hf.Population(
+            models,
+            optimizer=lambda params: hf.optim.Adam(params, lr=[0.1, 0.2, 0.05, 0.01]),
+            loss=F.cross_entropy,
+            clip_norm=[1.0, 2.0, 0.5, math.inf],
+            clip_value=0.5,
+            on_nonfinite=mode,
+            compile=compiled,
+        )
+
+    def run(happening: Happening | None) -> tuple[list[Tensor], list[Tensor]]:
+        pop = start()
+        losses = []
+        for step in range(7):
+            if step == 3 and happening is not None:
+                happening(pop)
+            losses.append(pop.step(*batch(seed=step))[[0, 2, 3]])
+        state = [value for entry in pop.optimizer.state.values() for value in entry.values()]
+        return losses, [value.detach()[[0, 2, 3]] for value in [*pop.fused.state_dict().values(), *state]]
+
+    expected = run(None)
+    for name, happening in HAPPENINGS.items():
+        found = run(happening)
+        for ours, theirs in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_member_that_goes_bad_is_frozen_as_it_was(compiled: bool) -> None:
+    models = [net() for _ in range(3)]
+    pop = hf.Population(models, optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=F.cross_entropy, compile=compiled)
+    x, y = batch()
+    for _ in range(3):
+        pop.step(x, y)
+    weight = pop.fused.get_parameter("0.weight")
+    with torch.no_grad():
+        weight[1, 0, 0] = math.nan
+    before = {key: value[1].clone() for key, value in pop.fused.state_dict().items()}
+    losses = pop.step(x, y)
+    assert losses.isfinite().tolist() == [True, False, True]
+    assert pop.frozen == [1]
+    pop.step(x, y)
+    for key, value in pop.fused.state_dict().items():
+        torch.testing.assert_close(value[1], before[key], rtol=0, atol=0, equal_nan=True)
+    assert pop.ages.tolist() == [5, 3, 5]
+    assert str(pop.lineage[-1]) == "step 3: freeze member 1"
+    with pytest.raises(ValueError, match="'member 1' in row 1 went bad and is frozen"):
+        pop.copy(1, 0)
+    pop.copy(0, 1)
+    assert pop.frozen == []
+    assert pop.step(x, y).isfinite().all()
+    assert pop.ages.tolist() == [6, 6, 6]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_member_that_goes_bad_is_told(compiled: bool) -> None:
+    models = [net() for _ in range(3)]
+    pop = hf.Population(
+        models,
+        optimizer=lambda p: hf.optim.Adam(p, lr=0.1),
+        loss=F.cross_entropy,
+        on_nonfinite="raise",
+        tags=["a", "b", "c"],
+        compile=compiled,
+    )
+    x, y = batch()
+    for _ in range(3):
+        pop.step(x, y)
+    with torch.no_grad():
+        pop.fused.get_parameter("3.bias")[2] = math.inf
+    before = copy.deepcopy(pop.fused.state_dict())
+    with pytest.raises(hf.NonFiniteError, match=r"'c' \(row 2\) is not finite in step 3; nothing was updated"):
+        pop.step(x, y)
+    assert all(torch.equal(before[key], value) for key, value in pop.fused.state_dict().items())
+    pop.stop(2)
+    assert pop.step(x, y).isfinite().tolist() == [True, True, False]
+
+
+def test_accumulation_scales_and_frozen_bases() -> None:
+    base = nn.Linear(4, 4).double()
+    for trained in (False, True):
+        base.requires_grad_(trained)
+        models = [nn.Sequential(base, nn.Linear(4, 3).double()) for _ in range(3)]
+        pop = hf.Population(
+            models,
+            optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
+            loss=F.cross_entropy,
+            scaler=hf.optim.GradScaler(init_scale=64.0),
+            accumulate=2,
+        )
+        alone = [copy.deepcopy(model) for model in models]
+        if trained:
+            for model in alone:
+                model[0] = alone[0][0]
+        opts = [torch.optim.SGD(model[1].parameters(), lr=0.1) for model in alone]
+        common = torch.optim.SGD(alone[0][0].parameters(), lr=0.1)
+        pop.stop(1)
+        for _ in range(3):
+            batches = [batch(), batch()]
+            for x, y in batches:
+                assert pop.step(x, y).isnan().tolist() == [False, True, False]
+            for opt in (*opts, common):
+                opt.zero_grad()
+            for x, y in batches:
+                for member in (0, 2):
+                    (F.cross_entropy(alone[member](x), y) / 2).backward()
+            for member in (0, 2):
+                opts[member].step()
+            if trained:
+                common.step()
+        assert pop.ages.tolist() == [3, 0, 3]
+        for member in (0, 2):
+            for ours, theirs in zip(pop.models[member].parameters(), alone[member].parameters(), strict=True):  # type: ignore[union-attr]
+                torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+        pop.step(*batch())
+        with pytest.raises(ValueError, match="1 of 2 steps of an update are made"):
+            pop.start(1, models[1])
+
+
+def test_an_array_that_loses_its_members_compiles_three_times() -> None:
+    pop = hf.Population(
+        [nn.Linear(4, 3).double() for _ in range(12)],
+        optimizer=lambda p: hf.optim.SGD(p, lr=0.1, momentum=0.9),
+        loss=F.cross_entropy,
+    )
+    alone = {tag: Alone(model, 0.1) for tag, model in zip(pop.tags, pop.models, strict=True) if model is not None}
+    for one in alone.values():
+        one.opt = torch.optim.SGD(one.model.parameters(), lr=0.1, momentum=0.9)  # type: ignore[assignment]
+    widths = set()
+    while pop.tags != [None]:
+        for _ in range(3):
+            x, y = batch()
+            losses = pop.step(x, y)
+            for row, tag in enumerate(pop.tags):
+                if tag is not None:
+                    torch.testing.assert_close(losses[row], alone[tag].step(x, y), rtol=1e-9, atol=1e-12)
+        widths.add(len(pop))
+        pop.stop([row for row, tag in enumerate(pop.tags) if tag is not None][-1])
+        if pop.tags.count(None) % 2:
+            pop.compact()
+    assert {12, 10, 8, 6, 4, 2, 1} >= widths >= {12, 8, 4, 1}
+    assert pop._step.compilations <= 3
+
+
+def test_rows_come_in_blocks() -> None:
+    widths = Widths(64)
+    wide = [widths.of(members) for members in range(1, 65)]
+    assert all(rows >= members for members, rows in enumerate(wide, start=1))
+    assert sum(wide) / sum(range(1, 65)) < 1.12
+    assert {widths.at_once(rows) for rows in wide} == {64, 8, 1}
+    assert widths.of(65) == 72
+    assert [Widths(1).of(members) for members in (0, 1, 2)] == [1, 1, 2]
+
+
+def test_hyper_parameters_are_live() -> None:
+    models = [nn.Linear(4, 3).double() for _ in range(3)]
+
+    def two_groups(params: Any) -> Any:
+        weight, bias = params
+        return hf.optim.AdamW([{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}], lr=[0.1, 0.2, 0.3])
+
+    pop = hf.Population(models, optimizer=two_groups, loss=F.cross_entropy, compile=False)
+    pop.hparams["lr"][[0, 2]] *= 2.0
+    assert pop.hparams["lr"].tolist() == [0.2, 0.2, 0.6]
+    assert pop.optimizer.param_groups[1]["lr"].tolist() == [0.2, 0.2, 0.6]
+    with pytest.raises(ValueError, match="weight_decay differs between the param groups"):
+        pop.hparams["weight_decay"][0]
+    pop.hparams["betas"] = ([0.8, 0.9, 0.7], 0.99)
+    assert pop.optimizer.param_groups[1]["betas"][0].tolist() == [0.8, 0.9, 0.7]
+    assert set(pop.hparams) == {"lr", "betas", "eps", "weight_decay"}
+    with pytest.raises(KeyError, match="'rate' is no hyper-parameter of AdamW"):
+        pop.hparams["rate"]
+    pop.step(*batch())
+
+
+class Accuracy:
+    """A metric with a state, as torchmetrics has them."""
+
+    def reset(self) -> None:
+        self.right = self.all = 0
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.right += int((output.argmax(1) == target).sum())
+        self.all += len(target)
+
+    def compute(self) -> Tensor:
+        return torch.tensor(self.right / self.all)
+
+
+def test_metrics_of_every_member() -> None:
+    models = [net() for _ in range(3)]
+    pop = hf.Population(models, optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=F.cross_entropy)
+    loader = [batch(5), batch(5), batch(3)]
+    x, y = (torch.cat([one[k] for one in loader]) for k in range(2))
+    right = [float((model.eval()(x).argmax(1) == y).double().mean()) for model in models]
+    losses = [F.cross_entropy(model(x), y).item() for model in models]
+    pop.stop(1)
+    for metric, expected in (
+        (F.cross_entropy, losses),
+        (lambda output, target: (output.argmax(1) == target).double().mean(), right),
+        (Accuracy(), right),
+    ):
+        found = pop.evaluate(metric, loader)
+        assert math.isnan(found[1])
+        assert found[[0, 2]].tolist() == pytest.approx([expected[0], expected[2]], rel=1e-6)
+    own = [(x, hf.stacked([y, y, (y + 1) % 3])) for x, y in loader]
+    assert pop.evaluate(F.cross_entropy, own)[2] == pytest.approx(F.cross_entropy(models[2](x), (y + 1) % 3).item())
+    assert pop.fused.training
+    with pytest.raises(ValueError, match="gave no batch"):
+        pop.evaluate(F.cross_entropy, [])
+
+
+def test_patience_stops_who_gets_no_better() -> None:
+    pop = hf.Population(
+        [nn.Linear(4, 3) for _ in range(4)],
+        optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
+        loss=F.cross_entropy,
+        tags=list("abcd"),
+    )
+    patience = hf.Patience(1, least=0.1)
+    assert patience(pop, [1.0, 1.0, 1.0, math.nan]) == []
+    assert patience(pop, [0.5, 0.95, 1.0, math.nan]) == [3]
+    pop.stop([0, 3])
+    pop.compact()
+    assert pop.tags == ["b", "c"]
+    saved = patience.state_dict()
+    patience = hf.Patience(1, least=0.1)
+    patience.load_state_dict(saved)
+    assert patience(pop, [0.8, 1.0]) == [1]
+    assert patience(pop, [0.8, 1.0]) == [1]
+    with pytest.raises(ValueError, match="3 metrics for a population of 2 rows"):
+        patience(pop, [1.0] * 3)
+
+
+WRONG: dict[str, tuple[Callable[[hf.Population], object], str]] = {
+    "free": (lambda pop: pop.stop(1), "row 1 is free; members are in rows"),
+    "twice": (lambda pop: pop.stop([0, 0]), "row 0 comes 2 times"),
+    "taken": (lambda pop: pop.start(0, net()), "row 0 is taken by 'member 0': stop it first"),
+    "name": (lambda pop: pop.start(1, net(), tag="member 2", lr=0.1), "is the name of the member in row 2"),
+    "rate": (lambda pop: pop.start(1, net()), "lr differs between the members: say what it is for those that join"),
+    "schedule": (
+        lambda pop: pop.start(1, net(), schedule=lambda o: LinearLR(o)),
+        "this population has none",
+    ),
+    "limit": (lambda pop: pop.start(1, net(), clip_norm=1.0), "this population has no clip_norm"),
+    "copy": (lambda pop: pop.copy(1, 0), "row 1 is free"),
+    "rows": (lambda pop: pop.copy(0, 7), "7 is no row of an array of 3 members"),
+    "grow": (lambda pop: pop.grow(0), "grow by 0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_change_nothing(name: str) -> None:
+    models = [net() for _ in range(3)]
+    pop = hf.Population(models, optimizer=lambda p: hf.optim.SGD(p, lr=[0.1, 0.2, 0.3]), loss=F.cross_entropy)
+    pop.stop(1)
+    tags, lineage = pop.tags, pop.lineage
+    act, words = WRONG[name]
+    with pytest.raises(ValueError, match=words):
+        act(pop)
+    assert (pop.tags, pop.lineage) == (tags, lineage)
+    assert len(pop) == 3
+
+
+def test_options_that_are_none() -> None:
+    def make(**options: Any) -> hf.Population:
+        given: dict[str, Any] = {"optimizer": lambda p: hf.optim.SGD(p, lr=0.1), "loss": F.cross_entropy}
+        return hf.Population([net(), net()], **{**given, **options})
+
+    for options, words in (
+        ({"on_nonfinite": "stop"}, 'it is "freeze", "raise" or "ignore"'),
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}, "gave a SGD, whose state has no rows"),
+        ({"tags": ["a"]}, "1 tags for 2 models"),
+        ({"tags": ["a", "a"]}, "tag='a' is the name of the member in row 0"),
+        ({"clip_norm": -1.0}, "every limit must be at least 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make(**options)
+    assert repr(make()) == "Population(Sequential, SGD, 2 members in 2 rows, step 0)"
