@@ -168,12 +168,12 @@ class FusedModule(Rows, Tree):
         return found
 
     def _check_partly_shared(self, compiled: Compiled) -> None:
-        """Raise a FusionError where a program writes to a buffer that only some members share."""
+        """Raise a FusionError where a program writes to a buffer that only some members share, or another tensor."""
         for name in sorted(compiled.written & self._array.comparison.partly):
             self._compiler.clear()
             raise FusionError(
-                f"forward writes into the buffer {name}, which some models share but not all; give each model "
-                "its own, by copy.deepcopy"
+                f"forward writes into the buffer {name}, which some models share but not all, or which lies in the "
+                "memory of another tensor of the model; give each its own, by copy.deepcopy or clone()"
             )
 
     def _exportable(self, arguments: Arguments) -> Compiled:

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.capture.contents import PLAIN, fingerprint
-from hfusion.capture.named import tensors, ties
+from hfusion.capture.named import overlaps, tensors, ties
 from hfusion.core.errors import FusionError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -27,7 +27,8 @@ class Comparison:
 
     ``variants[b]`` numbers member b's set of scalars (dropout p, eps, ...): members of one variant share a capture.
     ``shared`` are the keys of the tensors that are one object in all models, ``partly`` those of buffers that are one
-    object in some: an array keeps a row of those for each member, so none may write to them.
+    object in some, or lie in the memory of another tensor of their model: an array keeps a row of those for each
+    member and name, so none may write to them.
     """
 
     variants: tuple[int, ...]
@@ -105,6 +106,12 @@ def check_alone(index: int, model: nn.Module) -> None:
             raise FusionError(f"{where}: {name} is {tensor.layout} on {tensor.device}; only dense tensors are fused")
         if any(getattr(tensor, hooks, None) for hooks in _TENSOR_HOOKS):
             raise FusionError(f"{where}: {name} has a tensor hook, which a fused array would not run; remove it")
+    for one, other in overlaps(dict(tensors(model))):
+        if any(isinstance(t, nn.Parameter) and t.requires_grad for t in map(dict(tensors(model)).get, (one, other))):
+            raise FusionError(
+                f"{where}: {one} and {other} lie in the same memory, so that training one changes the other, and are "
+                "two tensors, of which an array has a stack each; register one under both names, or assign a clone()"
+            )
 
 
 def _check_modules(model: nn.Module, index: int, other: nn.Module) -> None:
@@ -207,7 +214,7 @@ def _check_memory(models: Sequence[nn.Module]) -> None:
 class Sharing:
     """Which tensors are one object in several models; learnt model by model, of which none is kept alive.
 
-    ``keys``: those of tensors that are one object in all; ``partly``: those of buffers that are one object in some.
+    ``keys``: those of tensors that are one object in all; ``partly`` as of `Comparison`.
     """
 
     def __init__(self) -> None:
@@ -236,6 +243,7 @@ class Sharing:
                     "share it among all members or among none"
                 )
         self.keys = keys
+        self.partly |= frozenset(name for pair in overlaps(named) for name in pair)
         self.partly |= frozenset(name for name in some if not isinstance(named[name], nn.Parameter))
         for tensor in named.values():
             self._owners.setdefault(tensor, index)

@@ -19,14 +19,11 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.contents import contents
 from hfusion.capture.kept import restored, variables
 from hfusion.capture.named import tensors
+from hfusion.capture.registered import REMEDY, Registered, check_registered
 from hfusion.capture.rehearse import EQUAL, Outcome, changed_modes, difference, run, twin
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 
-REMEDY = (
-    "keep state in a registered buffer, hand out results by return, and call the models once before they are fused "
-    "where only a first call is another"
-)
 # Sizes of the inputs that are tried shortened.
 MOST_SIZES = 4
 
@@ -53,10 +50,10 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     with restored(module) as back:
         subject = _Rehearsed(module, args, kwargs, back)
         first = subject.member()
-        before, around, registered = contents(first), variables(first), _Registered.of(first)
+        before, around, registered = contents(first), variables(first), Registered.of(first)
         outcome = run(first, args, kwargs)
         modes = changed_modes(module, first)
-        _check_registered(module, registered, first)
+        check_registered(module, registered, first)
         changed = _changed(before, contents(first))
         varied = _changed(around, variables(first))
         if changed:
@@ -103,53 +100,6 @@ class _Rehearsed:
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [name for name in {**after, **before} if after.get(name) != before.get(name)]
-
-
-@dataclass(frozen=True)
-class _Registered:
-    """The parameters and buffers of a member before a call: the objects, and where their memory lies."""
-
-    named: dict[str, Tensor]
-    memory: dict[str, int]
-    ties: frozenset[tuple[str, str]]
-
-    @staticmethod
-    def of(member: nn.Module) -> _Registered:
-        named = dict(tensors(member))
-        return _Registered(named, {name: t.data_ptr() for name, t in named.items()}, _ties(named))
-
-
-def _ties(named: Mapping[str, Tensor]) -> frozenset[tuple[str, str]]:
-    """Pairs of names whose tensors share memory."""
-    first: dict[int, str] = {}
-    held = {name: t.untyped_storage().data_ptr() for name, t in named.items() if t.layout is torch.strided}
-    return frozenset((first.setdefault(place, name), name) for name, place in held.items() if place)
-
-
-def _check_registered(module: nn.Module, before: _Registered, member: nn.Module) -> None:
-    """Raise for what forward did to tensors that a stack cannot follow, and for parameters that it changed."""
-    now, given = dict(tensors(member)), dict(tensors(module))
-    for name in {**now, **before.named}:
-        if name not in now or name not in before.named:
-            verb = "registers" if name in now else "takes away"
-            raise FusionError(f"forward {verb} the tensor {name}; let __init__ do so, or keep a table as an attribute")
-        old, new = before.named[name], now[name]
-        for what in ("shape", "dtype", "device", "requires_grad"):
-            a, b = getattr(given[name], what), getattr(new, what)
-            if a != b and not (what == "requires_grad" and not isinstance(old, nn.Parameter)):
-                raise FusionError(
-                    f"forward changes {what} of {name} from {a} to {b}, where an array has one stack for all calls; "
-                    "set it before fusing, or keep a table that grows as an attribute, not as a buffer"
-                )
-        if new is old and new.data_ptr() != before.memory[name]:
-            raise FusionError(f"forward assigns {name}.data, which no stack can follow; write {name}.copy_(...)")
-    for one, other in _ties(now) - before.ties:
-        if one != other:
-            raise FusionError(f"forward makes {one} and {other} share memory; assign a clone() to one of them")
-    for name, parameter in module.named_parameters():
-        value = now[name].detach()
-        if now[name] is not before.named[name] or not bool(((value == parameter) | (value != value)).all()):
-            raise FusionError(f"forward writes into the parameter {name}; {REMEDY}")
 
 
 def _judge(subject: _Rehearsed, changed: list[str], outcome: Outcome) -> list[str]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
+
+from hfusion.core.memory import is_plain, overlap
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -17,3 +21,15 @@ def ties(named: Mapping[str, Tensor]) -> dict[str, str]:
     """The names of tied tensors, each with the first name of the same tensor."""
     first: dict[int, str] = {}
     return {name: first[id(t)] for name, t in named.items() if first.setdefault(id(t), name) != name}
+
+
+def overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Pairs of names whose tensors are two, and have memory in common."""
+    held: dict[Any, dict[str, Tensor]] = {}
+    for name, tensor in named.items():
+        if is_plain(tensor) and tensor.numel() and not tensor.is_meta:
+            held.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), {})[name] = tensor
+    for group in held.values():
+        for (one, a), (other, b) in itertools.combinations(group.items(), 2):
+            if a is not b and overlap(a, b):
+                yield one, other

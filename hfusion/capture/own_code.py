@@ -22,6 +22,7 @@ from hfusion.capture.addresses import own_memory
 from hfusion.capture.repeat import next_call, seeded
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Listed
+from hfusion.core.memory import is_plain, overlap
 from hfusion.core.usage import join, running
 
 # Not None, which is an argument like any other.
@@ -152,17 +153,12 @@ def _inputs_apart(inputs: Sequence[Any]) -> list[Any]:
 def _own_rows(column: Any, members: int) -> Sequence[Tensor]:
     """Tensors for the members in the memory of ``column``, each with a version and a history of its own."""
     rows = tuple(column) if isinstance(column, Listed) else (column,) * members
-    if not all(_plain(row) for row in rows):
+    if not all(is_plain(row) for row in rows):
         return rows
     if torch.is_grad_enabled() and any(row.requires_grad for row in rows):
         found: Sequence[Tensor] = _ApartFromMemory.apply(*rows)  # type: ignore[no-untyped-call]
         return found
     return [_alias(row) for row in rows]
-
-
-def _plain(tensor: Tensor) -> bool:
-    known = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return known and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -228,7 +224,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     """Equal also where a value is not a number."""
-    if not _plain(one):
+    if not is_plain(one):
         return True
     one, other = (torch.view_as_real(x) if x.is_complex() else x for x in (one, other))
     bits = _BITS[one.element_size()]
@@ -316,24 +312,12 @@ def _check_apart(
 ) -> None:
     around = [*sources, *results]
     for k, place in zip(apart[::2], apart[1::2], strict=True):
-        if _overlap(results[k], around[place]):
+        if overlap(results[k], around[place]):
             what = "one tensor twice" if place >= len(sources) else "its input or a tensor of its own"
             raise FusionError(
                 f"{call.path} of model {member} gives back {what}, or a view of it, which is changed in place later; "
                 "when it was captured it did not: give back a copy"
             )
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    if not (_plain(one) and _plain(other)) or one.device != other.device or not (one.numel() and other.numel()):
-        return False
-    (first, end), (start, last) = _extent(one), _extent(other)
-    return first < last and start < end
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
 
 
 def _stack(call: OpaqueCall, parts: Sequence[Tensor]) -> Tensor:

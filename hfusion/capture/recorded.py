@@ -23,6 +23,7 @@ from hfusion.capture.named import tensors
 from hfusion.capture.rehearse import twin
 from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies
+from hfusion.core.memory import same_values
 from hfusion.device.backend import random_states_kept
 
 
@@ -165,14 +166,6 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mod
     changed |= {name for name in own if own[name] is not after[name] or own[name]._version != versions[name]}
     calls = [call for call in recorder.calls if call is not None]
     return Records(calls, frozenset(changed), frozenset(recorder.failed), modes)
-
-
-def same_values(one: Tensor, other: Tensor) -> bool:
-    """Equal in value, shape and dtype; a number that is none equals itself."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    one, other = one.detach(), other.detach()
-    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 @contextmanager

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from hfusion.core.memory import is_plain
 
 
 def copies(values: Any) -> Any:
@@ -26,16 +27,11 @@ def contiguous_aliases(values: Any) -> Any:
 
 def copies_in_like_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies with the same strides, dtypes and need of a gradient; what shared memory shares memory again."""
-    plain = [k for k, tensor in enumerate(tensors) if _strided(tensor)]
+    plain = [k for k, tensor in enumerate(tensors) if is_plain(tensor) and tensor.numel()]
     found = dict(zip(plain, _copied_memory([tensors[k] for k in plain]), strict=True))
     rows = [found[k] if k in found else tensor.detach().clone() for k, tensor in enumerate(tensors)]
     once: dict[int, Tensor] = {}
     return [once.setdefault(id(t), _like(copy, t)) for copy, t in zip(rows, tensors, strict=True)]
-
-
-def _strided(tensor: Tensor) -> bool:
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.numel() > 0
-    return plain and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _like(copy: Tensor, tensor: Tensor) -> Tensor:

@@ -1,0 +1,42 @@
+"""Whether two tensors hold the same, and whether they lie in the same memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but numbers at strides."""
+    known = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return known and not tensor.is_conj() and not tensor.is_neg()
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Equal in value, shape and dtype; a number that is none equals itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    one, other = one.detach(), other.detach()
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two plain tensors have memory in common."""
+    if not (is_plain(one) and is_plain(other)) or one.device != other.device or not (one.numel() and other.numel()):
+        return False
+    (first, end), (start, last) = _extent(one), _extent(other)
+    if not (first < last and start < end):
+        return False
+    same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    if (one.is_contiguous() and other.is_contiguous()) or one.dtype != other.dtype or not same:
+        return True
+    # Stretches that interleave, as columns of one matrix do.
+    begin = min(one.storage_offset(), other.storage_offset())
+    met = torch.zeros((max(end, last) - min(first, start)) // one.element_size(), dtype=torch.bool)
+    met.as_strided(one.size(), one.stride(), one.storage_offset() - begin).fill_(True)
+    return bool(met.as_strided(other.size(), other.stride(), other.storage_offset() - begin).any())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
