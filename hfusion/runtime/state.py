@@ -7,10 +7,12 @@ borrow it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,9 @@ from hfusion.runtime.copying import Move, Ticket, copy_now
 from hfusion.runtime.home import Copy, Home, Section
 
 _BORROWED = frozenset({Kind.PARAMETER, Kind.BUFFER})
+
+Arrival: TypeAlias = Future[Ticket]
+"""The copies that bring a shard, as soon as they have been asked for."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,19 @@ def holdings(parts: Sequence[Sequence[Slot]], names: Mapping[str, str], trained:
 
 @dataclass
 class _Shard:
-    """A shard's tensors on a device, and which of them changed there."""
+    """A shard's tensors on a device, and which of them changed there. ``arrival``: what fills them."""
 
     copy: Copy
     borrowed: dict[str, Tensor]
+    arrival: Arrival | None = None
     changed: set[tuple[Section, str]] = field(default_factory=set)
     bound: bool = False
+
+    def wait(self) -> None:
+        """Until it is there, if it is on its way."""
+        if self.arrival is not None:
+            self.arrival.result().wait()
+            self.arrival = None
 
 
 class State:
@@ -164,11 +176,17 @@ class State:
         return found if known is None else mark(found, known)
 
     def load(
-        self, shard: int, sections: tuple[Section, ...], device: torch.device, borrows: frozenset[Kind] = _BORROWED
+        self,
+        shard: int,
+        sections: tuple[Section, ...],
+        device: torch.device,
+        borrows: frozenset[Kind] = _BORROWED,
+        arrival: Arrival | None = None,
     ) -> list[Move]:
         """Take memory for a shard on a device; the shards it borrows from must be there or at home.
 
-        ``borrows``: what kinds of tensors are fetched from these. Returns what must be copied before it is used.
+        ``borrows``: what kinds of tensors are fetched from these. Returns what must be copied before it is used;
+        ``arrival``: whoever asks for these copies tells by it.
         """
         copy = self._homes[shard].load(sections, device)
         moves = copy.moves
@@ -180,15 +198,17 @@ class State:
                 if (Kind.PARAMETER if isinstance(self._tensors[name], nn.Parameter) else Kind.BUFFER) in borrows:
                     moves.append(Move.of(borrowed[name], source))
         with self._lock:
-            self._here[shard] = _Shard(copy, borrowed)
+            self._here[shard] = _Shard(copy, borrowed, arrival)
         return moves
 
-    def _source(self, name: str, owner: int) -> Tensor:
-        """A tensor of another shard, where it lies now."""
+    def _source(self, name: str, owner: int, *, arrived: bool = False) -> Tensor:
+        """A tensor of another shard, where it lies now; ``arrived``: not before it is there."""
         with self._lock:
             here = self._here.get(owner)
-            if here is not None:
-                return here.copy.views[Section.WEIGHTS][name]
+        if here is not None:
+            if arrived:
+                here.wait()
+            return here.copy.views[Section.WEIGHTS][name]
         self._wait_for(owner)
         return self._homes[owner].views[Section.WEIGHTS][name]
 
@@ -211,7 +231,7 @@ class State:
         here = self._here[shard]
         for name in names:
             if name in here.borrowed:
-                here.borrowed[name].copy_(self._source(name, self.shards[shard].borrowed[name]))
+                here.borrowed[name].copy_(self._source(name, self.shards[shard].borrowed[name], arrived=True))
 
     def wrote(self, shard: int, buffers: Sequence[str]) -> None:
         """The loaded shard changed ``buffers``; borrowed ones go to their owner at once."""
@@ -223,8 +243,11 @@ class State:
                 continue
             self._wait_for(owner)
             self._homes[owner].views[Section.WEIGHTS][name].copy_(here.borrowed[name])
-            if owner in self._here:
-                self._here[owner].copy.views[Section.WEIGHTS][name].copy_(here.borrowed[name])
+            there = self._here.get(owner)
+            if there is not None:
+                # What is loaded for later may have read at home what was there before.
+                there.wait()
+                there.copy.views[Section.WEIGHTS][name].copy_(here.borrowed[name])
 
     def gradient(self, shard: int, name: str) -> Tensor:
         """Where the loaded shard keeps the gradient of a parameter from unit to unit."""

@@ -26,7 +26,7 @@ from hfusion.runtime.copying import Copier, Move, Ticket, copy_now
 from hfusion.runtime.crossing import Crossing
 from hfusion.runtime.home import Section
 from hfusion.runtime.process import Gate, Generators
-from hfusion.runtime.state import State
+from hfusion.runtime.state import Arrival, State
 from hfusion.runtime.values import Bundle, Restored, spill, tracked
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
 
@@ -149,7 +149,7 @@ class Training:
         self._crossing = Crossing(pinned=state.pinned, resident=plan.resident)
         self._saved: dict[int, _Saved] = {}
         self._drawn: dict[int, Generators] = {}
-        self._before: dict[int, dict[str, Tensor]] = {}
+        self._before: dict[int, dict[str, Tensor] | Bundle] = {}
         self._grads: dict[str, Tensor] = {}
         self._parked: Bundle | None = None
         self._started: set[str] = set()
@@ -187,11 +187,18 @@ class Training:
 
     def load(self, unit: Unit, shard: int, device: torch.device, copier: Copier) -> Ticket:
         """Bring a shard to a device for ``unit``, and for a backward what its forward started from."""
-        moves = self.state.load(shard, self.sections(unit.phase, shard), device, _BORROWED[unit.phase])
+        sections, arrival = self.sections(unit.phase, shard), Arrival()
+        moves = self.state.load(shard, sections, device, _BORROWED[unit.phase], arrival)
         again = unit.phase is Phase.BACKWARD and unit.shard == shard and not self.plan.resident
         if again and shard not in self._saved:
             moves += self._crossing.load(shard, self._recipe.parts[shard].takes, device)
-        return copier.submit(moves)
+        try:
+            ticket = copier.submit(moves)
+        except BaseException as error:
+            arrival.set_exception(error)
+            raise
+        arrival.set_result(ticket)
+        return ticket
 
     def run(self, unit: Unit, device: torch.device, gate: Gate) -> None:
         """Compute a unit whose shard is loaded."""
@@ -261,6 +268,10 @@ class Training:
         """Take what lives between units off the device; what only its graph knows is computed again."""
         self._saved.clear()
         moves = self._crossing.leave()
+        for shard, before in self._before.items():
+            if before and not isinstance(before, Bundle):
+                self._before[shard], more = spill(before, None, pinned=self.state.pinned)
+                moves += more
         if self._grads:
             self._parked, more = spill(self._grads, None, pinned=self.state.pinned)
             moves += more
@@ -369,8 +380,11 @@ class Training:
 
     def _again(self, shard: int, device: torch.device) -> _Saved:
         inputs = self._crossing.entry(shard, self._recipe.parts[shard].takes, device)
-        # The task may have come from another device since its forward.
-        before = {name: tensor.to(device) for name, tensor in self._before[shard].items()}
+        before = self._before[shard]
+        if isinstance(before, Bundle):
+            restored = Restored(before, list(before.values), device)
+            copy_now(restored.moves)
+            before = restored.values
         with self._drawing(self._drawn[shard], device):
             return self._compute(shard, inputs, before, device)
 

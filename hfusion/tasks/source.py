@@ -19,6 +19,7 @@ from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.layout import Layout
 from hfusion.core.program import Part, Program
+from hfusion.device.backend import backend
 from hfusion.passes.cost.cost import operators
 from hfusion.passes.cost.flops import concrete
 from hfusion.passes.partition.recut import recut
@@ -199,6 +200,8 @@ class Stream:
         program = compiled.program
         for device in self._devices:
             self._check_loss(program, _examples(program, minibatch.samples, device), minibatch.target)
+            # What fails on the device itself fails here, not in some unit.
+            backend(device).wait()
         recipe = Recipe(
             parts,
             input_names(program),
