@@ -1,0 +1,129 @@
+"""Two simulated accelerators, ``sim:0`` and ``sim:1``, for all of this process, by torch's own way to add a device.
+
+Source: https://docs.pytorch.org/docs/stable/accelerator/index.html
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfusion.device.cache import cache_folder
+from tests.simulated import operators
+from tests.simulated.operators import TYPE, generator
+from tests.simulated.queues import DEVICES, QUEUES
+
+SOURCE = Path(__file__).with_name("device.cpp")
+
+_NUMBER = ctypes.c_int64
+# As `Calls` in device.cpp: what it gives, how many numbers it takes, who answers.
+_CALLS: dict[str, tuple[Any, int]] = {
+    "allocate": (_NUMBER, 2),
+    "release": (None, 1),
+    "used": (None, 2),
+    "allocated": (_NUMBER, 2),
+    "forget_peak": (None, 1),
+    "pin": (_NUMBER, 1),
+    "unpin": (None, 1),
+    "pinned": (_NUMBER, 1),
+    "stream": (_NUMBER, 1),
+    "record": (_NUMBER, 2),
+    "block_stream": (None, 2),
+    "wait": (None, 1),
+    "query": (_NUMBER, 1),
+    "forget": (None, 1),
+    "wait_stream": (None, 1),
+    "query_stream": (_NUMBER, 1),
+    "wait_device": (None, 1),
+}
+
+
+class _Calls(ctypes.Structure):
+    _fields_ = [
+        ("devices", _NUMBER),
+        *((name, ctypes.CFUNCTYPE(gives, *[_NUMBER] * count)) for name, (gives, count) in _CALLS.items()),
+    ]
+
+
+def missing() -> str | None:
+    """Why there can be no simulated device here."""
+    return None if shutil.which("g++") else "there is no g++"
+
+
+def _library() -> Path:
+    """The part in C++, compiled once for this torch."""
+    found = cache_folder() / f"simulated-{torch.__version__}-{hash_of(SOURCE)}.so"
+    if not found.exists():
+        home = Path(torch.__file__).parent
+        includes = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
+        with tempfile.TemporaryDirectory(dir=found.parent) as folder:
+            made = Path(folder, "made.so")
+            command = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-w", *includes, str(SOURCE), "-o", str(made)]
+            subprocess.run([*command, f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"], check=True, timeout=300)
+            made.replace(found)
+    return found
+
+
+def hash_of(source: Path) -> str:
+    return hashlib.sha256(source.read_bytes()).hexdigest()[:24]
+
+
+@cache
+def install() -> object:
+    """Add the devices to torch; what this gives lives as long as the process."""
+    library = ctypes.PyDLL(str(_library()))
+    library.simulated_stream.argtypes, library.simulated_stream.restype = [_NUMBER], _NUMBER
+    QUEUES.current = library.simulated_stream
+    calls = _Calls(DEVICES, *(kind(_answer(name)) for name, kind in _Calls._fields_[1:]))
+    library.simulated_device(ctypes.byref(calls))
+    torch.utils.rename_privateuse1_backend(TYPE)
+    torch._register_device_module(TYPE, _module())
+    return library, calls, operators.register()
+
+
+def _answer(name: str) -> Any:
+    """Errors cannot go through C: they are kept, and raised when the run ends."""
+    method = getattr(QUEUES, name)
+
+    def answer(*numbers: int) -> Any:
+        try:
+            return method(*numbers)
+        except BaseException as error:
+            QUEUES.errors.append(error)
+            return 0
+
+    return answer
+
+
+def _module() -> ModuleType:
+    """What torch asks about such devices in Python."""
+    found: Any = ModuleType(f"torch.{TYPE}")
+    found.is_available = found.is_initialized = lambda: True
+    found._is_in_bad_fork = lambda: False
+    found.device_count = lambda: DEVICES
+    found.current_device = lambda: torch.accelerator.current_device_index()
+    found.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    found.get_device_name = lambda device=None: "simulated"
+    found.mem_get_info = lambda device=None: (1 << 30, 1 << 30)
+    found.get_rng_state = lambda device=None: generator(_index(device)).get_state()
+    found.set_rng_state = _set_rng_state
+    found.manual_seed_all = lambda seed: [generator(device).manual_seed(seed) for device in range(DEVICES)]
+    return found  # type: ignore[no-any-return]
+
+
+def _index(device: Any) -> int:
+    return int(torch.device(TYPE if device is None else device).index or 0)
+
+
+def _set_rng_state(state: Tensor, device: Any = None) -> None:
+    generator(_index(device)).set_state(state)

@@ -1,0 +1,237 @@
+"""One run of hf.train on simulated devices, drawn by a seed: tasks, plan, devices, and the order of what they do.
+
+The serial run is the plain loop on one such device that does at once what it is asked for.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.schedule.plan import Plan
+from hfusion.schedule.policy import POLICIES
+from hfusion.tasks.task import Step
+from hfusion.tasks.train import Report, TrainError
+from tests.simulated.queues import QUEUES, Fault
+from tests.simulated.races import races
+from tests.trained import SEED, Knotted, Way, adamw, batches, cross_entropy, fused, momentum, plain, planned, task
+
+LOADER = batches(torch.float64, 2)
+EVALUATED = batches(torch.float64, 2)
+
+
+class Convolved(nn.Module):
+    """Convolutions, BatchNorm and dropout, one layer used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(1, 2, 3, padding=1)
+        self.norm = nn.BatchNorm1d(2)
+        self.again = nn.Conv1d(2, 2, 3, padding=1)
+        self.drop = nn.Dropout(0.2)
+        self.out = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x.unsqueeze(1)))
+        return self.out(self.drop(self.again(torch.relu(self.again(h)))).flatten(1))
+
+
+KINDS = (
+    (Knotted, Way(adamw, 0.5, 2)),
+    (Knotted, Way(momentum)),
+    (Convolved, Way(momentum, 0.5)),
+    (Convolved, Way(adamw, None, 2)),
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An array, how it was at first, and what the serial run gives."""
+
+    array: hf.FusedModule
+    before: Mapping[str, Tensor]
+    losses: Tensor
+    evaluated: Tensor
+    after: Mapping[str, Tensor]
+
+
+@cache
+def trained(kind: int) -> Trained:
+    make, way = KINDS[kind]
+    torch.manual_seed(kind)
+    array, evaluated = fused(make), []
+
+    def evaluate(each: object) -> None:
+        array.eval()
+        with torch.no_grad():
+            rows = [hf.per_model(cross_entropy)(array(x), y).cpu() for x, y in _there(EVALUATED)]
+        evaluated.append(torch.stack(rows))
+        array.train()
+
+    with QUEUES.at_once():
+        array.to("sim:0")
+        losses, after = plain(array, way, _there(LOADER), after_epoch=evaluate)
+        array.cpu()
+    before = {name: tensor.clone() for name, tensor in array.state_dict().items()}
+    return Trained(array, before, losses.cpu(), torch.stack(evaluated), {n: t.cpu() for n, t in after.items()})
+
+
+def _there(loader: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    return [(x.to("sim:0"), y.to("sim:0")) for x, y in loader]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a seed draws besides the order."""
+
+    kinds: tuple[int, ...]
+    shards: tuple[int, ...]
+    resident: tuple[bool, ...]
+    kept: tuple[bool, ...]
+    devices: tuple[str, ...]
+    spare: int
+    policy: str
+    host: str
+
+    @staticmethod
+    def of(seed: int) -> Order:
+        draw = random.Random(seed)
+        count = draw.choice([1, 1, 2, 3])
+        return Order(
+            kinds=tuple(draw.sample(range(len(KINDS)), count)),
+            shards=tuple(draw.randint(1, 5) for _ in range(count)),
+            resident=tuple(draw.random() < 0.3 for _ in range(count)),
+            kept=tuple(draw.random() < 0.3 for _ in range(count)),
+            devices=draw.choice([("sim:0",), ("sim:0", "sim:1"), ("sim:0", "sim:0"), ("sim:1", "sim:0", "sim:0")]),
+            spare=draw.choice([0, draw.randint(1, 600), 5_000, 50_000]),
+            policy=draw.choice(sorted(POLICIES)),
+            host=draw.choice(["1GiB", "1GiB", "2KiB"]),
+        )
+
+    def machine(self, disk: str) -> hf.Machine:
+        devices = [hf.Device(name, f"{name}.{place}", memory="1GiB") for place, name in enumerate(self.devices)]
+        return hf.Machine(devices, self.host, disk)
+
+    def tasks(self) -> list[hf.Task]:
+        return [
+            task(trained(kind).array, KINDS[kind][1], LOADER, f"t{kind}", eval_loader=EVALUATED) for kind in self.kinds
+        ]
+
+
+@cache
+def _plan(order: Order) -> Plan:
+    # Without draws, so that a plan is made once for all orders of these tasks.
+    return planned(order.tasks(), order.machine("unused"), order.shards, order.resident, order.kept)
+
+
+def run(seed: int, disk: str, fault: Fault | None = None, *, order: Order | None = None) -> list[str]:
+    """What is wrong with the run of a seed, in words: nothing, if there is no ``fault``."""
+    order = Order.of(seed) if order is None else order
+    made = _plan(replace(order, spare=0, policy="", host="1GiB"))
+    plan = replace(made, devices={name: size + order.spare for name, size in made.devices.items()})
+    for kind in order.kinds:
+        trained(kind).array.load_state_dict(trained(kind).before)
+    threads = set(threading.enumerate())
+    QUEUES.start(seed, fault, None if fault is None else 1.0)
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(random.Random(seed).choice([1e-6, 1e-4, 5e-3]))
+    try:
+        report = hf.train(order.tasks(), order.machine(disk), order.policy, plan=plan)
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}", *races(QUEUES.end())]
+    finally:
+        sys.setswitchinterval(switch)
+    return [
+        *_wrong(order, report),
+        *_uneven(report, plan),
+        *_left(threads),
+        *races(QUEUES.end()),
+    ]
+
+
+class Broken(Exception):
+    """Raised by a callback, in the midst of a run."""
+
+
+@cache
+def _reached() -> tuple[dict[str, Tensor], ...]:
+    """The state after each step of the serial run of `KINDS`[1], which neither clips nor accumulates."""
+    expected, (_, way), each = trained(1), KINDS[1], hf.per_model(cross_entropy)
+    array = expected.array
+    array.load_state_dict(expected.before)
+    states = [dict(expected.before)]
+    with QUEUES.at_once():
+        array.to("sim:0")
+        optimizer = way.optimizer(list(array.parameters()))
+        torch.manual_seed(SEED)
+        for x, y in _there(LOADER):
+            each(array(x), y).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            states.append({name: tensor.cpu() for name, tensor in array.state_dict().items()})
+        array.cpu()
+    array.load_state_dict(expected.before)
+    return tuple(states)
+
+
+def broken(seed: int, disk: str, fault: Fault | None = None) -> list[str]:
+    """What is wrong with what a run leaves that a callback ends: no tensor may be half of one step, half of another."""
+    draw = random.Random(seed)
+    order = Order((1,), (draw.randint(1, 5),), (draw.random() < 0.3,), (False,), ("sim:0",), 5_000, "fifo", "1GiB")
+    plan, states = _plan(replace(order, spare=0, policy="", host="1GiB")), _reached()
+    array, last = trained(1).array, draw.randrange(len(LOADER))
+    array.load_state_dict(trained(1).before)
+
+    def stop(told: object) -> None:
+        if isinstance(told, Step) and told.step == last:
+            raise Broken
+
+    threads = set(threading.enumerate())
+    QUEUES.start(seed, fault, None if fault is None else 1.0)
+    one = task(array, KINDS[1][1], LOADER, "t1", callbacks=[stop])
+    try:
+        hf.train([one], order.machine(disk), plan=plan)
+    except TrainError as error:
+        found = [] if isinstance(error.__cause__, Broken) else [str(error)]
+    else:
+        found = ["it goes on"]
+    after = array.state_dict()
+    found += [f"{name} is torn" for name in after if not any(torch.equal(after[name], s[name]) for s in states)]
+    return [*found, *_left(threads), *races(QUEUES.end())]
+
+
+def _left(threads: set[threading.Thread]) -> list[str]:
+    """What a run has left undone."""
+    return [
+        *(f"work is left in queue {stream}" for stream in QUEUES.left),
+        *(f"the thread {thread.name} is left" for thread in set(threading.enumerate()) - threads),
+        *(f"{type(error).__name__}: {error}" for error in QUEUES.errors),
+    ]
+
+
+def _wrong(order: Order, report: Report) -> list[str]:
+    """What differs from the serial run in any bit."""
+    found = []
+    for kind in order.kinds:
+        expected, mine = trained(kind), report[f"t{kind}"]
+        pairs = {"losses": (mine.losses, expected.losses), "evaluations": (mine.eval_losses, expected.evaluated)}
+        pairs |= {name: (tensor, expected.after[name]) for name, tensor in expected.array.state_dict().items()}
+        found += [f"wrong {name} of t{kind}" for name, (ours, theirs) in pairs.items() if not torch.equal(ours, theirs)]
+    return found
+
+
+def _uneven(report: Report, plan: Plan) -> list[str]:
+    """What breaks the rules of timelines, or a budget."""
+    try:
+        report.timeline.validate(plan)
+    except hf.HFusionError as error:
+        return [str(error)]
+    return [f"{peak} bytes on {name}" for name, peak in report.peak.items() if peak > plan.devices[name]]

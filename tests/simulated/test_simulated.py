@@ -1,0 +1,31 @@
+"""hf.train over simulated devices: a few of the orders that ``python -m tests.simulated --orders 1000`` tries.
+
+In a process of their own: torch keeps a device that was added.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulated.device import missing
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+def call(*words: str) -> str:
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-m", *words], cwd=root, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_any_order_gives_the_bits_of_the_serial_run() -> None:
+    assert "5 orders" in call("tests.simulated", "--orders", "5", "--seed", "5")
+
+
+def test_planted_faults_are_seen() -> None:
+    assert "free: 2 of 2" in call("tests.simulated.faults", "--single", "2")
