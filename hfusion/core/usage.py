@@ -4,7 +4,8 @@ A looped submodule may branch on values, so that a parameter reaches the losses 
 stack all the same, with zeros in the rows of the others, and an optimizer would decay these and count a step. So a run
 of a program with looped submodules watches where gradients arrive: at the members' rows of what these submodules took,
 and at the results of the program. What depends on these follows from the graph. What is found is noted on the gradients
-themselves, where it lasts as long as they do.
+themselves, where it lasts as long as they do. A program in parts has a run and a backward pass for each: what one pass
+finds of a value that the part took, `never_reached`, the pass of the part that gave it is told by `leave_out`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from hfusion.core.membership import membership
+from hfusion.core.layout import Listed
+from hfusion.core.membership import Membership, mark, membership
 
 _ABSENT = "_hfusion_absent_rows"
 _MISSING = "_hfusion_missing_rows"
+_SINK = "_hfusion_sink"
 # A backward pass that breaks off leaves its notes behind.
-_MOST_PASSES = 16
+_MAX_PASSES = 16
 
 
 def absent_rows(grad: Tensor) -> Tensor | None:
@@ -50,6 +53,24 @@ def mark_found(leaf: Tensor, grad: Tensor) -> None:
         mark_absent(grad, missing & _zero_rows(grad, missing))
 
 
+def taken(value: Tensor, members: int) -> Tensor:
+    """``value``, a leaf that a part of a program takes from another part, of which `never_reached` may be asked."""
+    return mark(value, Membership("", members, True))
+
+
+def never_reached(leaf: Tensor) -> Tensor | None:
+    """The members, bool ``[B]``, by whose losses the last pass did not reach what a part took; None if unknown."""
+    found: Tensor | None = vars(leaf).pop(_MISSING, None)
+    return found
+
+
+def leave_out(output: Tensor, members: Tensor | None) -> None:
+    """Tell the pass that comes that the gradient of what a part gave stands for none at all for ``members``."""
+    sink = getattr(output, _SINK, None)
+    if sink is not None:
+        sink.out = members
+
+
 def _zero_rows(grad: Tensor, asked: Tensor) -> Tensor:
     """Which rows ``[B]`` of ``grad`` are zero; another one comes from elsewhere, such as a penalty on the parameter.
 
@@ -70,11 +91,13 @@ def any_absent() -> bool:
 class _Sink:
     """A value that something took: a looped submodule, row by row, or the caller.
 
-    ``leaves``: the parameters on which it depends past no result of a looped submodule.
+    ``leaves``: the parameters on which it depends past no result of a looped submodule. ``out``: the members, bool
+    ``[B]``, whose gradients do not count.
     """
 
     members: int
     leaves: set[Tensor] = field(default_factory=set)
+    out: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -90,6 +113,8 @@ class _Pass:
             for leaf in sink.leaves:
                 self.before.setdefault(leaf, (leaf.grad, 0 if leaf.grad is None else leaf.grad._version))
         self.reached[sink][list(members)] = True
+        if sink.out is not None:
+            self.reached[sink] &= ~sink.out
 
     def live(self, sinks: Sequence[_Sink], members: int) -> Tensor:
         """The members, bool ``[B]``, of which some sink was reached."""
@@ -100,7 +125,8 @@ class _Pass:
         """Note on the gradients that were made or added to which rows were never reached."""
         for leaf, (before, version) in self.before.items():
             grad = leaf.grad
-            missing = ~self.live([sink for sink in self.reached if leaf in sink.leaves], len(leaf))
+            sinks = [sink for sink in self.reached if leaf in sink.leaves]
+            missing = ~self.live(sinks, sinks[0].members)
             if grad is None or (grad is before and grad._version == version):
                 # The pass did not accumulate here, as in torch.autograd.grad.
                 if not isinstance(leaf, nn.Parameter):
@@ -120,7 +146,7 @@ def _pass() -> _Pass:
     """The pass that autograd is in. Private to torch: as of 2.11 to 2.15."""
     number = torch._C._current_graph_task_id()
     if number not in _passes:
-        while len(_passes) >= _MOST_PASSES:
+        while len(_passes) >= _MAX_PASSES:
             del _passes[next(iter(_passes))]
         _passes[number] = _Pass()
         torch.autograd.Variable._execution_engine.queue_callback(partial(_finish, number))
@@ -147,14 +173,21 @@ class ProgramRun:
                 places.setdefault(row.grad_fn, []).append((member, row.output_nr))
         self._watch(_Sink(len(rows)), places)
 
-    def gave(self, results: Sequence[Any]) -> None:
-        """The run is over, and the caller gets ``results``: from the graph follows what depends on what."""
-        if not self._sinks:
+    def gave(self, results: Sequence[Any], members: int | None = None) -> None:
+        """The run is over, and the caller gets ``results``: from the graph follows what depends on what.
+
+        ``members``: as of `watched`.
+        """
+        members = self._sinks[0][0].members if self._sinks else members
+        if members is None:
             return
-        members = self._sinks[0][0].members
         for result in results:
             if isinstance(result, Tensor) and result.grad_fn is not None:
-                self._watch(_Sink(members), {result.grad_fn: [(m, result.output_nr) for m in range(members)]})
+                sink = _Sink(members)
+                setattr(result, _SINK, sink)
+                self._watch(sink, {result.grad_fn: [(m, result.output_nr) for m in range(members)]})
+            elif isinstance(result, Listed):
+                self.took(result)
         for sink, nodes in self._sinks:
             leaves, joins = _behind(nodes)
             sink.leaves |= leaves
@@ -229,15 +262,18 @@ def join(parts: Sequence[Tensor]) -> Tensor:
     return Join.apply(*parts) if watched else torch.stack(list(parts))  # type: ignore[no-untyped-call]
 
 
-def watched(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, the run of a program that may have looped submodules, with an eye on what its members use."""
+def watched(run: Callable[..., Any], members: int | None = None) -> Callable[..., Any]:
+    """``run``, the run of a program that may have looped submodules, with an eye on what its members use.
+
+    ``members``: of a part of a program, which is watched also where the looped submodules are in other parts.
+    """
 
     def call(*inputs: Any) -> Any:
         if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
             return run(*inputs)
         with _running() as found:
             results = run(*inputs)
-        found.gave(results)
+        found.gave(results, members)
         return results
 
     return call

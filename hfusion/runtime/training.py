@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hfusion.core.program import Kind, Part
-from hfusion.core.usage import absent_rows, mark_absent, mark_found, watched
+from hfusion.core.usage import absent_rows, leave_out, mark_absent, mark_found, never_reached, taken, watched
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
 from hfusion.runtime.copying import Copier, Move, Ticket, copy_now
 from hfusion.runtime.crossing import Crossing
@@ -54,7 +54,8 @@ class Recipe:
     """How batches of one kind are computed.
 
     ``inputs``: the names of the program's inputs. ``losses(outputs, target)``: flat outputs of the last part to the
-    losses ``[B]``. ``random``: something draws random numbers.
+    losses ``[B]``. ``random``: something draws random numbers. ``branching``: the number of members, where what these
+    use may differ.
     """
 
     parts: tuple[Part, ...]
@@ -62,6 +63,7 @@ class Recipe:
     constants: Mapping[str, Tensor]
     losses: Callable[[Sequence[Any], Any], Tensor]
     random: bool
+    branching: int | None = None
 
     @cached_property
     def makers(self) -> dict[str, int]:
@@ -154,6 +156,7 @@ class Training:
         self._parked: Bundle | None = None
         self._started: set[str] = set()
         self._absent: dict[str, Tensor] = {}
+        self._left_out: dict[str, Tensor] = {}
         self._sections: dict[tuple[Phase, int], tuple[Section, ...]] = {}
         self._norms: dict[str, Tensor] = {}
         self._factors: Tensor | None = None
@@ -342,7 +345,11 @@ class Training:
                 tensor = self.state.leaf(name, tensor)
                 params[name] = tensor
             keys.append(tensor)
-        outputs = watched(part.on(device))(*keys, *inputs.values())
+        branching = self._recipe.branching
+        if branching is not None:
+            for leaf in tracked(inputs).values():
+                taken(leaf, branching)
+        outputs = watched(part.on(device), branching)(*keys, *inputs.values())
         if not self._turns(shard):
             return _Saved(inputs, params, dict(zip(part.gives, outputs, strict=True)))
         return _Saved(inputs, params, {}, self._recipe.losses(outputs, self._batch.target))
@@ -355,22 +362,30 @@ class Training:
             self._grads |= parked.values
             self._parked = None
         saved = self._saved.pop(shard, None) or self._again(shard, device)
+        inputs = tracked(saved.inputs)
         wanted = {
-            **tracked(saved.inputs),
+            **inputs,
             **{f"param {name}": leaf for name, leaf in saved.params.items() if leaf.requires_grad},
         }
         ends = tracked(saved.outputs)
-        roots = [(leaf, self._grads.pop(place)) for place, leaf in {**ends, **wanted}.items() if place in self._grads]
+        before = {place: self._left_out.pop(place, None) for place in (*ends, *wanted)}
+        later = self._grads.keys() & before.keys()
+        roots = [(leaf, self._grads.pop(place)) for place, leaf in {**ends, **wanted}.items() if place in later]
         if saved.losses is not None and saved.losses.requires_grad:
             total = saved.losses.sum()
             total = total / self.plan.accumulate if self.plan.accumulate > 1 else total
             roots.append((total, torch.ones_like(total)))
         if roots and wanted:
             outputs, seeds = zip(*roots, strict=True)
+            for place, leaf in ends.items():
+                leave_out(leaf, before[place])
             found = torch.autograd.grad(outputs, [*wanted.values()], seeds, allow_unused=True)
             grads = {place: grad for place, grad in zip(wanted, found, strict=True) if grad is not None}
             for place, grad in grads.items():
-                mark_found(wanted[place], grad)
+                if place in inputs:
+                    self._note_left_out(place, inputs[place], place in later, before[place])
+                else:
+                    mark_found(wanted[place], grad)
             self._collect(shard, grads)
         if self.plan.closes(unit.step) and self._clip is not None:
             for name in self.state.shards[shard].trained:
@@ -406,6 +421,17 @@ class Training:
             self._started.add(name)
         own = {f"param {name}" for name in self.state.shards[shard].trained}
         self._grads |= {place: grad for place, grad in grads.items() if place not in own}
+
+    def _note_left_out(self, place: str, leaf: Tensor, later: bool, before: Tensor | None) -> None:
+        """Keep for which members the gradient of a part's input stands for none: by this part and by ``later`` ones.
+
+        ``before``: what is known of the later ones.
+        """
+        rows = never_reached(leaf)
+        if later:
+            rows = before if rows is None or before is None else rows & before
+        if rows is not None and rows.any():
+            self._left_out[place] = rows
 
     def _note_absent(self, name: str, grad: Tensor) -> None:
         """Keep whose rows stand for no gradient in any minibatch so far: gradients change their memory."""

@@ -208,6 +208,7 @@ class Stream:
             compiled.constants,
             lambda outputs, target: self._losses(program, outputs, target),
             random=_random(compiled) or not self._loss.programs or any(map(_draws, self._loss.programs)),
+            branching=program.members if compiled.opaque else None,
         )
         self._recipes[minibatch.key] = recipe
         return recipe

@@ -1,0 +1,55 @@
+"""A parameter that a member has not used in a step stays as it is, also where the array is cut into shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+from tests.core.test_usage import Before
+from tests.trained import BATCHES, MEMBERS, Way, assert_same, fused, machine, plain, planned, task
+
+
+class Exit(nn.Module):
+    """Gives its input, or a constant that does not depend on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return h * self.weight if float(x[0, 0]) > 0 else torch.ones_like(h)
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.exit, self.last = nn.Linear(4, 4), nn.Linear(4, 4), Exit(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.second(self.first(x).tanh()).tanh()
+        y: Tensor = self.last(self.exit(h, x))
+        return y
+
+
+def loader() -> list[tuple[Any, Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    sizes = (BATCHES, MEMBERS, 6, 4)
+    inputs, targets = (torch.randn(*sizes, generator=draw, dtype=torch.float64) for _ in range(2))
+    return [(hf.stacked(x), y[0]) for x, y in zip(inputs, targets, strict=True)]
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("make", [Skipping, Before])
+def test_what_a_member_skips_stays_as_it_is(make: Callable[[], nn.Module], count: int, resident: bool) -> None:
+    array, way, batches = fused(make), Way(), loader()
+    expected = plain(array, way, batches, F.mse_loss)
+    tasks = [task(array, way, batches, loss=F.mse_loss)]
+    on = machine()
+    assert_same([array], tasks, [expected], on, planned(tasks, on, [count], [resident]))
