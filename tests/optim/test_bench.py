@@ -11,8 +11,8 @@ from rich.console import Console
 from hfusion.bench import optim as bench
 from hfusion.bench.progress import Meter
 
-TINY = bench.Case("tiny", "for tests", lambda members: ((3, 2), (3,)))
-SETTINGS = bench.Settings(cases=(TINY,), members=(2,), rounds=2, slot=1e-6, device=torch.device("cpu"))
+TINY = bench.OptimCase("tiny", "for tests", lambda members: ((3, 2), (3,)))
+SETTINGS = bench.OptimSettings(cases=(TINY,), members=(2,), rounds=2, slot=1e-6, device=torch.device("cpu"))
 
 
 def test_rows_table_and_progress() -> None:
@@ -37,7 +37,7 @@ def test_rows_table_and_progress() -> None:
 
 @pytest.mark.parametrize("optimizer", bench.OPTIMIZERS)
 def test_the_eager_contender_computes_the_same(optimizer: str) -> None:
-    workload = bench.Workload(optimizer, TINY.shapes(2), 2, torch.device("cpu"))
+    workload = bench.OptimWorkload(optimizer, TINY.shapes(2), 2, torch.device("cpu"))
     shapes = workload.tensors(2)
     options = bench.OPTIMIZERS[optimizer]
     alone = [
@@ -62,5 +62,5 @@ def test_the_eager_contender_computes_the_same(optimizer: str) -> None:
 
 def test_cases_have_the_sizes_they_claim() -> None:
     for case, total in zip(bench.CASES, (1e5, 1e6, 1e7, 512_000), strict=True):
-        workload = bench.Workload("Adam", case.shapes(16), 16, torch.device("cpu"))
+        workload = bench.OptimWorkload("Adam", case.shapes(16), 16, torch.device("cpu"))
         assert workload.params == pytest.approx(total, rel=0.05)
