@@ -13,6 +13,7 @@ help:
 	@echo "make docs   the pages as a site in build/docs; warnings are errors"
 	@echo "make bench  compare fused and unfused training (ARGS='--quick' passes arguments on)"
 	@echo "make fuzz   random programs, fused against alone (SECONDS=600 SEED=1 COMPILED=1)"
+	@echo "make soak   10,000 damaged checkpoints, and 200 runs killed at random instants (FILES=... KILLS=...)"
 	@echo "make ops-sweep  compare every operator of PyTorch's database, and write docs/coverage.md"
 	@echo "make clean  remove .venv and every cache"
 
@@ -36,6 +37,12 @@ bench: $(STAMP)
 SECONDS ?= 600
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(COMPILED),--compiled)
+
+FILES ?= 10000
+KILLS ?= 200
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint.damage --files $(FILES)
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore::DeprecationWarning -m tests.checkpoint.killed --kills $(KILLS)
 
 ops-sweep: $(STAMP)
 	$(BIN)/python -m tests.ops_sweep --docs docs/coverage.md

@@ -4,6 +4,7 @@ from hfusion import optim
 from hfusion.array.fuse import build, fuse
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
+from hfusion.checkpoint.save import load, save
 from hfusion.core.calls import stacked
 from hfusion.core.errors import CheckpointError, FusionError, HFusionError, NonFiniteError, PlanError, SpillError
 from hfusion.device.machine import Device, Machine
@@ -34,9 +35,11 @@ __all__ = [
     "TrainError",
     "build",
     "fuse",
+    "load",
     "optim",
     "per_model",
     "plan",
+    "save",
     "simulate",
     "stacked",
     "train",

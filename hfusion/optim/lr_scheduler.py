@@ -131,9 +131,14 @@ class PerMember(torch_schedulers.LRScheduler):
             raise ValueError("the members' schedules differ: say what those of members that join are, make=...")
         return [self._makes[0]] * count
 
+    def load_member(self, row: int, state: Mapping[str, Any]) -> None:
+        """Let one member go on from what `member_state` gave."""
+        self._pull()
+        _load_member(self._schedulers[row], self._stand_ins[row], state)
+
     def rearrange(self, sources: Sequence[int]) -> None:
         """Let member b go on with the schedule of member ``sources[b]`` of before."""
-        states = {source: self._member_state(source) for source in sources if list(sources).count(source) > 1}
+        states = {source: self.member_state(source) for source in sources if list(sources).count(source) > 1}
         firsts: set[int] = set()
         makes, stand_ins, schedulers = [], [], []
         for source in sources:
@@ -156,7 +161,7 @@ class PerMember(torch_schedulers.LRScheduler):
         _load_member(scheduler, stand_in, state)
         return stand_in, scheduler
 
-    def _member_state(self, row: int) -> dict[str, Any]:
+    def member_state(self, row: int) -> dict[str, Any]:
         """The state of one member's scheduler, and what torch keeps of a schedule in the param groups."""
         keys = {hyper.key for hyper in self._hypers} | {"params"}
         groups = self._stand_ins[row].param_groups
@@ -220,7 +225,7 @@ class PerMember(torch_schedulers.LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every member's scheduler, with what torch keeps of a schedule in the param groups."""
-        states = [self._member_state(row) for row in range(len(self._schedulers))]
+        states = [self.member_state(row) for row in range(len(self._schedulers))]
         return {"members": [own["scheduler"] for own in states], "groups": [own["groups"] for own in states]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.compiler.compiler import MOST_KEYS
 from hfusion.core.exclusive import compiling
 from hfusion.core.fingerprint import read_state
-from hfusion.device.backend import types
+from hfusion.device.backend import random_states_kept, types
 from hfusion.optim import coupling
 from hfusion.step.compiled import Library, StepProgram, Unprofitable, make
 from hfusion.step.recorded import recorded
@@ -50,6 +50,8 @@ class TrainStep:
         self._compile = compile
         # Makes the update, with the losses known; a caller may put its own in place.
         self.update: Callable[[Tensor], object] = lambda losses: opt.step()
+        # Kinds of calls that a program would serve already, had this step gone on and not begun anew.
+        self.expected_calls: set[str] = set()
         # How many rows one call of a compiled program computes; None for all.
         self.at_once: int | None = None
         self._ways: dict[Any, list[StepVariant]] = {}
@@ -64,6 +66,8 @@ class TrainStep:
         call = StepCall(Arguments.of(args, kwargs), Arguments.of((target,), {}))
         situation = (self._fused._pattern(), read_state(self._loss_fn), _autocast())
         way = self._find(call, situation)
+        if way is None and call.text in self.expected_calls:
+            way = self._foreseen(call, situation, args, kwargs, target)
         if way is None or not self._ready(way, call):
             losses, outputs = self._eager(args, kwargs, target)
             self._note(call, situation, outputs, target)
@@ -74,6 +78,25 @@ class TrainStep:
             losses = way.program.step(call)
         self.update(losses)
         return losses
+
+    @property
+    def known_calls(self) -> set[str]:
+        """The kinds of calls that would not be eager at their next."""
+        return {way.call for ways in self._ways.values() for way in ways if not way.why} | self.expected_calls
+
+    def _foreseen(
+        self, call: StepCall, situation: Any, args: Sequence[Any], kwargs: dict[str, Any], target: Any
+    ) -> StepVariant | None:
+        """How such a call runs, found by a forward that leaves no trace."""
+        self.expected_calls.discard(call.text)
+        kept = [(buffer, buffer.detach().clone()) for buffer in self._fused.buffers()]
+        with random_states_kept(), torch.enable_grad():
+            outputs = self._fused(*args, **kwargs)
+            self._loss(outputs, target)
+        for buffer, before in kept:
+            buffer.detach().copy_(before)
+        self._note(call, situation, outputs, target)
+        return self._find(call, situation)
 
     @property
     def compilations(self) -> int:

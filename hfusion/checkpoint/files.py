@@ -1,0 +1,337 @@
+"""One save is one directory: tensors in the safetensors format, a manifest in JSON, and the manifest's checksum.
+
+A directory is written aside under a name that nobody looks for, flushed to the disk, and then given its name; so it is
+there whole or not at all. The format is described in docs/checkpoints.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+import struct
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfusion.core.errors import CheckpointError
+
+FORMAT, VERSION = "hfusion checkpoint", 1
+MANIFEST, CHECKSUM, TENSORS = "manifest.json", "manifest.blake2b", "tensors.safetensors"
+_SAVE = re.compile(r"save-(\d{12})")
+_ASIDE = ".aside-"
+# Of a manifest and of the header of tensors: a hundred bytes for each of ten million tensors.
+MAX_JSON = 1 << 30
+
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that was read and found whole: what `write` was given."""
+
+    path: Path
+    body: Any
+    tensors: dict[str, Tensor]
+    step: int
+    score: float | None
+
+
+def write(
+    root: str | os.PathLike[str],
+    body: Any,
+    tensors: Mapping[str, Tensor],
+    *,
+    step: int,
+    keep: int,
+    score: float | None = None,
+) -> Path:
+    """Make one more save under ``root``; then delete all but the last ``keep`` and the one of the highest ``score``.
+
+    ``body`` is JSON; ``tensors`` are on the CPU and change no more.
+
+    Raises:
+        CheckpointError: it could not be written; what was there before is there.
+    """
+    folder = Path(root)
+    with _told(folder, "could not write a checkpoint, and the last one stands"):
+        folder.mkdir(parents=True, exist_ok=True)
+        _clean(folder)
+        number = max([_number(path) for path in saves(folder)], default=0) + 1
+        aside = folder / f"{_ASIDE}{os.getpid()}-{uuid.uuid4().hex}"
+        aside.mkdir()
+        try:
+            _fill(aside, body, tensors, step, score)
+            made = folder / f"save-{number:012d}"
+            os.rename(aside, made)
+            _sync(folder)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        _prune(folder, keep)
+    return made
+
+
+def _fill(aside: Path, body: Any, tensors: Mapping[str, Tensor], step: int, score: float | None) -> None:
+    # Imported late: it imports sympy.
+    from safetensors.torch import save as to_safetensors
+
+    plain = {key: _real(tensor).contiguous() for key, tensor in tensors.items()}
+    packed = to_safetensors(plain)
+    head = 8 + struct.unpack("<Q", packed[:8])[0]
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "score": score,
+        "bytes": len(packed),
+        "header": blake2b(packed[:head], digest_size=32).hexdigest(),
+        "tensors": {
+            key: {"blake2b": digest(plain[key]), "complex": tensor.is_complex()} for key, tensor in tensors.items()
+        },
+        "body": body,
+    }
+    text = json.dumps(manifest, allow_nan=False, sort_keys=True, indent=1).encode()
+    for name, content in ((TENSORS, packed), (MANIFEST, text), (CHECKSUM, blake2b(text).hexdigest().encode())):
+        with open(aside / name, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    _sync(aside)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def digest(tensor: Tensor) -> str:
+    """The checksum of a tensor's bytes."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    content: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return blake2b(content, digest_size=32).hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """The names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _clean(folder: Path) -> None:
+    """Delete what saves left that were cut off; of this process, they may go on in another thread."""
+    for path in folder.glob(f"{_ASIDE}*"):
+        owner = path.name.removeprefix(_ASIDE).partition("-")[0]
+        if owner.isdigit() and int(owner) != os.getpid() and not _runs(int(owner)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _prune(folder: Path, keep: int) -> None:
+    found = saves(folder)
+    scored = [(score, path) for path in found if (score := _score(path)) is not None]
+    best = max(scored, key=lambda pair: (pair[0], _number(pair[1])))[1] if scored else None
+    for path in found[: -max(1, keep)]:
+        if path != best:
+            # Out of sight first: one that is half deleted would be found.
+            gone = folder / f"{_ASIDE}{os.getpid()}-{uuid.uuid4().hex}"
+            with suppress(OSError):
+                os.rename(path, gone)
+                shutil.rmtree(gone, ignore_errors=True)
+
+
+def _score(path: Path) -> float | None:
+    try:
+        score = _manifest(path)["score"]
+    except (CheckpointError, OSError):
+        return None
+    return score if isinstance(score, float | int) else None
+
+
+def saves(root: str | os.PathLike[str]) -> list[Path]:
+    """The saves under ``root``, the oldest first."""
+    folder = Path(root)
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _SAVE.fullmatch(path.name) and path.is_dir())
+
+
+def _number(path: Path) -> int:
+    found = _SAVE.fullmatch(path.name)
+    assert found is not None
+    return int(found.group(1))
+
+
+def newest(root: str | os.PathLike[str]) -> Path:
+    """The latest save under ``root``, or ``root`` where it is one. Raises CheckpointError where there is none."""
+    folder = Path(root)
+    if (folder / MANIFEST).exists():
+        return folder
+    found = saves(folder)
+    if not found:
+        what = "is no folder" if not folder.is_dir() else "holds no save"
+        raise CheckpointError(f"{folder} {what}: give the folder that a checkpoint was saved to, or a save-... in it")
+    return found[-1]
+
+
+def read(root: str | os.PathLike[str]) -> Saved:
+    """The latest save under ``root``, or the one at ``root``, checked byte by byte.
+
+    Raises:
+        CheckpointError: there is none, or a file of it is missing, damaged, or of another version.
+    """
+    path = newest(root)
+    manifest = _manifest(path)
+    with _told(path / TENSORS, "is damaged"):
+        tensors = _tensors(path / TENSORS, manifest)
+    with _told(path / MANIFEST, "is damaged"):
+        step, score = int(manifest["step"]), manifest["score"]
+        return Saved(path, manifest["body"], tensors, step, None if score is None else float(score))
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    with _told(file, "is damaged"):
+        text = _content(file, MAX_JSON)
+        wanted = _content(path / CHECKSUM, 1024)
+        if blake2b(text).hexdigest().encode() != wanted:
+            raise CheckpointError(
+                f"{file} does not have the checksum in {CHECKSUM}: one of them is damaged; {_advice(path)}"
+            )
+        manifest = json.loads(text)
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            raise CheckpointError(f"{file} is no manifest of a checkpoint of hfusion")
+        if manifest.get("version") != VERSION:
+            raise CheckpointError(
+                f"{file} is of version {manifest.get('version')!r}, and this hfusion reads version {VERSION}: load it "
+                "with the hfusion that wrote it"
+            )
+        return manifest
+
+
+def _advice(path: Path) -> str:
+    others = [other.name for other in saves(path.parent) if other != path]
+    return f"another save is {path.parent / others[-1]}" if others else "there is no other save beside it"
+
+
+def _content(file: Path, limit: int) -> bytes:
+    """A plain file of at most ``limit`` bytes; no link, no pipe."""
+    handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb") as opened:
+        size = _size(file, handle)
+        if size > limit:
+            raise CheckpointError(f"{file} has {size} bytes, and more than {limit} are none of ours")
+        return opened.read(limit)
+
+
+def _size(file: Path, handle: int) -> int:
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{file} is no plain file")
+    return found.st_size
+
+
+def _tensors(file: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
+    handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb") as opened:
+        size, wanted = _size(file, handle), manifest["bytes"]
+        if size != wanted:
+            raise CheckpointError(
+                f"{file} has {size} bytes, and had {wanted} when it was saved; {_advice(file.parent)}"
+            )
+        start = opened.read(8)
+        length = struct.unpack("<Q", start)[0]
+        if length > min(size - 8, MAX_JSON):
+            raise CheckpointError(f"{file} says that its header has {length} bytes, and has {size} in all")
+        head = opened.read(length)
+        if blake2b(start + head, digest_size=32).hexdigest() != manifest["header"]:
+            raise CheckpointError(f"the header of {file} is damaged: its checksum is another; {_advice(file.parent)}")
+        header = {key: value for key, value in json.loads(head).items() if key != "__metadata__"}
+        if header.keys() != manifest["tensors"].keys():
+            raise CheckpointError(f"{file} holds other tensors than {MANIFEST} tells of")
+        return {
+            key: _tensor(file, opened, 8 + length, size, key, header[key], manifest["tensors"][key]) for key in header
+        }
+
+
+def _tensor(
+    file: Path, opened: Any, base: int, size: int, key: str, entry: Mapping[str, Any], known: Mapping[str, Any]
+) -> Tensor:
+    dtype, (start, stop) = _TYPES[entry["dtype"]], entry["data_offsets"]
+    shape = [int(one) for one in entry["shape"]]
+    count = 1
+    for one in shape:
+        count *= one
+    if min(shape, default=0) < 0 or not 0 <= start <= stop <= size - base or stop - start != count * dtype.itemsize:
+        raise CheckpointError(
+            f"{key} in {file} has shape {shape} and lies at {start} to {stop}: these do not go together"
+        )
+    opened.seek(base + start)
+    data = bytearray(opened.read(stop - start))
+    if blake2b(data, digest_size=32).hexdigest() != known["blake2b"]:
+        raise CheckpointError(f"{key} in {file} is damaged: its checksum is another; {_advice(file.parent)}")
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    found = flat.reshape(shape)
+    return torch.view_as_complex(found) if known["complex"] else found
+
+
+# What code meets in files that somebody has changed, besides errors of the file system.
+_SURPRISES = (
+    KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, OverflowError, RuntimeError,
+    MemoryError, struct.error, AssertionError,
+)  # fmt: skip
+
+
+@contextmanager
+def _told(path: Path, what: str) -> Iterator[None]:
+    """Whatever goes wrong with files is a CheckpointError that names one."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(path.parent) in str(error):
+            raise
+        raise CheckpointError(f"{path} {what}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} {what}: {error}") from error
+    except _SURPRISES as error:
+        raise CheckpointError(f"{path} {what}: {type(error).__name__}: {error}") from error
+
+
+def told(path: Path) -> Any:
+    """While active, whatever a damaged save leads to is a CheckpointError that names it."""
+    return _told(path, "cannot be loaded")

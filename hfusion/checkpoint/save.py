@@ -1,0 +1,153 @@
+"""hf.save and hf.load: an array, its optimizer and what else belongs to it, on disk and back."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hfusion.array.module import FusedModule
+from hfusion.checkpoint import files
+from hfusion.checkpoint.files import told
+from hfusion.checkpoint.parts import Reader, Writer
+from hfusion.core.errors import CheckpointError
+from hfusion.optim import FusedOptimizer, GradScaler
+
+Root = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load` gives besides what it writes into: where it was, when it was saved, whose rows, and ``extra``."""
+
+    path: Path
+    step: int
+    names: list[str]
+    extra: Any
+
+
+def save(
+    root: Root,
+    fused: FusedModule,
+    optimizer: FusedOptimizer | None = None,
+    *,
+    schedule: Any = None,
+    scaler: GradScaler | None = None,
+    loader: Any = None,
+    extra: Any = None,
+    names: Sequence[str] | None = None,
+    step: int = 0,
+    keep: int = 3,
+    score: float | None = None,
+) -> Path:
+    """Save an array and what belongs to it in a new folder under ``root``: it is there whole or not at all.
+
+    Args:
+        schedule: of hf.optim.lr_scheduler, or of torch.
+        loader: anything with a ``state_dict``, such as torchdata's StatefulDataLoader.
+        extra: any nest of numbers, strings and tensors.
+        names: the members' names, by which they are found again, by default ``member 0`` and so on.
+        keep: how many saves are left there, and the one of the highest ``score`` besides.
+
+    Raises:
+        CheckpointError: it could not be written, and what was there before still is; or a value that only code makes.
+    """
+    tags = [f"member {row}" for row in range(len(fused))] if names is None else list(names)
+    if len(tags) != len(fused) or len(set(tags)) < len(tags):
+        raise CheckpointError(f"names={tags}: give each of {len(fused)} members one of its own")
+    writer = Writer(range(len(fused)), {"members": tags}, {})
+    gather(writer, fused, optimizer, schedule, scaler, loader, extra)
+    return files.write(root, writer.body, writer.tensors, step=step, keep=keep, score=score)
+
+
+def gather(
+    writer: Writer,
+    fused: FusedModule,
+    optimizer: FusedOptimizer | None,
+    schedule: Any,
+    scaler: GradScaler | None,
+    loader: Any,
+    extra: Any,
+) -> None:
+    """Copies of all that is saved."""
+    writer.module(fused)
+    if optimizer is not None:
+        writer.optimizer(optimizer)
+    if schedule is not None:
+        writer.schedule(schedule)
+    if scaler is not None:
+        writer.scaler(scaler)
+    if loader is not None:
+        writer.body["loader"] = writer.tree("loader", loader.state_dict())
+    writer.body["extra"] = writer.tree("extra", extra)
+    writer.random(fused)
+
+
+def load(
+    root: Root | Sequence[Root],
+    model: nn.Module,
+    optimizer: FusedOptimizer | None = None,
+    *,
+    schedule: Any = None,
+    scaler: GradScaler | None = None,
+    loader: Any = None,
+    names: Sequence[str] | None = None,
+    random: bool = True,
+) -> Loaded:
+    """Write members of the latest save under ``root``, or of the save there, into an array and what belongs to it.
+
+    Args:
+        root: several to merge the members of several saves.
+        model: a fused module of as many members, or a plain model for one.
+        names: which members, in the order of the array's rows; by default all.
+        random: whether the random generators go on from where they were.
+
+    Raises:
+        CheckpointError: there is none, a file is damaged, or it is of another model; nothing was written then.
+    """
+    reader = read(root, names)
+    with told(reader.path):
+        writes = [reader.module(model)]
+        if optimizer is not None:
+            writes.append(reader.optimizer(optimizer))
+        if schedule is not None:
+            writes.append(reader.schedule(schedule))
+        if scaler is not None:
+            writes.append(reader.scaler(scaler))
+        if random:
+            writes.append(reader.random(model))
+        position = reader.value("loader")
+        if loader is not None and position is None:
+            raise CheckpointError(f"{reader.path} holds no position of a loader")
+        found = Loaded(reader.path, reader.parts[0][0].step, reader.names, reader.value("extra"))
+        for write in writes:
+            write()
+        if loader is not None:
+            loader.load_state_dict(position)
+    return found
+
+
+def in_thread(write: Callable[[], Path]) -> Future[Path]:
+    """``write`` in another thread, which the process waits for before it ends."""
+    future: Future[Path] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(write())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="hfusion checkpoint").start()
+    return future
+
+
+def read(root: Root | Sequence[Root], names: Sequence[str] | None) -> Reader:
+    """The members ``names`` of the latest saves under one root or several. Raises CheckpointError."""
+    roots = [root] if isinstance(root, str | os.PathLike) else list(root)
+    return Reader.of([files.read(one) for one in roots], names)

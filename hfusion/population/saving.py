@@ -1,0 +1,124 @@
+"""A population on disk and back: all of it, some members, or the members of several."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hfusion.checkpoint.files import told
+from hfusion.checkpoint.parts import Reader, Writer
+from hfusion.checkpoint.save import gather
+from hfusion.core.errors import CheckpointError
+from hfusion.population.members import Event, Roll, What
+from hfusion.population.widths import Widths
+
+if TYPE_CHECKING:
+    from hfusion.population.population import Population
+
+
+def gathered(pop: Population, loader: Any, extra: Any) -> Writer:
+    """Copies of all that a save of ``pop`` holds."""
+    roll, limits = pop._roll, pop._limits
+    if not roll.live:
+        raise CheckpointError("every row of the population is free: there is nobody to save")
+    tags = [roll.tag(row) for row in roll.live]
+    writer = Writer(roll.live, {"members": tags}, {})
+    gather(writer, pop.fused, pop.optimizer, pop.schedule, pop.scaler, loader, extra)
+    writer.own("population/ages", roll.ages)
+    writer.own("population/frozen", roll.frozen)
+    for name in ("norm", "value"):
+        if (limit := getattr(limits, name)) is not None:
+            writer.own(f"population/clip_{name}", limit)
+    writer.body["population"] = {
+        "rows": roll.tags,
+        "first": pop._widths.first,
+        "step": roll.step,
+        "made": roll.made,
+        "lineage": [[one.step, one.tag, one.what.value, one.source] for one in roll.lineage],
+        "known": sorted(pop._step.known_calls),
+    }
+    return writer
+
+
+def rows_of(reader: Reader, names: Sequence[str] | None) -> list[str | None]:
+    """Who is in which row: as they were saved, where all of one save are loaded, else without free rows."""
+    with told(reader.path):
+        if names is None and len(reader.parts) == 1:
+            rows: list[str | None] = list(reader.parts[0][0].body["population"]["rows"])
+            if [tag for tag in rows if tag is not None] != reader.names:
+                raise CheckpointError(f"{reader.path}: its rows {rows} are not those of {reader.names}")
+            return rows
+    return list(reader.names)
+
+
+def models_of(make_model: Callable[..., nn.Module], rows: Sequence[str | None]) -> list[nn.Module]:
+    """A model for every row, by name where ``make_model`` takes one."""
+    named = any(
+        one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) and one.default is one.empty
+        for one in inspect.signature(make_model).parameters.values()
+    )
+    first = next(tag for tag in rows if tag is not None)
+    return [make_model(tag or first) if named else make_model() for tag in rows]
+
+
+def restore(pop: Population, reader: Reader, rows: Sequence[str | None], loader: Any, random: bool) -> None:
+    """Let ``pop``, just made of models for ``rows``, be what was saved. Raises CheckpointError."""
+    with told(reader.path):
+        live = [row for row, tag in enumerate(rows) if tag is not None]
+        # Free rows hold what the first member is.
+        places = {row: place for place, row in enumerate(live)}
+        wide = _widened(reader, [places.get(row, 0) for row in range(len(rows))])
+        writes = [wide.module(pop.fused), wide.optimizer(pop.optimizer)]
+        if pop.schedule is not None:
+            writes.append(wide.schedule(pop.schedule))
+        if pop.scaler is not None:
+            writes.append(wide.scaler(pop.scaler))
+        if random:
+            writes.append(wide.random(pop.fused))
+        roll = _roll(wide, reader, rows)
+        limits = pop._limits
+        for name in ("norm", "value"):
+            if wide.has(f"members/population/clip_{name}"):
+                limits = replace(limits, **{name: wide.own(f"population/clip_{name}")})
+        position = reader.value("loader")
+        if loader is not None and position is None:
+            raise CheckpointError(f"{reader.path} holds no position of a loader")
+        bodies = [saved.body["population"] for saved, _ in reader.parts]
+        whole = len(bodies) == 1 and bodies[0]["rows"] == list(rows)
+        for write in writes:
+            write()
+        pop._roll, pop._limits, pop._widths = roll, limits, Widths(int(bodies[0]["first"]) if whole else len(rows))
+        pop._step.at_once = pop._widths.at_once(len(rows))
+        for body in bodies:
+            pop._step.expected_calls |= set(body["known"])
+        if loader is not None:
+            loader.load_state_dict(position)
+
+
+def _widened(reader: Reader, places: Sequence[int]) -> Reader:
+    """The members of ``reader`` with some of them twice, by their places in its order."""
+    flat = [(saved, place) for saved, own in reader.parts for place in own]
+    parts: list[tuple[Any, list[int]]] = []
+    for place in places:
+        saved, own = flat[place]
+        if parts and parts[-1][0] is saved:
+            parts[-1][1].append(own)
+        else:
+            parts.append((saved, [own]))
+    return Reader(parts)
+
+
+def _roll(wide: Reader, reader: Reader, rows: Sequence[str | None]) -> Roll:
+    free = torch.tensor([tag is None for tag in rows])
+    ages, frozen = wide.own("population/ages"), wide.own("population/frozen")
+    if ages.dtype is not torch.int64 or frozen.dtype is not torch.bool or not ages.shape == frozen.shape == free.shape:
+        raise CheckpointError(f"{reader.path}: ages and frozen members are {ages.dtype} and {frozen.dtype}")
+    bodies = [saved.body["population"] for saved, _ in reader.parts]
+    lineage = [Event(int(s), str(t), What(w), o) for body in bodies for s, t, w, o in body["lineage"]]
+    step, made = (max(int(body[key]) for body in bodies) for key in ("step", "made"))
+    return Roll(list(rows), torch.where(free, 0, ages), frozen & ~free, step, lineage, made)

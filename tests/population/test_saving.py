@@ -1,0 +1,178 @@
+"""What is saved comes back as it was: all of it, some members, the members of two saves, one in a plain model."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hfusion as hf
+from tests.checkpoint.living import OPTIONS, Batches, Net, population, same, train
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_resumed_run_is_the_uninterrupted_one(compiled: bool, tmp_path: Path) -> None:
+    batches = Batches()
+    pop = population(4, compile=compiled, scaler=None)
+    train(pop, batches, 3)
+    pop.stop(1)
+    pop.copy(0, 2)
+    train(pop, batches, 2)
+    pop.save(tmp_path, loader=batches, extra={"best": 0.5, "names": ("a", 1), "inf": math.inf})
+    expected = train(pop, batches, 4)
+    torch.manual_seed(99)
+    again = Batches()
+    other = hf.Population.load(tmp_path, Net, loader=again, **{**OPTIONS, "compile": compiled})
+    assert other.tags == ["net 0.0", None, "net 0.2", "net 0.3"]
+    found = train(other, again, 4)
+    assert torch.equal(found[:, [0, 2, 3]], expected[:, [0, 2, 3]])
+    assert same(pop, other)
+    assert other.schedule is not None
+    other.start(1, Net(), lr=0.1, tag="new")
+    assert other.step(*next(iter(again))).isfinite().all()
+
+
+def test_some_members_and_the_members_of_two(tmp_path: Path) -> None:
+    pops = [population(3, seed) for seed in (0, 1)]
+    for number, pop in enumerate(pops):
+        train(pop, Batches(), 3 + number)
+        pop.save(tmp_path / str(number))
+    some = hf.Population.load(tmp_path / "1", Net, names=["net 1.2", "net 1.0"], **OPTIONS)
+    assert some.tags == ["net 1.2", "net 1.0"]
+    both = hf.Population.load([tmp_path / "0", tmp_path / "1"], Net, **OPTIONS)
+    assert both.tags == [tag for pop in pops for tag in pop.tags]
+    assert both.ages.tolist() == [3, 3, 3, 4, 4, 4]
+    assert torch.equal(both.hparams["lr"][3:], pops[1].hparams["lr"])
+    x, y = next(iter(Batches()))
+    for pop in (*pops, both, some):
+        pop.fused.eval()
+    expected = [pop.step(x, y) for pop in pops]
+    torch.testing.assert_close(both.step(x, y), torch.cat(expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(some.step(x, y), expected[1][[2, 0]], rtol=1e-5, atol=1e-6)
+    for ours, *theirs in zip(both.fused.parameters(), *(pop.fused.parameters() for pop in pops), strict=True):
+        torch.testing.assert_close(ours.detach(), torch.cat(theirs).detach(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(hf.CheckpointError, match=r"'net 0.0' is a member in .* a merge wants every member once"):
+        hf.Population.load([tmp_path / "0", tmp_path / "0"], Net, **OPTIONS)
+    with pytest.raises(hf.CheckpointError, match="'nobody' is no member in"):
+        hf.Population.load(tmp_path / "0", Net, names=["nobody"], **OPTIONS)
+
+
+def test_one_member_in_a_plain_model(tmp_path: Path) -> None:
+    pop = population(3)
+    train(pop, Batches(), 2)
+    pop.save(tmp_path, extra={"note": "x"})
+    model = Net()
+    found = hf.load(tmp_path, model, names=["net 0.1"], random=False)
+    assert (found.names, found.step, found.extra) == (["net 0.1"], 2, {"note": "x"})
+    theirs = pop.models[1]
+    assert theirs is not None
+    for (name, ours), expected in zip(model.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(ours, expected), name
+    with pytest.raises(hf.CheckpointError, match="say which one the model shall be"):
+        hf.load(tmp_path, model)
+
+
+def test_pieces_alone(tmp_path: Path) -> None:
+    """A fused module with an optimizer, a schedule of torch, and a scaler, in somebody's own loop."""
+    base = nn.Linear(4, 4).requires_grad_(False)
+
+    def parts(seed: int) -> tuple[Any, ...]:
+        torch.manual_seed(seed)
+        fused = hf.fuse([nn.Sequential(base, nn.Dropout(0.1), nn.Linear(4, 3)) for _ in range(3)])
+        opt = hf.optim.SGD(fused.parameters(), lr=[0.1, 0.2, 0.3], momentum=0.9)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(opt, [2, 4])
+        return fused, opt, schedule, hf.optim.GradScaler(init_scale=64.0, growth_interval=2)
+
+    def step(fused: Any, opt: Any, schedule: Any, scaler: Any) -> None:
+        opt.zero_grad()
+        losses = hf.per_model(F.cross_entropy)(fused(torch.randn(5, 4)), torch.randint(3, (5,)))
+        scaler.scale(losses).sum().backward()
+        scaler.step(opt)
+        scaler.update()
+        schedule.step()
+
+    ours, theirs = parts(0), parts(1)
+    for _ in range(3):
+        step(*ours)
+    path = hf.save(tmp_path, *ours[:2], schedule=ours[2], scaler=ours[3], names=["a", "b", "c"], step=3)
+    assert path.name == "save-000000000001"
+    step(*ours)
+    found = hf.load(path, *theirs[:2], schedule=theirs[2], scaler=theirs[3])
+    assert (found.step, found.names) == (3, ["a", "b", "c"])
+    step(*theirs)
+    for (key, one), other in zip(ours[0].state_dict().items(), theirs[0].state_dict().values(), strict=True):
+        assert torch.equal(one, other), key
+    assert ours[3].get_scale().tolist() == theirs[3].get_scale().tolist()
+    smaller = hf.fuse([nn.Sequential(base, nn.Dropout(0.1), nn.Linear(4, 3)) for _ in range(2)])
+    opt = hf.optim.SGD(smaller.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(opt, [2, 4])
+    with pytest.raises(hf.CheckpointError, match="MultiStepLR has one state for all members"):
+        hf.load(path, smaller, opt, schedule=schedule, names=["a", "c"])
+
+
+def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
+    pop = population(2)
+    for score in (0.1, 0.9, 0.3, 0.2, 0.5):
+        pop.save(tmp_path, keep=2, score=score)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"save-{n:012d}" for n in (2, 4, 5)]
+    assert pop.save(tmp_path, keep=2, wait=False).result().name == "save-000000000006"
+
+
+def test_nothing_but_plain_values_is_saved(tmp_path: Path) -> None:
+    pop = population(2)
+    with pytest.raises(hf.CheckpointError, match=r"extra/0/what is a builtins.function, which only code can make"):
+        pop.save(tmp_path, extra=[{"what": lambda: None}])
+    assert list(tmp_path.iterdir()) == []
+    values = {1: "a", (2, 3): {4.0}, "~": b"\x00\xff", "n": [None, True, -math.inf, np.float32(1.5), np.arange(3)]}
+    pop.save(tmp_path, extra=values)
+    found = hf.load(tmp_path, pop.fused).extra
+    assert {key: found[key] for key in found if key != "n"} == {key: values[key] for key in values if key != "n"}
+    assert found["n"][:4] == [None, True, -math.inf, 1.5]
+    assert found["n"][4].tolist() == [0, 1, 2]
+
+
+def test_another_model_or_optimizer_is_told(tmp_path: Path) -> None:
+    pop = population(2)
+    train(pop, Batches(), 1)
+    pop.save(tmp_path)
+
+    class Other(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(6, 4)
+
+    for make, options, words in (
+        (Other, {}, r"last.weight is \[2, 3, 6\] torch.float32 in .* \[2, 4, 6\] torch.float32 here"),
+        (lambda: nn.Linear(4, 3), {}, "do not have the same tensors: bias is in one of them only"),
+        (Net, {"optimizer": lambda p: hf.optim.SGD(p, lr=0.1)}, "was saved with AdamW .* this is SGD"),
+        (Net, {"optimizer": lambda p: hf.optim.AdamW(p, lr=0.1, amsgrad=True)}, "this is AdamW"),
+        (Net, {"scaler": hf.optim.GradScaler()}, "holds no scaler"),
+    ):
+        with pytest.raises(hf.CheckpointError, match=words):
+            hf.Population.load(tmp_path, make, **{**OPTIONS, **options})
+    with pytest.raises(hf.CheckpointError, match="holds no position of a loader"):
+        hf.Population.load(tmp_path, Net, loader=Batches(), **OPTIONS)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(hf.CheckpointError, match="holds no save"):
+        hf.Population.load(tmp_path / "empty", Net, **OPTIONS)
+
+
+def test_a_file_of_the_first_version_is_read_for_ever() -> None:
+    """``version-1`` was written by ``python -m tests.checkpoint.version_1``, once."""
+    path = Path(__file__).parents[1] / "checkpoint" / "version-1"
+    expected = json.loads((path / "losses.json").read_text())
+    batches = Batches()
+    pop = hf.Population.load(path, Net, loader=batches, random=False, **OPTIONS)
+    assert pop.tags == ["net 0.0", None, "net 0.2"]
+    assert [str(event) for event in pop.lineage][-1] == "step 3: stop net 0.1"
+    pop.fused.eval()
+    losses = pop.step(*next(iter(batches)))
+    assert losses[[0, 2]].tolist() == pytest.approx(expected, rel=1e-5)
+    assert pop.ages.tolist() == [6, 0, 6]
