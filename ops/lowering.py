@@ -59,14 +59,21 @@ class Saves:
 
 
 class View(enum.Enum):
-    """Whether a result lies in the memory of the first operand."""
+    """Whether a result lies in the memory of an operand: the first that is no number."""
 
-    NEVER = "never"
     ALWAYS = "always"
-    # Else it is a copy.
-    IN_ORDER = "where the operand lies in the order of its dims"
-    # At times, which is not foreseen: counted as a copy.
+    # Counted as a view; of an array that lies otherwise than its members do it is a copy.
+    USUALLY = "usually"
+    # Counted as a view where the member's operand lies in the order of its dims.
+    IN_ORDER = "in order"
+    # Counted as a copy; at times it is the operand itself.
     PERHAPS = "perhaps"
+    NEVER = "never"
+
+    @property
+    def likely(self) -> bool:
+        """Whether it is no work, as far as is known."""
+        return self in (View.ALWAYS, View.USUALLY, View.IN_ORDER)
 
 
 @dataclass(frozen=True)

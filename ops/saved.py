@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
 from hfusion.ops.lowering import Operands, Saves, Shape, Sizes, View, family
@@ -127,19 +128,27 @@ def saved_by(target: Any) -> Saves:
     found = _BY_NAME.get(family(target))
     if found is not None:
         return found
-    return Saves() if view_of(target) is View.NEVER else NOTHING
+    return NOTHING if view_of(target).likely else Saves()
 
 
-_MAY_COPY = frozenset({"reshape", "contiguous", "flatten"})
+# A stacked or packed operand may lie in another order than a member's, and is reshaped, never viewed.
+_USUALLY = frozenset(["view", "view_as", "unflatten", "as_strided", "to"])
+_IN_ORDER = frozenset(["reshape", "reshape_as", "flatten", "ravel", "_unsafe_view", "contiguous"])
 
 
 def view_of(target: Any, casts: bool = False) -> View:
-    """Whether ``target`` gives a view, as its schema tells; ``casts``: whether the dtype of its operand is another."""
+    """Whether ``target`` gives a view, as its schema tells; ``casts``: whether the dtype of its operand is another.
+
+    Operators that are made of others may hand on their operand, though their schemas do not say so.
+    """
     if not isinstance(target, OpOverload):
         return View.NEVER
-    returns = target._schema.returns
-    if not returns or returns[0].alias_info is None:
+    name, returns = family(target), target._schema.returns
+    if name == "to" and casts:
         return View.NEVER
-    if family(target) == "to" and casts:
-        return View.NEVER
-    return View.IN_ORDER if family(target) in _MAY_COPY else View.ALWAYS
+    if name in _USUALLY or name in _IN_ORDER:
+        return View.USUALLY if name in _USUALLY else View.IN_ORDER
+    if returns and returns[0].alias_info is not None:
+        return View.ALWAYS
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    return View.PERHAPS if composite else View.NEVER

@@ -20,6 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("suite")
     # Which lowerings are chosen must not hang on the machine; what is measured there has tests of its own.
     os.environ["HFUSION_RATES"] = "standard"
+    # Every pass of every program.
+    os.environ["HFUSION_CHECK"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,6 +18,7 @@ from hfusion.core.layout import CONVERSIONS, Layout
 from hfusion.ops import RULES
 from hfusion.passes.batch import batch
 from hfusion.passes.candidates import candidates, result
+from hfusion.passes.check import check_array
 from hfusion.passes.layouts import Choice, Price
 
 RELATIVE = 1e-9
@@ -138,7 +139,9 @@ def lowerings(graph: fx.Graph, layouts: Sequence[Layout], members: int) -> Itera
     env = {n: result(n, next(waiting), n.meta["val"]) for n in graph.nodes if n.op == "placeholder"}
     call = next(node for node in graph.nodes if node.op == "call_function")
     for place, _ in enumerate(candidates(call, env, members, RULES)):
-        yield batch(graph, layouts, members, RULES, {call: Choice(place, Price(0.0))})
+        module = batch(graph, layouts, members, RULES, {call: Choice(place, Price(0.0))})
+        check_array(module, members)
+        yield module
 
 
 def _check_gradients(leaves: list[Tensor], got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

@@ -31,9 +31,11 @@ from hfusion.core.copies import contiguous_aliases
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.guards import Guards
-from hfusion.core.program import Capture, Kind, Slot
+from hfusion.core.program import Capture, Kind, Slot, buffers, describe_graph
 from hfusion.core.silence import quiet
+from hfusion.core.stages import stage
 from hfusion.device.backend import random_states_kept
+from hfusion.passes.check import check_member
 from hfusion.passes.functional import functional
 
 # Captures of one module while other threads draw from Python's or numpy's random numbers.
@@ -84,11 +86,13 @@ def _capture(
     trained = _trained(exported.graph_module.graph, slots, pytree.tree_leaves((args, dict(kwargs)), _is_none))
     flat = _with_dense_gradients(inlined(exported.graph_module, trained))
     placeholders = [node for node in flat.nodes if node.op == "placeholder"]
-    writable = frozenset(n.name for n, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.BUFFER)
+    writable = buffers(flat, slots)
     try:
         graph = functional(flat, writable)
     except RuntimeError as error:
         raise FusionError(f"the graph of forward cannot be written without in-place: {_first_line(error)}") from error
+    name = type(module).__name__
+    stage(name, "captured", lambda: describe_graph(f"a member of {name}", graph), lambda: check_member(graph, writable))
     for node in graph.nodes:
         if isinstance(node.meta.get("val"), FakeTensor):
             # A constant's own tensor, which the graph shall not keep alive.

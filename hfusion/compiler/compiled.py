@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from hfusion.compiler.unbatchable import module_path, unbatchable
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Layout
-from hfusion.core.program import Capture, Kind, Program, Slot, input_dims
+from hfusion.core.program import Capture, Kind, Program, Slot, describe_graph, input_dims
+from hfusion.core.stages import stage
 from hfusion.ops import RULES as ATEN_RULES
 from hfusion.ops.rule import merge
 from hfusion.passes.align import align, select
 from hfusion.passes.batch import batch
 from hfusion.passes.candidates import Unbatchable
+from hfusion.passes.check import check_array, check_code, check_member
 from hfusion.passes.cost.measure import Measured
 from hfusion.passes.cost.price import Model
 from hfusion.passes.cost.times import times_on
@@ -133,6 +136,8 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
             f"forward of {subject.name} changes train and eval modes, other ones in some members than in all"
         )
     graph = align([c.graph for c in captures], subject.variants) if len(captures) > 1 else first.graph
+    described = partial(describe_graph, f"all members of {subject.name}", graph)
+    stage(subject.name, "aligned", described, lambda: check_member(graph, first.buffers))
     constants, differing = _constants(captures, subject.variants)
     layouts = tuple(_layout(slot, subject, arguments, differing) for slot in first.slots)
     calls = tuple(call for _, calls in found for call in calls)
@@ -152,6 +157,7 @@ def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compile
     module = batch(graph, layouts, subject.members, RULES, choices)
     code = regions(module, subject.members)
     program = Program(subject.name, subject.members, training, module, code, first.slots, layouts, first.out_spec)
+    look_at(program)
     return Compiled(program, graph, captured.constants, captured.calls, captured.guards, first.modes)
 
 
@@ -159,7 +165,17 @@ def of_member(compiled: Compiled, member: int) -> Compiled:
     """What one member computes, as the program of an array of one."""
     program, graph = compiled.program, select(compiled.graph, member)
     module = batch(graph, program.layouts, 1, RULES, choose_ways(graph, program.layouts, 1, tune=False))
-    return replace(compiled, program=replace(program, members=1, module=module, code=module), graph=graph)
+    made = replace(program, members=1, module=module, code=module)
+    look_at(made)
+    return replace(compiled, program=made, graph=graph)
+
+
+def look_at(program: Program) -> None:
+    """Let the last two stages of ``program`` be checked and written down, if that is asked for."""
+    module, code = program.module, program.code
+    stage(program.name, "batched", lambda: str(program), lambda: check_array(module, program.members))
+    told = partial(describe_graph, f"the code of {program.name}", code, program.members)
+    stage(program.name, "gathered", told, lambda: check_code(program))
 
 
 def choose_ways(graph: fx.Graph, layouts: Sequence[Layout], members: int, tune: bool) -> dict[fx.Node, Choice]:

@@ -9,7 +9,7 @@ from torch import fx
 
 from hfusion.capture.opaque import numbered
 from hfusion.capture.own_code import OpaqueCall, calls
-from hfusion.compiler.compiled import RULES, ArraySpec, Compiled, choose_ways
+from hfusion.compiler.compiled import RULES, ArraySpec, Compiled, choose_ways, look_at
 from hfusion.core.layout import Layout
 from hfusion.ops.rule import PerMember
 from hfusion.passes.align import select_rows
@@ -37,6 +37,7 @@ def of_rows(compiled: Compiled, rows: Sequence[int], subject: ArraySpec | None =
     stacked = {slot.name for slot, layout in slots if slot.name in compiled.constants and layout is Layout.STACKED}
     constants = {n: t[list(rows)] if n in stacked else t for n, t in compiled.constants.items()}
     made = replace(program, members=members, module=module, code=regions(module, members))
+    look_at(made)
     return replace(compiled, program=made, graph=graph, constants=constants, opaque=opaque)
 
 

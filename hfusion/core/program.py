@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.utils._pytree import TreeSpec
 
 from hfusion.core.guards import open_dims
@@ -50,9 +51,20 @@ class Capture:
     modes: Mapping[str, bool] = field(default_factory=dict)
 
     @property
+    def buffers(self) -> frozenset[str]:
+        """As `buffers`."""
+        return buffers(self.graph, self.slots)
+
+    @property
     def open_dims(self) -> list[frozenset[int]]:
         """For each input, the dims whose sizes are left open."""
         return input_dims(self.graph, self.slots)
+
+
+def buffers(graph: fx.Graph, slots: Sequence[Slot]) -> frozenset[str]:
+    """The names of the placeholders that stand for buffers, which a graph may write to."""
+    pairs = zip(graph.find_nodes(op="placeholder"), slots, strict=True)
+    return frozenset(node.name for node, slot in pairs if slot.kind is Kind.BUFFER)
 
 
 def input_dims(graph: fx.Graph, slots: Sequence[Slot]) -> list[frozenset[int]]:
@@ -87,10 +99,7 @@ class Program:
         mode = "train" if self.training else "eval"
         lines = [f"program {self.name}  B={self.members}  {mode}"]
         names = self._names()
-        rows = [_row(node, names, self.members) for node in self.module.graph.nodes if node.op != "output"]
-        widths = [max(len(row[k]) for row in rows) for k in range(5)]
-        for row in rows:
-            lines.append("  " + "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
+        lines += _table([_row(node, names, self.members) for node in self.module.graph.nodes if node.op != "output"])
         (outputs,) = next(node for node in self.module.graph.nodes if node.op == "output").args
         lines.append(f"  return {_argument(outputs, names)}")
         lines.append(f"  {self.copies} copies between layouts")
@@ -145,6 +154,36 @@ def _row(node: fx.Node, names: dict[fx.Node, str], members: int) -> tuple[str, s
     return names[node], shape, where, f"{operator}({arguments})", f"{text}  # {line}" if line else text
 
 
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def describe_graph(title: str, module: fx.GraphModule | fx.Graph, members: int = 0) -> str:
+    """A graph of calls whose values stand in ``meta["val"]``, a line for each: name, shape, call, line of the source.
+
+    Of a module that calls further graphs, these below it. ``members``: of an array whose values tell their layouts.
+    """
+    graph = module.graph if isinstance(module, fx.GraphModule) else module
+    names = {node: node.name for node in graph.nodes}
+    lines = [title, *_table([_call_row(node, names, members) for node in graph.nodes if node.op != "output"])]
+    (outputs,) = next(node for node in graph.nodes if node.op == "output").args
+    lines.append(f"  return {_argument(outputs, names)}")
+    inner = module.named_modules() if isinstance(module, fx.GraphModule) else ()
+    lines += [describe_graph(name, part, members) for name, part in inner if name and isinstance(part, fx.GraphModule)]
+    return "\n".join(lines)
+
+
+def _call_row(node: fx.Node, names: dict[fx.Node, str], members: int) -> tuple[str, str, str, str]:
+    args, kwargs = node.meta.get("arguments", (node.args, node.kwargs))
+    given = [_argument(item, names) for item in args]
+    given += [f"{key}={_argument(item, names)}" for key, item in kwargs.items()]
+    target = str(getattr(node.target, "__name__", node.target)).removeprefix("aten.")
+    call = "input" if node.op == "placeholder" else f"{target}({', '.join(given)})"
+    value, line = node.meta.get("val", node.meta.get("example")), source_line(node)
+    return node.name, describe_value(value, node.meta.get("layout"), members), call, f"# {line}" if line else ""
+
+
 def describe_value(example: Any, layout: Layout | None, members: int) -> str:
     """Such as ``f32[N,3*16,32,32]``: N a varying size, ``3*16`` members beside one another in the channels."""
     if isinstance(example, list | tuple):
@@ -163,9 +202,9 @@ def describe_value(example: Any, layout: Layout | None, members: int) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """``file.py:12`` of the member's code, its innermost line outside torch; empty if unknown."""
+    """``file.py:12`` of the member's code, its innermost line outside torch and hfusion; empty if unknown."""
     places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace", "") or "")
-    own = [(file, line) for file, line in places if "/torch/" not in file]
+    own = [(file, line) for file, line in places if "/torch/" not in file and "/hfusion/array/" not in file]
     file, line = (own or places or [("", "")])[-1]
     return f"{file.rsplit('/', 1)[-1]}:{line}" if file else ""
 
@@ -176,4 +215,6 @@ def _argument(item: Any, names: dict[fx.Node, str]) -> str:
     if isinstance(item, list | tuple):
         inner = ", ".join(_argument(part, names) for part in item)
         return f"[{inner}]" if isinstance(item, list) else f"({inner})"
-    return repr(item)
+    if isinstance(item, dict):
+        return "{" + ", ".join(f"{key}: {_argument(part, names)}" for key, part in item.items()) + "}"
+    return str(item).removeprefix("aten.") if isinstance(item, OpOverload) else repr(item)

@@ -26,9 +26,11 @@ from hfusion.compiler.rows import of_rows
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.guards import Guards, open_dims
 from hfusion.core.layout import Layout
-from hfusion.core.program import describe_value
+from hfusion.core.program import describe_graph, describe_value
 from hfusion.core.silence import quiet
+from hfusion.core.stages import stage
 from hfusion.device.backend import random_states_kept
+from hfusion.passes.check import check_rewritten
 from hfusion.passes.inductor.at_once import at_once
 from hfusion.passes.inductor.decompositions import DECOMPOSITIONS
 from hfusion.passes.inductor.onehot import onehot
@@ -200,8 +202,20 @@ def _trace(
 
     # Programs pick their ways by strides and sizes, which the fake tensors have.
     with quiet(), torch.enable_grad(), _attention(given), mode, enable_python_dispatcher():
-        module = onehot(turn(sink(make_fx(joint, decomposition_table=DECOMPOSITIONS)(*own, *batch))))
+        module = make_fx(joint, decomposition_table=DECOMPOSITIONS)(*own, *batch)
+        for name, rewrite in _REWRITES.items():
+            before, module = module, rewrite(module)
+            _look_at(forward.compiled.program.name, name, before.graph, module.graph)
     return Joint(module, tuple(reached), tuple(own), tuple(batch))
+
+
+_REWRITES = {"transposes sunk": sink, "products transposed": turn, "one-hot written out": onehot}
+
+
+def _look_at(subject: str, name: str, before: fx.Graph, after: fx.Graph) -> None:
+    """Let a stage of the step be checked and written down, if that is asked for."""
+    title = f"the step of {subject}, {name}"
+    stage(subject, f"step {name}", lambda: describe_graph(title, after), lambda: check_rewritten(before, after))
 
 
 def _attention(given: Sequence[Tensor]) -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.compiler.compiler import MOST_KEYS
 from hfusion.core.exclusive import compiling
 from hfusion.core.fingerprint import read_state
+from hfusion.core.stages import BrokenProgram
 from hfusion.device.backend import random_states_kept, types
 from hfusion.optim import coupling
 from hfusion.step.compiled import Library, StepProgram, Unprofitable, make
@@ -230,7 +231,7 @@ class TrainStep:
             (*modes, _), *others = way.situation
             kind = (tuple(modes), *others, call.inputs.loose_key, call.target.loose_key)
             return recorded(make(*way.sources, call, way.places, self._library, kind, self.at_once))
-        except ProgramMismatch:
+        except (ProgramMismatch, BrokenProgram):
             raise
         except Unprofitable as error:
             way.why = str(error)

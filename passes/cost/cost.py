@@ -251,10 +251,10 @@ def saves(node: fx.Node, tracked: set[fx.Node]) -> Sequence[fx.Node]:
 def viewed(node: fx.Node, batch: int) -> fx.Node | None:
     """The operand whose storage the result shares; None if the result has its own."""
     inputs, view = node.all_input_nodes, lowering(node).view
-    if not inputs or view in (View.NEVER, View.PERHAPS):
+    if not inputs or not view.likely:
         return None
-    in_order = view is View.ALWAYS or _in_order(inputs[0].meta.get("example"), batch)
-    return inputs[0] if in_order else None
+    copied = view is View.IN_ORDER and not _in_order(inputs[0].meta.get("example"), batch)
+    return None if copied else inputs[0]
 
 
 def _in_order(example: object, batch: int) -> bool:

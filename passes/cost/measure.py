@@ -25,7 +25,6 @@ from hfusion.ops.rule import Call, Operand, PerMember, Scalar, Value, hint
 from hfusion.passes.candidates import route
 from hfusion.passes.cost.flops import family
 from hfusion.passes.cost.price import Model
-from hfusion.passes.cost.roofline import is_view
 from hfusion.passes.cost.times import Times
 from hfusion.passes.layouts import Price
 
@@ -67,7 +66,7 @@ class Measured:
             trials = [self._trial(node, call) for call in calls]
             for call, trial in zip(calls, trials, strict=True):
                 self.lying.setdefault((node, call.layout), _strides(trial.run()))
-            if any(is_view(call.lowering) for call in calls):
+            if any(call.lowering.view.likely for call in calls):
                 return estimates
             missing = [trial for trial in trials if self.times.get(trial.key) is None]
             found = measure(missing, self.model.device)
@@ -202,7 +201,7 @@ def _apart(device: torch.device) -> ExitStack:
 
 def _runs(node: fx.Node, calls: Sequence[Call]) -> bool:
     """Whether a node can run on any numbers: of a family that is measured, elementwise, or a view."""
-    target, views = node.target, any(is_view(call.lowering) for call in calls)
+    target, views = node.target, any(call.lowering.view.likely for call in calls)
     if views or not isinstance(target, OpOverload):
         return views
     known = family(node) in MEASURED or "pool" in family(node) or torch.Tag.pointwise in target.tags

@@ -18,7 +18,6 @@ from hfusion.passes.cost.roofline import (
     REORDERED,
     Work,
     conversion_seconds,
-    is_view,
     passes_seconds,
     reorders,
     seconds,
@@ -67,7 +66,7 @@ class Model:
     def _work(self, node: fx.Node, call: Call) -> Work:
         calls = self.members if call.lowering.loops else 1
         tracked = node in self.tracked
-        if is_view(call.lowering):
+        if call.lowering.view.likely:
             return Work(calls, 0.0, 0.0, 0.0, 0.0, tracked, view=True)
         arithmetic = flops(node, self.batch) * self.members
         examples = [source.meta.get("val") for source in node.all_input_nodes if source in self.tracked]
@@ -87,7 +86,7 @@ class Model:
 
     def _unfolding(self, node: fx.Node, call: Call) -> float:
         """Of a view that merges the dims of images in a loop, whose order does not allow it."""
-        loops = is_view(call.lowering) and call.layout is Layout.LISTED and reorders(self.rates)
+        loops = call.lowering.view.likely and call.layout is Layout.LISTED and reorders(self.rates)
         if not loops or _is_image(node) or not any(map(_is_image, node.all_input_nodes)):
             return 0.0
         return passes_seconds(0, REORDERED, self._size(node), self.rates, node in self.tracked).both

@@ -29,7 +29,7 @@ from hfusion.core.layout import (
     stacked_to_packed,
 )
 from hfusion.device.calibrate import ComputeRates
-from hfusion.ops.lowering import PLAIN, Efficiency, Lowering, View
+from hfusion.ops.lowering import PLAIN, Efficiency, Lowering
 
 # A backward makes a gradient for each of two operands: of what is counted for both together, a third is forward.
 FORWARD = 1 / 3
@@ -98,11 +98,6 @@ def seconds(lowering: Lowering, work: Work, rates: ComputeRates) -> Seconds:
 
 def efficiency_on(rates: ComputeRates, lowering: Lowering) -> Efficiency:
     return lowering.efficiency if rates.device == "cpu" else PLAIN
-
-
-def is_view(lowering: Lowering) -> bool:
-    """Whether it gives a view of its operand, or a part of a nest, without work."""
-    return lowering.view in (View.ALWAYS, View.IN_ORDER)
 
 
 def conversion_seconds(

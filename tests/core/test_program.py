@@ -36,7 +36,7 @@ program Small  B=2  eval
 REPORT = """\
 Small  B=2  eval
      1 x cos.default     shared   shared
-     1 x linear.default  stacked  one GEMM, shared input  ~50us
+     1 x linear.default  stacked  one GEMM, shared input  ~49us
      1 x relu.default    stacked  stacked                 ~15us
   0 copies between layouts; self-check not run"""
 

@@ -1,0 +1,46 @@
+"""Every stage between a model and its programs: looked at by a checker, and written down as text.
+
+``HFUSION_DUMP=folder`` writes each stage to a file of its own, ``0007-Net-batched.txt``, in the order in which they
+came about, and checks it; ``HFUSION_CHECK=1`` checks alone, as all tests do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+
+class BrokenProgram(AssertionError):
+    """A pass gave a graph that does not hold what graphs of its kind must: a bug of hfusion, never of a model."""
+
+
+def stage(subject: str, name: str, text: Callable[[], str], check: Callable[[], None]) -> None:
+    """One stage of ``subject``. It is written before it is checked, so that one that is broken can be read.
+
+    Raises BrokenProgram if the ``check`` does.
+    """
+    folder = os.environ.get("HFUSION_DUMP")
+    if folder:
+        _write(Path(folder), f"{subject}-{name}", text())
+    if folder or os.environ.get("HFUSION_CHECK") == "1":
+        try:
+            check()
+        except BrokenProgram as error:
+            raise BrokenProgram(f"{subject}, {name}: {error}\n{text()}") from error
+
+
+def _write(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^\w.-]+", "_", name)
+    taken = [int(path.name[:4]) for path in folder.glob("[0-9][0-9][0-9][0-9]-*.txt")]
+    for number in itertools.count(max(taken, default=0) + 1):
+        try:
+            with (folder / f"{number:04d}-{name}.txt").open("x") as file:
+                file.write(text + "\n")
+            return
+        except FileExistsError:
+            # Another process was faster.
+            continue

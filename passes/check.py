@@ -1,0 +1,238 @@
+"""The checker: what graphs must hold after every pass.
+
+Nothing here runs unless `hfusion.core.stages` is asked to look. Programs of arrays are run on fake tensors: every value
+must have the shape, dtype and layout that its node tells, and every view must be one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+
+from hfusion.core.layout import Layout, Listed, lift, lift_packed
+from hfusion.core.program import Program
+from hfusion.core.silence import quiet
+from hfusion.core.stages import BrokenProgram
+from hfusion.core.tree import leaves
+from hfusion.device.backend import random_states_kept, types
+from hfusion.ops.lowering import View
+from hfusion.ops.rule import hint
+from hfusion.passes.batch import SCALARS
+from hfusion.passes.effects import has_effect
+from hfusion.passes.islands import OPAQUE
+from hfusion.passes.views import writes
+
+# Of these operators no fake tensor can tell what they give.
+_UNTOLD = (
+    NotImplementedError,
+    UnsupportedFakeTensorException,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+
+
+def check_member(graph: fx.Graph, writable: Collection[str]) -> None:
+    """A member's graph: calls alone, each with an example of its value, that write to nothing but ``writable`` inputs.
+
+    A buffer is written to by ``copy_``.
+    """
+    _lint(graph)
+    for node in graph.nodes:
+        _need(node.op in ("placeholder", "call_function", "output"), node, f"is a {node.op}, not a call")
+        if node.op != "output":
+            computes = node.op == "placeholder" or isinstance(node.target, OpOverload)
+            _need("val" in node.meta or not computes, node, "has no example of its value")
+        # Members' own code writes to what it owns.
+        if node.op == "call_function" and writes(node) and node.target is not OPAQUE:
+            buffer = node.args[0]
+            plain = node.target is torch.ops.aten.copy_.default and isinstance(buffer, fx.Node)
+            _need(plain and buffer.name in writable, node, "writes to what is no buffer")
+
+
+def check_array(module: fx.GraphModule, members: int) -> None:
+    """The graph of an array as `hfusion.passes.batch` writes it."""
+    graph = module.graph
+    _lint(graph)
+    for node in graph.nodes:
+        _need(node.op in ("placeholder", "call_function", "output"), node, f"is a {node.op}, not a call")
+        if node.op == "output":
+            continue
+        _need(isinstance(node.meta.get("layout"), Layout), node, "tells no layout")
+        if node.op == "call_function":
+            lowering = node.meta.get("lowering")
+            _need(lowering is not None, node, "tells no lowering")
+            _need(lowering.fn is node.target, node, f"calls {node.target}, its lowering {lowering.fn}")
+            _need(lowering.layout is node.meta["layout"], node, f"is {node.meta['layout']}, not {lowering.layout}")
+            _need("origin" in node.meta or bool(node.meta.get("transition")), node, "stands for no operator")
+    with _fakes():
+        _Fake(module, members).run(*_inputs(graph, members))
+
+
+def check_code(program: Program) -> None:
+    """The code of a program, in which loops are gathered, gives what the program of single calls gives."""
+    _lint(program.code.graph)
+    names = [[n.name for n in m.graph.nodes if n.op == "placeholder"] for m in (program.module, program.code)]
+    if names[0] != names[1]:
+        raise BrokenProgram(f"the code takes {names[1]}, the program {names[0]}")
+    if any(node.target is OPAQUE for node in _origins(program.module.graph)):
+        return
+    shapes = []
+    for module in (program.module, program.code):
+        with _fakes():
+            try:
+                outputs = module(*_inputs(program.module.graph, program.members))
+            except _UNTOLD:
+                return
+        shapes.append([_told(x) for x in leaves(outputs, Tensor)])
+    if shapes[0] != shapes[1]:
+        raise BrokenProgram(f"the code gives {shapes[1]}, the program {shapes[0]}")
+
+
+def check_rewritten(before: fx.Graph, after: fx.Graph) -> None:
+    """A graph of ATen operators with ``meta["val"]``, rewritten: the same inputs, outputs of the same shapes."""
+    _lint(after)
+    for node in after.nodes:
+        if node.op == "call_function" and isinstance(node.target, OpOverload) and node.users:
+            _need("val" in node.meta, node, "has no example of its value")
+    kinds = [[_told(node.meta.get("val")) for node in g.nodes if node.op == "placeholder"] for g in (before, after)]
+    if kinds[0] != kinds[1]:
+        raise BrokenProgram(f"it takes {kinds[1]}, before {kinds[0]}")
+    results = [[_told(node.meta.get("val")) for node in _results(graph)] for graph in (before, after)]
+    if results[0] != results[1]:
+        raise BrokenProgram(f"it gives {results[1]}, before {results[0]}")
+
+
+def _results(graph: fx.Graph) -> Sequence[fx.Node]:
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    return list(leaves(output.args, fx.Node))
+
+
+def _origins(graph: fx.Graph) -> Sequence[fx.Node]:
+    return [node.meta["origin"] for node in graph.nodes if "origin" in node.meta]
+
+
+def _lint(graph: fx.Graph) -> None:
+    try:
+        graph.lint()
+    except RuntimeError as error:
+        raise BrokenProgram(str(error)) from error
+
+
+def _need(held: bool, node: fx.Node, why: str) -> None:
+    if not held:
+        raise BrokenProgram(f"{node.name} {why}")
+
+
+@contextmanager
+def _fakes() -> Iterator[FakeTensorMode]:
+    """Fake tensors, no gradients, no warnings, nothing of the user's: no autocast, the random state as it was."""
+    with ExitStack() as stack:
+        stack.enter_context(random_states_kept())
+        for kind in ("cpu", *types()):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        for one in (torch.inference_mode(False), torch.no_grad(), quiet()):
+            stack.enter_context(one)
+        yield stack.enter_context(FakeTensorMode())
+
+
+def _inputs(graph: fx.Graph, members: int) -> list[Any]:
+    """Fake tensors as an array's graph takes them."""
+    return [_like(n.meta.get("example"), n.meta["layout"], members) for n in graph.nodes if n.op == "placeholder"]
+
+
+def _like(example: Any, layout: Layout, members: int) -> Any:
+    """The fake value of the array of which a member sees ``example``."""
+    if isinstance(example, list | tuple):
+        return [_like(part, layout, members) for part in example]
+    if not isinstance(example, Tensor):
+        return _number(example)
+    if layout is Layout.LISTED:
+        return Listed(_like(example, Layout.SHARED, members) for _ in range(members))
+    return torch.empty(_shape(example, layout, members), dtype=example.dtype, device=example.device)
+
+
+def _shape(example: Tensor, layout: Layout, members: int) -> tuple[int, ...]:
+    sizes = [_number(size) for size in example.shape]
+    if layout is Layout.STACKED:
+        sizes = [members, *sizes]
+    elif layout is Layout.PACKED:
+        sizes[1] *= members
+    return tuple(sizes)
+
+
+def _number(number: Any) -> Any:
+    """A number that varies as it was at capture."""
+    known = hint(number) if isinstance(number, torch.SymInt) else number
+    return 1 if known is None else known
+
+
+class _Fake(fx.Interpreter):
+    """Runs an array's graph on fake tensors, and compares every value with what its node tells."""
+
+    def __init__(self, module: fx.GraphModule, members: int) -> None:
+        super().__init__(module)
+        self.members = members
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function" or n.meta["lowering"] is SCALARS:
+            return super().run_node(n)
+        layout, example = n.meta["layout"], n.meta.get("example")
+        if _opaque(n):
+            return _like(example, layout, self.members)
+        try:
+            value = super().run_node(n)
+        except _UNTOLD:
+            return _like(example, layout, self.members)
+        if n.target not in (lift, lift_packed) and _sized(example):
+            self._compare(n, value, example, layout)
+        self._check_view(n, value)
+        return value
+
+    def _compare(self, node: fx.Node, value: Any, example: Any, layout: Layout) -> None:
+        wanted = [_told(x) for x in leaves(_like(example, layout, self.members), Tensor)]
+        # Members may be nested in parts, or parts in members.
+        found = [_told(x) for x in leaves(value, Tensor)]
+        same = sorted(found) == sorted(wanted) if layout is Layout.LISTED else found == wanted
+        _need(same, node, f"gives {found}; {layout.value} of {self.members} members, it must give {wanted}")
+
+    def _check_view(self, node: fx.Node, value: Any) -> None:
+        """Whether the result lies in the memory of an operand where the lowering says so, and only there."""
+        view = node.meta["lowering"].view
+        if view not in (View.ALWAYS, View.NEVER) or (has_effect(node.meta.get("origin", node)) and view is View.NEVER):
+            return
+        operands = [self.env[source] for source in node.all_input_nodes]
+        taken = {_storage(x) for x in leaves(operands, Tensor)}
+        found = {_storage(x) for x in leaves(value, Tensor) if x.numel()}
+        if view is View.NEVER:
+            _need(not taken & found, node, "lies in the memory of an operand, which its lowering denies")
+        else:
+            _need(found <= taken, node, "is a copy, where its lowering tells of a view")
+
+
+def _opaque(node: fx.Node) -> bool:
+    origin = node.meta.get("origin")
+    return origin is not None and origin.target is OPAQUE
+
+
+def _sized(example: Any) -> bool:
+    """Whether all sizes are known; some follow from values of tensors."""
+    return all(hint(size) is not None for x in leaves(example, Tensor) for size in x.shape)
+
+
+def _told(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,5 @@
+"""Writes the golden texts anew."""
+
+from tests.golden.texts import write
+
+write()

@@ -1,0 +1,41 @@
+"""Programs of the zoo's models as text, one file each: what a change of rules, passes or costs does to them.
+
+``python -m tests.golden`` writes the files anew; read the difference before you commit it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+import hfusion as hf
+from tests.zoo import MODELS, Model
+
+FOLDER = Path(__file__).parent
+MEMBERS = 3
+# Other versions write other graphs.
+TORCH = "2.13"
+
+
+def path(model: Model) -> Path:
+    return FOLDER / f"{model.name}.txt"
+
+
+def text(model: Model) -> str:
+    """The program in training. Of the sources only the file's name is told: lines move."""
+    torch.manual_seed(0)
+    # Which lowerings are cheapest depends on the machine.
+    with mock.patch.dict(os.environ, {"HFUSION_RATES": "standard"}):
+        fused = hf.fuse([model.make().double() for _ in range(MEMBERS)], verify=False)
+        fused(model.draw(4))
+    (part,) = fused.report().parts
+    return re.sub(r"( *)# (\S+):\d+$", r"\1# \2", str(part.program), flags=re.MULTILINE) + "\n"
+
+
+def write() -> None:
+    for model in MODELS:
+        path(model).write_text(text(model))

@@ -1,0 +1,152 @@
+"""The checker sees what is broken, and stages can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import hfusion as hf
+from hfusion.core.layout import Layout
+from hfusion.core.program import Program
+from hfusion.core.stages import BrokenProgram, stage
+from hfusion.ops.lowering import View
+from hfusion.passes.check import check_array, check_code, check_member, check_rewritten
+
+aten = torch.ops.aten
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.fc(x).relu()).mT
+
+
+def program() -> Program:
+    fused = hf.fuse([Net() for _ in range(3)], verify=False)
+    fused(torch.randn(5, 4))
+    return fused.report().parts[0].program
+
+
+def node(module: fx.GraphModule, name: str) -> fx.Node:
+    return next(n for n in module.graph.nodes if "origin" in n.meta and name in str(n.meta["origin"].target))
+
+
+def wrong_shape(module: fx.GraphModule) -> None:
+    node(module, "relu").meta["example"] = torch.empty(5, 3)
+
+
+def wrong_dtype(module: fx.GraphModule) -> None:
+    node(module, "relu").meta["example"] = torch.empty(5, 4, dtype=torch.float64)
+
+
+def wrong_layout(module: fx.GraphModule) -> None:
+    relu = node(module, "relu")
+    relu.meta.update(layout=Layout.SHARED, lowering=replace(relu.meta["lowering"], layout=Layout.SHARED))
+
+
+def no_lowering(module: fx.GraphModule) -> None:
+    del node(module, "relu").meta["lowering"]
+
+
+def another_function(module: fx.GraphModule) -> None:
+    node(module, "relu").target = torch.sigmoid
+
+
+def denied_view(module: fx.GraphModule) -> None:
+    turned = node(module, "mT")
+    turned.meta["lowering"] = replace(turned.meta["lowering"], view=View.NEVER)
+
+
+def no_view(module: fx.GraphModule) -> None:
+    relu = node(module, "relu")
+    relu.meta["lowering"] = replace(relu.meta["lowering"], view=View.ALWAYS)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (wrong_shape, "relu_default gives .*3, 5, 4.*it must give .*3, 5, 3"),
+        (wrong_dtype, "must give .*float64"),
+        (wrong_layout, "shared of 3 members, it must give"),
+        (no_lowering, "relu_default tells no lowering"),
+        (another_function, "calls .*sigmoid"),
+        (denied_view, "lies in the memory of an operand"),
+        (no_view, "is a copy"),
+    ],
+)
+def test_a_broken_array_is_told(fault: Callable[[fx.GraphModule], None], told: str) -> None:
+    module = program().module
+    check_array(module, 3)
+    fault(module)
+    with pytest.raises(BrokenProgram, match=told):
+        check_array(module, 3)
+
+
+def test_code_that_gives_something_else_is_told() -> None:
+    whole = program()
+    check_code(whole)
+    (output,) = whole.code.graph.find_nodes(op="output")
+    output.args = ((node(whole.code, "batch_norm"),),)
+    whole.code.recompile()
+    with pytest.raises(BrokenProgram, match="the code gives"):
+        check_code(whole)
+
+
+def member(target: object, *, val: bool = True) -> fx.Graph:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    call = graph.call_function(target, (x, x))  # type: ignore[arg-type]
+    graph.output((call,))
+    for one in (x, call) if val else (x,):
+        one.meta["val"] = torch.empty(2, 3)
+    return graph
+
+
+def test_a_broken_member_is_told() -> None:
+    check_member(member(aten.add.Tensor), ())
+    check_member(member(aten.copy_.default), ("x",))
+    with pytest.raises(BrokenProgram, match="writes to what is no buffer"):
+        check_member(member(aten.copy_.default), ())
+    with pytest.raises(BrokenProgram, match="writes to what is no buffer"):
+        check_member(member(aten.add_.Tensor), ("x",))
+    with pytest.raises(BrokenProgram, match="has no example of its value"):
+        check_member(member(aten.add.Tensor, val=False), ())
+
+
+def test_a_rewrite_keeps_shapes() -> None:
+    before, after = member(aten.add.Tensor), member(aten.mul.Tensor)
+    check_rewritten(before, after)
+    next(iter(after.find_nodes(op="call_function", target=aten.mul.Tensor))).meta["val"] = torch.empty(3, 2)
+    with pytest.raises(BrokenProgram, match=r"it gives .*3, 2.*before .*2, 3"):
+        check_rewritten(before, after)
+
+
+def test_every_stage_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HFUSION_DUMP", str(tmp_path / "stages"))
+    whole = program()
+    names = sorted(path.name for path in (tmp_path / "stages").iterdir())
+    kinds = ("captured", "aligned", "batched", "gathered")
+    assert names == [f"{number:04d}-Net-{kind}.txt" for number, kind in enumerate(kinds, start=1)]
+    texts = [(tmp_path / "stages" / name).read_text() for name in names]
+    assert texts[2] == f"{whole}\n"
+    assert all("relu" in text and "return" in text for text in texts)
+
+
+def test_a_broken_stage_is_written_before_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HFUSION_DUMP", str(tmp_path))
+    (tmp_path / "0041-Net-batched.txt").touch()
+
+    def broken() -> None:
+        raise BrokenProgram("y is wrong")
+
+    with pytest.raises(BrokenProgram, match="My net, batched: y is wrong\n  y = x"):
+        stage("My net", "batched", lambda: "  y = x", broken)
+    assert (tmp_path / "0042-My_net-batched.txt").read_text() == "  y = x\n"
