@@ -73,7 +73,7 @@ def test_convolution(case: Case) -> None:
         (CONVOLUTIONS[11], [side_by_side, channels_last]),
         (TRANSPOSED[4], [side_by_side, channels_last]),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, Case) else " ".join(f.__name__ for f in value),
 )
 def test_lowerings_of_a_convolution(case: Case, functions: list[Any]) -> None:
     found = lowerings(member_graph(case, [torch.zeros(d.shape) for d in draws(case.args)]), [Layout.STACKED] * 3, 2)

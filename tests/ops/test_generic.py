@@ -31,7 +31,7 @@ def test_generic(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize(("case", "function"), [(CASES[0], vmapped), (CASES[2], each)], ids=str)
+@pytest.mark.parametrize(("case", "function"), [(CASES[0], vmapped), (CASES[2], each)], ids=["vmap", "loop"])
 def test_vmap_only_by_a_true_batching_rule(case: Case, function: Callable[..., Any]) -> None:
     graph = batch(member_graph(case, [torch.zeros(3, 4)]), [Layout.STACKED], 2).graph
     assert [n.target for n in graph.nodes if "origin" in n.meta and n.op == "call_function"] == [function]
