@@ -19,12 +19,12 @@ class Gate:
     def __init__(self) -> None:
         self._changed = Condition()
         self._computing = 0
-        self._alone = False
+        self._exclusive = False
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: not self._alone)
+            self._changed.wait_for(lambda: not self._exclusive)
             self._computing += 1
         try:
             yield
@@ -34,15 +34,15 @@ class Gate:
                 self._changed.notify_all()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: not self._alone and not self._computing)
-            self._alone = True
+            self._changed.wait_for(lambda: not self._exclusive and not self._computing)
+            self._exclusive = True
         try:
             yield
         finally:
             with self._changed:
-                self._alone = False
+                self._exclusive = False
                 self._changed.notify_all()
 
 

@@ -6,13 +6,11 @@ borrow it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
-from typing import TypeAlias
+from threading import Event, Lock
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +19,11 @@ from hfusion.core.membership import mark, membership
 from hfusion.core.program import Kind, Slot
 from hfusion.device.backend import backend
 from hfusion.optim.base import FusedOptimizer
-from hfusion.runtime.copying import Move, Ticket, copy_now
-from hfusion.runtime.home import Copy, Home, Section
+from hfusion.runtime.copying import Move, copy_now
+from hfusion.runtime.host_store import Copy, HostStore
+from hfusion.schedule.actions import Section
 
 _BORROWED = frozenset({Kind.PARAMETER, Kind.BUFFER})
-
-Arrival: TypeAlias = Future[Ticket]
-"""The copies that bring a shard, as soon as they have been asked for."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +59,13 @@ def holdings(parts: Sequence[Sequence[Slot]], names: Mapping[str, str], trained:
 
 @dataclass
 class _Shard:
-    """A shard's tensors on a device, and which of them changed there. ``arrival``: what fills them."""
+    """A shard's tensors on a device, and which of them changed there. ``filled``: they are there."""
 
     copy: Copy
     borrowed: dict[str, Tensor]
-    arrival: Arrival | None = None
     changed: set[tuple[Section, str]] = field(default_factory=set)
     bound: bool = False
-
-    def wait(self) -> None:
-        """Until it is there, if it is on its way."""
-        if self.arrival is not None:
-            self.arrival.result().wait()
-            self.arrival = None
+    filled: Event = field(default_factory=Event)
 
 
 class State:
@@ -108,8 +98,7 @@ class State:
         self._trained = frozenset(name for shard in shards for name in shard.trained)
         self._lock = Lock()
         self._here: dict[int, _Shard] = {}
-        self._leaving: dict[int, Ticket] = {}
-        self._evicted: dict[int, Copy] = {}
+        self._leaving: dict[int, tuple[Copy, Event]] = {}
         # What training does not change keeps the memory it had, for afterwards.
         self._frozen = {
             name: tensors[name].data
@@ -117,7 +106,7 @@ class State:
             for name in shard.own
             if isinstance(tensors[name], nn.Parameter) and name not in shard.trained
         }
-        self._homes: list[Home] = []
+        self._homes: list[HostStore] = []
         try:
             for index, file in enumerate(files):
                 self._homes.append(self._home(shards[index], file, carried))
@@ -125,14 +114,14 @@ class State:
             self.close()
             raise
 
-    def _home(self, shard: Holding, file: Path | None, carried: bool) -> Home:
+    def _home(self, shard: Holding, file: Path | None, carried: bool) -> HostStore:
         own = {name: self._tensors[name].data for name in shard.own}
         trained = {name: own[name] for name in shard.trained}
         state = {
             key: self.optimizer.state[self._tensors[name]][kind] for name in trained for kind, key in self._stacks[name]
         }
         sections = {Section.WEIGHTS: own, Section.OPTIMIZER: state, Section.GRADIENTS: trained if carried else {}}
-        home = Home(sections, pinned=self.pinned, file=file)
+        home = HostStore(sections, pinned=self.pinned, file=file)
         for name in shard.own:
             self._tensors[name].data = home.views[Section.WEIGHTS][name]
         for name in shard.trained:
@@ -176,17 +165,12 @@ class State:
         return found if known is None else mark(found, known)
 
     def load(
-        self,
-        shard: int,
-        sections: tuple[Section, ...],
-        device: torch.device,
-        borrows: frozenset[Kind] = _BORROWED,
-        arrival: Arrival | None = None,
+        self, shard: int, sections: Collection[Section], device: torch.device, borrows: frozenset[Kind] = _BORROWED
     ) -> list[Move]:
         """Take memory for a shard on a device; the shards it borrows from must be there or at home.
 
         ``borrows``: what kinds of tensors are fetched from these. Returns what must be copied before it is used;
-        ``arrival``: whoever asks for these copies tells by it.
+        `loaded` tells that it has been.
         """
         copy = self._homes[shard].load(sections, device)
         moves = copy.moves
@@ -198,25 +182,29 @@ class State:
                 if (Kind.PARAMETER if isinstance(self._tensors[name], nn.Parameter) else Kind.BUFFER) in borrows:
                     moves.append(Move.of(borrowed[name], source))
         with self._lock:
-            self._here[shard] = _Shard(copy, borrowed, arrival)
+            self._here[shard] = _Shard(copy, borrowed)
         return moves
 
-    def _source(self, name: str, owner: int, *, arrived: bool = False) -> Tensor:
-        """A tensor of another shard, where it lies now; ``arrived``: not before it is there."""
+    def loaded(self, shard: int) -> None:
+        """What was to be copied for a shard has been, or will never be."""
+        with self._lock:
+            if shard in self._here:
+                self._here[shard].filled.set()
+
+    def _source(self, name: str, owner: int) -> Tensor:
+        """A tensor of another shard, where it lies now."""
         with self._lock:
             here = self._here.get(owner)
-        if here is not None:
-            if arrived:
-                here.wait()
-            return here.copy.views[Section.WEIGHTS][name]
+            if here is not None and here.filled.is_set():
+                return here.copy.views[Section.WEIGHTS][name]
         self._wait_for(owner)
         return self._homes[owner].views[Section.WEIGHTS][name]
 
     def _wait_for(self, shard: int) -> None:
         """Until a shard that left is at home."""
-        ticket = self._leaving.pop(shard, None)
-        if ticket is not None:
-            ticket.wait()
+        leaving = self._leaving.get(shard)
+        if leaving is not None:
+            leaving[1].wait()
 
     def tensor(self, shard: int, name: str) -> Tensor:
         """A parameter or buffer, as the loaded shard sees it."""
@@ -231,7 +219,7 @@ class State:
         here = self._here[shard]
         for name in names:
             if name in here.borrowed:
-                here.borrowed[name].copy_(self._source(name, self.shards[shard].borrowed[name], arrived=True))
+                here.borrowed[name].copy_(self._source(name, self.shards[shard].borrowed[name]))
 
     def wrote(self, shard: int, buffers: Sequence[str]) -> None:
         """The loaded shard changed ``buffers``; borrowed ones go to their owner at once."""
@@ -243,10 +231,11 @@ class State:
                 continue
             self._wait_for(owner)
             self._homes[owner].views[Section.WEIGHTS][name].copy_(here.borrowed[name])
-            there = self._here.get(owner)
+            with self._lock:
+                there = self._here.get(owner)
             if there is not None:
-                # What is loaded for later may have read at home what was there before.
-                there.wait()
+                # Else the copy under way might come after this one.
+                there.filled.wait()
                 there.copy.views[Section.WEIGHTS][name].copy_(here.borrowed[name])
 
     def gradient(self, shard: int, name: str) -> Tensor:
@@ -274,37 +263,32 @@ class State:
             here.changed.add((Section.WEIGHTS, name))
             here.changed.update((Section.OPTIMIZER, key) for _, key in self._stacks[name])
 
-    def evict(self, shard: int) -> dict[Section, list[Move]]:
-        """Let a shard go; returns what must be copied to write back what changed, see ``leaves`` and ``left``."""
+    def evict(self, shard: int) -> list[Move]:
+        """Let a shard go; what must be copied to write back what changed, until `left`."""
         with self._lock:
             here, home = self._here.pop(shard), self._homes[shard]
+            self._leaving[shard] = here.copy, Event()
         if here.bound:
             for name in self.shards[shard].trained:
                 self._bind(name, home.views)
             self.optimizer.forget()
-        changed: dict[Section, list[str]] = {section: [] for section in here.copy.sections}
+        changed: dict[Section, list[str]] = {section: [] for section in here.copy.buffers}
         for section, name in here.changed:
             changed[section].append(name)
-        self._evicted[shard] = here.copy
-        return {section: home.save(here.copy, section, names) for section, names in changed.items()}
+        return [move for section, names in changed.items() for move in home.save(here.copy, section, names)]
 
-    def leaves(self, shard: int, ticket: Ticket) -> None:
-        """The shard that was evicted is at home when ``ticket`` is done."""
-        self._leaving[shard] = ticket
-
-    def left(self, shard: int, sections: Sequence[Section]) -> None:
-        """All copies from and to ``sections`` of the shard that was evicted are done: give their memory back."""
-        copy = self._evicted[shard]
-        # They leave in order.
-        if copy.sections[-1] in sections:
-            del self._evicted[shard]
-        self._homes[shard].drop(copy, sections)
+    def left(self, shard: int) -> None:
+        """All copies of the shard that was evicted are done: its memory is free."""
+        leaving = self._leaving.pop(shard, None)
+        if leaving is not None:
+            leaving[1].set()
 
     def close(self) -> None:
         """Give every tensor memory of its own again, and drop the homes; a run that broke off keeps what it reached."""
         for shard, here in [*self._here.items()]:
-            copy_now([move for moves in self.evict(shard).values() for move in moves])
+            copy_now(self.evict(shard))
             backend(here.copy.device).wait()
+            self.left(shard)
         for index, home in enumerate(self._homes):
             for name in self.shards[index].own:
                 frozen = self._frozen.get(name)

@@ -9,11 +9,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,12 +22,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from hfusion.core.program import Kind, Part
 from hfusion.core.usage import absent_rows, leave_out, mark_absent, mark_found, never_reached, taken, watched
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
-from hfusion.runtime.copying import Copier, Move, Ticket, copy_now
-from hfusion.runtime.crossing import Crossing
-from hfusion.runtime.home import Section
+from hfusion.runtime.boundary import BoundaryStore
+from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.process import Gate, Generators
-from hfusion.runtime.state import Arrival, State
-from hfusion.runtime.values import Bundle, Restored, spill, tracked
+from hfusion.runtime.state import State
+from hfusion.runtime.values import Bundle, restore, spill, tracked
+from hfusion.schedule.actions import Section
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
 
 # What is brought along of other shards, which may be written to at the same time: an update uses nothing of it, and a
@@ -84,16 +84,6 @@ class Recipe:
         )
 
 
-class Piece(NamedTuple):
-    """What leaves a device together: ``size`` bytes are free when the first ``moves`` of the eviction are done, None:
-    all.
-    """
-
-    sections: tuple[Section, ...]
-    moves: int | None
-    size: int
-
-
 class Source(Protocol):
     """Where batches and their recipes come from."""
 
@@ -148,7 +138,7 @@ class Training:
         self._carried = plan.carried
         self._batch: Batch
         self._recipe: Recipe
-        self._crossing = Crossing(pinned=state.pinned, resident=plan.resident)
+        self._boundary = BoundaryStore(pinned=state.pinned, resident=plan.resident)
         self._saved: dict[int, _Saved] = {}
         self._drawn: dict[int, Generators] = {}
         self._before: dict[int, dict[str, Tensor] | Bundle] = {}
@@ -157,7 +147,6 @@ class Training:
         self._started: set[str] = set()
         self._absent: dict[str, Tensor] = {}
         self._left_out: dict[str, Tensor] = {}
-        self._sections: dict[tuple[Phase, int], tuple[Section, ...]] = {}
         self._norms: dict[str, Tensor] = {}
         self._factors: Tensor | None = None
 
@@ -167,41 +156,17 @@ class Training:
             if source is not None:
                 source.stop()
 
-    def sections(self, phase: Phase, shard: int) -> tuple[Section, ...]:
-        """What a shard must have loaded for a unit."""
-        found = self._sections.get((phase, shard))
-        if found is None:
-            found = self._sections[phase, shard] = self._wanted(phase, shard)
-        return found
-
-    def _wanted(self, phase: Phase, shard: int) -> tuple[Section, ...]:
-        if phase is Phase.FORWARD and not self.plan.whole(phase, shard):
-            return (Section.WEIGHTS,)
-        lasts = self.plan.resident or self.plan.keeps(shard)
-        optimizer = lasts or phase is Phase.UPDATE or not self.plan.clipped
-        wanted = {Section.WEIGHTS: True, Section.OPTIMIZER: optimizer, Section.GRADIENTS: self._carried}
-        return tuple(section for section in Section if wanted[section])
-
-    def needs(self, unit: Unit) -> set[int]:
-        """The shards that must be at home, or stay where they are, before the unit's own can be loaded."""
-        again = unit.phase is Phase.BACKWARD and not self._turns(unit.shard)
-        makers = self._recipe.takes_from[unit.shard] if again else ()
-        return {unit.shard, *self.state.shards[unit.shard].borrowed.values(), *makers}
-
-    def load(self, unit: Unit, shard: int, device: torch.device, copier: Copier) -> Ticket:
-        """Bring a shard to a device for ``unit``, and for a backward what its forward started from."""
-        sections, arrival = self.sections(unit.phase, shard), Arrival()
-        moves = self.state.load(shard, sections, device, _BORROWED[unit.phase], arrival)
+    def load(self, unit: Unit, shard: int, sections: Collection[Section], device: torch.device) -> list[Move]:
+        """Memory for a shard on a device, and for a backward for what its forward started from; what must be copied."""
+        moves = self.state.load(shard, sections, device, _BORROWED[unit.phase])
         again = unit.phase is Phase.BACKWARD and unit.shard == shard and not self.plan.resident
         if again and shard not in self._saved:
-            moves += self._crossing.load(shard, self._recipe.parts[shard].takes, device)
-        try:
-            ticket = copier.submit(moves)
-        except BaseException as error:
-            arrival.set_exception(error)
-            raise
-        arrival.set_result(ticket)
-        return ticket
+            moves += self._boundary.load(shard, self._recipe.parts[shard].takes, device)
+        return moves
+
+    def loaded(self, shard: int) -> None:
+        """What was to be copied for a shard has been, or will never be."""
+        self.state.loaded(shard)
 
     def run(self, unit: Unit, device: torch.device, gate: Gate) -> None:
         """Compute a unit whose shard is loaded."""
@@ -220,7 +185,7 @@ class Training:
     def recompute(self, unit: Unit, device: torch.device, gate: Gate) -> None:
         """Compute the forward of a shard again, for the backward that comes next."""
         with gate.computing():
-            self._saved[unit.shard] = self._again(unit.shard, device)
+            self._saved[unit.shard] = self._recomputed(unit.shard, device)
 
     def update(self, unit: Unit, gate: Gate) -> None:
         """The optimizer's step of the unit's shard."""
@@ -237,40 +202,24 @@ class Training:
             self._started.difference_update(names)
             for name in names:
                 self._grads.pop(f"own {name}", None)
-            if self._turns(shard):
+            if self._is_last(shard):
                 self._norms, self._factors = {}, None
 
-    def put_away(self, shard: int, size: int, copier: Copier, *, leave: bool) -> tuple[Ticket, tuple[Piece, ...]]:
-        """Take a shard, for which ``size`` bytes are held, off its device; ``leave``: and all else the task has there.
-
-        The weights leave first, with what crosses cuts.
-        """
-        moves = self._crossing.put_away(shard)
+    def put_away(self, shard: int, *, leave: bool) -> list[Move]:
+        """Take a shard off its device, and to ``leave`` all else of the task; what must be copied, until `left`."""
+        moves = self._boundary.put_away(shard)
         if leave:
             moves += self._leave()
-        changed = self.state.evict(shard)
-        count = len(moves) + len(changed[Section.WEIGHTS])
-        for found in changed.values():
-            moves += found
-        ticket = copier.submit(moves)
-        self.state.leaves(shard, ticket)
-        sections, weights = tuple(changed), self.plan.shards[shard].weights
-        # What is not copied has no time of its own at which it left.
-        if len(sections) == 1 or not count or not 0 < weights < size:
-            return ticket, (Piece(sections, None, size),)
-        return ticket, (Piece(sections[:1], count, weights), Piece(sections[1:], None, size - weights))
+        return moves + self.state.evict(shard)
 
-    def left(self, shard: int, pieces: Sequence[Piece]) -> None:
-        """All copies from and to ``pieces`` of a shard that was put away are done."""
-        sections = [section for piece in pieces for section in piece.sections]
-        self.state.left(shard, sections)
-        if Section.WEIGHTS in sections:
-            self._crossing.left(shard)
+    def left(self, shard: int) -> None:
+        """All copies of a shard that was put away are done."""
+        self.state.left(shard)
 
     def _leave(self) -> list[Move]:
         """Take what lives between units off the device; what only its graph knows is computed again."""
         self._saved.clear()
-        moves = self._crossing.leave()
+        moves = self._boundary.leave()
         for shard, before in self._before.items():
             if before and not isinstance(before, Bundle):
                 self._before[shard], more = spill(before, None, pinned=self.state.pinned)
@@ -281,7 +230,7 @@ class Training:
             self._grads = {}
         return moves
 
-    def _turns(self, shard: int) -> bool:
+    def _is_last(self, shard: int) -> bool:
         return shard == len(self.plan.shards) - 1
 
     def _next_batch(self, source: Source, device: torch.device, gate: Gate) -> None:
@@ -289,20 +238,20 @@ class Training:
             self._batch = source.next()
         recipe = source.find(self._batch)
         if recipe is None:
-            with gate.alone():
+            with gate.exclusive():
                 recipe = source.make(self._batch)
         self._recipe = recipe
-        self._crossing.begin(dict(zip(recipe.inputs, self._batch.inputs, strict=True)), recipe.makers)
+        self._boundary.begin(dict(zip(recipe.inputs, self._batch.inputs, strict=True)), recipe.makers)
 
     def _forward(self, shard: int, device: torch.device) -> None:
         part = self._recipe.parts[shard]
         buffers = sorted({self._names[name] for name in part.writes})
         self._refresh(shard)
-        keep = self.plan.resident or self._turns(shard)
-        if not self._turns(shard):
+        keep = self.plan.resident or self._is_last(shard)
+        if not self._is_last(shard):
             self._before[shard] = {name: self.state.tensor(shard, name).clone() for name in buffers}
             self._drawn[shard] = self._generators.copy()
-        inputs = self._crossing.take(part.takes, device)
+        inputs = self._boundary.take(part.takes, device)
         with self._drawing(self._generators, device), nullcontext() if keep else _forgetting():
             saved = self._compute(shard, inputs, {}, device)
         self.state.wrote(shard, buffers)
@@ -310,21 +259,21 @@ class Training:
             self.losses.append(saved.losses.detach().cpu())
         if keep:
             self._saved[shard] = saved
-        self._crossing.keep(shard, saved.outputs, self._recipe.later[shard])
+        self._boundary.keep(shard, saved.outputs, self._recipe.later[shard])
 
     def _refresh(self, shard: int) -> None:
         """Fetch what other shards may have changed of the tensors it borrows since it was loaded."""
-        kinds = (Kind.BUFFER, Kind.PARAMETER) if self.plan.keeps(shard) else (Kind.BUFFER,)
+        kinds = (Kind.BUFFER, Kind.PARAMETER) if shard in self.plan.pinned else (Kind.BUFFER,)
         keys = self._recipe.parts[shard].keys
         self.state.refresh(shard, [self._names[slot.name] for slot in keys if slot.kind in kinds])
 
     def _evaluate(self, shard: int, device: torch.device) -> None:
-        if self.plan.keeps(shard):
+        if shard in self.plan.pinned:
             self._refresh(shard)
-        inputs = self._crossing.take(self._recipe.parts[shard].takes, device)
+        inputs = self._boundary.take(self._recipe.parts[shard].takes, device)
         with torch.no_grad(), self._drawing(self._generators, device):
             found = self._compute(shard, inputs, {}, device)
-        self._crossing.keep(shard, found.outputs, self._recipe.later[shard])
+        self._boundary.keep(shard, found.outputs, self._recipe.later[shard])
         if found.losses is not None:
             self.evaluations.append(found.losses.cpu())
             for each in range(shard + 1):
@@ -350,18 +299,18 @@ class Training:
             for leaf in tracked(inputs).values():
                 taken(leaf, branching)
         outputs = watched(part.on(device), branching)(*keys, *inputs.values())
-        if not self._turns(shard):
+        if not self._is_last(shard):
             return _Saved(inputs, params, dict(zip(part.gives, outputs, strict=True)))
         return _Saved(inputs, params, {}, self._recipe.losses(outputs, self._batch.target))
 
     def _backward(self, unit: Unit, device: torch.device) -> None:
         shard = unit.shard
         if self._parked is not None:
-            parked = Restored(self._parked, list(self._parked.values), device)
-            copy_now(parked.moves)
-            self._grads |= parked.values
+            parked, moves = restore(self._parked, list(self._parked.values), device)
+            copy_now(moves)
+            self._grads |= parked
             self._parked = None
-        saved = self._saved.pop(shard, None) or self._again(shard, device)
+        saved = self._saved.pop(shard, None) or self._recomputed(shard, device)
         inputs = tracked(saved.inputs)
         wanted = {
             **inputs,
@@ -393,13 +342,12 @@ class Training:
                     self._norms[name] = grad_norms(self._gradient(shard, name), len(self._clip)).cpu()
         self._clean(shard)
 
-    def _again(self, shard: int, device: torch.device) -> _Saved:
-        inputs = self._crossing.entry(shard, self._recipe.parts[shard].takes, device)
+    def _recomputed(self, shard: int, device: torch.device) -> _Saved:
+        inputs = self._boundary.entry(shard, self._recipe.parts[shard].takes, device)
         before = self._before[shard]
         if isinstance(before, Bundle):
-            restored = Restored(before, list(before.values), device)
-            copy_now(restored.moves)
-            before = restored.values
+            before, moves = restore(before, list(before.values), device)
+            copy_now(moves)
         with self._drawing(self._drawn[shard], device):
             return self._compute(shard, inputs, before, device)
 
@@ -457,7 +405,7 @@ class Training:
 
     def _clean(self, shard: int) -> None:
         """Forget what only this minibatch's backward of the shard needed."""
-        self._crossing.clean(shard)
+        self._boundary.clean(shard)
         self._drawn.pop(shard, None)
         self._before.pop(shard, None)
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from hfusion.core.tree import change, holds, leaves
-from hfusion.runtime.block import Block
 from hfusion.runtime.copying import Move
 
 
@@ -74,42 +73,23 @@ def spill(values: Mapping[str, Any], before: Bundle | None, *, pinned: bool) -> 
     else:
         room = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
         bundle = Bundle(tuple(each.untyped_storage() for each in room), kept)
-    return bundle, list(map(Move, bundle.storages, sources, sizes))
+    return bundle, list(map(Move, bundle.storages, sources))
 
 
-class Restored:
-    """Some values of a bundle on a device, detached; ``moves`` fill their memory, see `Block`."""
+def restore(bundle: Bundle, names: Sequence[str], device: torch.device) -> tuple[dict[str, Any], list[Move]]:
+    """Some values of a bundle on a device, detached, and what must be copied to fill them."""
+    moved: dict[int, torch.UntypedStorage] = {}
 
-    def __init__(self, bundle: Bundle, names: Sequence[str], device: torch.device) -> None:
-        moved: dict[int, torch.UntypedStorage] = {}
+    def tensor(view: View) -> Tensor:
+        storage = moved.get(view.storage)
+        if storage is None:
+            size = bundle.sizes[view.storage]
+            storage = moved[view.storage] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+        found = torch.empty(0, dtype=view.dtype, device=device).set_(storage, view.offset, view.size, view.stride)
+        return found.requires_grad_(view.requires_grad)
 
-        def tensor(view: View) -> Tensor:
-            storage = moved.get(view.storage)
-            if storage is None:
-                size = bundle.sizes[view.storage]
-                storage = moved[view.storage] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
-            found = torch.empty(0, dtype=view.dtype, device=device).set_(storage, view.offset, view.size, view.stride)
-            return found.requires_grad_(view.requires_grad)
-
-        self._bundle = bundle
-        self._device = device
-        self.values = {name: change(bundle.values[name], View, tensor) for name in names}
-        self.moves = [Move(to, bundle.storages[number], bundle.sizes[number]) for number, to in moved.items()]
-        self._blocks = [Block(storage) for storage in moved.values()]
-
-    def fits(self, bundle: Bundle, names: Sequence[str], device: torch.device) -> bool:
-        """Whether these are the values of ``bundle`` that are named, and there."""
-        return self._bundle is bundle and self._device == device and list(self.values) == [*names]
-
-    def take(self) -> None:
-        """Take memory again, to be filled again."""
-        for block in self._blocks:
-            block.take()
-
-    def give(self) -> bool:
-        """Give the memory back; whether it can be taken again."""
-        again = [block.give() for block in self._blocks]
-        return all(again)
+    values = {name: change(bundle.values[name], View, tensor) for name in names}
+    return values, [Move(to, bundle.storages[number]) for number, to in moved.items()]
 
 
 def detached(values: Mapping[str, Any]) -> dict[str, Any]:

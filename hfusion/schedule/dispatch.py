@@ -62,7 +62,7 @@ class Dispatcher:
         """
         present = None
         if running is not None and (after := self._tasks[running].next) is not None:
-            if self._tasks[running].plan.goes_on(after):
+            if self._tasks[running].plan.must_follow(after):
                 return running
             present = self._tasks[running].candidate
         chosen = self._policy(State(budget, present, self._waiting, self._work / self._devices))

@@ -25,10 +25,17 @@ from hfusion.schedule.timeline import Span, Timeline
 class Ticket(Protocol):
     """An action that began: once it is ``done``, when it ``started`` and ``ended``, and the ``seconds`` it took."""
 
-    done: bool
-    started: float
-    ended: float
-    seconds: float
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def started(self) -> float: ...
+
+    @property
+    def ended(self) -> float: ...
+
+    @property
+    def seconds(self) -> float: ...
 
 
 class Worker(Protocol):
@@ -106,6 +113,11 @@ class _Visit:
     started: bool = False
     goes_on: bool = False
     seconds: float = 0.0
+
+    @property
+    def loads(self) -> list[Ticket | None]:
+        """Of what it needs; None: that cannot begin yet."""
+        return [self.run.held[shard].ticket for shard in self.turn.needs]
 
     @property
     def frees(self) -> int:
@@ -280,17 +292,15 @@ class Engine:
 
     def _there(self, visit: _Visit) -> bool:
         """Whether all that a unit needs is loaded, so that it runs."""
-        ticket = visit.run.held[visit.unit.shard].ticket
-        return ticket is not None and ticket.done
+        return all(ticket is not None and ticket.done for ticket in visit.loads)
 
     def _can_begin(self, device: _Device, visit: _Visit, size: int) -> bool:
-        """Whether a unit's shard is there, or on its way, and the bytes that it takes are free."""
-        return visit.run.held[visit.unit.shard].ticket is not None and device.fits(size)
+        """Whether all that a unit needs is there, or on its way, and the bytes that it takes are free."""
+        return None not in visit.loads and device.fits(size)
 
     def _compute(self, device: _Device, visit: _Visit) -> None:
         visit.begun = True
-        ticket = visit.run.held[visit.unit.shard].ticket
-        after = [] if ticket is None or ticket.done else [ticket]
+        after = [ticket for ticket in visit.loads if ticket is not None and not ticket.done]
         for action in visit.turn.computes:
             visit.tickets[self._begin(device, visit.run, visit.unit, action, after)] = action
 

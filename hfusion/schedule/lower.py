@@ -209,7 +209,9 @@ class _Lowering:
         self.actions.append(Action(Act.LOAD, index, sections, size, 0, moves, 0.0, after))
 
     def _compute(self, act: Act, index: int, seconds: float, takes: int = 0, frees: int = 0) -> None:
-        after = {self.loaded[index]} | ({self.computed} if self.computed is not None else set())
+        # On a resident task's device a shard uses what it borrows where that is.
+        needed = (index, *self.shards[index].borrows) if self._resident else (index,)
+        after = {self.loaded[shard] for shard in needed} | ({self.computed} if self.computed is not None else set())
         self.computed = len(self.actions)
         self.actions.append(Action(act, index, takes=takes, frees=frees, seconds=seconds, after=tuple(sorted(after))))
 

@@ -121,8 +121,7 @@ def readable(count: float) -> str:
 
 def _stays(task: TaskPlan) -> str:
     """What a task keeps on its device."""
-    last = len(task.shards) - 1
-    return "all" if task.resident else readable(task.home_bytes(last)) if task.keeps(last) else "-"
+    return "all" if task.resident else readable(sum(map(task.host_bytes, task.pinned))) if task.pinned else "-"
 
 
 def _row(task: TaskPlan, largest: int) -> tuple[str, ...]:

@@ -21,11 +21,12 @@ from hfusion.schedule.actions import Act, Action, Section
 from hfusion.schedule.lower import Resident, Spilled, levels, lower, need
 from hfusion.schedule.shards import Phase, Shard, Unit
 
-_PHASES = {
+# Of the unit that an act belongs to; a STEP is a unit of its own only where its task is clipped.
+PHASES = {
     Act.FORWARD: Phase.FORWARD,
     Act.RECOMPUTE: Phase.BACKWARD,
     Act.BACKWARD: Phase.BACKWARD,
-    Act.STEP: Phase.UPDATE,
+    Act.STEP: Phase.BACKWARD,
     Act.EVALUATE: Phase.EVALUATE,
 }
 
@@ -36,6 +37,7 @@ class Turn(NamedTuple):
     Args:
         load: what brings the shard; None if it is pinned, or there from the unit before.
         waits: the shards whose evictions must have ended before.
+        needs: the shards that must be loaded before it computes.
         beside: the most bytes on the device, besides what is loaded, until that is evicted.
         takes: bytes that it takes when it begins to compute.
         extra: the most bytes that it has on top of all that is loaded.
@@ -44,6 +46,7 @@ class Turn(NamedTuple):
 
     load: Action | None
     waits: frozenset[int]
+    needs: frozenset[int]
     beside: int
     computes: tuple[Action, ...]
     takes: int
@@ -52,7 +55,7 @@ class Turn(NamedTuple):
     ends: bool
 
 
-def turns(actions: Sequence[Action], pinned: frozenset[int], *, clip: bool) -> dict[tuple[Phase, int], Turn]:
+def split(actions: Sequence[Action], pinned: frozenset[int], *, clip: bool) -> dict[tuple[Phase, int], Turn]:
     """What each unit of a list of actions does, by its phase and shard."""
     found, used = {}, set()
     on_device = levels(actions)
@@ -65,9 +68,11 @@ def turns(actions: Sequence[Action], pinned: frozenset[int], *, clip: bool) -> d
         load = actions[begin]
         run = tuple(actions[place] for place in computes)
         takes = sum(action.takes for action in run)
-        found[_PHASES[first.act], shard] = Turn(
+        phase = Phase.UPDATE if first.act is Act.STEP else PHASES[first.act]
+        found[phase, shard] = Turn(
             load if begin not in used and shard not in pinned else None,
             frozenset(~each if each < 0 else actions[each].shard for each in load.after),
+            frozenset(actions[each].shard for each in first.after if actions[each].act is Act.LOAD),
             max(on_device[begin:end]) - load.takes,
             run,
             takes,
@@ -207,20 +212,20 @@ class TaskPlan:
 
     def turn(self, unit: Unit) -> Turn:
         """What a device does for a unit; without a STEP where the optimizer does not step."""
-        found = self._turns[unit.phase, unit.shard]
+        found = self.turns[unit.phase, unit.shard]
         if unit.updates or found.computes[-1].act is not Act.STEP:
             return found
         return self._summing[unit.shard]
 
     @cached_property
-    def _turns(self) -> dict[tuple[Phase, int], Turn]:
+    def turns(self) -> dict[tuple[Phase, int], Turn]:
         lists = (self.training, self.evaluation)
-        return {key: turn for each in lists for key, turn in turns(each, self.pinned, clip=self.clipped).items()}
+        return {key: turn for each in lists for key, turn in split(each, self.pinned, clip=self.clipped).items()}
 
     @cached_property
     def _summing(self) -> dict[int, Turn]:
         """The backwards after which the optimizer does not step."""
-        found = {shard: turn for (phase, shard), turn in self._turns.items() if phase is Phase.BACKWARD}
+        found = {shard: turn for (phase, shard), turn in self.turns.items() if phase is Phase.BACKWARD}
         return {shard: turn._replace(computes=turn.computes[:-1]) for shard, turn in found.items()}
 
     @cached_property
@@ -255,172 +260,19 @@ class TaskPlan:
         ended = step % self._epoch + 1
         return ended == self._epoch or ended % self.accumulate == 0
 
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """The phases of its units."""
-        update = (Phase.UPDATE,) if self.clipped else ()
-        evaluate = (Phase.EVALUATE,) if self.evaluated else ()
-        return (Phase.FORWARD, Phase.BACKWARD, *update, *evaluate)
+    def must_follow(self, after: Unit) -> bool:
+        """Whether a unit must follow the one before it at once: the last shard turns from forward to backward."""
+        return after.phase is Phase.BACKWARD and after.shard == len(self.shards) - 1
 
-    def often(self, phase: Phase) -> float:
-        """How many units of a phase each shard has per minibatch, in the mean."""
-        counts = {Phase.UPDATE: self.update_count, Phase.EVALUATE: self.epochs * self.evaluated}
-        return counts.get(phase, self.steps) / self.steps
+    def host_bytes(self, shard: int) -> int:
+        """Bytes of a shard at rest: weights, optimizer state, gradients if they outlive a unit."""
+        part = self.shards[shard]
+        return part.weights + part.optimizer + (part.gradients if self.carried else 0)
 
     @property
     def carried(self) -> bool:
         """Whether gradients outlive their backward unit, so that they move to and from the host."""
         return self.accumulate > 1 or self.clipped
-
-    def whole(self, phase: Phase, shard: int) -> bool:
-        """Whether the unit has more of the shard's state loaded than its weights.
-
-        The last shard turns from forward to backward in place, so it comes whole at once.
-        """
-        if phase is Phase.FORWARD:
-            return self.resident or self.turns(shard)
-        return self.resident or self.keeps(shard) or phase is not Phase.EVALUATE
-
-    def recomputes(self, phase: Phase, shard: int) -> bool:
-        """Whether a unit is a backward that begins with the forward of its shard again."""
-        return phase is Phase.BACKWARD and not (self.resident or self.turns(shard))
-
-    def again_bytes(self, shard: int) -> int:
-        """Bytes of a backward that recomputes which it takes for that; it takes the rest of its extra afterwards."""
-        part = self.shards[shard]
-        return min(part.peak, part.activations + part.workspace)
-
-    def keeps(self, shard: int) -> bool:
-        """Whether a shard of a spilled task stays loaded between its units."""
-        return self.kept and self.turns(shard) and not self.resident
-
-    def beside_bytes(self, shard: int) -> int:
-        """Bytes of what stays loaded beside a shard of a spilled task."""
-        last = len(self.shards) - 1
-        return self.home_bytes(last) if shard != last and self.keeps(last) else 0
-
-    def stays(self, before: Unit, after: Unit) -> bool:
-        """Whether what a spilled task has loaded for a unit is all that the next one needs.
-
-        An update needs the optimizer state, for which a backward of a clipped task leaves no room.
-        """
-        if before.shard != after.shard:
-            return False
-        if self.keeps(after.shard):
-            return True
-        if Phase.UPDATE in (before.phase, after.phase):
-            return False
-        return before.phase is not Phase.EVALUATE or after.phase is Phase.EVALUATE
-
-    def goes_on(self, after: Unit) -> bool:
-        """Whether a unit must follow the one before it at once: the last shard turns from forward to backward."""
-        return after.phase is Phase.BACKWARD and self.turns(after.shard)
-
-    def home_bytes(self, shard: int) -> int:
-        """Bytes of a shard at rest: weights, optimizer state, gradients if they outlive a unit."""
-        part = self.shards[shard]
-        return part.weights + part.optimizer + self._carried(part)
-
-    def held_bytes(self, phase: Phase, shard: int) -> int:
-        """Bytes that the loaded shard holds on the device from its LOAD to its EVICT."""
-        return self._sizes[phase][shard][0]
-
-    def extra_bytes(self, phase: Phase, shard: int) -> int:
-        """Bytes the unit has on top of what is held while it runs, some of them until the backward after it ends."""
-        return self._sizes[phase][shard][1]
-
-    def fresh_bytes(self, phase: Phase, shard: int) -> int:
-        """What of these the unit takes when it begins: the unit before may have left some."""
-        return self._sizes[phase][shard][2]
-
-    def freed_bytes(self, phase: Phase, shard: int) -> int:
-        """What of these is free when the unit ends."""
-        return self._sizes[phase][shard][3]
-
-    @cached_property
-    def _sizes(self) -> dict[Phase, list[tuple[int, int, int, int]]]:
-        """Bytes held, extra, fresh and freed, of each shard; who runs units asks for them all the time."""
-        shards = range(len(self.shards))
-        return {way: [self._size(way, shard) for shard in shards] for way in Phase}
-
-    def _size(self, phase: Phase, shard: int) -> tuple[int, int, int, int]:
-        held, extra = self._held(phase, shard), self._extra(phase, shard)
-        turning = 0 if self.resident or not self.turns(shard) else self._turning(shard)
-        before = turning if phase is Phase.BACKWARD else 0
-        after = turning if phase is Phase.FORWARD else 0
-        return held, extra, extra - before, extra - after
-
-    def _held(self, phase: Phase, shard: int) -> int:
-        part = self.shards[shard]
-        if self.resident:
-            return self.home_bytes(shard) + part.activations + part.boundary
-        if phase is Phase.UPDATE or self.keeps(shard):
-            return self.home_bytes(shard)
-        if not self.whole(phase, shard):
-            return part.weights + self._entry(shard)
-        state = part.weights + self._carried(part) + self._stepped(part)
-        return state if self.turns(shard) else state + self._entry(shard) + part.boundary
-
-    def _extra(self, phase: Phase, shard: int) -> int:
-        part = self.shards[shard]
-        if phase is Phase.UPDATE:
-            return 0
-        if self.resident:
-            return max(0, part.peak - part.activations) if phase is Phase.BACKWARD else part.workspace
-        if not self.turns(shard):
-            return part.peak if phase is Phase.BACKWARD else part.workspace + part.boundary
-        if phase is Phase.EVALUATE:
-            return part.workspace + part.boundary + (self._entry(shard) if self.keeps(shard) else 0)
-        more = part.workspace if phase is Phase.FORWARD else max(0, part.peak - part.activations)
-        return self._turning(shard) + more
-
-    def _turning(self, shard: int) -> int:
-        """Bytes that the last shard of a spilled task has alive between its forward and its backward."""
-        part = self.shards[shard]
-        return self._entry(shard) + part.boundary + part.activations
-
-    @cached_property
-    def overlapped_bytes(self) -> int:
-        """The smallest budget in which, while a unit of a spilled task runs, the next one's shard can be loaded."""
-        order = [(way, shard.index) for way in self.phases for shard in self.shards]
-        count = len(self.shards)
-        order[count : 2 * count] = reversed(order[count : 2 * count])
-        return max(
-            self._alone(*unit) + (self.held_bytes(*after) if after[1] != unit[1] and not self.keeps(after[1]) else 0)
-            for unit, after in zip(order, [*order[1:], order[0]], strict=True)
-        )
-
-    def _alone(self, phase: Phase, shard: int) -> int:
-        """Bytes on the device while a unit of a spilled task runs and nothing is loaded for others."""
-        return self.held_bytes(phase, shard) + self.extra_bytes(phase, shard) + self.beside_bytes(shard)
-
-    def in_bytes(self, phase: Phase, shard: int) -> int:
-        """Bytes that a LOAD for this unit moves to the device."""
-        part = self.shards[shard]
-        if phase is Phase.UPDATE:
-            return self.home_bytes(shard)
-        if not self.whole(phase, shard):
-            return part.weights + self._entry(shard)
-        if self.resident:
-            return self.home_bytes(shard) + self._entry(shard) + (part.boundary if phase is Phase.BACKWARD else 0)
-        if phase is Phase.BACKWARD and self.turns(shard):
-            return 0
-        optimizer = part.optimizer if self.keeps(shard) else self._stepped(part)
-        state = part.weights + optimizer + self._carried(part) + self._entry(shard)
-        return state + (part.boundary if phase is Phase.BACKWARD else 0)
-
-    def out_bytes(self, phase: Phase, shard: int) -> int:
-        """Bytes that an EVICT after this unit moves back; a forward changes no weights, a frozen weight never."""
-        part = self.shards[shard]
-        if self.resident:
-            alive = {Phase.UPDATE: 0, Phase.BACKWARD: self._entry(shard)}
-            return self.home_bytes(shard) + alive.get(phase, part.boundary)
-        if phase is Phase.UPDATE:
-            return part.weights - part.frozen + part.optimizer
-        if phase in (Phase.FORWARD, Phase.EVALUATE):
-            return part.boundary
-        changed = 0 if self.clipped else part.weights - part.frozen + part.optimizer
-        return changed + self._carried(part) + self._entry(shard)
 
     @property
     def moved_bytes(self) -> tuple[float, float]:
@@ -435,24 +287,8 @@ class TaskPlan:
         )
         updates = [action for action in trained if Section.BOUNDARY not in action.sections]
         moved = sum(action.moves for action in trained) * 1.0
-        moved -= sum(action.moves for action in updates) * (1 - self.often(Phase.UPDATE))
-        return moved + sum(action.moves for action in evaluated) * self.often(Phase.EVALUATE)
-
-    def _entry(self, shard: int) -> int:
-        """Bytes at the input cut."""
-        return self.shards[shard - 1].boundary if shard else 0
-
-    def turns(self, shard: int) -> bool:
-        """Whether the backward follows the forward at once, so that activations are kept, not recomputed."""
-        return shard == len(self.shards) - 1
-
-    def _stepped(self, part: Shard) -> int:
-        """Bytes of the optimizer state, if the backward of a spilled shard needs it."""
-        return 0 if self.clipped else part.optimizer
-
-    def _carried(self, part: Shard) -> int:
-        """Bytes of gradients, if they move."""
-        return part.gradients if self.carried else 0
+        moved -= sum(action.moves for action in updates) * (1 - self.update_count / self.steps)
+        return moved + sum(action.moves for action in evaluated) * self.epochs * self.evaluated / self.steps
 
     def unit_seconds(self, unit: Unit) -> float:
         """Seconds a unit computes."""

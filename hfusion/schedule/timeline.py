@@ -18,25 +18,19 @@ from pathlib import Path
 from hfusion.core.errors import HFusionError
 from hfusion.schedule.actions import Act
 from hfusion.schedule.plan import Phase, Plan, TaskPlan
+from hfusion.schedule.task_plan import PHASES
 
 
 class TimelineError(HFusionError):
     """A timeline breaks a rule of order, memory or exclusivity, or its text cannot be read."""
 
 
-PASSES = {
-    Phase.FORWARD: Act.FORWARD,
-    Phase.BACKWARD: Act.BACKWARD,
-    Phase.EVALUATE: Act.EVALUATE,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Span:
     """One thing one device did for one shard of a task, from ``start`` to ``end`` in seconds.
 
-    ``step`` is the minibatch. ``bytes``: a LOAD takes them on the device from its start, until the EVICTs of
-    the shard, one or more, have given the same number back at their ends; a computing action takes them while it runs.
+    ``step`` is the minibatch. ``bytes``: a LOAD takes them on the device from its start, until the EVICT of the shard
+    has given them back at its end; a computing action takes them while it runs.
     """
 
     act: Act
@@ -235,12 +229,8 @@ def levels(changes: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
 def _computing(task: TaskPlan) -> Iterator[tuple[Act, int, int]]:
     """What a task computes, in order: act, step, shard."""
     for unit in map(task.unit, range(task.units)):
-        if task.recomputes(unit.phase, unit.shard):
-            yield Act.RECOMPUTE, unit.step, unit.shard
-        if unit.phase in PASSES:
-            yield PASSES[unit.phase], unit.step, unit.shard
-        if unit.updates:
-            yield Act.STEP, unit.step, unit.shard
+        for action in task.turn(unit).computes:
+            yield action.act, unit.step, unit.shard
 
 
 def _check_units(task: TaskPlan, actions: list[Span]) -> None:
@@ -266,7 +256,6 @@ def _check_apart(actions: list[Span], what: str) -> None:
 def _check_places(task: TaskPlan, actions: list[Span]) -> None:
     """A shard is loaded where it computes, and follows its task to another device only through the host."""
     loaded: dict[int, Span] = {}
-    left: dict[int, int] = {}
     gone: dict[int, Span] = {}
     left_at: tuple[str, int] | None = None
     for action in actions:
@@ -280,14 +269,10 @@ def _check_places(task: TaskPlan, actions: list[Span]) -> None:
         elif here is None or here.device != action.device or here.end > action.start:
             raise TimelineError(f"the shard is not loaded on {action.device!r} when this begins: {action}")
         elif action.act is Act.EVICT:
-            left[action.shard] = left.get(action.shard, 0) + action.bytes
-            if left[action.shard] > here.bytes:
-                raise TimelineError(f"{here} took fewer bytes than are given back until {action}")
-            if left[action.shard] == here.bytes:
-                del loaded[action.shard], left[action.shard]
-                gone[action.shard] = action
-        elif action.shard in left:
-            raise TimelineError(f"the shard is being evicted when this begins: {action}")
+            if action.bytes != here.bytes:
+                raise TimelineError(f"{here} took other bytes than are given back by {action}")
+            gone[action.shard] = action
+            del loaded[action.shard]
         else:
             _check_use(task, action, here, gone, left_at)
             left_at = (action.device, action.shard)
@@ -299,9 +284,8 @@ def _check_places(task: TaskPlan, actions: list[Span]) -> None:
 def _check_use(
     task: TaskPlan, action: Span, here: Span, gone: dict[int, Span], left_at: tuple[str, int] | None
 ) -> None:
-    ends = {Act.RECOMPUTE: Phase.BACKWARD, Act.STEP: Phase.UPDATE if task.clipped else Phase.BACKWARD}
-    phase = {act: way for way, act in PASSES.items()} | ends
-    needed = task.held_bytes(phase[action.act], action.shard)
+    phase = Phase.UPDATE if action.act is Act.STEP and task.clipped else PHASES[action.act]
+    needed = task.turns[phase, action.shard].evict.frees
     if here.bytes < needed:
         raise TimelineError(f"{here} holds less than the {needed:,} bytes that this needs: {action}")
     if left_at is not None and left_at[0] != action.device:

@@ -78,7 +78,7 @@ class Arrangement:
         names: Mapping[str, str],
         held: Sequence[frozenset[str]],
     ) -> tuple[Stream, Recipe]:
-        """The same for the evaluations, in the shards that hold the tensors ``held``, see `recut`."""
+        """The same for the evaluations, in the shards that hold the tensors ``held``, see `match_cuts`."""
         samples = self.minibatch().samples
         programs = Evaluated(self.array, names, held, samples)
         stream = Stream(self.task, loader, self.members, loss, programs, samples, devices)
@@ -88,7 +88,7 @@ class Arrangement:
 def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tuple[list[Arrangement], Plan]:
     """Fuse what can be fused as wide as it fits, and cut what does not fit the largest device.
 
-    ``keep``: what is spilled may keep its last shard on the device, see `cut_ahead`.
+    ``keep``: what is spilled may keep its last shard on the device, see `prefetch_partition`.
 
     Raises:
         PlanError: names that repeat, a task that fits in no way, a loader that cannot be used.

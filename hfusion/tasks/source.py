@@ -22,7 +22,7 @@ from hfusion.core.program import Part, Program
 from hfusion.device.backend import backend
 from hfusion.passes.cost.cost import operators
 from hfusion.passes.cost.flops import concrete
-from hfusion.passes.partition.recut import recut
+from hfusion.passes.partition.match_cuts import match_cuts
 from hfusion.passes.partition.split import input_names, split
 from hfusion.runtime.training import Batch, Recipe
 from hfusion.schedule.plan import Shard
@@ -120,7 +120,7 @@ class Trained:
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
-    """Programs of the array in eval mode, each tensor used where training has it, see `recut`."""
+    """Programs of the array in eval mode, each tensor used where training has it, see `match_cuts`."""
 
     array: FusedModule
     names: Mapping[str, str]
@@ -131,7 +131,7 @@ class Evaluated:
         """Captured; the array is then in the mode that it was in."""
         with self.array.evaluating():
             compiled = self.array.compiled(minibatch.arguments)
-        cuts = recut(compiled.program, self.names, self.held, self.samples)
+        cuts = match_cuts(compiled.program, self.names, self.held, self.samples)
         return compiled, split(compiled.program, cuts, self.samples)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
@@ -20,11 +20,11 @@ from hfusion.core.membership import membership
 from hfusion.device.backend import backend
 from hfusion.device.machine import Machine
 from hfusion.optim.hyper import member_vector
-from hfusion.runtime.ending import TaskFailed
-from hfusion.runtime.executor import Executor
 from hfusion.runtime.spill import SpillFolder
 from hfusion.runtime.state import State, holdings
 from hfusion.runtime.training import Training
+from hfusion.runtime.worker import DeviceWorker
+from hfusion.schedule.engine import Engine, TaskFailed
 from hfusion.schedule.plan import Phase, Plan, Unit
 from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.schedule.timeline import Timeline
@@ -181,7 +181,7 @@ class _Run:
         one.optimizer.initialise()
         # Gradients of what the user did before are none of this run's.
         one.optimizer.zero_grad()
-        files = [self._file(folder, index, shard.index, plan.home_bytes(shard.index)) for shard in plan.shards]
+        files = [self._file(folder, index, shard.index, plan.host_bytes(shard.index)) for shard in plan.shards]
         pinned = any(backend(device).pins for device in devices)
         state = State(own, held, one.optimizer, files, pinned=pinned, carried=plan.carried, together=plan.resident)
         stack.callback(state.close)
@@ -213,24 +213,34 @@ class _Run:
         return folder.file(f"{task}-{shard}")
 
     def run(self, policy: Policy, show: Callable[[int], None] | None) -> Report:
-        executor = Executor(
-            self.plan, policy, self._devices, self.trainings, lambda i, unit: self._after(i, unit, show)
-        )
+        devices = [(name, self._devices[name]) for name in self.plan.devices]
+        worker = DeviceWorker(devices, self.trainings, lambda index, unit: self._after(index, unit, show))
+        engine = Engine(self._scheduled(), policy, worker)
         try:
-            executor.run()
+            with worker:
+                engine.run()
         except TaskFailed as failed:
             name = self.plan.tasks[failed.task].name
             # A callback may have failed after the last unit.
             others = [index for index in range(len(self.trainings)) if index != failed.task]
-            done = [index for index in others if executor.done(index)]
-            report = self._report(executor, done)
+            done = [index for index in others if engine.done(index)]
+            report = self._report(engine, done)
             cause = failed.__cause__
             names = ", ".join(report) or "none"
             raise TrainError(
                 f"task {name!r} failed: {type(cause).__name__}: {cause}; finished before: {names} (error.report)",
                 report,
             ) from cause
-        return self._report(executor, list(range(len(self.trainings))))
+        return self._report(engine, list(range(len(self.trainings))))
+
+    def _scheduled(self) -> Plan:
+        """The plan, with what only the parts of the programs tell: from which shards each one borrows tensors."""
+        tasks = []
+        for task, training in zip(self.plan.tasks, self.trainings, strict=True):
+            owners = [tuple(sorted({*holding.borrowed.values()})) for holding in training.state.shards]
+            shards = [replace(shard, borrows=found) for shard, found in zip(task.shards, owners, strict=True)]
+            tasks.append(replace(task, shards=tuple(shards)))
+        return replace(self.plan, tasks=tuple(tasks))
 
     def _after(self, index: int, unit: Unit, show: Callable[[int], None] | None) -> None:
         """Tell callbacks and bars when a minibatch or the evaluation of an epoch is done."""
@@ -249,13 +259,13 @@ class _Run:
             for callback in one.task.callbacks:
                 callback(heard)
 
-    def _report(self, executor: Executor, done: Sequence[int]) -> Report:
+    def _report(self, engine: Engine, done: Sequence[int]) -> Report:
         tasks: dict[str, TaskReport] = {}
         for task in dict.fromkeys(one.task for one in self.arrangements):
             indices = [index for index, one in enumerate(self.arrangements) if one.task is task]
             if all(index in done for index in indices):
                 tasks[task.name] = self._task_report(task, indices)
-        return Report(tasks, self.plan, executor.timeline, executor.peak)
+        return Report(tasks, self.plan, engine.timeline, engine.peak)
 
     def _task_report(self, task: Task, indices: Sequence[int]) -> TaskReport:
         members = [member for index in indices for member in self.arrangements[index].members]

@@ -8,16 +8,17 @@ cuts counts at each.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hfusion.core.errors import PlanError
 from hfusion.core.program import Program
 from hfusion.device.calibrate import Rates
 from hfusion.passes.cost.cost import line
-from hfusion.passes.partition.ahead import cut_ahead
-from hfusion.passes.partition.runs import Run, Runs
+from hfusion.passes.partition.prefetch import prefetch_partition
+from hfusion.passes.partition.segments import Segment, Segments
 from hfusion.schedule.plan import Shard
 
 
@@ -41,8 +42,8 @@ def sharding(
 ) -> Sharding:
     """Shards of ``program`` each of which trains within ``budget`` bytes when it is alone there, or with what is kept.
 
-    Cut so that the shard that comes next can be loaded while one runs, see `cut_ahead`. Where no cut allows that, the
-    bytes alive at the cuts are fewest, and among the ways to cut where they are, the shards.
+    Cut so that the shard that comes next can be loaded while one runs, see `prefetch_partition`. Where no cut allows
+    that, the bytes alive at the cuts are fewest, and among the ways to cut where they are, the shards.
 
     Args:
         batch: samples of a minibatch, in place of the dim that varies.
@@ -55,12 +56,12 @@ def sharding(
     Raises:
         PlanError: a bad argument; or no cut fits, which says the smallest budget that would do and which node needs it.
     """
-    runs = _runs(program, batch, rates, optimizer_state, carried=carried)
-    way = cut_ahead(runs, budget, rates, keep=keep)
-    cuts = cut(runs, budget) if way is None else way.cuts
+    segments = _segments(program, batch, rates, optimizer_state, carried=carried)
+    way = prefetch_partition(segments, budget, rates, keep=keep)
+    cuts = cut(segments, budget) if way is None else way.cuts
     if cuts is None:
-        raise PlanError(_infeasible(program.name, runs, budget))
-    return Sharding(_between(runs, cuts, rates), way is not None and way.kept)
+        raise PlanError(_infeasible(program.name, segments, budget))
+    return Sharding(_between(segments, cuts, rates), way is not None and way.kept)
 
 
 def shards_at(
@@ -71,60 +72,62 @@ def shards_at(
     Raises:
         PlanError: a bad argument, or cuts that do not ascend inside the program.
     """
-    runs = _runs(program, batch, rates, optimizer_state)
-    if any(a >= b for a, b in pairwise([0, *cuts, runs.count])):
-        raise PlanError(f"program {program.name}: cuts {list(cuts)} must ascend between 1 and {runs.count - 1}")
-    return _between(runs, cuts, rates)
+    segments = _segments(program, batch, rates, optimizer_state)
+    if any(a >= b for a, b in pairwise([0, *cuts, segments.count])):
+        raise PlanError(f"program {program.name}: cuts {list(cuts)} must ascend between 1 and {segments.count - 1}")
+    return _between(segments, cuts, rates)
 
 
-def _runs(program: Program, batch: int, rates: Rates, optimizer_state: float, *, carried: bool = False) -> Runs:
+def _segments(program: Program, batch: int, rates: Rates, optimizer_state: float, *, carried: bool = False) -> Segments:
     if batch < 1 or not optimizer_state >= 0:
         raise PlanError(f"batch is {batch}, optimizer_state {optimizer_state}: give at least 1 sample and 0 values")
     costs = line(program, batch, rates)
     if not costs.steps:
         raise PlanError(f"program {program.name} holds no operator: there is nothing to shard")
-    return Runs(costs, optimizer_state, carried)
+    return Segments(costs, optimizer_state, carried)
 
 
-def _between(runs: Runs, cuts: Sequence[int], rates: Rates) -> tuple[Shard, ...]:
-    places = [0, *cuts, runs.count]
-    return tuple(_shard(runs, number, first, last, rates) for number, (first, last) in enumerate(pairwise(places)))
+def _between(segments: Segments, cuts: Sequence[int], rates: Rates) -> tuple[Shard, ...]:
+    places = [0, *cuts, segments.count]
+    parts = [_shard(segments, number, *ends, rates) for number, ends in enumerate(pairwise(places))]
+    owners = _borrowed(segments, places)
+    return tuple(replace(part, borrows=found) for part, found in zip(parts, owners, strict=True))
 
 
-def cut(runs: Runs, budget: int) -> tuple[int, ...] | None:
+def cut(segments: Segments, budget: int) -> tuple[int, ...] | None:
     """Where to cut, ascending, so that every run fits and the bytes alive at the cuts are fewest; None if none fits."""
-    best: list[tuple[int, int] | None] = [(0, 0), *[None] * runs.count]
-    came = [0] * (runs.count + 1)
-    for first in range(runs.count):
+    best: list[tuple[int, int] | None] = [(0, 0), *[None] * segments.count]
+    came = [0] * (segments.count + 1)
+    for first in range(segments.count):
         here, end = best[first], best[-1]
         if here is None:
             continue
-        reached = (here[0] + runs.alive[first], here[1] + 1)
+        reached = (here[0] + segments.alive[first], here[1] + 1)
         if end is not None and reached >= end:
             continue
-        for run in runs.starting(first):
-            if run.floor + runs.alive[first] > budget:
+        for run in segments.starting(first):
+            if run.floor + segments.alive[first] > budget:
                 break
             known = best[run.last]
-            if runs.need(first, run) <= budget and (known is None or reached < known):
+            if segments.need(first, run) <= budget and (known is None or reached < known):
                 best[run.last], came[run.last] = reached, first
     return None if best[-1] is None else _back(came)
 
 
-def tightest(runs: Runs) -> tuple[int, int, int]:
+def tightest(segments: Segments) -> tuple[int, int, int]:
     """The smallest budget that some cut fits, and the run ``[first, last)`` that needs it."""
-    bound = max(map(runs.alone, range(runs.count)))
-    best = [0, *[bound] * runs.count]
-    came = [0, *range(runs.count)]
-    for first in range(runs.count):
-        for run in runs.starting(first):
-            if max(best[first], run.floor + runs.alive[first]) > bound:
+    bound = max(map(segments.alone, range(segments.count)))
+    best = [0, *[bound] * segments.count]
+    came = [0, *range(segments.count)]
+    for first in range(segments.count):
+        for run in segments.starting(first):
+            if max(best[first], run.floor + segments.alive[first]) > bound:
                 break
-            reached = max(best[first], runs.need(first, run))
+            reached = max(best[first], segments.need(first, run))
             if reached < best[run.last]:
                 best[run.last], came[run.last] = reached, first
-    places = [0, *_back(came), runs.count]
-    worst = max(pairwise(places), key=lambda place: runs.need(place[0], _run(runs, *place)))
+    places = [0, *_back(came), segments.count]
+    worst = max(pairwise(places), key=lambda place: segments.need(place[0], _segment(segments, *place)))
     return best[-1], *worst
 
 
@@ -138,40 +141,34 @@ def _back(came: list[int]) -> tuple[int, ...]:
     return tuple(reversed(cuts))
 
 
-def _run(runs: Runs, first: int, last: int) -> Run:
-    return next(run for run in runs.starting(first) if run.last == last)
+def _segment(segments: Segments, first: int, last: int) -> Segment:
+    return next(run for run in segments.starting(first) if run.last == last)
 
 
-def _shard(runs: Runs, number: int, first: int, last: int, rates: Rates) -> Shard:
-    run = _run(runs, first, last)
-    steps = runs.line.steps[first:last]
-    used = [weight for weight in runs.line.weights if any(first <= use < last for use in weight.uses)]
-    return Shard(
-        number,
-        first,
-        last,
-        run.weights,
-        run.gradients,
-        run.optimizer,
-        run.activations,
-        run.workspace,
-        run.peak,
-        boundary=runs.alive[last],
-        forward=sum(step.forward for step in steps),
-        backward=sum(step.backward for step in steps),
-        step=run.stepped / rates.memory,
-        frozen=sum(weight.size for weight in used if not weight.written),
-    )
+def _shard(segments: Segments, number: int, first: int, last: int, rates: Rates) -> Shard:
+    steps = segments.line.steps[first:last]
+    forward, backward = sum(step.forward for step in steps), sum(step.backward for step in steps)
+    return segments.shard(number, first, _segment(segments, first, last), forward, backward, rates)
 
 
-def _infeasible(name: str, runs: Runs, budget: int) -> str:
-    smallest, first, last = tightest(runs)
-    node = max(range(first, last), key=runs.alone)
-    run = _run(runs, first, last)
-    cuts = runs.alive[first] + runs.alive[last]
+def _borrowed(segments: Segments, places: Sequence[int]) -> list[tuple[int, ...]]:
+    """For each shard those before it that use one of its weights, too, and first."""
+    found: list[set[int]] = [set() for _ in places[1:]]
+    for weight in segments.line.weights:
+        users = sorted({bisect_right(places, use) - 1 for use in weight.uses})
+        for user in users[1:]:
+            found[user].add(users[0])
+    return [tuple(sorted(owners)) for owners in found]
+
+
+def _infeasible(name: str, segments: Segments, budget: int) -> str:
+    smallest, first, last = tightest(segments)
+    node = max(range(first, last), key=segments.alone)
+    run = _segment(segments, first, last)
+    cuts = segments.alive[first] + segments.alive[last]
     return (
         f"program {name}: no cut into shards fits {budget:,} bytes; the smallest budget that would do is "
-        f"{smallest:,} bytes, which node {runs.line.steps[node].where} needs: weights {run.weights:,}, optimizer "
+        f"{smallest:,} bytes, which node {segments.line.steps[node].where} needs: weights {run.weights:,}, optimizer "
         f"{run.optimizer:,}, values at its cuts {cuts:,}, and {run.peak:,} for gradients, activations and temporaries; "
         "give more memory, fewer samples or fewer members"
     )

@@ -14,7 +14,7 @@ from hfusion.core.errors import PlanError
 from hfusion.core.program import Kind, Part, Program, Slot
 from hfusion.passes.cost.cost import operators, viewed
 from hfusion.passes.effects import has_effect
-from hfusion.passes.partition.place import place
+from hfusion.passes.partition.retarget import retarget_device
 from hfusion.passes.regions import regions
 
 _BORDERS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
@@ -121,7 +121,7 @@ class _Cutting:
         graph.lint()
         code = regions(fx.GraphModule(torch.nn.Module(), graph), self.members)
         return Part(
-            cache(lambda device: place(code, device).forward),
+            cache(lambda device: retarget_device(code, device).forward),
             tuple(self.slots[node] for node in keys),
             tuple(node.name for node in takes),
             tuple(node.name for node in gives),

@@ -268,9 +268,7 @@ def test_steady_steps_are_read_from_a_timeline() -> None:
                 (Act.LOAD, 0, 0.5),
                 (Act.BACKWARD, 0, 1.5),
                 (Act.STEP, 0, 0.5),
-                # In two pieces.
-                (Act.EVICT, 0, 0.125),
-                (Act.EVICT, 0, 0.125),
+                (Act.EVICT, 0, 0.25),
             ]
         ):
             begin = start + index * length / 2

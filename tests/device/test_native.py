@@ -14,11 +14,10 @@ from hfusion.device import native
 from hfusion.device.cache import write_sealed
 from hfusion.ops import rnn
 from hfusion.optim import native as kernels
-from hfusion.runtime import copying
 from tests.device.test_cache import ATTACKS
 
 
-@pytest.mark.parametrize("source", [kernels.SOURCE, rnn.SOURCE, copying.SOURCE], ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", [kernels.SOURCE, rnn.SOURCE], ids=lambda source: source.stem)
 def test_a_library_is_compiled_once(source: Path, compiler: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     assert isinstance(native.build(source, compiler, folder), ctypes.CDLL)

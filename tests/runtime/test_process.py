@@ -22,8 +22,10 @@ def test_many_compute_at_a_time() -> None:
         assert sorted(job.result() for job in [pool.submit(compute), pool.submit(compute)]) == [0, 1]
 
 
-@pytest.mark.parametrize(("first", "second"), [("computing", "alone"), ("alone", "computing"), ("alone", "alone")])
-def test_who_is_alone_is_alone(first: str, second: str) -> None:
+@pytest.mark.parametrize(
+    ("first", "second"), [("computing", "exclusive"), ("exclusive", "computing"), ("exclusive", "exclusive")]
+)
+def test_who_is_exclusive_is_alone(first: str, second: str) -> None:
     gate, inside, order = Gate(), Event(), []
 
     def enter() -> None:
@@ -43,13 +45,13 @@ def test_who_is_alone_is_alone(first: str, second: str) -> None:
     assert order == [first, second]
 
 
-@pytest.mark.parametrize("way", ["computing", "alone"])
+@pytest.mark.parametrize("way", ["computing", "exclusive"])
 def test_an_error_opens_the_gate_again(way: str) -> None:
     gate = Gate()
     for _ in range(2):
         with pytest.raises(ValueError, match="inside"), getattr(gate, way)():
             raise ValueError("inside")
-    with gate.alone():
+    with gate.exclusive():
         pass
 
 

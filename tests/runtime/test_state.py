@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 
 import pytest
 import torch
@@ -10,13 +11,13 @@ from torch import nn
 import hfusion as hf
 from hfusion.core.errors import SpillError
 from hfusion.core.program import Kind, Slot
-from hfusion.runtime.copying import Move, Moves, copy_now
-from hfusion.runtime.home import Section
+from hfusion.runtime.copying import copy_now
+from hfusion.runtime.host_store import STATE
 from hfusion.runtime.state import Holding, State, holdings
+from hfusion.schedule.actions import Section
 
 CPU = torch.device("cpu")
-WEIGHTS, OPTIMIZER, GRADIENTS = Section
-ALL = (WEIGHTS, OPTIMIZER, GRADIENTS)
+WEIGHTS, OPTIMIZER, GRADIENTS = ALL = STATE
 
 
 def slot(name: str, kind: Kind = Kind.PARAMETER) -> Slot:
@@ -99,13 +100,16 @@ class Subject:
             assert all(torch.equal(ours[key], alone[key]) for key in alone)
 
 
-def flat(moves: Mapping[Section, list[Move]]) -> list[Move]:
-    return [move for found in moves.values() for move in found]
+def load(state: State, shard: int, sections: tuple[Section, ...]) -> None:
+    """Bring a shard to the device."""
+    copy_now(state.load(shard, sections, CPU))
+    state.loaded(shard)
 
 
 def put_away(state: State, shard: int) -> None:
     """Evict a shard, and write back what changed."""
-    copy_now(flat(state.evict(shard)))
+    copy_now(state.evict(shard))
+    state.left(shard)
 
 
 @pytest.fixture(params=["host", "disk"])
@@ -126,12 +130,12 @@ def test_at_home_the_array_lies_in_the_shards(subject: Subject) -> None:
 
 def test_an_update_is_written_back_when_the_shard_leaves(subject: Subject) -> None:
     before = subject.array.state_dict()["tied"].clone()
-    copy_now(subject.state.load(0, ALL, CPU))
+    load(subject.state, 0, ALL)
     subject.step(0, ["tied"])
     put_away(subject.state, 0)
     assert not torch.equal(subject.array.state_dict()["tied"], before)
     subject.check()
-    copy_now(subject.state.load(1, ALL, CPU))
+    load(subject.state, 1, ALL)
     assert torch.equal(subject.state.tensor(1, "tied"), subject.alone.get_parameter("tied"))
     subject.step(1, ["last"])
     put_away(subject.state, 1)
@@ -140,7 +144,7 @@ def test_an_update_is_written_back_when_the_shard_leaves(subject: Subject) -> No
 
 
 def test_what_did_not_change_is_not_written_back(subject: Subject) -> None:
-    copy_now(subject.state.load(0, ALL, CPU))
+    load(subject.state, 0, ALL)
     subject.state.tensor(0, "tied").zero_()
     put_away(subject.state, 0)
     subject.check()
@@ -148,11 +152,11 @@ def test_what_did_not_change_is_not_written_back(subject: Subject) -> None:
 
 def test_gradients_that_are_kept_outlive_the_visit(subject: Subject) -> None:
     state = subject.state
-    copy_now(state.load(0, (WEIGHTS, GRADIENTS), CPU))
+    load(state, 0, (WEIGHTS, GRADIENTS))
     state.gradient(0, "tied").fill_(3)
     state.keep_gradient(0, "tied")
     put_away(state, 0)
-    copy_now(state.load(0, ALL, CPU))
+    load(state, 0, ALL)
     assert state.gradient(0, "tied").unique().tolist() == [3]
     put_away(state, 0)
     subject.check()
@@ -160,8 +164,8 @@ def test_gradients_that_are_kept_outlive_the_visit(subject: Subject) -> None:
 
 def test_a_borrowed_buffer_goes_home_at_once_and_is_fetched_again(subject: Subject) -> None:
     state = subject.state
-    copy_now(state.load(0, (WEIGHTS,), CPU))
-    copy_now(state.load(1, (WEIGHTS,), CPU))
+    load(state, 0, (WEIGHTS,))
+    load(state, 1, (WEIGHTS,))
     state.tensor(1, "count").fill_(5)
     state.wrote(1, ["count"])
     assert state.tensor(0, "count").unique().tolist() == [5]
@@ -178,40 +182,30 @@ def test_a_borrowed_buffer_goes_home_at_once_and_is_fetched_again(subject: Subje
 def test_who_needs_a_shard_that_leaves_waits_until_it_is_at_home(subject: Subject) -> None:
     state = subject.state
     for shard in range(2):
-        copy_now(state.load(shard, (WEIGHTS,), CPU))
+        load(state, shard, (WEIGHTS,))
     state.tensor(0, "count").fill_(5)
     state.wrote(0, ["count"])
-    leaving = Leaving(flat(state.evict(0)))
-    state.leaves(0, leaving)
-    state.refresh(1, ["count"])
+    moves = state.evict(0)
+
+    def arrive() -> None:
+        sleep(0.05)
+        copy_now(moves)
+        state.left(0)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(arrive)
+        state.refresh(1, ["count"])
     assert state.tensor(1, "count").unique().tolist() == [5]
     state.tensor(1, "count").fill_(6)
     state.wrote(1, ["count"])
-    assert leaving.waited == 1
-    copy_now(state.load(0, (WEIGHTS,), CPU))
+    load(state, 0, (WEIGHTS,))
     assert state.tensor(0, "count").unique().tolist() == [6]
-
-
-class Leaving:
-    """Copies that take place as late as they can."""
-
-    def __init__(self, moves: Moves) -> None:
-        self._moves = moves
-        self.waited = 0
-
-    def done(self, moves: int | None = None) -> bool:
-        return False
-
-    def wait(self, moves: int | None = None) -> tuple[float, float]:
-        self.waited += 1
-        copy_now(self._moves)
-        return 0.0, 0.0
 
 
 def test_together_a_shard_uses_anothers_tensors_where_they_are() -> None:
     subject = Subject(None, together=True)
     for shard in range(2):
-        copy_now(subject.state.load(shard, ALL, CPU))
+        load(subject.state, shard, ALL)
     tied = subject.state.tensor(1, "tied")
     assert tied.data_ptr() == subject.state.tensor(0, "tied").data_ptr()
     subject.step(0, ["tied"])
@@ -220,11 +214,11 @@ def test_together_a_shard_uses_anothers_tensors_where_they_are() -> None:
 
 @pytest.mark.parametrize("loaded", [False, True])
 def test_in_the_end_every_tensor_has_memory_of_its_own(subject: Subject, loaded: bool) -> None:
-    copy_now(subject.state.load(0, ALL, CPU))
+    load(subject.state, 0, ALL)
     subject.step(0, ["tied"])
     put_away(subject.state, 0)
     if loaded:
-        copy_now(subject.state.load(1, ALL, CPU))
+        load(subject.state, 1, ALL)
     subject.state.close()
     subject.check()
     entries = subject.optimizer.state.values()

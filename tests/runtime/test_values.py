@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfusion.core.tree import leaves
 from hfusion.runtime.copying import copy_now
-from hfusion.runtime.values import Bundle, Restored, detached, spill, tracked
+from hfusion.runtime.values import Bundle, detached, restore, spill, tracked
 
 CPU = torch.device("cpu")
 
@@ -21,9 +21,9 @@ def spilled(values: dict[str, Any]) -> Bundle:
 
 
 def restored(bundle: Bundle, names: list[str]) -> dict[str, Any]:
-    found = Restored(bundle, names, CPU)
-    copy_now(found.moves)
-    return found.values
+    found, moves = restore(bundle, names, CPU)
+    copy_now(moves)
+    return found
 
 
 BASE = torch.arange(24.0).view(4, 6)
@@ -148,22 +148,3 @@ def test_numbers_that_are_equal_may_be_others() -> None:
     first = spilled({"x": BASE, "n": 0.0})
     other, _ = spill({"x": BASE, "n": -0.0}, first, pinned=False)
     assert math.copysign(1.0, other.values["n"]) == -1.0
-
-
-def test_memory_is_given_back_and_filled_again_under_the_same_tensors() -> None:
-    bundle = spilled({"x": BASE, "rows": (BASE[1], BASE[2:]), "y": torch.ones(3)})
-    there = Restored(bundle, ["rows", "y"], CPU)
-    copy_now(there.moves)
-    row = there.values["rows"][0]
-    assert there.give()
-    assert row.untyped_storage().nbytes() == 0
-    assert there.fits(bundle, ["rows", "y"], CPU)
-    assert not there.fits(bundle, ["rows"], CPU)
-    assert not there.fits(spilled({"x": BASE}), ["rows", "y"], CPU)
-    there.take()
-    copy_now(there.moves)
-    assert row is there.values["rows"][0]
-    assert torch.equal(row, BASE[1])
-    seen = there.values["y"].view(3, 1)
-    assert not there.give()
-    assert seen.flatten().tolist() == [1, 1, 1]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hfusion.schedule.actions import Act, Action, ActionError, Section
 from hfusion.schedule.lower import Resident, Spilled, levels, lower, need
-from hfusion.schedule.plan import Phase, TaskPlan
+from hfusion.schedule.plan import TaskPlan
 from tests.shards import shard, task, tasks
 
 ACTIONS = st.builds(
@@ -22,12 +22,6 @@ ACTIONS = st.builds(
     st.floats(0, 1e300),
     st.lists(st.integers(), max_size=3).map(tuple),
 )
-WAYS = {
-    Act.FORWARD: Phase.FORWARD,
-    Act.RECOMPUTE: Phase.BACKWARD,
-    Act.BACKWARD: Phase.BACKWARD,
-    Act.EVALUATE: Phase.EVALUATE,
-}
 
 
 @given(ACTIONS)
@@ -47,35 +41,51 @@ def lowered(made: TaskPlan, *, evaluate: bool = False) -> tuple[Action, ...]:
     return lower(made.shards, memory, accumulate=made.accumulate > 1, clip=made.clipped, evaluate=evaluate)
 
 
+def boundary(made: TaskPlan, index: int) -> int:
+    """Bytes at the cut before a shard."""
+    return made.shards[index - 1].boundary if index else 0
+
+
+def alone(made: TaskPlan, action: Action) -> int:
+    """Bytes on the device while a spilled task computes, by definition: state, both cuts, what the act works with."""
+    part, last = made.shards[action.shard], action.shard == len(made.shards) - 1
+    carried = part.gradients if made.carried else 0
+    cuts = boundary(made, action.shard) + part.boundary
+    state = part.weights + carried + (0 if made.clipped else part.optimizer)
+    if made.kept and last:
+        state = part.weights + part.optimizer + carried
+    beside = made.host_bytes(len(made.shards) - 1) if made.kept and not last else 0
+    if action.act is Act.STEP and made.clipped:
+        return beside + part.weights + part.optimizer + part.gradients
+    works = {
+        Act.FORWARD: part.workspace + (part.activations if last else 0),
+        Act.EVALUATE: part.workspace,
+        Act.STEP: 0,
+    }.get(action.act, max(part.peak, part.activations) if last else part.peak)
+    if action.act is Act.STEP:
+        return beside + state + (0 if last else cuts)
+    if action.act is Act.EVALUATE or (action.act is Act.FORWARD and not last):
+        state = state if made.kept and last else part.weights
+    return beside + state + cuts + works
+
+
+def whole(made: TaskPlan, action: Action) -> int:
+    """Bytes while a resident task computes, by definition: all shards with what they save, what the act works with."""
+    part = made.shards[action.shard]
+    held = sum(made.host_bytes(each.index) + each.activations + each.boundary for each in made.shards)
+    more = {Act.STEP: 0, Act.BACKWARD: max(0, part.peak - part.activations)}
+    return held + more.get(action.act, part.workspace)
+
+
 @given(tasks("a"))
-def test_the_bytes_are_those_of_the_plan(made: TaskPlan) -> None:
+def test_the_bytes_on_the_device_are_those_of_the_definition(made: TaskPlan) -> None:
     lists = [lowered(made)] + ([lowered(made, evaluate=True)] if made.evaluated else [])
     assert made.device_bytes == max(map(need, lists))
     for actions in lists:
         for action, level in zip(actions, levels(actions), strict=True):
-            way = WAYS.get(action.act, Phase.UPDATE if made.clipped else Phase.BACKWARD)
-            unit = (way, action.shard)
-            if action.act.lane != "compute" or (action.act is Act.STEP and not made.clipped):
-                continue
-            if made.resident:
-                held = sum(made.held_bytes(way, part.index) for part in made.shards)
-            else:
-                held = made.held_bytes(*unit) + made.beside_bytes(action.shard)
-            assert level == held + made.extra_bytes(*unit)
-    assert all(sum(action.takes - action.frees for action in actions) == 0 for actions in lists)
-
-
-@given(tasks("a"))
-def test_what_moves_is_what_the_plan_moves(made: TaskPlan) -> None:
-    """What is pinned moves when its task comes and leaves only."""
-    actions = lowered(made)
-    coming = [part.index for part in made.shards if not (made.resident or made.keeps(part.index))]
-    ways = [way for way in made.phases if way is not Phase.EVALUATE]
-    for act, said in ((Act.LOAD, made.in_bytes), (Act.EVICT, made.out_bytes)):
-        for index in coming:
-            moved = sum(action.moves for action in actions if (action.act, action.shard) == (act, index))
-            skipped = Phase.FORWARD if act is Act.EVICT and made.turns(index) else None
-            assert moved == sum(said(way, index) for way in ways if way is not skipped)
+            if action.act.lane == "compute":
+                assert level == (whole if made.resident else alone)(made, action)
+        assert sum(action.takes - action.frees for action in actions) == 0
 
 
 @given(tasks("a"))

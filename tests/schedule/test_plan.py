@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ FORWARD, BACKWARD, UPDATE, EVALUATE = Phase
 def test_bytes_of_a_shard_at_rest() -> None:
     """Gradients are among them if they outlive their unit."""
     sizes = {"weights": 1, "gradients": 2, "optimizer": 4}
-    assert [task("a", clipped=clipped, **sizes).home_bytes(0) for clipped in (False, True)] == [5, 7]
+    assert [task("a", clipped=clipped, **sizes).host_bytes(0) for clipped in (False, True)] == [5, 7]
     assert shard(0).seconds == 3.0
 
 
@@ -52,14 +52,10 @@ def test_units_and_their_seconds_are_those_of_the_minibatches(made: TaskPlan) ->
     assert units == by_definition(made)
     assert made.update_count * len(made.shards) == sum(unit.updates for unit in units)
     assert {unit.step for unit in units if unit.updates} == {step for step in range(made.steps) if made.closes(step)}
-    assert {unit.phase for unit in units} == set(made.phases)
     assert made.seconds == pytest.approx(sum(made.unit_seconds(unit) for unit in units))
-    bytes_of = [
-        made.held_bytes(u.phase, u.shard) + made.extra_bytes(u.phase, u.shard) + made.beside_bytes(u.shard)
-        for u in units
-    ]
-    assert made.device_bytes >= max(bytes_of)
-    assert made.resident or made.device_bytes == max(bytes_of)
+    counted = Counter((unit.phase, unit.shard, unit.updates) for unit in units)
+    assert made.counts == counted
+    assert made.device_bytes >= max(made.turn(unit).evict.frees + made.turn(unit).extra for unit in units)
 
 
 def kinds(made: TaskPlan) -> str:
@@ -95,63 +91,47 @@ CUTS = {"workspace": 7, "boundary": 10}
     [
         (1, False, FORWARD, 1, 1010, 17, 1010, 10),
         (1, False, BACKWARD, 1, 1420, 257, 1420, 1110),
-        (1, False, FORWARD, 2, 1400, 67, 1410, 0),
-        (1, False, BACKWARD, 2, 1400, 267, 0, 1110),
+        (1, False, FORWARD, 2, 1400, 67, 1410, 1110),
+        (1, False, BACKWARD, 2, 1400, 267, None, 1110),
         (2, False, FORWARD, 1, 1010, 17, 1010, 10),
         (2, False, BACKWARD, 1, 1620, 257, 1620, 1310),
-        (2, False, FORWARD, 2, 1600, 67, 1610, 0),
+        (2, False, FORWARD, 2, 1600, 67, 1610, 1310),
         (1, True, BACKWARD, 1, 1220, 257, 1220, 210),
-        (1, True, FORWARD, 2, 1200, 67, 1210, 0),
-        (1, True, BACKWARD, 2, 1200, 267, 0, 210),
+        (1, True, FORWARD, 2, 1200, 67, 1210, 210),
+        (1, True, BACKWARD, 2, 1200, 267, None, 210),
         (1, True, UPDATE, 1, 1600, 0, 1600, 1100),
         (1, False, EVALUATE, 1, 1010, 17, 1010, 10),
         (1, False, EVALUATE, 2, 1010, 7, 1010, 0),
     ],
 )
-def test_bytes_of_a_spilled_unit(
+def test_what_a_spilled_unit_does(
     accumulate: int,
     clipped: bool,
     phase: Phase,
     index: int,
     held: int,
     extra: int,
-    moved_in: int,
+    moved_in: int | None,
     moved_out: int,
 ) -> None:
+    """The last shard is loaded for its forward, and evicted after its backward."""
     made = task("a", 3, resident=False, accumulate=accumulate, clipped=clipped, **SPILLED, **CUTS)
-    unit = (phase, index)
-    assert (made.held_bytes(*unit), made.extra_bytes(*unit)) == (held, extra)
-    assert (made.in_bytes(*unit), made.out_bytes(*unit)) == (moved_in, moved_out)
-
-
-def test_a_backward_that_recomputes_takes_its_room_in_two_steps() -> None:
-    """Activations and workspace first: 50 + 7 of the 257 bytes of its peak, or all of a smaller one."""
-    made = task("a", 3, resident=False, **SPILLED, **CUTS)
-    assert [made.recomputes(BACKWARD, index) for index in range(3)] == [True, True, False]
-    assert not any(made.recomputes(way, 0) for way in (FORWARD, UPDATE, EVALUATE))
-    assert made.again_bytes(1) == 57
-    assert task("a", 3, resident=False, **(SPILLED | {"peak": 20})).again_bytes(1) == 20
-    assert not any(replace(made, resident=True).recomputes(BACKWARD, index) for index in range(3))
-
-
-def test_what_turns_leaves_its_activations_to_its_backward() -> None:
-    """Those, with the values at both its cuts; the unit before the backward has taken them."""
-    made = task("a", 3, resident=False, **SPILLED, **CUTS)
-    assert [made.fresh_bytes(way, 2) for way in (FORWARD, BACKWARD)] == [67, 207]
-    assert [made.freed_bytes(way, 2) for way in (FORWARD, BACKWARD)] == [7, 267]
-    assert made.fresh_bytes(BACKWARD, 1) == made.freed_bytes(BACKWARD, 1) == made.extra_bytes(BACKWARD, 1)
+    turn = made.turns[phase, index]
+    assert (turn.evict.frees, turn.extra, turn.evict.moves) == (held, extra, moved_out)
+    assert (None if turn.load is None else turn.load.moves) == moved_in
+    assert turn.ends == ((phase, index) != (FORWARD, 2))
 
 
 @pytest.mark.parametrize(("clipped", "home"), [(False, 1400), (True, 1600)])
 def test_a_kept_shard_holds_the_same_in_every_unit(clipped: bool, home: int) -> None:
     made = task("a", 3, resident=False, clipped=clipped, evaluated=1, kept=True, **SPILLED, **CUTS)
     other = replace(made, kept=False)
-    assert {made.held_bytes(way, 2) for way in Phase} == {home}
-    assert [made.extra_bytes(way, 2) for way in Phase] == [67, 267, 0, 17]
-    assert [made.beside_bytes(index) for index in range(3)] == [home, home, 0]
-    assert made.device_bytes == home + max(other.held_bytes(way, 1) + other.extra_bytes(way, 1) for way in made.phases)
-    units = [Unit("a", 0, way, 2, False) for way in Phase]
-    assert all(made.stays(before, after) for before in units for after in units)
+    assert [made.host_bytes(2), made.pins[2].takes] == [home, home]
+    phases = [phase for phase in Phase if (phase, 2) in made.turns]
+    assert {made.turns[phase, 2].evict.frees for phase in phases} == {home}
+    assert not any(made.turns[phase, 2].load or made.turns[phase, 2].ends for phase in phases)
+    middle = [other.turns[phase, 1] for phase in phases]
+    assert made.device_bytes == home + max(turn.evict.frees + turn.extra for turn in middle)
 
 
 def test_a_kept_shard_does_not_move() -> None:
@@ -161,16 +141,16 @@ def test_a_kept_shard_does_not_move() -> None:
     assert made.moved_bytes == (first_in + middle_in, first_out + middle_out)
     assert replace(made, kept=False).moved_bytes == (first_in + middle_in + 1410, first_out + middle_out + 1110)
     assert replace(made, resident=True).moved_bytes == (0, 0)
-    assert not replace(made, resident=True).keeps(2)
+    assert (made.pinned, replace(made, resident=True).pinned) == ({2}, {0, 1, 2})
 
 
-def test_a_resident_task_holds_the_same_in_every_unit() -> None:
-    made = task("a", 3, clipped=True, **SPILLED, **CUTS)
-    assert {made.held_bytes(way, 1) for way in Phase} == {1660}
-    assert [made.extra_bytes(way, 1) for way in Phase] == [7, 207, 0, 7]
-    assert [made.in_bytes(way, 1) for way in Phase] == [1610, 1620, 1600, 1610]
-    assert [made.out_bytes(way, 1) for way in Phase] == [1610, 1610, 1600, 1610]
-    assert made.device_bytes == 1660 + 1660 + 1650 + 207
+def test_updates_and_evaluations_move_as_often_as_they_come() -> None:
+    made = task("a", 1, steps=4, epoch=2, resident=False, clipped=True, accumulate=2, evaluated=1, **SPILLED, **CUTS)
+    (forward, update, evaluation) = (made.turns[phase, 0].load for phase in (FORWARD, UPDATE, EVALUATE))
+    assert forward is not None
+    assert update is not None
+    assert evaluation is not None
+    assert made.moved_bytes[0] == forward.moves + update.moves / 2 + evaluation.moves / 2
 
 
 def test_clipping_leaves_the_optimizer_out_of_the_backward() -> None:
@@ -180,24 +160,10 @@ def test_clipping_leaves_the_optimizer_out_of_the_backward() -> None:
     assert clipped.device_bytes == 10 + 10 + 100
 
 
-def test_an_update_needs_its_shard_anew() -> None:
-    made = task("a", 1, steps=2, accumulate=2, clipped=True)
-    units = [made.unit(number) for number in range(made.units)]
-    assert [made.stays(*pair) for pair in pairwise(units)] == [True, True, True, False]
-    two = task("a", 2)
-    assert [two.stays(*pair) for pair in pairwise(map(two.unit, range(4)))] == [False, True, False]
-
-
-def test_an_evaluation_leaves_what_a_step_needs_away() -> None:
-    made = task("a", 1, steps=2, epoch=1, evaluated=2)
-    units = [made.unit(number) for number in range(5)]
-    assert [made.stays(*pair) for pair in pairwise(units)] == [True, True, True, False]
-
-
 def test_the_last_shard_turns_at_once() -> None:
     made = task("a", 2, epoch=1, evaluated=1)
     units = [made.unit(number) for number in range(made.units)]
-    assert [made.goes_on(unit) for unit in units] == [False, False, True, False, False, False]
+    assert [made.must_follow(unit) for unit in units] == [False, False, True, False, False, False]
 
 
 def test_a_resident_task_holds_all_shards_and_recomputes_nothing() -> None:
@@ -212,28 +178,6 @@ def test_a_spilled_task_needs_its_largest_unit_and_recomputes_all_but_the_last()
     middle_backward = (10 + 1 + 1) + 1 + 1 + 7 + 100
     assert made.device_bytes == middle_backward
     assert made.step_seconds == 9.0 + 2.0
-
-
-def test_a_spilled_forward_needs_no_optimizer_state_except_where_it_turns() -> None:
-    made = task("a", count=2, resident=False, weights=10, optimizer=1000)
-    assert made.held_bytes(FORWARD, 0) == 10
-    assert made.held_bytes(FORWARD, 1) == made.held_bytes(BACKWARD, 1) == 10 + 1000
-
-
-@given(tasks("a"))
-def test_overlapped_is_what_a_unit_needs_with_the_shard_after_it(made: TaskPlan) -> None:
-    if made.resident:
-        return
-    units = [made.unit(number) for number in range(made.units)]
-    found = [
-        made.held_bytes(a.phase, a.shard)
-        + made.extra_bytes(a.phase, a.shard)
-        + made.beside_bytes(a.shard)
-        + (made.held_bytes(b.phase, b.shard) if a.shard != b.shard and not made.keeps(b.shard) else 0)
-        for a, b in pairwise(units)
-    ]
-    assert made.overlapped_bytes >= max(found, default=0)
-    assert made.overlapped_bytes <= 2 * made.device_bytes
 
 
 def test_a_task_that_fits_no_device_names_the_smallest_budget() -> None:

@@ -15,7 +15,7 @@ from hfusion.schedule.actions import Act
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import POLICIES
 from hfusion.schedule.simulate import simulate
-from tests.shards import plans, task
+from tests.shards import overlapped, plans, task
 
 
 @settings(deadline=None, max_examples=150)
@@ -86,7 +86,7 @@ def test_shards_are_loaded_ahead_where_there_is_room_but_not_before_what_they_bo
 
 def test_a_kept_shard_is_loaded_and_evicted_once_by_a_task_alone() -> None:
     made = task("a", 3, steps=5, resident=False, kept=True, evaluated=1)
-    plan = Plan((made,), {"d": made.overlapped_bytes}, 0.5, 0.5)
+    plan = Plan((made,), {"d": overlapped(made)}, 0.5, 0.5)
     timeline = simulate(plan)
     timeline.validate(plan)
     moved = [(action.act, action.shard) for action in timeline.actions if action.act.lane != "compute"]

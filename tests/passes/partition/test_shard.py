@@ -19,8 +19,8 @@ from hfusion.core.errors import PlanError
 from hfusion.core.program import Program
 from hfusion.device.calibrate import Rates
 from hfusion.passes.cost.cost import Line, Step, Weight, line, operators
-from hfusion.passes.partition.runs import Runs
-from hfusion.passes.partition.shard import _shard, cut, sharding, tightest
+from hfusion.passes.partition.segments import Segments
+from hfusion.passes.partition.shard import _between, cut, sharding, tightest
 from hfusion.schedule.plan import Shard, TaskPlan
 from tests.lines import crossing, lines, need
 
@@ -49,17 +49,17 @@ def brute(plain: Line, budget: int, state: float) -> tuple[tuple[int, int] | Non
 
 @given(lines(), st.integers(0, 150), st.sampled_from([0, 1, 2, 0.5]))
 def test_the_cut_is_the_best_of_all(plain: Line, budget: int, state: float) -> None:
-    runs = Runs(plain, state)
+    segments = Segments(plain, state)
     best, smallest = brute(plain, budget, state)
-    cuts = cut(runs, budget)
+    cuts = cut(segments, budget)
     assert (cuts is None) == (best is None)
     if cuts is not None:
         assert (sum(crossing(plain, place) for place in cuts), len(cuts) + 1) == best
         assert all(need(plain, a, b, state) <= budget for a, b in pairwise((0, *cuts, len(plain.steps))))
-    least, first, last = tightest(runs)
+    least, first, last = tightest(segments)
     assert least == smallest == need(plain, first, last, state)
-    assert cut(runs, least) is not None
-    assert cut(runs, least - 1) is None
+    assert cut(segments, least) is not None
+    assert cut(segments, least - 1) is None
 
 
 class Block(nn.Module):
@@ -183,8 +183,9 @@ def test_frozen_are_the_parameters_that_are_not_trained_in_each_shard_that_uses_
     assert len(found) > 1
     assert sum(shard.frozen for shard in found) == frozen
     twice = Line((Step("a"), Step("b"), Step("c")), (), (Weight(7, (0, 2), trained=False, written=False),))
-    cut_there = [_shard(Runs(twice, 2), n, first, last, RATES) for n, (first, last) in enumerate(pairwise(range(4)))]
+    cut_there = _between(Segments(twice, 2), [1, 2], RATES)
     assert [shard.frozen for shard in cut_there] == [7, 0, 7]
+    assert [shard.borrows for shard in cut_there] == [(), (), (0,)]
 
 
 class Sequence(nn.Module):

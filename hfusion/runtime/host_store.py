@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -19,19 +18,15 @@ import torch
 from torch import Tensor
 
 from hfusion.core.errors import SpillError
-from hfusion.runtime.block import Block
 from hfusion.runtime.copying import Move
+from hfusion.schedule.actions import Section
 
 # As torch aligns its own allocations: kernels must not see another alignment than in plain training.
 _ALIGNMENT = 64
 
 
-class Section(IntEnum):
-    """A part of a shard's buffer."""
-
-    WEIGHTS = 0
-    OPTIMIZER = 1
-    GRADIENTS = 2
+# What a shard has at rest, in the order of its buffer.
+STATE = (Section.WEIGHTS, Section.OPTIMIZER, Section.GRADIENTS)
 
 
 @dataclass(frozen=True)
@@ -63,17 +58,17 @@ class Layout:
     """Where the tensors of a shard lie; ``sizes`` are the bytes of the sections."""
 
     fields: tuple[Field, ...]
-    sizes: tuple[int, int, int]
+    sizes: tuple[int, ...]
 
     @staticmethod
     def of(tensors: Mapping[Section, Mapping[str, Tensor]]) -> Layout:
-        fields, sizes = [], [0, 0, 0]
-        for section in Section:
+        fields, sizes = [], dict.fromkeys(STATE, 0)
+        for section in STATE:
             for name, tensor in tensors[section].items():
                 field = Field(name, section, sizes[section], tensor.shape, tensor.dtype)
                 fields.append(field)
                 sizes[section] += field.room
-        return Layout(tuple(fields), (sizes[0], sizes[1], sizes[2]))
+        return Layout(tuple(fields), tuple(sizes.values()))
 
     @cached_property
     def _neighbours(self) -> list[tuple[Section, list[Field]]]:
@@ -83,7 +78,7 @@ class Layout:
 
     def buffers(self, buffer: Tensor) -> dict[Section, Tensor]:
         """The sections in a buffer that holds them one after the other."""
-        return dict(zip(Section, buffer.split(self.sizes), strict=True))
+        return dict(zip(STATE, buffer.split(self.sizes), strict=True))
 
     def views(self, buffers: Mapping[Section, Tensor]) -> dict[Section, dict[str, Tensor]]:
         """The tensors by name in buffers of sections.
@@ -102,7 +97,7 @@ class Layout:
         return found
 
 
-class Home:
+class HostStore:
     """A shard at rest. ``views`` are the tensors by section and name."""
 
     def __init__(self, tensors: Mapping[Section, Mapping[str, Tensor]], *, pinned: bool, file: Path | None) -> None:
@@ -111,64 +106,29 @@ class Home:
         buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned) if file is None else _mapped(file, size)
         self._buffers = self.layout.buffers(buffer)
         self.views = self.layout.views(self._buffers)
-        for section in Section:
+        for section in STATE:
             for name, tensor in tensors[section].items():
                 self.views[section][name].copy_(tensor.detach())
-        self._dropped: dict[tuple[tuple[Section, ...], torch.device], Copy] = {}
 
-    def load(self, sections: tuple[Section, ...], device: torch.device) -> Copy:
+    def load(self, sections: Collection[Section], device: torch.device) -> Copy:
         """Memory for ``sections`` on ``device``; the ``moves`` of the copy fill it."""
-        copy = self._dropped.pop((sections, device), None)
-        if copy is None:
-            return Copy(self.layout, {section: self._buffers[section] for section in sections}, device)
-        copy.take()
-        return copy
-
-    def drop(self, copy: Copy, sections: Sequence[Section]) -> None:
-        """Give the memory of ``sections`` of a copy back, which are neither read nor written any longer."""
-        if copy.give(sections):
-            self._dropped[copy.sections, copy.device] = copy
+        return Copy(self.layout, {section: self._buffers[section] for section in STATE if section in sections}, device)
 
     def save(self, copy: Copy, section: Section, names: Sequence[str]) -> list[Move]:
         """What must be copied to write tensors of ``copy`` back: one piece, if it is the whole section."""
         if names and len(names) == len(self.views[section]):
-            here, home, size = copy.pieces[section]
-            return [Move(home, here, size)]
+            return [Move(self._buffers[section], copy.buffers[section])]
         return [Move.of(self.views[section][name], copy.views[section][name]) for name in names]
 
 
 class Copy:
-    """Some sections of a shard on a device: a buffer each, in ``pieces`` with what is at home, and their ``views``.
+    """Some sections of a shard on a device, and their ``views``; ``moves`` fill them."""
 
-    The memory is given back and taken again, see `Block`; ``moves`` fill it.
-    """
-
-    def __init__(self, layout: Layout, home: Mapping[Section, Tensor], device: torch.device) -> None:
-        self.sections = tuple(home)
+    def __init__(self, layout: Layout, host: Mapping[Section, Tensor], device: torch.device) -> None:
         self.device = device
-        self.pieces = {
-            section: Move.of(torch.empty(len(source), dtype=torch.uint8, device=device), source)
-            for section, source in home.items()
-        }
-        self.views = layout.views({section: move.target for section, move in self.pieces.items()})
-        self._blocks = {section: Block(move.target.untyped_storage()) for section, move in self.pieces.items()}
-        self._given: set[Section] = set()
-
-    @property
-    def moves(self) -> list[Move]:
-        """What must be copied to fill it."""
-        return list(self.pieces.values())
-
-    def take(self) -> None:
-        """Take memory again."""
-        for block in self._blocks.values():
-            block.take()
-        self._given.clear()
-
-    def give(self, sections: Sequence[Section]) -> bool:
-        """Give the memory of ``sections`` back; whether all of it is given back and can be taken again."""
-        self._given.update(section for section in sections if self._blocks[section].give())
-        return len(self._given) == len(self.sections)
+        self.buffers = {s: torch.empty(len(source), dtype=torch.uint8, device=device) for s, source in host.items()}
+        self.views = layout.views(self.buffers)
+        self.moves = [Move(self.buffers[section], source) for section, source in host.items()]
 
 
 def _mapped(file: Path, size: int) -> Tensor:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from hfusion.core.errors import SpillError
 from hfusion.runtime.copying import copy_now
-from hfusion.runtime.home import Copy, Home, Layout, Section
+from hfusion.runtime.host_store import STATE, Copy, HostStore, Layout
+from hfusion.schedule.actions import Section
 
 CPU = torch.device("cpu")
-WEIGHTS, OPTIMIZER, GRADIENTS = Section
+WEIGHTS, OPTIMIZER, GRADIENTS = STATE
 ALIGNMENT = 64
 
 
@@ -34,15 +35,15 @@ def tensors() -> dict[Section, dict[str, Tensor]]:
 ORDERS = [(WEIGHTS,), (WEIGHTS, OPTIMIZER), (WEIGHTS, GRADIENTS), (WEIGHTS, OPTIMIZER, GRADIENTS), (GRADIENTS,)]
 
 
-def loaded(home: Home, sections: tuple[Section, ...]) -> Copy:
+def loaded(home: HostStore, sections: tuple[Section, ...]) -> Copy:
     copy = home.load(sections, CPU)
     copy_now(copy.moves)
     return copy
 
 
 @pytest.fixture(params=["host", "disk"])
-def home(request: pytest.FixtureRequest, tmp_path: Path) -> Home:
-    return Home(tensors(), pinned=False, file=tmp_path / "0.safetensors" if request.param == "disk" else None)
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> HostStore:
+    return HostStore(tensors(), pinned=False, file=tmp_path / "0.safetensors" if request.param == "disk" else None)
 
 
 def test_the_layout_aligns_every_tensor() -> None:
@@ -53,9 +54,9 @@ def test_the_layout_aligns_every_tensor() -> None:
 
 
 @pytest.mark.parametrize("sections", ORDERS, ids=str)
-def test_load_gives_what_is_at_home(home: Home, sections: tuple[Section, ...]) -> None:
+def test_load_gives_what_is_at_home(home: HostStore, sections: tuple[Section, ...]) -> None:
     copy = loaded(home, sections)
-    assert tuple(copy.pieces) == tuple(copy.views) == sections
+    assert tuple(copy.buffers) == tuple(copy.views) == sections
     for section in sections:
         expected = tensors()[section]
         assert list(copy.views[section]) == list(expected)
@@ -69,43 +70,7 @@ def test_load_gives_what_is_at_home(home: Home, sections: tuple[Section, ...]) -
     assert torch.equal(home.views[sections[0]]["w"], tensors()[sections[0]]["w"])
 
 
-def test_a_copy_that_was_dropped_is_filled_again_under_the_same_views(home: Home) -> None:
-    copy = loaded(home, tuple(Section))
-    views = [view for section in Section for view in copy.views[section].values()]
-    home.drop(copy, copy.sections)
-    assert copy.views[WEIGHTS]["w"].untyped_storage().nbytes() == 0
-    assert loaded(home, (WEIGHTS,)) is not copy
-    home.views[WEIGHTS]["w"].fill_(3)
-    again = loaded(home, tuple(Section))
-    assert all(a is b for a, b in zip(views, [v for s in Section for v in again.views[s].values()], strict=True))
-    for section in Section:
-        for name, tensor in home.views[section].items():
-            assert torch.equal(again.views[section][name], tensor)
-
-
-def test_a_section_that_left_gives_its_memory_back_alone(home: Home) -> None:
-    copy = loaded(home, (WEIGHTS, OPTIMIZER))
-    home.drop(copy, [WEIGHTS])
-    assert copy.views[WEIGHTS]["w"].untyped_storage().nbytes() == 0
-    assert torch.equal(copy.views[OPTIMIZER]["w exp_avg"], tensors()[OPTIMIZER]["w exp_avg"])
-    assert home.load((WEIGHTS, OPTIMIZER), CPU) is not copy
-    home.drop(copy, [OPTIMIZER])
-    assert loaded(home, (WEIGHTS, OPTIMIZER)) is copy
-    for section in copy.sections:
-        assert all(torch.equal(copy.views[section][name], tensor) for name, tensor in tensors()[section].items())
-
-
-def test_memory_that_others_see_is_theirs(home: Home) -> None:
-    copy = loaded(home, (WEIGHTS,))
-    kept = copy.views[WEIGHTS]["w"].detach()[1:]
-    home.drop(copy, copy.sections)
-    again = loaded(home, (WEIGHTS,))
-    assert again is not copy
-    again.views[WEIGHTS]["w"].zero_()
-    assert torch.equal(kept, tensors()[WEIGHTS]["w"][1:])
-
-
-def test_save_writes_back_what_is_named(home: Home) -> None:
+def test_save_writes_back_what_is_named(home: HostStore) -> None:
     copy = loaded(home, (WEIGHTS, GRADIENTS))
     for section in copy.views:
         for tensor in copy.views[section].values():
@@ -121,15 +86,15 @@ def test_save_writes_back_what_is_named(home: Home) -> None:
 
 
 def test_a_home_of_nothing(tmp_path: Path) -> None:
-    nothing: dict[Section, dict[str, Tensor]] = {section: {} for section in Section}
+    nothing: dict[Section, dict[str, Tensor]] = {section: {} for section in STATE}
     for file in (None, tmp_path / "0.safetensors"):
-        home = Home(nothing, pinned=False, file=file)
+        home = HostStore(nothing, pinned=False, file=file)
         assert sum(home.layout.sizes) == 0
-        assert loaded(home, tuple(Section)).views == {section: {} for section in Section}
+        assert loaded(home, STATE).views == {section: {} for section in STATE}
 
 
 def test_writing_to_one_tensor_is_no_writing_to_the_others_for_autograd() -> None:
-    home = Home(tensors(), pinned=False, file=None)
+    home = HostStore(tensors(), pinned=False, file=None)
     views = loaded(home, (WEIGHTS,)).views[WEIGHTS]
     weight = views["w"].requires_grad_()
     result = (weight * weight).sum()
@@ -140,7 +105,7 @@ def test_writing_to_one_tensor_is_no_writing_to_the_others_for_autograd() -> Non
 
 def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
     file = tmp_path / "0.safetensors"
-    home = Home(tensors(), pinned=False, file=file)
+    home = HostStore(tensors(), pinned=False, file=file)
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -156,4 +121,4 @@ def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
 def test_a_file_in_a_folder_that_is_gone(tmp_path: Path) -> None:
     words = r"cannot spill [\d,]+ bytes to .*gone/0.safetensors: No such file.*free space.*another folder.*more host"
     with pytest.raises(SpillError, match=words):
-        Home(tensors(), pinned=False, file=tmp_path / "gone" / "0.safetensors")
+        HostStore(tensors(), pinned=False, file=tmp_path / "gone" / "0.safetensors")

@@ -12,7 +12,7 @@ from torch.fx.node import map_aggregate
 from hfusion.core.tree import leaves
 
 
-def place(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+def retarget_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     """``module`` with every device in the arguments of a call replaced by ``device``; itself if none differs."""
     nodes = [node for sub in _graphs(module) for node in sub.graph.nodes]
     if all(found == device for node in nodes for found in leaves((node.args, node.kwargs), torch.device)):

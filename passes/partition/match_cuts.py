@@ -12,7 +12,7 @@ from hfusion.passes.cost.cost import operators
 from hfusion.passes.partition.split import Cut, slots, weight_views
 
 
-def recut(program: Program, names: Mapping[str, str], held: Sequence[frozenset[str]], batch: int) -> list[Cut]:
+def match_cuts(program: Program, names: Mapping[str, str], held: Sequence[frozenset[str]], batch: int) -> list[Cut]:
     """One run of operators for each shard, possibly empty: every operator as early as its tensors allow.
 
     Args:

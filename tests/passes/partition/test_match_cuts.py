@@ -12,7 +12,7 @@ import hfusion as hf
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.program import Kind, Program
 from hfusion.passes.cost.cost import operators
-from hfusion.passes.partition.recut import recut
+from hfusion.passes.partition.match_cuts import match_cuts
 from hfusion.passes.partition.split import Cut, split
 
 
@@ -55,7 +55,7 @@ def layers(*names: str) -> frozenset[str]:
 )
 def test_every_part_uses_what_its_shard_has(held: list[frozenset[str]]) -> None:
     whole = program()
-    cuts = recut(whole, NAMES, held, 3)
+    cuts = match_cuts(whole, NAMES, held, 3)
     assert len(cuts) == len(held)
     assert all(before.last == after.first for before, after in pairwise(cuts))
     assert (cuts[0].first, cuts[-1].last) == (0, len(operators(whole)))
@@ -67,9 +67,9 @@ def test_every_part_uses_what_its_shard_has(held: list[frozenset[str]]) -> None:
 def test_nothing_moves_to_a_later_shard_without_need() -> None:
     whole = program()
     count = len(operators(whole))
-    assert recut(whole, NAMES, [layers("a", "b", "c"), layers("a")], 3) == [Cut(0, count), Cut(count, count)]
+    assert match_cuts(whole, NAMES, [layers("a", "b", "c"), layers("a")], 3) == [Cut(0, count), Cut(count, count)]
 
 
 def test_another_order_is_refused() -> None:
     with pytest.raises(hf.PlanError, match=r"uses a\.\w+.* after tensors of later shards, .*hold the task whole"):
-        recut(program(), NAMES, [layers("a"), layers("b", "c")], 3)
+        match_cuts(program(), NAMES, [layers("a"), layers("b", "c")], 3)

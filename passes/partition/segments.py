@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hfusion.passes.cost.cost import Line, Step, Storage
+from hfusion.device.calibrate import Rates
+from hfusion.passes.cost.cost import Line, Step, Storage, Weight
+from hfusion.schedule.shards import Shard
 
 
-class Run(NamedTuple):
+class Segment(NamedTuple):
     """Bytes of the steps ``[first, last)`` as one shard, as in `Shard`; its cuts come on top.
 
     ``floor``: what a longer run of the same beginning needs at least.
@@ -21,6 +23,7 @@ class Run(NamedTuple):
 
     last: int
     weights: int
+    frozen: int
     gradients: int
     optimizer: int
     activations: int
@@ -35,7 +38,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Runs:
+class Segments:
     """The bytes of every run of steps of a line; ``carried``: gradients outlive their backward, as in `TaskPlan`."""
 
     line: Line
@@ -54,7 +57,7 @@ class Runs:
 
     @cached_property
     def _during(self) -> tuple[int, ...]:
-        """Bytes alive while each step runs, with what it and its backward take for themselves."""
+        """Bytes alive while each step segments, with what it and its backward take for themselves."""
         spans = [(storage.born, storage.last, storage.size) for storage in self.line.storages]
         own = [step.workspace + step.summed for step in self.line.steps]
         return tuple(map(sum, zip(_levels(spans, self.count), own, strict=True)))
@@ -82,30 +85,31 @@ class Runs:
         return tuple(map(tuple, found))
 
     @cached_property
-    def _uses(self) -> tuple[tuple[tuple[int, int, bool], ...], ...]:
-        """Per step the weights that it uses, as (the use before or -1, size, trained)."""
-        found: list[list[tuple[int, int, bool]]] = [[] for _ in range(self.count)]
+    def _uses(self) -> tuple[tuple[tuple[int, Weight], ...], ...]:
+        """Per step the weights that it uses, with the use before or -1."""
+        found: list[list[tuple[int, Weight]]] = [[] for _ in range(self.count)]
         for weight in self.line.weights:
             for before, index in zip((-1, *weight.uses), weight.uses, strict=False):
-                found[index].append((before, weight.size, weight.trained))
+                found[index].append((before, weight))
         return tuple(map(tuple, found))
 
-    def starting(self, first: int) -> Iterator[Run]:
+    def starting(self, first: int) -> Iterator[Segment]:
         """The runs that begin at ``first``, the shortest first.
 
         What is only handed through from one cut to the other is in both cuts, and in neither workspace nor peak.
         """
-        weights = gradients = 0
+        weights = frozen = gradients = 0
         through = self.alive[first]
         growing = _Growing(first, self.count)
         for index in range(first, self.count):
             growing.begin(self.line.steps[index], self._during[index], self._made[index])
-            for before, size, trained in self._uses[index]:
-                new = before < first
-                weights += size if new else 0
-                gradients += size if new and trained else 0
-                if trained:
-                    growing.earns(before + 1, size)
+            for before, weight in self._uses[index]:
+                if before < first:
+                    weights += weight.size
+                    gradients += weight.size if weight.trained else 0
+                    frozen += 0 if weight.written else weight.size
+                if weight.trained:
+                    growing.earns(before + 1, weight.size)
             for storage in self._ends[index]:
                 if storage.born >= first:
                     growing.ends(storage)
@@ -115,13 +119,24 @@ class Runs:
             peak = growing.peak - through + self._owed[index + 1]
             workspace = growing.workspace(keeps=index + 1 == self.count)
             floor = weights + state + max(gradients, growing.activations)
-            yield Run(index + 1, weights, gradients, state, growing.activations, workspace, peak, floor)
+            yield Segment(index + 1, weights, frozen, gradients, state, growing.activations, workspace, peak, floor)
 
-    def state(self, run: Run) -> int:
+    def state(self, run: Segment) -> int:
         """Bytes beside the weights that come and go with the run: optimizer state, gradients if they are carried."""
         return run.optimizer + (run.gradients if self.carried else 0)
 
-    def need(self, first: int, run: Run) -> int:
+    def host_bytes(self, shard: Shard) -> int:
+        """Bytes of a segment at rest."""
+        return shard.weights + shard.optimizer + (shard.gradients if self.carried else 0)
+
+    def shard(self, number: int, first: int, segment: Segment, forward: float, backward: float, rates: Rates) -> Shard:
+        """A segment as the shard of that number, which computes for so many seconds."""
+        sizes = (segment.activations, segment.workspace, segment.peak, self.alive[segment.last])
+        state = (segment.weights, segment.gradients, segment.optimizer)
+        seconds = (forward, backward, segment.stepped / rates.memory)
+        return Shard(number, first, segment.last, *state, *sizes, *seconds, segment.frozen)
+
+    def need(self, first: int, run: Segment) -> int:
         """Bytes on the device to train the run as a spilled shard; as `TaskPlan.device_bytes` counts it."""
         state = self.state(run)
         # The last one turns from forward to backward in place: it comes whole, and keeps its activations.
@@ -134,7 +149,7 @@ class Runs:
 
 
 class _Growing:
-    """Bytes alive while each step of a growing run runs, backward and forward.
+    """Bytes alive while each step of a growing run segments, backward and forward.
 
     Backward a gradient lives from the last use of its value down to where that was made; those at the second cut, with
     which the backward begins, to its end; those of weights from their last use to the end. What is saved is alive down
@@ -149,7 +164,7 @@ class _Growing:
 
     @property
     def peak(self) -> int:
-        """The most while the backward runs."""
+        """The most while the backward segments."""
         return int(self._backward[: self._size].max())
 
     def workspace(self, *, keeps: bool) -> int:

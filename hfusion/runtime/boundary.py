@@ -13,10 +13,10 @@ from torch import Tensor
 
 from hfusion.core.tree import change
 from hfusion.runtime.copying import Move, copy_now
-from hfusion.runtime.values import Bundle, Restored, detached, spill
+from hfusion.runtime.values import Bundle, detached, restore, spill
 
 
-class Crossing:
+class BoundaryStore:
     """What parts give and take. One thread may load for a shard while another computes.
 
     ``pinned``: the host memory is page-locked. ``resident``: all stays on the device until its task leaves.
@@ -31,10 +31,8 @@ class Crossing:
         self._fresh: dict[int, dict[str, Any]] = {}
         self._bundles: dict[int, Bundle] = {}
         self._entries: dict[int, dict[str, Any]] = {}
-        self._here: dict[int, dict[int, Restored]] = {}
-        # Memory of minibatches before: by the part that gave the values, and by that and the shard that took them.
+        # Host memory of minibatches before, by the part that gave the values.
         self._old: dict[int, Bundle] = {}
-        self._idle: dict[tuple[int, int], Restored] = {}
 
     def begin(self, given: Mapping[str, Any], makers: Mapping[str, int]) -> None:
         """A minibatch; ``given``: its inputs, ``makers``: the part that gives each other value."""
@@ -42,15 +40,15 @@ class Crossing:
 
     def take(self, names: Sequence[str], device: torch.device) -> dict[str, Any]:
         """The values named, as new leaves on the device."""
-        found, restored = self._find(names, device, None)
-        copy_now([move for each in restored.values() for move in each.moves])
+        found, moves = self._find(names, device)
+        copy_now(moves)
         return detached(found)
 
     def load(self, shard: int, names: Sequence[str], device: torch.device) -> list[Move]:
         """Bring the values named to the device for the backward of ``shard``; what must be copied for that."""
         kept = [name for name in names if name not in self._given]
-        self._entries[shard], self._here[shard] = self._find(kept, device, shard)
-        return [move for each in self._here[shard].values() for move in each.moves]
+        self._entries[shard], moves = self._find(kept, device)
+        return moves
 
     def entry(self, shard: int, names: Sequence[str], device: torch.device) -> dict[str, Any]:
         """What was loaded for a backward, or else the values named, as new leaves."""
@@ -83,12 +81,6 @@ class Crossing:
         self._values = {}
         return moves
 
-    def left(self, shard: int) -> None:
-        """All copies from and to a shard that was put away are done: give its memory back."""
-        for maker, restored in self._here.pop(shard, {}).items():
-            if restored.give():
-                self._idle[shard, maker] = restored
-
     def clean(self, shard: int) -> None:
         """Forget what ``shard`` gave."""
         self._entries.pop(shard, None)
@@ -100,14 +92,13 @@ class Crossing:
         self._bundles[maker], moves = spill(values, self._old.pop(maker, None), pinned=self._pinned)
         return moves
 
-    def _find(
-        self, names: Sequence[str], device: torch.device, shard: int | None
-    ) -> tuple[dict[str, Any], dict[int, Restored]]:
-        """The values named, on the device when what was restored, by the part that gave it, is filled."""
+    def _find(self, names: Sequence[str], device: torch.device) -> tuple[dict[str, Any], list[Move]]:
+        """The values named, on the device when what must be copied has been."""
         # Read once: a unit may replace it while the next one is loaded.
         values = self._values
         found: dict[str, Any] = {}
         missing: dict[int, list[str]] = {}
+        moves: list[Move] = []
         for name in names:
             if name in self._given:
                 found[name] = self._of_batch(name, device)
@@ -115,19 +106,12 @@ class Crossing:
                 found[name] = values[name]
             else:
                 missing.setdefault(self._makers[name], []).append(name)
-        restored = {maker: self._restore(maker, lost, device, shard) for maker, lost in missing.items()}
-        for each in restored.values():
-            found |= each.values
-        return {name: found[name] for name in names}, restored
+        for maker, lost in missing.items():
+            restored, more = restore(self._bundles[maker], lost, device)
+            found |= restored
+            moves += more
+        return {name: found[name] for name in names}, moves
 
     def _of_batch(self, name: str, device: torch.device) -> Any:
         """An input of the minibatch on the device."""
         return change(self._given[name], Tensor, lambda tensor: tensor.to(device, non_blocking=True))
-
-    def _restore(self, maker: int, names: Sequence[str], device: torch.device, shard: int | None) -> Restored:
-        bundle = self._bundles[maker]
-        idle = None if shard is None else self._idle.pop((shard, maker), None)
-        if idle is not None and idle.fits(bundle, names, device):
-            idle.take()
-            return idle
-        return Restored(bundle, names, device)

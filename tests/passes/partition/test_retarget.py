@@ -8,7 +8,7 @@ from torch import Tensor
 
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
-from hfusion.passes.partition.place import place
+from hfusion.passes.partition.retarget import retarget_device
 from tests import zoo
 
 META = torch.device("meta")
@@ -24,13 +24,13 @@ def test_every_call_runs_where_its_tensors_are(name: str) -> None:
     code = compiled.program.code
     state = {**dict(array.named_parameters()), **dict(array.named_buffers()), **compiled.constants}
     inputs = [state.get(slot.name, x) for slot in compiled.program.slots]
-    (output,) = place(code, META)(*(tensor.to(META) for tensor in inputs))
+    (output,) = retarget_device(code, META)(*(tensor.to(META) for tensor in inputs))
     assert isinstance(wanted, Tensor)
     assert (output.device, output.shape) == (META, wanted.shape)
-    assert torch.equal(code(*inputs)[0], place(code, x.device)(*inputs)[0])
+    assert torch.equal(code(*inputs)[0], retarget_device(code, x.device)(*inputs)[0])
 
 
 def test_a_graph_that_names_no_other_device_is_left_as_it_is() -> None:
     array = hf.fuse([torch.nn.Linear(2, 2) for _ in range(2)])
     code = array.compiled(Arguments.of((torch.rand(3, 2),), {})).program.code
-    assert place(code, META) is code
+    assert retarget_device(code, META) is code

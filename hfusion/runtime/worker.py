@@ -1,0 +1,207 @@
+"""Devices at work: what the engine decides is done here, by a thread for each lane of a device.
+
+A lane does one action after the other and waits until the device has done it. What an eviction takes off a device is
+settled in the compute lane, between two units; only the copies of it are made beside the computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+from time import perf_counter
+
+import torch
+
+from hfusion.device.backend import backend
+from hfusion.runtime.copying import Move, copy_now
+from hfusion.runtime.process import Gate
+from hfusion.runtime.training import Training
+from hfusion.schedule.actions import Act, Action, Section
+from hfusion.schedule.engine import TaskFailed, Ticket
+from hfusion.schedule.plan import Phase, Unit
+
+_GLANCE_SECONDS = 0.1
+
+
+@dataclass(eq=False)
+class _Job:
+    """Work for a lane, once ``after`` have ended, and what is to be done when the device has done it.
+
+    ``told``: the engine waits for it. ``always``: also when the run ends by an error elsewhere, so that a task that has
+    finished is at home. ``failed``: it raised, or never began since the run ends.
+    """
+
+    task: int
+    work: Callable[[], None]
+    after: Sequence[_Job]
+    then: Callable[[], None] = field(default=lambda: None)
+    told: bool = True
+    always: bool = False
+    done: bool = False
+    started: float = 0.0
+    ended: float = 0.0
+    error: BaseException | None = None
+    failed: bool = False
+    over: Event = field(default_factory=Event)
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.started
+
+
+class _Lane(Thread):
+    """The thread of a lane, with a queue of the device for itself."""
+
+    def __init__(self, name: str, device: torch.device, worker: DeviceWorker) -> None:
+        super().__init__(name=name)
+        self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self.task: int | None = None
+        self.ended = Event()
+        self._worker = worker
+        self._threads = torch.get_num_threads()
+        self._queue = backend(device).queue()
+
+    def run(self) -> None:
+        # A new thread begins with its own number of threads, and kernels may round by it.
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+        try:
+            while (job := self.jobs.get()) is not None:
+                self._do(job)
+        finally:
+            self.ended.set()
+
+    def _do(self, job: _Job) -> None:
+        for each in job.after:
+            each.over.wait()
+        job.failed = any(each.failed for each in job.after) or (self._worker.stopping and not job.always)
+        job.started = perf_counter()
+        try:
+            if not job.failed:
+                self._queue.run(job.work)
+        except BaseException as error:
+            job.error, job.failed = error, True
+            # Nothing that was asked for after it begins.
+            self._worker.stopping = True
+        finally:
+            # Also after an error: nothing writes to what is read then, and nobody waits for ever.
+            self._queue.wait()
+            job.then()
+        job.ended = perf_counter()
+        job.after = ()
+        job.done = not job.failed
+        # The engine hears of it before whatever another lane does after it.
+        if job.told or job.error is not None:
+            self._worker.ended.put(job)
+        job.over.set()
+
+
+class DeviceWorker:
+    """The worker of `hfusion.train`. ``after(task, unit)`` is called in the compute lane when a unit has ended."""
+
+    def __init__(
+        self,
+        devices: Sequence[tuple[str, torch.device]],
+        trainings: Sequence[Training],
+        after: Callable[[int, Unit], None],
+    ) -> None:
+        self.ended: SimpleQueue[_Job] = SimpleQueue()
+        self.stopping = False
+        self._devices = [device for _, device in devices]
+        self._trainings = trainings
+        self._after = after
+        self._gate = Gate()
+        self._start = perf_counter()
+        self._lanes = [
+            {lane: _Lane(f"{name} {lane}", device, self) for lane in ("in", "compute", "out")}
+            for name, device in devices
+        ]
+
+    def __enter__(self) -> DeviceWorker:
+        for lane in self._threads:
+            lane.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    @property
+    def _threads(self) -> list[_Lane]:
+        return [lane for lanes in self._lanes for lane in lanes.values()]
+
+    def begin(self, device: int, task: int, unit: Unit, action: Action, after: Sequence[Ticket]) -> Ticket:
+        where, training, lanes = self._devices[device], self._trainings[task], self._lanes[device]
+        before = [job for job in after if isinstance(job, _Job)]
+        if action.act is Act.EVICT:
+            return self._evict(lanes, task, action, before)
+        if action.act is Act.LOAD:
+            work = partial(self._load, training, unit, action, where)
+            return self._submit(lanes["in"], _Job(task, work, before, partial(training.loaded, action.shard)))
+        lanes["compute"].task = task
+        return self._submit(lanes["compute"], _Job(task, partial(self._compute, task, unit, action.act, where), before))
+
+    def wait(self) -> Sequence[Ticket]:
+        # A signal just before the wait begins does not end it.
+        while True:
+            try:
+                job = self.ended.get(timeout=_GLANCE_SECONDS)
+            except Empty:
+                continue
+            if job.error is not None:
+                raise TaskFailed(job.task) from job.error
+            return (job,)
+
+    def close(self) -> None:
+        """End the run: no thread is left, and none uses the user's tensors. A Ctrl-C meanwhile is raised afterwards."""
+        pressed: KeyboardInterrupt | None = None
+        over = False
+        while not over:
+            try:
+                self.stopping = True
+                for training in self._trainings:
+                    training.stop()
+                # The lanes that copy may wait for those that compute.
+                for lane in sorted(self._threads, key=lambda lane: lane.name.endswith("out")):
+                    if lane.ident is not None:
+                        lane.jobs.put(None)
+                        while not lane.ended.wait(_GLANCE_SECONDS):
+                            pass
+                        lane.join()
+                over = True
+            except KeyboardInterrupt as interrupt:
+                pressed = interrupt
+        if pressed is not None:
+            raise pressed
+
+    def _submit(self, lane: _Lane, job: _Job) -> _Job:
+        lane.jobs.put(job)
+        return job
+
+    def _load(self, training: Training, unit: Unit, action: Action, device: torch.device) -> None:
+        copy_now(training.load(unit, action.shard, action.sections, device))
+
+    def _evict(self, lanes: dict[str, _Lane], task: int, action: Action, after: Sequence[_Job]) -> _Job:
+        training, moves = self._trainings[task], list[Move]()
+
+        def settle() -> None:
+            moves.extend(training.put_away(action.shard, leave=Section.SAVED in action.sections))
+
+        # Of a task that waits, or runs elsewhere by now, nothing is computed meanwhile.
+        lane = lanes["compute" if lanes["compute"].task == task else "out"]
+        settled = self._submit(lane, _Job(task, settle, after, told=False, always=True))
+        left = partial(training.left, action.shard)
+        return self._submit(lanes["out"], _Job(task, partial(copy_now, moves), (settled,), left, always=True))
+
+    def _compute(self, task: int, unit: Unit, act: Act, device: torch.device) -> None:
+        training = self._trainings[task]
+        if act is Act.RECOMPUTE:
+            training.recompute(unit, device, self._gate)
+        elif act is Act.STEP:
+            training.update(unit, self._gate)
+        else:
+            training.run(unit, device, self._gate)
+        if act is Act.STEP or (act is not Act.RECOMPUTE and not (unit.updates and unit.phase is Phase.BACKWARD)):
+            self._after(task, unit)

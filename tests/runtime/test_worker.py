@@ -1,0 +1,175 @@
+"""Any plan, on any devices, by any policy: the same bits as the plain loop, within every budget."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from time import sleep
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.runtime import worker
+from hfusion.runtime.copying import Move, copy_now
+from hfusion.schedule.actions import Act
+from hfusion.schedule.plan import Plan
+from hfusion.schedule.policy import POLICIES, Candidate, Order, Policy, State
+from hfusion.tasks.task import Step
+from tests.trained import EPOCHS, Way, adamw, assert_same, batches, fused, machine, momentum, plain, planned, task
+
+LOADER = batches(torch.float64, 2)
+WAYS = (Way(adamw), Way(momentum, 0.5), Way(adamw, None, 2), Way(momentum, 0.5, 2))
+
+
+class Small(nn.Module):
+    """A tied weight, dropout, a skip connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.drop = nn.Dropout(0.5)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(torch.tanh(self.first(x)))
+        return self.out(self.first(h) + x)
+
+
+@cache
+def made(index: int) -> tuple[hf.FusedModule, tuple[Tensor, dict[str, Tensor]]]:
+    torch.manual_seed(index)
+    array = fused(Small)
+    return array, plain(array, WAYS[index], LOADER)
+
+
+CUTS = st.tuples(st.integers(1, 5), st.booleans(), st.booleans())
+
+
+@settings(deadline=None, max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(CUTS, min_size=1, max_size=4),
+    st.lists(st.integers(0, 600) | st.sampled_from([5_000, 50_000]), min_size=1, max_size=3),
+    st.sampled_from(sorted(POLICIES)),
+)
+def test_any_plan_gives_the_same_bits(cuts: list[tuple[int, bool, bool]], spare: list[int], policy: str) -> None:
+    """Each device has some bytes more than the largest task needs."""
+    arrays, expected = zip(*(made(index) for index in range(len(cuts))), strict=True)
+    tasks = [task(array, WAYS[index], LOADER, f"t{index}") for index, array in enumerate(arrays)]
+    on = machine(len(spare))
+    plan = planned(tasks, on, *map(list, zip(*cuts, strict=True)))
+    budgets = {name: size + more for (name, size), more in zip(plan.devices.items(), spare, strict=True)}
+    assert_same(arrays, tasks, expected, on, replace(plan, devices=budgets), policy)
+
+
+def thirds(order: Order, state: State) -> Candidate | None:
+    """Two units of a task, then another's."""
+    running = state.running
+    return running if running is not None and running.unit % 3 else state.waiting.first(state.budget) or running
+
+
+def test_what_was_loaded_for_later_leaves_with_its_task() -> None:
+    arrays, expected = zip(*(made(index) for index in range(3)), strict=True)
+    tasks = [task(array, WAYS[index], LOADER, f"t{index}") for index, array in enumerate(arrays)]
+    on = machine()
+    plan = planned(tasks, on, [5, 5, 5], [False] * 3)
+    budgets = {name: size + 50_000 for name, size in plan.devices.items()}
+    policy = Policy("thirds", "two units of a task, then another's", lambda candidate: candidate.since, thirds)
+    report = assert_same(arrays, tasks, expected, on, replace(plan, devices=budgets), policy)
+    used, vain = {}, 0
+    for action in report.timeline.actions:
+        place = action.task, action.shard
+        vain += action.act is Act.EVICT and not used[place]
+        used[place] = action.act is not Act.LOAD
+    assert vain > 0
+
+
+def test_a_device_too_small_for_some_tasks_runs_the_others() -> None:
+    arrays, expected = zip(*(made(index) for index in range(3)), strict=True)
+    tasks = [task(array, WAYS[index], LOADER, f"t{index}") for index, array in enumerate(arrays)]
+    on = machine(3)
+    plan = planned(tasks, on, [1, 3, 5], [True, False, False])
+    needs = sorted(each.device_bytes for each in plan.tasks)
+    small = Plan(plan.tasks, dict(zip(plan.devices, (needs[0] - 1, needs[0], needs[2]), strict=True)), 1.0, 1.0)
+    report = assert_same(arrays, tasks, expected, on, small)
+    assert report.peak["cpu:0"] == 0
+    assert {action.device for action in report.timeline.actions} <= {"cpu:1", "cpu:2"}
+
+
+def test_tasks_on_two_devices_run_at_the_same_time() -> None:
+    """Each waits for the other in the midst of its minibatches."""
+    meet = threading.Barrier(2, timeout=60)
+    arrays, expected = zip(*(made(index) for index in range(2)), strict=True)
+
+    def wait(step: Step) -> None:
+        if step.step == 0 and step.epoch == 0:
+            meet.wait()
+
+    tasks = [task(array, WAYS[index], LOADER, f"t{index}", callbacks=[wait]) for index, array in enumerate(arrays)]
+    on = machine(2)
+    assert_same(arrays, tasks, expected, on, planned(tasks, on, [2, 3], [True, False]))
+
+
+def test_copies_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than units, each another time: nobody reads what is not there yet, or frees what is still read."""
+    draw = random.Random(0)
+
+    def slow(moves: Iterable[Move]) -> None:
+        for move in moves:
+            sleep(draw.random() * 2e-3)
+            copy_now([move])
+
+    monkeypatch.setattr(worker, "copy_now", slow)
+    arrays, expected = zip(*(made(index) for index in range(4)), strict=True)
+    tasks = [task(array, WAYS[index], LOADER, f"t{index}") for index, array in enumerate(arrays)]
+    for devices, spare in ((1, 300), (2, 50_000)):
+        on = machine(devices)
+        plan = planned(tasks, on, [5, 4, 3, 2], [False, False, False, True], [False, False, True, False])
+        budgets = {name: size + spare for name, size in plan.devices.items()}
+        assert_same(arrays, tasks, expected, on, replace(plan, devices=budgets))
+
+
+@pytest.mark.parametrize("resident", [False, True], ids=["spilled", "resident"])
+def test_gradients_that_were_there_before_play_no_part(resident: bool) -> None:
+    array, expected = made(0)
+    for param in array.parameters():
+        param.grad = torch.ones_like(param)
+    one, on = task(array, WAYS[0], LOADER), machine()
+    try:
+        assert_same([array], [one], [expected], on, planned([one], on, [3], [resident]))
+    finally:
+        array.zero_grad()
+
+
+def test_a_task_that_has_finished_is_at_home_though_another_fails_before_it_has_left() -> None:
+    """Its last callback is still running when the other task fails: what it changed is evicted all the same."""
+    ended, on = threading.Event(), machine(2)
+    arrays, expected = zip(*(made(index) for index in (0, 2)), strict=True)
+    before = [{name: tensor.clone() for name, tensor in array.state_dict().items()} for array in arrays]
+
+    def tell(step: Step) -> None:
+        if (step.epoch, step.step) == (EPOCHS - 1, len(LOADER) - 1):
+            ended.set()
+            sleep(0.2)
+
+    def fail(step: Step) -> None:
+        ended.wait()
+        raise ValueError("now")
+
+    callbacks = zip(("good", "bad"), (0, 2), (tell, fail), arrays, strict=True)
+    tasks = [task(array, WAYS[index], LOADER, name, callbacks=[call]) for name, index, call, array in callbacks]
+    try:
+        with pytest.raises(hf.TrainError, match="'bad' failed: ValueError: now; finished before: good ") as told:
+            hf.train(tasks, on, plan=planned(tasks, on, [2, 2], [False, False]))
+        losses, after = expected[0]
+        assert torch.equal(told.value.report["good"].losses, losses)
+        assert all(torch.equal(tensor, after[name]) for name, tensor in arrays[0].state_dict().items())
+    finally:
+        for array, state in zip(arrays, before, strict=True):
+            array.load_state_dict(state)
