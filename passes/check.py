@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 
 from hfusion.core.layout import Layout, Listed, lift, lift_packed
 from hfusion.core.program import Program
-from hfusion.core.silence import quiet
+from hfusion.core.silence import silence_tracers
 from hfusion.core.stages import BrokenProgram
 from hfusion.core.tree import leaves
 from hfusion.device.backend import random_states_kept, types
@@ -141,7 +141,7 @@ def _fakes() -> Iterator[FakeTensorMode]:
         stack.enter_context(random_states_kept())
         for kind in ("cpu", *types()):
             stack.enter_context(torch.autocast(kind, enabled=False))
-        for one in (torch.inference_mode(False), torch.no_grad(), quiet()):
+        for one in (torch.inference_mode(False), torch.no_grad(), silence_tracers()):
             stack.enter_context(one)
         yield stack.enter_context(FakeTensorMode())
 

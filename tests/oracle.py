@@ -22,7 +22,7 @@ from hfusion.passes.check import check_array
 from hfusion.passes.layouts import Choice, Price
 
 RELATIVE = 1e-9
-MOST_MIXES = 24
+MAX_MIXES = 24
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ def mixes(case: Case) -> list[tuple[Layout, ...]]:
         for d in draws((case.args, case.kwargs))
     ]
     every = list(itertools.product(*choices))
-    if len(every) <= MOST_MIXES:
+    if len(every) <= MAX_MIXES:
         return every
     uniform = [mix for mix in every if len(set(mix)) == 1]
-    return uniform + random.Random(0).sample(every, MOST_MIXES - len(uniform))
+    return uniform + random.Random(0).sample(every, MAX_MIXES - len(uniform))
 
 
 def check(case: Case) -> None:

@@ -152,10 +152,10 @@ def fixed_attributes(module: nn.Module) -> frozenset[str]:
     return frozenset(vars(module)) - _STANDARD
 
 
-def grow(branch: Tree, bones: nn.Module, stacks: Mapping[str, Tensor]) -> None:
-    """Give ``branch`` the tree of ``bones`` with the tensors of ``stacks``; submodules used twice stay one."""
+def grow(branch: Tree, skeleton: nn.Module, stacks: Mapping[str, Tensor]) -> None:
+    """Give ``branch`` the tree of ``skeleton`` with the tensors of ``stacks``; submodules used twice stay one."""
     grown: dict[int, Branch] = {}
-    for path, module in bones.named_modules(remove_duplicate=False):
+    for path, module in skeleton.named_modules(remove_duplicate=False):
         place: Tree = branch
         if path:
             parent, _, leaf = path.rpartition(".")

@@ -97,7 +97,7 @@ def build(
     first = _made(make_model, seeds[0])
     _check_made(0, first, None)
     check_alone(0, first)
-    bones, variants = [skeleton(0, first)], [0]
+    skeletons, variants = [skeleton(0, first)], [0]
     prints = {fingerprint(first): 0}
     sharing = Sharing()
     sharing.add(0, first)
@@ -115,11 +115,11 @@ def build(
             _part(stacks, before - sharing.keys, index, len(seeds))
         _fill(stacks, index, model, sharing.keys)
         variants.append(prints.setdefault(fingerprint(model), len(prints)))
-        if variants[-1] == len(bones):
-            bones.append(skeleton(index, model))
+        if variants[-1] == len(skeletons):
+            skeletons.append(skeleton(index, model))
     stacks = stacks or _room(first, 1, sharing.keys)
     comparison = Comparison(tuple(variants), sharing.keys, sharing.partly)
-    return FusedModule(Array(len(seeds), tuple(bones), comparison, verify, tune), stacks)
+    return FusedModule(Array(len(seeds), tuple(skeletons), comparison, verify, tune), stacks)
 
 
 def _part(stacks: dict[str, Tensor], names: frozenset[str], index: int, members: int) -> None:

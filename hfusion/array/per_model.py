@@ -39,13 +39,13 @@ class _Function(nn.Module):
 
 
 # States of one function that are worth a program each; one that changes more often runs in a loop.
-MOST_STATES = 16
+MAX_STATES = 16
 # The same for a function that is made anew at its calls.
-MOST_REMADE = 16
+MAX_REMADE = 16
 # Functions whose programs are kept when the functions are gone.
-MOST_KEPT = 64
+MAX_KEPT = 64
 # Kinds of calls that are told at a glance.
-MOST_CALLS = 1024
+MAX_CALLS = 1024
 
 
 # Those of a `Compiler`: programs, families, sizes.
@@ -68,20 +68,20 @@ class _Kept:
         """The tables of a `Compiler`. Raises FusionError where functions of one ``origin`` have too many states."""
         key = (state, members)
         with self._lock:
-            left = self._left.get(origin, float(MOST_REMADE))
+            left = self._left.get(origin, float(MAX_REMADE))
             if key in self._found:
                 self._found.move_to_end(key)
                 # So that states that come again do not count.
-                self._left[origin] = min(left + 1 / MOST_STATES, MOST_REMADE)
+                self._left[origin] = min(left + 1 / MAX_STATES, MAX_REMADE)
                 return self._found[key]
             if left < 1:
-                raise FusionError(f"what it reads by itself has changed {MOST_REMADE} times")
+                raise FusionError(f"what it reads by itself has changed {MAX_REMADE} times")
             self._left[origin] = left - 1
             found: Tables = ({}, {}, {})
             self._found[key] = found
             drop = functools.partial(self._drop, key)
             self._watches[key] = [weakref.ref(tensor, drop) for tensor in tensors_of(state)]
-            if len(self._found) > MOST_KEPT:
+            if len(self._found) > MAX_KEPT:
                 self._drop(next(iter(self._found)))
             return found
 
@@ -114,7 +114,7 @@ class PerModel:
         program = self._programs.get(key)
         if program is None:
             program = self._prepare(key[0], arguments)
-            if len(self._programs) == MOST_CALLS:
+            if len(self._programs) == MAX_CALLS:
                 self._programs.clear()
             self._programs[key] = program
         return program(arguments)
@@ -159,8 +159,8 @@ class PerModel:
         if state is None:
             raise FusionError("it reads more by itself than can be compared on every call")
         if (state, members) not in self._compilers:
-            if len({known for known, _ in self._compilers} | {state}) > MOST_STATES:
-                raise FusionError(f"what it reads by itself has changed {MOST_STATES} times")
+            if len({known for known, _ in self._compilers} | {state}) > MAX_STATES:
+                raise FusionError(f"what it reads by itself has changed {MAX_STATES} times")
             kept = _kept.of(state, members, root(self._function))
             keys = frozenset(name for name, _ in tensors(self._module))
             subject = ArraySpec(self._name, members, (0,) * members, keys, lambda _: self._module, loops=False)
@@ -192,7 +192,7 @@ def per_model(function: Callable[..., Any]) -> PerModel:
             a global variable, train or eval mode. What cannot be captured, or changes often, runs member by member.
 
     Returns:
-        A callable. Its first argument is what a fused module gave: a tensor ``[B, *S]`` or a nest of such. Further
+        A callable. Its first argument is what a fused module gave: a tensor ``[B, *S]`` or a tree of such. Further
         arguments are seen by every member unless wrapped in `hfusion.stacked`. The result is that of ``function`` with
         a leading dim of B: a mean loss gives ``[B]``.
 

@@ -171,10 +171,10 @@ def _partly(joining: Mapping[int, nn.Module]) -> frozenset[str]:
 _contents: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
-def _content(bones: nn.Module) -> Any:
-    if bones not in _contents:
-        _contents[bones] = modeless_fingerprint(bones)
-    return _contents[bones]
+def _content(skeleton: nn.Module) -> Any:
+    if skeleton not in _contents:
+        _contents[skeleton] = modeless_fingerprint(skeleton)
+    return _contents[skeleton]
 
 
 @dataclass
@@ -188,17 +188,17 @@ class _Kinds:
     @staticmethod
     def of(fused: FusedModule) -> _Kinds:
         array = fused._array
-        found = [_content(bones) for bones in array.skeletons]
+        found = [_content(each) for each in array.skeletons]
         return _Kinds([found[v] for v in array.comparison.variants], dict(zip(found, array.skeletons, strict=True)), {})
 
     def add(self, index: int, model: nn.Module) -> None:
         """A model that joins as member ``index``."""
         content = modeless_fingerprint(model)
         if content not in self.skeletons:
-            bones = skeleton(index, model)
+            made = skeleton(index, model)
             # As of the others: a copy may differ from its model where an attribute has no value but an identity.
-            content = _content(bones)
-            self.skeletons[content] = bones
+            content = _content(made)
+            self.skeletons[content] = made
         self.joined[index] = content
 
     def after(self, sources: Sequence[Source]) -> tuple[Any, ...]:

@@ -32,14 +32,14 @@ from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.guards import Guards
 from hfusion.core.program import Capture, Kind, Slot, buffers, describe_graph
-from hfusion.core.silence import quiet
+from hfusion.core.silence import silence_tracers
 from hfusion.core.stages import stage
 from hfusion.device.backend import random_states_kept
 from hfusion.passes.check import check_member
 from hfusion.passes.functional import functional
 
 # Captures of one module while other threads draw from Python's or numpy's random numbers.
-MOST_TRIES = 3
+MAX_TRIES = 3
 aten = torch.ops.aten
 _EMBEDDINGS = frozenset({aten.embedding.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx})
 
@@ -148,7 +148,7 @@ def _export(
     attempts: Sequence[_Open],
 ) -> torch.export.ExportedProgram:
     """Export with dims that vary; where forward needs to know them, with fewer of them."""
-    with quiet(), torch.enable_grad(), _no_autocast(args, kwargs), _counted_parts():
+    with silence_tracers(), torch.enable_grad(), _no_autocast(args, kwargs), _counted_parts():
         failures = []
         for attempt in attempts:
             # A failed export leaves marks of varying dims on its inputs; and programs serve tensors of any strides.
@@ -226,7 +226,7 @@ def _drawless(export: Callable[[], torch.export.ExportedProgram]) -> torch.expor
 
     Those are the process's: where other threads may have drawn, it is tried again.
     """
-    for _ in range(1 if threading.active_count() == 1 else MOST_TRIES):
+    for _ in range(1 if threading.active_count() == 1 else MAX_TRIES):
         before = _outer_random_state()
         with _watched(), random_states_kept():
             exported = export()

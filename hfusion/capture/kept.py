@@ -25,7 +25,7 @@ _CONTAINERS = (list, dict, set, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _VALUES = (*_PLAIN, *_CONTAINERS, Tensor)
 _ATOMS = (*_PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType)
-MOST_ITEMS = 1000
+MAX_ITEMS = 1000
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def _comparable(value: Any, depth: int = 3) -> Any:
         return (id(value), value._version if not value.is_inference() else 0)
     if not isinstance(value, _CONTAINERS):
         return id(value)
-    if depth == 0 or len(value) > MOST_ITEMS:
+    if depth == 0 or len(value) > MAX_ITEMS:
         return (type(value), len(value))
     items = value.items() if isinstance(value, dict) else [(item,) for item in value]
     if isinstance(value, set):

@@ -25,7 +25,7 @@ from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 
 # Sizes of the inputs that are tried shortened.
-MOST_SIZES = 4
+MAX_SIZES = 4
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _others(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[
     yield "other inputs", pytree.tree_map_only(Tensor, _moved, copies(call))
     inputs = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
     sizes = sorted({size for x in inputs for size in x.shape if size > 1})
-    for size in sizes[:MOST_SIZES]:
+    for size in sizes[:MAX_SIZES]:
         yield f"size {(size + 1) // 2} in place of {size}", pytree.tree_map_only(Tensor, _shortener(size), copies(call))
 
 

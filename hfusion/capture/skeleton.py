@@ -28,10 +28,10 @@ def skeleton(index: int, model: nn.Module) -> nn.Module:
         ) from error
 
 
-def materialize(bones: nn.Module, rows: Mapping[str, Tensor], training: Mapping[str, bool]) -> nn.Module:
-    """The module of ``bones`` around ``rows``, its tensors by key, with ``training`` flags by module path."""
-    memo = {id(empty): rows[name] for name, empty in tensors(bones)}
-    model = copy.deepcopy(bones, memo)
+def materialize(skeleton: nn.Module, rows: Mapping[str, Tensor], training: Mapping[str, bool]) -> nn.Module:
+    """The module of ``skeleton`` around ``rows``, its tensors by key, with ``training`` flags by module path."""
+    memo = {id(empty): rows[name] for name, empty in tensors(skeleton)}
+    model = copy.deepcopy(skeleton, memo)
     for path, module in model.named_modules():
         module.training = training[path]
     return model

@@ -21,7 +21,7 @@ MAX_CLOSED = 2
 MAX_PROGRAMS = 8
 
 # Kinds of calls whose program is told at a glance; those of others by its guards.
-MOST_KEYS = 4096
+MAX_KEYS = 4096
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Compiler:
         return found
 
     def _keep(self, key: Any, found: Compiled) -> None:
-        if len(self.programs) == MOST_KEYS:
+        if len(self.programs) == MAX_KEYS:
             self.programs.clear()
         self.programs[key] = found
 

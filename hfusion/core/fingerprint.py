@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MOST_VALUES = 2000
+MAX_VALUES = 2000
 
 _PLAIN = str | bool | int | float | complex | bytes | type | torch.dtype | torch.device | types.BuiltinFunctionType
 _OWN = frozenset(nn.Module().__dict__)
@@ -113,7 +113,7 @@ class _ClosureReader:
         if id(value) in self.met:
             return self.met[id(value)][0]
         self.met[id(value)] = (len(self.met), value)
-        if len(self.met) > MOST_VALUES:
+        if len(self.met) > MAX_VALUES:
             raise TooMuch
         return self._read_new(value)
 

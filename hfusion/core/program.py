@@ -129,7 +129,7 @@ class Part:
 
     ``on(device)`` is a function for tensors there. It takes those of ``keys`` (parameters, buffers, constants) and the
     values named in ``takes`` (inputs of the program, results of earlier parts), and returns those named in ``gives``;
-    of the last part, the flat outputs of the program instead. A value is a tensor, a number, or a nest of them.
+    of the last part, the flat outputs of the program instead. A value is a tensor, a number, or a tree of them.
     ``writes``: buffers it changes.
     """
 

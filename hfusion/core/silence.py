@@ -15,7 +15,7 @@ from typing import Any
 
 
 class _Hush(logging.Filter):
-    """Matches every warning, and drops every log up to errors, of threads that are quiet."""
+    """Matches every warning, and drops every log up to errors, of threads that trace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,15 +36,15 @@ class _Hush(logging.Filter):
 _HUSH = _Hush()
 _WARNINGS: Any = ("ignore", _HUSH, Warning, None, 0)
 _LOCK = threading.Lock()
-_quiet_threads = 0
+_silent_threads = 0
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_tracers() -> Iterator[None]:
     """No warnings, no logs of torch's up to errors, and no graphs printed on errors, by this thread."""
-    global _quiet_threads
+    global _silent_threads
     with _LOCK:
-        _quiet_threads += 1
+        _silent_threads += 1
         _install()
     _HUSH.here.depth = getattr(_HUSH.here, "depth", 0) + 1
     try:
@@ -52,8 +52,8 @@ def quiet() -> Iterator[None]:
     finally:
         _HUSH.here.depth -= 1
         with _LOCK:
-            _quiet_threads -= 1
-            if not _quiet_threads:
+            _silent_threads -= 1
+            if not _silent_threads:
                 _remove()
 
 

@@ -1,4 +1,4 @@
-"""Nests of lists, tuples and mappings: arguments of calls, values of graphs."""
+"""Trees of lists, tuples and mappings: arguments of calls, values of graphs."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any, TypeAlias
 Kind: TypeAlias = type | tuple[type, ...]
 
 
-def leaves(nest: Any, kind: Kind) -> Iterator[Any]:
-    """The items of ``kind`` in a nest, in order."""
-    if isinstance(nest, kind):
-        yield nest
-    elif isinstance(nest, list | tuple):
-        for item in nest:
+def leaves(tree: Any, kind: Kind) -> Iterator[Any]:
+    """The items of ``kind`` in a tree, in order."""
+    if isinstance(tree, kind):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
             yield from leaves(item, kind)
-    elif isinstance(nest, Mapping):
-        for item in nest.values():
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
             yield from leaves(item, kind)
 
 
-def holds(nest: Any, kind: Kind) -> bool:
-    """Whether an item of ``kind`` stands in a nest."""
-    return any(True for _ in leaves(nest, kind))
+def holds(tree: Any, kind: Kind) -> bool:
+    """Whether an item of ``kind`` stands in a tree."""
+    return any(True for _ in leaves(tree, kind))
 
 
-def change(nest: Any, kind: Kind, fn: Callable[[Any], Any]) -> Any:
-    """The nest with ``fn`` applied to every item of ``kind``; lists and tuples keep their class."""
-    if isinstance(nest, kind):
-        return fn(nest)
-    if isinstance(nest, list | tuple):
-        return type(nest)(change(item, kind, fn) for item in nest)
-    if isinstance(nest, Mapping):
-        return {name: change(item, kind, fn) for name, item in nest.items()}
-    return nest
+def change(tree: Any, kind: Kind, fn: Callable[[Any], Any]) -> Any:
+    """The tree with ``fn`` applied to every item of ``kind``; lists and tuples keep their class."""
+    if isinstance(tree, kind):
+        return fn(tree)
+    if isinstance(tree, list | tuple):
+        return type(tree)(change(item, kind, fn) for item in tree)
+    if isinstance(tree, Mapping):
+        return {name: change(item, kind, fn) for name, item in tree.items()}
+    return tree

@@ -308,7 +308,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
             groups = self._groups(active, state, settings)
         groups.check(grads)
         self._known[index] = (settings, groups)
-        return [(settings, part, own) for part, own in groups.load(grads)]
+        return [(settings, part, own) for part, own in groups.with_gradients(grads)]
 
     def _groups(self, active: Sequence[Tensor], state: Sequence[State | None], settings: Settings) -> Groups:
         """Those of parameters that were there before and have moved, or new ones."""

@@ -193,7 +193,7 @@ class Groups:
         for param, grad in zip(self._params, grads, strict=True):
             check_gradient(param, membership_of(param), grad)
 
-    def load(self, grads: list[Tensor]) -> list[tuple[Group, list[Tensor]]]:
+    def with_gradients(self, grads: list[Tensor]) -> list[tuple[Group, list[Tensor]]]:
         """Each group with its gradients, which are as ``check`` wants them."""
         if len(self._groups) == 1:
             return [(self._groups[0], self._groups[0].gradients(grads))]

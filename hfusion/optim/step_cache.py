@@ -67,12 +67,12 @@ class StepCache:
                 return None
         if len(self._known) == 1:
             settings, parts = self._known[0]
-            return [(settings, group, part) for group, part in parts.load(grads)]
+            return [(settings, group, part) for group, part in parts.with_gradients(grads)]
         fresh = iter(grads)
         return [
             (settings, group, part)
             for settings, parts in self._known
-            for group, part in parts.load([next(fresh) for _ in range(parts.count)])
+            for group, part in parts.with_gradients([next(fresh) for _ in range(parts.count)])
         ]
 
     def _found(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, State]) -> list[object]:

@@ -17,14 +17,14 @@ from hfusion.capture.lengths import recurrent
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.core.layout import Layout
 from hfusion.passes.align import scalars
-from hfusion.step.step_graph import Joint, StepCall, Tensors, build, captured_dims, trace, trace_rows
+from hfusion.step.step_graph import StepCall, StepGraph, Tensors, build, captured_dims, trace, trace_rows
 
 # Operators of one program that are worth it: inductor takes some 0.1 s for each on two cores.
-MOST_OPERATORS = 4000
+MAX_OPERATORS = 4000
 # Calls in a forward's loops over members that are still compiled together with the rest.
-MOST_LOOPED_CALLS = 32
+MAX_LOOPED_CALLS = 32
 # Programs for members that differ in scalars.
-MOST_KINDS = 4
+MAX_KINDS = 4
 # oneDNN's kernel gives an undefined tensor in training, on which inductor's code fails when it runs.
 _NOT_COMPILED = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
 
@@ -52,28 +52,28 @@ class StepProgram(Protocol):
 class FusedStep:
     """One program for all members. ``params`` are all parameters, also those that it gives no gradient."""
 
-    joint: Joint
+    graph: StepGraph
     run: Run
     tensors: Tensors
     params: tuple[Place, ...]
 
     @property
     def operators(self) -> list[Any]:
-        return self.joint.operators
+        return self.graph.operators
 
     @property
     def how(self) -> str:
         return f"one program of {len(self.operators)} operators"
 
     def fits(self, call: StepCall) -> bool:
-        return self.joint.fits(call.batch())
+        return self.graph.fits(call.batch())
 
     def step(self, call: StepCall) -> Tensor:
         _clear(self.params)
         own = self.tensors.all()
         with torch.no_grad():
             losses, *grads = self.run(*own, *call.batch())
-        for place, grad in zip(self.joint.trained, grads, strict=True):
+        for place, grad in zip(self.graph.trained, grads, strict=True):
             own[place].grad = grad
         return losses
 
@@ -82,7 +82,7 @@ class FusedStep:
 class PerMemberStep:
     """One program for every kind of block of ``size`` members, called once per block; ``kinds[k]`` is block k's."""
 
-    joints: tuple[Joint, ...]
+    graphs: tuple[StepGraph, ...]
     runs: tuple[Run, ...]
     kinds: tuple[int, ...]
     size: int
@@ -91,18 +91,18 @@ class PerMemberStep:
 
     @property
     def operators(self) -> list[Any]:
-        return [operator for joint in self.joints for operator in joint.operators]
+        return [operator for graph in self.graphs for operator in graph.operators]
 
     @property
     def how(self) -> str:
-        count = len(self.joints[0].operators)
+        count = len(self.graphs[0].operators)
         programs = "one program" if len(self.runs) == 1 else f"{len(self.runs)} programs"
         whom, each = ("a member", "member") if self.size == 1 else (f"{self.size} members", f"{self.size}")
         return f"{programs} of {count} operators for {whom}, called once per {each}"
 
     def fits(self, call: StepCall) -> bool:
         batch = call.of_rows(range(self.size)).batch()
-        return all(joint.fits(batch) for joint in self.joints)
+        return all(graph.fits(batch) for graph in self.graphs)
 
     def step(self, call: StepCall) -> Tensor:
         _clear(self.params)
@@ -112,7 +112,7 @@ class PerMemberStep:
         with torch.no_grad():
             rows = [self.runs[kind](*given) for kind, *given in zip(self.kinds, *columns, strict=True)]
             losses, *grads = zip(*rows, strict=True)
-            for place, found in zip(self.joints[0].trained, grads, strict=True):
+            for place, found in zip(self.graphs[0].trained, grads, strict=True):
                 tensor, stacked = pairs[place]
                 tensor.grad = torch.cat(found) if stacked else torch.stack(found).sum(0)
             return torch.cat(losses)
@@ -125,7 +125,7 @@ class Library:
     ``count``: how many programs were compiled, those of whole arrays too.
     """
 
-    blocks: dict[Any, tuple[Joint, Run]] = field(default_factory=dict)
+    blocks: dict[Any, tuple[StepGraph, Run]] = field(default_factory=dict)
     count: int = 0
 
 
@@ -161,18 +161,18 @@ def make(
     params = tuple((holder, name) for holder, name in places if isinstance(holder[name], nn.Parameter))
     tensors, members = Tensors.of(forward, loss), forward.compiled.program.members
     size = members if size is None or members % size else size
-    if looped_calls(forward) // members * size > MOST_LOOPED_CALLS:
+    if looped_calls(forward) // members * size > MAX_LOOPED_CALLS:
         size = 1
-    if size < members or looped_calls(forward) > MOST_LOOPED_CALLS:
+    if size < members or looped_calls(forward) > MAX_LOOPED_CALLS:
         return each(forward, loss, call, tensors, params, library, kind, size)
-    joint = trace(forward, loss, call)
-    _check_open(joint, forward, loss, call)
+    graph = trace(forward, loss, call)
+    _check_open(graph, forward, loss, call)
     # Some calls are many operators, such as a recurrent layer's.
-    if looped_calls(forward) and len(joint.operators) > MOST_OPERATORS:
+    if looped_calls(forward) and len(graph.operators) > MAX_OPERATORS:
         return each(forward, loss, call, tensors, params, library, kind, 1)
-    _check(joint)
+    _check(graph)
     library.count += 1
-    return FusedStep(joint, build(joint, tensors.all(), call.batch()), tensors, params)
+    return FusedStep(graph, build(graph, tensors.all(), call.batch()), tensors, params)
 
 
 def looped_calls(source: BoundProgram) -> int:
@@ -195,10 +195,10 @@ def each(
     """The step as a program per kind of block of ``size`` members; raises as `make`."""
     blocks = blocks_of(forward, loss, size)
     kinds = list(dict.fromkeys(blocks))
-    if len(kinds) > MOST_KINDS:
+    if len(kinds) > MAX_KINDS:
         raise Unprofitable(
             f"members run {'one by one' if size == 1 else f'{size} at once'}, each kind by a program of its own, and "
-            f"scalars differ in {len(kinds)} ways; at most {MOST_KINDS} are worth it"
+            f"scalars differ in {len(kinds)} ways; at most {MAX_KINDS} are worth it"
         )
     found = []
     for scalars_there in kinds:
@@ -208,14 +208,14 @@ def each(
         key = (forward.compiled.origin, loss.compiled.origin, scalars_there, size, kind, traits(own), traits(batch))
         known = library.blocks.get(key)
         if known is None or not known[0].fits(batch):
-            joint = trace_rows(forward, loss, call, rows)
-            _check_open(joint, forward, loss, call)
-            _check(joint)
+            graph = trace_rows(forward, loss, call, rows)
+            _check_open(graph, forward, loss, call)
+            _check(graph)
             library.count += 1
-            known = library.blocks[key] = joint, build(joint, own, batch)
+            known = library.blocks[key] = graph, build(graph, own, batch)
         found.append(known)
-    joints, runs = zip(*found, strict=True)
-    return PerMemberStep(joints, runs, tuple(map(kinds.index, blocks)), size, tensors, params)
+    graphs, runs = zip(*found, strict=True)
+    return PerMemberStep(graphs, runs, tuple(map(kinds.index, blocks)), size, tensors, params)
 
 
 def traits(tensors: Sequence[Tensor]) -> Any:
@@ -231,9 +231,9 @@ def blocks_of(forward: BoundProgram, loss: BoundProgram, size: int) -> list[Any]
     return [tuple(rows[start : start + size]) for start in range(0, members, size)]
 
 
-def _check_open(joint: Joint, forward: BoundProgram, loss: BoundProgram, call: StepCall) -> None:
+def _check_open(graph: StepGraph, forward: BoundProgram, loss: BoundProgram, call: StepCall) -> None:
     """Refuse a step that would hold for one length only, where many are met; few numbers of samples are."""
-    rows = zip(captured_dims(forward, loss, call), call.stacked, joint.dims, strict=True)
+    rows = zip(captured_dims(forward, loss, call), call.stacked, graph.dims, strict=True)
     closed = [
         f"dim {dim} of {call.batch()[k].dtype} {list(call.batch()[k].shape)}"
         for k, (dims, stacked, left) in enumerate(rows)
@@ -247,10 +247,10 @@ def _check_open(joint: Joint, forward: BoundProgram, loss: BoundProgram, call: S
         )
 
 
-def _check(joint: Joint) -> None:
-    operators = joint.operators
+def _check(graph: StepGraph) -> None:
+    operators = graph.operators
     refused = sorted(str(operator) for operator in _NOT_COMPILED & set(operators))
     if refused:
         raise Unprofitable(f"inductor cannot call {', '.join(refused)}, by which recurrent layers run")
-    if len(operators) > MOST_OPERATORS:
-        raise Unprofitable(f"the step has {len(operators)} operators, and compilation pays up to {MOST_OPERATORS}")
+    if len(operators) > MAX_OPERATORS:
+        raise Unprofitable(f"the step has {len(operators)} operators, and compilation pays up to {MAX_OPERATORS}")

@@ -18,9 +18,9 @@ from hfusion.step.compiled import FusedStep, PerMemberStep, StepProgram
 from hfusion.step.step_graph import StepCall, refilled
 
 # Kinds of batches that are recorded; each keeps the memory of a step.
-MOST_RECORDED = 4
+MAX_RECORDED = 4
 # How often tensors may move before recording them anew is given up.
-MOST_MOVES = 3
+MAX_MOVES = 3
 
 Work: TypeAlias = Callable[[], Tensor]
 Record: TypeAlias = Callable[[Work], tuple[Callable[[], object], Tensor]]
@@ -72,7 +72,7 @@ class RecordedStep:
         kind = tuple((tensor.shape, tensor.dtype) for tensor in batch)
         found = self._recorded.get(kind)
         if found is None:
-            full = len(self._recorded) == MOST_RECORDED
+            full = len(self._recorded) == MAX_RECORDED
             return self._program.step(call) if full or self._why else self._first(kind, call, batch)
         for mine, given in zip(found.batch, batch, strict=True):
             mine.copy_(given, non_blocking=True)
@@ -88,8 +88,8 @@ class RecordedStep:
         if self._recorded:
             self._recorded.clear()
             self._moves += 1
-            if self._moves == MOST_MOVES:
-                self._why = f"its tensors have moved {MOST_MOVES} times"
+            if self._moves == MAX_MOVES:
+                self._why = f"its tensors have moved {MAX_MOVES} times"
         self._addresses = addresses
 
     def _first(self, kind: Any, call: StepCall, batch: list[Tensor]) -> Tensor:

@@ -27,7 +27,7 @@ from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.guards import Guards, open_dims
 from hfusion.core.layout import Layout
 from hfusion.core.program import describe_graph, describe_value
-from hfusion.core.silence import quiet
+from hfusion.core.silence import silence_tracers
 from hfusion.core.stages import stage
 from hfusion.device.backend import random_states_kept
 from hfusion.passes.check import check_rewritten
@@ -86,7 +86,7 @@ class StepCall:
 
 
 @dataclass(frozen=True, eq=False)
-class Joint:
+class StepGraph:
     """The traced step.
 
     ``module`` takes the tensors of the array, then those of the inputs and of the target; all inputs contiguous. It
@@ -153,7 +153,7 @@ def block(tensor: Tensor, rows: range) -> Tensor:
     return tensor.detach()[rows.start : rows.stop].requires_grad_(tensor.requires_grad)
 
 
-def trace(forward: BoundProgram, loss: BoundProgram, call: StepCall) -> Joint:
+def trace(forward: BoundProgram, loss: BoundProgram, call: StepCall) -> StepGraph:
     """The step of the whole array for calls like ``call``, with the sizes left open that its programs leave open.
 
     An autocast that is active holds for forward and loss; the gradients follow the dtypes that it gave.
@@ -163,7 +163,7 @@ def trace(forward: BoundProgram, loss: BoundProgram, call: StepCall) -> Joint:
     return _trace(forward, loss, tensors, tensors.all(), call)
 
 
-def trace_rows(forward: BoundProgram, loss: BoundProgram, call: StepCall, rows: range) -> Joint:
+def trace_rows(forward: BoundProgram, loss: BoundProgram, call: StepCall, rows: range) -> StepGraph:
     """As `trace`, the step of neighbouring members, which takes their rows of tensors and inputs."""
     tensors = Tensors.of(forward, loss)
     ours, its_loss = (replace(source, compiled=_of_rows(source, rows)) for source in (forward, loss))
@@ -176,7 +176,7 @@ def _of_rows(source: BoundProgram, rows: range) -> Compiled:
 
 def _trace(
     forward: BoundProgram, loss: BoundProgram, tensors: Tensors, given: Sequence[Tensor], call: StepCall
-) -> Joint:
+) -> StepGraph:
     """The step of programs that take ``given`` in place of the tensors at ``tensors``."""
     # sympy comes with it.
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -193,7 +193,7 @@ def _trace(
     ids = [id(holder[name]) for holder, name in tensors.places]
     reached: list[int] = []
 
-    def joint(*given: Tensor) -> list[Tensor]:
+    def step(*given: Tensor) -> list[Tensor]:
         held = dict(zip(ids, given[:count], strict=True))
         losses = _losses(forward, loss, held, refilled(call, given[count:]))
         grads = _gradients(losses, [given[k] for k in trained])
@@ -201,12 +201,12 @@ def _trace(
         return _separate(given, [losses.detach(), *(grad for grad in grads if grad is not None)])
 
     # Programs pick their ways by strides and sizes, which the fake tensors have.
-    with quiet(), torch.enable_grad(), _attention(given), mode, enable_python_dispatcher():
-        module = make_fx(joint, decomposition_table=DECOMPOSITIONS)(*own, *batch)
+    with silence_tracers(), torch.enable_grad(), _attention(given), mode, enable_python_dispatcher():
+        module = make_fx(step, decomposition_table=DECOMPOSITIONS)(*own, *batch)
         for name, rewrite in _REWRITES.items():
             before, module = module, rewrite(module)
             _look_at(forward.compiled.program.name, name, before.graph, module.graph)
-    return Joint(module, tuple(reached), tuple(own), tuple(batch))
+    return StepGraph(module, tuple(reached), tuple(own), tuple(batch))
 
 
 _REWRITES = {"transposes sunk": sink, "products transposed": turn, "one-hot written out": onehot}
@@ -314,18 +314,18 @@ def _separate(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tenso
     return results
 
 
-def build(joint: Joint, own: Sequence[Tensor], batch: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """``joint.module`` compiled by inductor and tried once on tensors ``own``, on copies of the buffers.
+def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """``graph.module`` compiled by inductor and tried once on tensors ``own``, on copies of the buffers.
 
     Raises what inductor raises, and where there is no C++ compiler; also what its code raises.
     """
     # Imported late: most programs never compile, and inductor takes a second to import.
     from torch._inductor import compile as inductor
 
-    kind = joint.examples[0].device.type
-    options = cpu_options(joint.module) if kind == "cpu" else {}
-    with quiet(), torch.no_grad(), torch.autocast(kind, enabled=False):
-        run: Callable[..., Sequence[Tensor]] = inductor(joint.module, [e.detach() for e in joint.examples], options)
+    kind = graph.examples[0].device.type
+    options = cpu_options(graph.module) if kind == "cpu" else {}
+    with silence_tracers(), torch.no_grad(), torch.autocast(kind, enabled=False):
+        run: Callable[..., Sequence[Tensor]] = inductor(graph.module, [e.detach() for e in graph.examples], options)
         kept = [tensor if tensor.requires_grad else tensor.clone() for tensor in own]
         with random_states_kept():
             run(*kept, *batch)

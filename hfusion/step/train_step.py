@@ -17,7 +17,7 @@ from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import BoundProgram, Place
-from hfusion.compiler.compiler import MOST_KEYS
+from hfusion.compiler.compiler import MAX_KEYS
 from hfusion.core.exclusive import compiling
 from hfusion.core.fingerprint import read_state
 from hfusion.core.stages import BrokenProgram
@@ -29,7 +29,7 @@ from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.variants import CallReport, StepVariant, any_hooks, family, shared_variants, traits_of
 
 # Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
-MOST_PROGRAMS = 16
+MAX_PROGRAMS = 16
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class TrainStep:
         ordered = sorted(enumerate(ways), key=lambda pair: (pair[1].program is None, -pair[0]))
         found = next((way for _, way in ordered if way.holds() and self._serves(way, call)), None)
         if found is not None and (found.program is not None or found.why):
-            if len(self._known) == MOST_KEYS:
+            if len(self._known) == MAX_KEYS:
                 self._known.clear()
             self._known[exact] = found
         return found
@@ -206,8 +206,8 @@ class TrainStep:
         way.program = self._fitting(way, call)
         if way.program is not None:
             return
-        if self._library.count >= MOST_PROGRAMS:
-            way.why = f"{MOST_PROGRAMS} other programs were compiled already; call it with fewer kinds of inputs"
+        if self._library.count >= MAX_PROGRAMS:
+            way.why = f"{MAX_PROGRAMS} other programs were compiled already; call it with fewer kinds of inputs"
         else:
             way.program = self._made(way, call)
         if way.program is None:

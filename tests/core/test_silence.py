@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hfusion.core.silence import noted, quiet
+from hfusion.core.silence import noted, silence_tracers
 
 
 def in_thread(run: Callable[[], None]) -> None:
@@ -28,7 +28,7 @@ def speak() -> None:
 def test_only_its_own_thread_and_torch(caplog: pytest.LogCaptureFixture) -> None:
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        with quiet():
+        with silence_tracers():
             speak()
             assert not heard
             assert caplog.messages == ["a log of mine"]
@@ -45,12 +45,12 @@ def test_whatever_the_order_nothing_is_left() -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with quiet():
+        with silence_tracers():
             inside.set()
             leave.wait(10)
 
     thread = threading.Thread(target=other)
-    with quiet():
+    with silence_tracers():
         thread.start()
         inside.wait(10)
     with pytest.warns(UserWarning, match="heard"):
@@ -63,7 +63,7 @@ def test_whatever_the_order_nothing_is_left() -> None:
 
 def test_an_interrupt_inside() -> None:
     before = list(warnings.filters)
-    with pytest.raises(KeyboardInterrupt), quiet():
+    with pytest.raises(KeyboardInterrupt), silence_tracers():
         raise KeyboardInterrupt
     assert list(warnings.filters) == before
 

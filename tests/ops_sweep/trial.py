@@ -34,7 +34,7 @@ RELATIVE = {
     torch.bfloat16: 5e-2,
 }
 
-MOST_WORDS = 200
+MAX_WORDS = 200
 
 
 class Differs(Exception):
@@ -137,7 +137,7 @@ def _short(text: str) -> str:
     """The first line, without the place in this file that every message names."""
     text = text.partition("self.form.call(value, *args, **kwargs): ")[2] or text
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0][:MOST_WORDS] if lines else ""
+    return lines[0][:MAX_WORDS] if lines else ""
 
 
 @dataclass(eq=False)

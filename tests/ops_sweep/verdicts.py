@@ -49,11 +49,11 @@ class Finding:
 
 
 # Arguments that are stacked alone, at most.
-MOST_ALONE = 4
+MAX_ALONE = 4
 
 
 def patterns(tensors: int, members: tuple[int, ...]) -> list[Pattern]:
     """All shared, each one stacked alone, all stacked."""
     rows = [(False,) * tensors, (True,) * tensors]
-    rows += [tuple(k == alone for k in range(tensors)) for alone in range(min(tensors, MOST_ALONE))]
+    rows += [tuple(k == alone for k in range(tensors)) for alone in range(min(tensors, MAX_ALONE))]
     return [Pattern(b, row) for b in members for row in dict.fromkeys(rows)]

@@ -49,7 +49,7 @@ def test_member_by_member() -> None:
 @needs_compiler
 def test_member_by_member_where_the_whole_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few calls, as of a recurrent layer, may be many operators."""
-    monkeypatch.setattr(step_program, "MOST_OPERATORS", 130)
+    monkeypatch.setattr(step_program, "MAX_OPERATORS", 130)
     model = Model("sloped", Sloped, normal(4))
     ours, _ = arrays(model, 6)
     step = hf.train_step(ours, loss_of, hf.optim.SGD(ours.parameters(), lr=0.1))

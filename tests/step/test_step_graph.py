@@ -106,17 +106,17 @@ def places(fused: hf.FusedModule) -> tuple[Place, ...]:
 
 
 def whole(fused: hf.FusedModule, found: tuple[BoundProgram, BoundProgram], call: StepCall) -> FusedStep:
-    joint = trace(*found, call)
-    return FusedStep(joint, joint.module, Tensors.of(*found), places(fused))
+    graph = trace(*found, call)
+    return FusedStep(graph, graph.module, Tensors.of(*found), places(fused))
 
 
 def each(fused: hf.FusedModule, found: tuple[BoundProgram, BoundProgram], call: StepCall) -> PerMemberStep:
     blocks = blocks_of(*found, 1)
     kinds = list(dict.fromkeys(blocks))
     starts = [blocks.index(kind) for kind in kinds]
-    joints = tuple(trace_rows(*found, call, range(start, start + 1)) for start in starts)
-    runs = tuple(joint.module for joint in joints)
-    return PerMemberStep(joints, runs, tuple(map(kinds.index, blocks)), 1, Tensors.of(*found), places(fused))
+    graphs = tuple(trace_rows(*found, call, range(start, start + 1)) for start in starts)
+    runs = tuple(graph.module for graph in graphs)
+    return PerMemberStep(graphs, runs, tuple(map(kinds.index, blocks)), 1, Tensors.of(*found), places(fused))
 
 
 @pytest.mark.parametrize("way", [whole, each])
@@ -155,9 +155,9 @@ def test_sizes_that_fit() -> None:
     outputs = fused(x)
     loss(outputs, target)
     call = StepCall(Arguments.of((x,), {}), Arguments.of((target,), {}))
-    joint = trace(*sources(fused, loss, call, outputs), call)
+    graph = trace(*sources(fused, loss, call, outputs), call)
     for sizes, fits in [((4, 4), True), ((9, 9), True), ((9, 4), False), ((1, 1), False), ((0, 0), False)]:
-        assert joint.fits([model.draw(sizes[0]), torch.rand(sizes[1]).double()]) is fits
+        assert graph.fits([model.draw(sizes[0]), torch.rand(sizes[1]).double()]) is fits
 
 
 class Grouped(nn.Sequential):

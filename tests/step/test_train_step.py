@@ -99,7 +99,7 @@ def test_compiled_with_long_rows_of_channels() -> None:
     for step, size in enumerate([4, 4, 3, 3]):
         both.advance(*batch(wide, size), f"after step {step}")
     (program,) = both.step._programs()
-    assert not cpu_options(program.joint.module)["layout_optimization"]
+    assert not cpu_options(program.graph.module)["layout_optimization"]
 
 
 @needs_compiler
