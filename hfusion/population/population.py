@@ -20,7 +20,7 @@ from hfusion.array.rows import rearrange as rearrange_array
 from hfusion.checkpoint import files
 from hfusion.checkpoint.save import Root, in_thread, read
 from hfusion.core.errors import CheckpointError, NonFiniteError
-from hfusion.core.rows import check_once, pairs, row_of, rows_of
+from hfusion.core.rows import check_once, pairs, rows_of
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
@@ -242,19 +242,20 @@ class Population:
 
     def start(
         self,
-        row: int | None,
-        model: nn.Module,
+        row: int | Sequence[int] | None,
+        model: nn.Module | Sequence[nn.Module],
         *,
-        tag: str | None = None,
-        schedule: Make | None = None,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
+        tag: str | Sequence[str] | None = None,
+        schedule: Make | Sequence[Make] | None = None,
+        clip_norm: HyperValue | None = None,
+        clip_value: HyperValue | None = None,
         **hypers: Any,
-    ) -> int:
+    ) -> Any:
         """A model joins in a free row, at its own step 0: the row. The model stays as it is, its tensors are copied.
 
         Args:
-            row: a free row; None for the first that is free, or a new one.
+            row: a free row; None for the first that is free, or a new one. Several rows take as many models, tags, and
+                one value for all or one for each of what follows.
             hypers: its hyper-parameters; those that all members began with alike need not be given.
             schedule: the function that makes its scheduler; not needed where all members have the same one.
 
@@ -267,24 +268,46 @@ class Population:
             if not roll.free:
                 self.grow(1)
             row = roll.free[0]
-        row = row_of(row, len(self))
-        if roll.tags[row] is not None:
-            raise ValueError(f"row {row} is taken by {roll.tags[row]!r}: stop it first; rows {roll.free} are free")
-        if tag is not None:
-            roll.check_tag(tag)
+        rows = rows_of(row, len(self))
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        tags = [tag] * len(rows) if tag is None or isinstance(tag, str) else list(tag)
+        self._check_start(rows, models, tags, schedule)
+        limits = self._limits.with_rows(rows, clip_norm, clip_value)
+        self._drop_gradients()
+        self.fused.put(rows, models)
+        rearrange_optimizer(self.optimizer, [None if one in rows else one for one in range(len(self))], hypers)
+        if self.schedule is not None:
+            self.schedule.replace(rows, schedule)
+        if self.scaler is not None:
+            self.scaler.restart(rows)
+        self._limits = limits
+        for one, name in zip(rows, tags, strict=True):
+            roll.enter(one, name)
+        return rows if isinstance(row, Sequence) else rows[0]
+
+    def _check_start(
+        self, rows: Sequence[int], models: Sequence[nn.Module], tags: Sequence[str | None], schedule: Any
+    ) -> None:
+        roll = self._roll
+        self._check_between()
+        check_once(rows)
+        if not len(rows) == len(models) == len(tags):
+            raise ValueError(f"{len(models)} models with {len(tags)} tags for {len(rows)} rows: give one for each")
+        for row in rows:
+            if roll.tags[row] is not None:
+                raise ValueError(f"row {row} is taken by {roll.tags[row]!r}: stop it first; rows {roll.free} are free")
+        for tag in tags:
+            if tag is not None:
+                roll.check_tag(tag)
+        if len({tag for tag in tags if tag is not None}) < sum(tag is not None for tag in tags):
+            raise ValueError(f"tag={list(tags)}: every member has a name of its own")
         if schedule is not None and self.schedule is None:
             raise ValueError("schedule: this population has none; give it one when it is made")
-        self._check_between()
-        limits = self._limits.with_rows([row], clip_norm, clip_value)
-        self.fused.put(row, model)
-        rearrange_optimizer(self.optimizer, [None if one == row else one for one in range(len(self))], hypers)
-        if self.schedule is not None:
-            self.schedule.replace([row], schedule)
-        if self.scaler is not None:
-            self.scaler.restart(row)
-        self._limits = limits
-        roll.enter(row, tag)
-        return row
+
+    def _drop_gradients(self) -> None:
+        """Between updates nobody needs them, and to move them takes time."""
+        for param in self.fused.parameters():
+            param.grad = None
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """Let members ``dst`` be what ``src`` are: weights, moments, counts, schedule, hyper-parameters, scale.
@@ -355,6 +378,7 @@ class Population:
 
     def _rearrange(self, sources: Sequence[int]) -> None:
         self._check_between()
+        self._drop_gradients()
         rearrange_array(self.fused, sources)
         rearrange_optimizer(self.optimizer, sources, {})
         if self.schedule is not None:

@@ -30,8 +30,8 @@ class Widths:
             return -(-members // self.block) * self.block if members != self.first else self.first
         return max(1, members)
 
-    def at_once(self, rows: int) -> int:
-        """How many rows one call of a compiled program computes."""
+    def at_once(self, rows: int) -> int | None:
+        """How many rows one call of a compiled program computes; None for all of them."""
         if rows == self.first:
-            return rows
+            return None
         return self.block if rows % self.block == 0 else 1

@@ -147,7 +147,7 @@ def make(
     """The compiled step for calls like ``call``, which has run eagerly before; parameters are among ``places``.
 
     ``kind`` is what a program hangs on besides the programs of forward and loss, ``size`` how many members a program
-    shall compute, None for all.
+    shall compute, which arrays of other numbers of members share; None for all of them.
 
     Raises:
         Unprofitable: it would not be worth its time.
@@ -160,15 +160,16 @@ def make(
         )
     params = tuple((holder, name) for holder, name in places if isinstance(holder[name], nn.Parameter))
     tensors, members = Tensors.of(forward, loss), forward.compiled.program.members
-    size = members if size is None or members % size else size
-    if looped_calls(forward) // members * size > MAX_LOOPED_CALLS:
+    looped = looped_calls(forward) // members
+    if size is None and looped * members > MAX_LOOPED_CALLS:
         size = 1
-    if size < members or looped_calls(forward) > MAX_LOOPED_CALLS:
+    if size is not None:
+        size = 1 if members % size or looped * size > MAX_LOOPED_CALLS else size
         return each(forward, loss, call, tensors, params, library, kind, size)
     graph = trace(forward, loss, call)
     _check_open(graph, forward, loss, call)
     # Some calls are many operators, such as a recurrent layer's.
-    if looped_calls(forward) and len(graph.operators) > MAX_OPERATORS:
+    if looped and len(graph.operators) > MAX_OPERATORS:
         return each(forward, loss, call, tensors, params, library, kind, 1)
     _check(graph)
     library.count += 1
