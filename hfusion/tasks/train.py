@@ -17,7 +17,7 @@ from hfusion.array.per_model import per_model
 from hfusion.capture.named import tensors
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.membership import membership
-from hfusion.device.backend import backend
+from hfusion.device.backend import backend, host_bytes
 from hfusion.device.machine import Machine
 from hfusion.optim.hyper import member_vector
 from hfusion.runtime.spill import SpillFolder
@@ -181,8 +181,9 @@ class _Run:
         one.optimizer.initialise()
         # Gradients of what the user did before are none of this run's.
         one.optimizer.zero_grad()
-        files = [self._file(folder, index, shard.index, plan.host_bytes(shard.index)) for shard in plan.shards]
         pinned = any(backend(device).pins for device in devices)
+        sizes = [host_bytes(plan.host_bytes(shard.index), pinned=pinned) for shard in plan.shards]
+        files = [self._file(folder, index, shard, size) for shard, size in enumerate(sizes)]
         state = State(own, held, one.optimizer, files, pinned=pinned, carried=plan.carried, together=plan.resident)
         stack.callback(state.close)
         seed = int(torch.randint(1 << 62, ())) if one.task.seed is None else one.task.seed
