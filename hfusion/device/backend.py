@@ -320,7 +320,7 @@ def backend(device: torch.device) -> Backend:
     return Host() if device.type == "cpu" else Accelerator(device)
 
 
-def host_bytes(size: int, *, pinned: bool) -> int:
+def memory_of(size: int, *, pinned: bool) -> int:
     """What ``size`` bytes take of the host's memory: torch rounds what is pinned up to a power of two."""
     return 1 << (size - 1).bit_length() if pinned and size else size
 

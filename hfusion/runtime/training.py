@@ -256,7 +256,7 @@ class Training:
             saved = self._compute(shard, inputs, {}, device)
         self.state.wrote(shard, buffers)
         if saved.losses is not None:
-            self.losses.append(_to_host(saved.losses.detach()))
+            self.losses.append(saved.losses.detach().cpu())
         if keep:
             self._saved[shard] = saved
         self._boundary.keep(shard, saved.outputs, self._recipe.later[shard])
@@ -275,7 +275,7 @@ class Training:
             found = self._compute(shard, inputs, {}, device)
         self._boundary.keep(shard, found.outputs, self._recipe.later[shard])
         if found.losses is not None:
-            self.evaluations.append(_to_host(found.losses))
+            self.evaluations.append(found.losses.cpu())
             for each in range(shard + 1):
                 self._clean(each)
 
@@ -339,7 +339,9 @@ class Training:
         if self.plan.closes(unit.step) and self._clip is not None:
             for name in self.state.shards[shard].trained:
                 if name in self._started and self._gradient(shard, name).numel():
-                    self._norms[name] = _to_host(grad_norms(self._gradient(shard, name), len(self._clip)))
+                    norms = grad_norms(self._gradient(shard, name), len(self._clip))
+                    # There when the unit has ended: the host does not wait for each.
+                    self._norms[name] = norms.to("cpu", non_blocking=True)
         self._clean(shard)
 
     def _recomputed(self, shard: int, device: torch.device) -> _Saved:
@@ -411,11 +413,6 @@ class Training:
 
     def _drawing(self, generators: Generators, device: torch.device) -> AbstractContextManager[None]:
         return generators.active(device) if self._recipe.random else nullcontext()
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy that is there when the unit has ended: the host does not wait for each."""
-    return tensor.to("cpu", non_blocking=True)
 
 
 def _forgetting() -> saved_tensors_hooks:

@@ -17,7 +17,7 @@ from hfusion.array.per_model import per_model
 from hfusion.capture.named import tensors
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.membership import membership
-from hfusion.device.backend import backend, host_bytes
+from hfusion.device.backend import backend, memory_of
 from hfusion.device.machine import Machine
 from hfusion.optim.hyper import member_vector
 from hfusion.runtime.spill import SpillFolder
@@ -182,7 +182,7 @@ class _Run:
         # Gradients of what the user did before are none of this run's.
         one.optimizer.zero_grad()
         pinned = any(backend(device).pins for device in devices)
-        sizes = [host_bytes(plan.host_bytes(shard.index), pinned=pinned) for shard in plan.shards]
+        sizes = [memory_of(plan.host_bytes(shard.index), pinned=pinned) for shard in plan.shards]
         files = [self._file(folder, index, shard, size) for shard, size in enumerate(sizes)]
         state = State(own, held, one.optimizer, files, pinned=pinned, carried=plan.carried, together=plan.resident)
         stack.callback(state.close)

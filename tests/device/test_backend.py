@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfusion.device.backend import accelerators, backend, host_bytes, random_states_kept
+from hfusion.device.backend import accelerators, backend, memory_of, random_states_kept
 
 DEVICES = [torch.device("cpu"), *accelerators()]
 
@@ -42,8 +42,8 @@ def test_memory_that_it_pins_is_pinned(device: torch.device) -> None:
 
 def test_pinned_memory_is_taken_in_powers_of_two() -> None:
     sizes = [0, 1, 3, 64, 65]
-    assert [host_bytes(size, pinned=False) for size in sizes] == sizes
-    assert [host_bytes(size, pinned=True) for size in sizes] == [0, 1, 4, 64, 128]
+    assert [memory_of(size, pinned=False) for size in sizes] == sizes
+    assert [memory_of(size, pinned=True) for size in sizes] == [0, 1, 4, 64, 128]
 
 
 @pytest.mark.gpu
