@@ -5,12 +5,13 @@ The serial run is the plain loop on one such device that does at once what it is
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -126,9 +127,8 @@ class Order:
         ]
 
 
-@cache
+@lru_cache(4)
 def _plan(order: Order) -> Plan:
-    # Without draws, so that a plan is made once for all orders of these tasks.
     return planned(order.tasks(), order.machine("unused"), order.shards, order.resident, order.kept)
 
 
@@ -139,7 +139,7 @@ def run(seed: int, disk: str, fault: Fault | None = None, *, order: Order | None
     plan = replace(made, devices={name: size + order.spare for name, size in made.devices.items()})
     for kind in order.kinds:
         trained(kind).array.load_state_dict(trained(kind).before)
-    threads = set(threading.enumerate())
+    threads, taken = set(threading.enumerate()), list(QUEUES.taken)
     QUEUES.start(seed, fault, None if fault is None else 1.0)
     switch = sys.getswitchinterval()
     sys.setswitchinterval(random.Random(seed).choice([1e-6, 1e-4, 5e-3]))
@@ -153,6 +153,7 @@ def run(seed: int, disk: str, fault: Fault | None = None, *, order: Order | None
         *_wrong(order, report),
         *_uneven(report, plan),
         *_left(threads),
+        *_kept(taken),
         *races(QUEUES.end()),
     ]
 
@@ -215,6 +216,14 @@ def _left(threads: set[threading.Thread]) -> list[str]:
         *(f"the thread {thread.name} is left" for thread in set(threading.enumerate()) - threads),
         *(f"{type(error).__name__}: {error}" for error in QUEUES.errors),
     ]
+
+
+def _kept(taken: list[int]) -> list[str]:
+    """What a run has not given back of devices' memory."""
+    if QUEUES.taken != taken:
+        gc.collect()
+    more = [now - before for now, before in zip(QUEUES.taken, taken, strict=True)]
+    return [f"{size} bytes are not given back" for size in more if size > 0]
 
 
 def _wrong(order: Order, report: Report) -> list[str]:

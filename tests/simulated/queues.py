@@ -124,10 +124,10 @@ class Queues:
             self.live = getattr(self, "live", {})
             self.taken = getattr(self, "taken", [0] * DEVICES)
             self.peak = list(self.taken)
-            self.events: dict[int, Mark] = getattr(self, "events", {})
-            self.streams: dict[int, int] = getattr(self, "streams", {-1 - device: device for device in range(DEVICES)})
-            self.items: dict[int, deque[Item]] = getattr(self, "items", {stream: deque() for stream in self.streams})
-            self.items.setdefault(_ELSEWHERE, deque())
+            self.events: dict[int, Mark] = {}
+            # Those of other runs are no more.
+            self.streams = {-1 - device: device for device in range(DEVICES)}
+            self.items: dict[int, deque[Item]] = {stream: deque() for stream in (*self.streams, _ELSEWHERE)}
             self.number: int = getattr(self, "number", 0)
             self.errors: list[BaseException] = []
 

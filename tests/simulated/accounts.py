@@ -1,0 +1,52 @@
+"""Compare the bytes that are accounted for with those of all tensors on a simulated device.
+
+``python -m tests.simulated.accounts``
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hfusion as hf
+from tests.simulated.device import install
+from tests.trained import adamw, cross_entropy, fused, planned
+
+
+class Wide(nn.Module):
+    """Large enough for rounding to play no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.GELU())))
+        self.head = nn.Linear(256, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.layers(x))
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    install()
+    from tests.simulated.queues import QUEUES
+
+    loader = [(torch.randn(128, 256), torch.randint(3, (128,))) for _ in range(2)]
+    on, ratios = hf.Machine([hf.Device("sim:0", memory="1GiB")]), []
+    for count, resident in ((1, True), (6, False)):
+        one = hf.Task(fused(Wide, torch.float32), cross_entropy, optimizer=adamw, loader=loader, seed=0)
+        plan = planned([one], on, [count], [resident])
+        before = list(QUEUES.taken)
+        QUEUES.start(count)
+        report = hf.train([one], on, plan=plan)
+        taken, (accounted,) = QUEUES.peak[0] - before[0], report.peak.values()
+        ratios.append(taken / accounted)
+        print(f"{count} shards: {taken:,} bytes, {accounted:,} accounted for: {ratios[-1]:.3f}")
+        assert QUEUES.taken == before
+    return max(ratios) > 1.1 or min(ratios) < 0.9
+
+
+if __name__ == "__main__":
+    sys.exit(main())
