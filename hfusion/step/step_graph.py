@@ -6,7 +6,7 @@ to inductor as it is, past Dynamo: what Dynamo would guard, the caller checks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -314,6 +314,28 @@ def _separate(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tenso
     return results
 
 
+def written_inputs(graph: fx.Graph) -> frozenset[int]:
+    """The inputs that operators may write to, also through views: those of which what they write is made."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    found = [target for node in graph.nodes for target in _targets(node)]
+    reached: set[fx.Node] = set()
+    while found:
+        node = found.pop()
+        if node not in reached:
+            reached.add(node)
+            found += node.all_input_nodes
+    return frozenset(index for index, node in enumerate(inputs) if node in reached)
+
+
+def _targets(node: fx.Node) -> Iterator[fx.Node]:
+    """What an operator writes to."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        for place, argument in enumerate(node.target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+                yield from [value] if isinstance(value, fx.Node) else node.all_input_nodes
+
+
 def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
     """``graph.module`` compiled by inductor and tried once on tensors ``own``, on copies of the buffers.
 
@@ -326,7 +348,8 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
     options = cpu_options(graph.module) if kind == "cpu" else {}
     with silence_tracers(), torch.no_grad(), torch.autocast(kind, enabled=False):
         run: Callable[..., Sequence[Tensor]] = inductor(graph.module, [e.detach() for e in graph.examples], options)
-        kept = [tensor if tensor.requires_grad else tensor.clone() for tensor in own]
+        written = written_inputs(graph.module.graph)
+        kept = [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
         with random_states_kept():
             run(*kept, *batch)
     return run

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.step.compiled import FusedStep, PerMemberStep, StepProgram, blocks_of
-from hfusion.step.step_graph import StepCall, Tensors, cpu_options, trace, trace_rows
+from hfusion.step.step_graph import StepCall, Tensors, cpu_options, trace, trace_rows, written_inputs
 from tests.zoo import MODELS, Model, normal
 
 EPS = 1e-4
@@ -177,3 +178,18 @@ def test_inductor_does_not_turn_long_rows(count: int, turned: bool) -> None:
     module = trace(*sources(fused, loss, call, outputs), call).module
     assert [node.args[8] for node in module.graph.nodes if "convolution.default" in str(node.target)] == [1, count]
     assert cpu_options(module) == {"cpp_wrapper": True, "layout_optimization": turned}
+
+
+@pytest.mark.parametrize(
+    ("run", "wanted"),
+    [
+        (lambda a, b: a * b, set()),
+        (lambda a, b: a.add_(b), {0}),
+        (lambda a, b: b[0].mul_(2) + a[0], {1}),
+        (lambda a, b: torch._foreach_add_([a, b], 1), {0, 1}),
+        (lambda a, b: torch.mul(a, 2, out=b), {1}),
+    ],
+    ids=["none", "whole", "view", "list", "out"],
+)
+def test_what_a_graph_writes(run: Any, wanted: set[int]) -> None:
+    assert written_inputs(make_fx(run)(torch.ones(2, 2), torch.ones(2, 2)).graph) == wanted
