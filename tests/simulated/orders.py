@@ -9,7 +9,7 @@ import gc
 import random
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import POLICIES
-from hfusion.tasks.task import Step
+from hfusion.tasks.task import Evaluation, Step
 from hfusion.tasks.train import Report, TrainError
 from tests.simulated.queues import QUEUES, Fault
 from tests.simulated.races import races
@@ -27,6 +27,9 @@ from tests.trained import SEED, Knotted, Way, adamw, batches, cross_entropy, fus
 
 LOADER = batches(torch.float64, 2)
 EVALUATED = batches(torch.float64, 2)
+
+
+Told = Step | Evaluation
 
 
 class Convolved(nn.Module):
@@ -121,9 +124,10 @@ class Order:
         devices = [hf.Device(name, f"{name}.{place}", memory="1GiB") for place, name in enumerate(self.devices)]
         return hf.Machine(devices, self.host, disk)
 
-    def tasks(self) -> list[hf.Task]:
+    def tasks(self, heard: Callable[[Told], None] = lambda told: None) -> list[hf.Task]:
         return [
-            task(trained(kind).array, KINDS[kind][1], LOADER, f"t{kind}", eval_loader=EVALUATED) for kind in self.kinds
+            task(trained(kind).array, KINDS[kind][1], LOADER, f"t{kind}", eval_loader=EVALUATED, callbacks=[heard])
+            for kind in self.kinds
         ]
 
 
@@ -139,17 +143,26 @@ def run(seed: int, disk: str, fault: Fault | None = None, *, order: Order | None
     plan = replace(made, devices={name: size + order.spare for name, size in made.devices.items()})
     for kind in order.kinds:
         trained(kind).array.load_state_dict(trained(kind).before)
+    early: list[str] = []
+
+    def hear(told: Told) -> None:
+        if isinstance(told, Step):
+            expected = trained(int(told.task[1:])).losses[told.epoch * len(LOADER) + told.step]
+            if not torch.equal(told.losses, expected):
+                early.append(f"wrong losses of {told.task} told in step {told.step}")
+
     threads, taken = set(threading.enumerate()), list(QUEUES.taken)
     QUEUES.start(seed, fault, None if fault is None else 1.0)
     switch = sys.getswitchinterval()
     sys.setswitchinterval(random.Random(seed).choice([1e-6, 1e-4, 5e-3]))
     try:
-        report = hf.train(order.tasks(), order.machine(disk), order.policy, plan=plan)
+        report = hf.train(order.tasks(hear), order.machine(disk), order.policy, plan=plan)
     except Exception as error:
         return [f"{type(error).__name__}: {error}", *races(QUEUES.end())]
     finally:
         sys.setswitchinterval(switch)
     return [
+        *early,
         *_wrong(order, report),
         *_uneven(report, plan),
         *_left(threads),
@@ -191,7 +204,7 @@ def broken(seed: int, disk: str, fault: Fault | None = None) -> list[str]:
     array, last = trained(1).array, draw.randrange(len(LOADER))
     array.load_state_dict(trained(1).before)
 
-    def stop(told: object) -> None:
+    def stop(told: Told) -> None:
         if isinstance(told, Step) and told.step == last:
             raise Broken
 

@@ -33,3 +33,7 @@ def test_planted_faults_are_seen() -> None:
 
 def test_what_is_accounted_for_is_what_tensors_take() -> None:
     assert "6 shards" in call("tests.simulated.accounts")
+
+
+def test_what_is_no_run() -> None:
+    assert "a machine knows its devices" in call("tests.simulated.pieces")
