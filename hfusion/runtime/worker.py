@@ -91,12 +91,17 @@ class _Lane(Thread):
             self._queue.wait()
             job.then()
         job.ended = perf_counter()
-        job.after = ()
+        # The engine keeps jobs, which must not keep what they copied.
+        job.after, job.work, job.then = (), _nothing, _nothing
         job.done = not job.failed
         # The engine hears of it before whatever another lane does after it.
         if job.told or job.error is not None:
             self._worker.ended.put(job)
         job.over.set()
+
+
+def _nothing() -> None:
+    return
 
 
 class DeviceWorker:
