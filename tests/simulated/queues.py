@@ -252,6 +252,9 @@ class Queues:
         with self.lock:
             block = self.live.pop(address)
             self.taken[block.device] -= len(block.bytes)
+            if block.stream not in self.items:
+                # Garbage of a run before.
+                return
             if self._dropped("free"):
                 block.stream = _ELSEWHERE
             for stream in block.users - {block.stream}:
