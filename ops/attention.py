@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfusion.core.layout import Layout
-from hfusion.ops.lowering import Efficiency, Operands, Saves, Sizes
+from hfusion.ops.lowering import Efficiency, KeptOperands, Saves, Sizes
 from hfusion.ops.random import Probability, dropout_stacked
-from hfusion.ops.rule import Answer, PerMember, RuleTable, Site, Value, has_per_member, hint, loop
+from hfusion.ops.rule import Answer, MemberScalars, RuleTable, Site, Value, has_per_member, hint, loop
 from hfusion.ops.saved import elements, scores
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def _weights_twice(sizes: Sizes) -> int:
     return 2 * scores(sizes) * sizes.width
 
 
-WRITTEN_OUT_KEEPS = Saves(Operands.FACTORS, result=True, beside=_weights_thrice, workspace=_weights_twice)
+WRITTEN_OUT_KEEPS = Saves(KeptOperands.FACTORS, result=True, beside=_weights_thrice, workspace=_weights_twice)
 
 
 def attention(
@@ -66,8 +66,10 @@ def attention(
     q, k, v = (x.to(STACKED, rank=rank) for x in (query, key, value))
     mask = attn_mask if attn_mask is None or attn_mask.shared else attn_mask.to(STACKED, rank=rank)
     arguments = (q, k, v, mask, is_causal, scale, enable_gqa)
-    if isinstance(dropout_p, PerMember) or dropout_p > 0:
-        p: Probability = tuple(map(float, dropout_p.values)) if isinstance(dropout_p, PerMember) else float(dropout_p)
+    if isinstance(dropout_p, MemberScalars) or dropout_p > 0:
+        p: Probability = (
+            tuple(map(float, dropout_p.values)) if isinstance(dropout_p, MemberScalars) else float(dropout_p)
+        )
         return site.call(
             attend_with_dropout,
             (p, site.members, *arguments),

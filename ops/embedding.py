@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfusion.core.layout import Layout
-from hfusion.ops.rule import Call, PerMember, RuleTable, Site, Value, loop
+from hfusion.ops.rule import Call, MemberScalars, RuleTable, Site, Value, loop
 
 aten = torch.ops.aten
 
@@ -19,7 +19,7 @@ STACKED = Layout.STACKED
 def embedding(
     site: Site, weight: Value, indices: Value, padding_idx: Any, scale_grad_by_freq: bool, sparse: bool
 ) -> Call:
-    if sparse or isinstance(padding_idx, PerMember) or (weight.shared and scale_grad_by_freq):
+    if sparse or isinstance(padding_idx, MemberScalars) or (weight.shared and scale_grad_by_freq):
         return loop(
             site,
             {

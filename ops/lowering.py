@@ -35,7 +35,7 @@ class Sizes:
 Count: TypeAlias = Callable[[Sizes], int]
 
 
-class Operands(enum.Enum):
+class KeptOperands(enum.Enum):
     """Which operands autograd keeps for backward."""
 
     NONE = "none"
@@ -52,7 +52,7 @@ class Saves:
     runs, and gives back.
     """
 
-    operands: Operands = Operands.ALL
+    operands: KeptOperands = KeptOperands.ALL
     result: bool = False
     beside: Count | None = None
     workspace: Count | None = None

@@ -253,7 +253,7 @@ def rows(norm: OpOverload, members: int, *args: Any) -> Tensor:
     return torch.stack(each(norm, members, args, {}))
 
 
-def rows_at_once(norm: OpOverload, members: int, x: Tensor, shape: list[int], *args: Any) -> Tensor:
+def rows_batched(norm: OpOverload, members: int, x: Tensor, shape: list[int], *args: Any) -> Tensor:
     """As `rows`, of stacked operands ``x [B, *S]`` and weights ``[B, *shape]``, or ``shape`` for all; no loop."""
     names = [argument.name for argument in norm._schema.arguments[2:]]
     options = dict(zip(names, args, strict=False))
@@ -320,7 +320,7 @@ def _size(x: Value) -> int:
 
 
 # Loops of kernels, and what a compiler of whole graphs makes better code of: the same on stacked operands.
-AT_ONCE = {rows: rows_at_once}
+BATCHED = {rows: rows_batched}
 
 RULES: RuleTable = {
     aten.batch_norm.default: batch_norm,

@@ -15,7 +15,7 @@ from hfusion.core.random import draw
 from hfusion.ops.lowering import View
 from hfusion.ops.rule import (
     Call,
-    PerMember,
+    MemberScalars,
     Rule,
     RuleTable,
     Site,
@@ -57,12 +57,12 @@ def dropout(feature: bool, alpha: bool) -> Rule:
     """`torch.dropout`; whole channels if ``feature``, keeping the mean and variance of SELU if ``alpha``."""
 
     def rule(site: Site, input: Value, p: Any, train: Any) -> Call:
-        if isinstance(train, PerMember):
+        if isinstance(train, MemberScalars):
             call = loop(site, {"input": input, "p": p, "train": train})
             return replace(call, lowering=replace(call.lowering, view=View.PERHAPS))
         if not train or p == 0:
             return site.call(same, (input,), input.layout, "off", saves=NOTHING, view=View.ALWAYS)
-        if isinstance(p, PerMember):
+        if isinstance(p, MemberScalars):
             x = input if input.layout is Layout.LISTED else input.to(STACKED)
             number: Probability = tuple(map(float, p.values))
         else:
@@ -149,7 +149,7 @@ def _scale(p: float, alpha: bool) -> float:
 
 
 def native_dropout(site: Site, input: Value, p: Any, train: Any) -> Call:
-    if isinstance(p, PerMember) or isinstance(train, PerMember):
+    if isinstance(p, MemberScalars) or isinstance(train, MemberScalars):
         return loop(site, {"input": input, "p": p, "train": train})
     return site.call(native_dropout_stacked, (input.to(STACKED), float(p), train), STACKED, "own draws")
 

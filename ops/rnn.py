@@ -31,7 +31,7 @@ Results: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 # Numbers in one member's matrices of a layer up to which they stay in a cache from step to step, all members' in turn;
 # above it torch's own loop over the members is faster, measured.
-MOST_WEIGHTS = 1 << 19
+MAX_WEIGHTS = 1 << 19
 # Products of one member's step up to which torch's forward spends more time around them than with them. Without a
 # backward there is nothing else to win.
 FEW_PRODUCTS = 1 << 17
@@ -56,7 +56,7 @@ def lstm(site: Site, input: Value, hx: Sequence[Value], params: Sequence[Value],
     x = input.example
     known = x.device.type == "cpu" and x.dtype in native.TYPES and len(params) == per_layer * options["num_layers"]
     sizes = [p.example.numel() for p in params if p.rank == 2]
-    large = any(sum(pair) > MOST_WEIGHTS for pair in zip(sizes[::2], sizes[1::2], strict=False))
+    large = any(sum(pair) > MAX_WEIGHTS for pair in zip(sizes[::2], sizes[1::2], strict=False))
     alone = site.members == 1
     if has_per_member(options) or not known or alone or large or isinstance(native.library(SOURCE), str):
         return None

@@ -3,8 +3,8 @@
 A rule answers one question: given one node of a member's graph and the layouts of its operands, which call computes
 the node for the whole array? It is a pure function ``rule(site, **arguments) -> Call | tuple[Call, ...] | None``; the
 arguments are those of the ATen schema by name, defaults filled in. Tensors arrive as `Value`, sizes computed in the
-graph as `Scalar`, scalars that differ between members as `PerMember`, everything else as it stands. ``None`` says: not
-this combination, take the generic way (vmap of the one operator, else a loop over members).
+graph as `Scalar`, scalars that differ between members as `MemberScalars`, everything else as it stands. ``None`` says:
+not this combination, take the generic way (vmap of the one operator, else a loop over members).
 
 A `Call` is a `Lowering`, the record of a plain function of tensors, and its arguments, each operand in the layout that
 the function wants (``value.to(Layout.STACKED)``); the batch pass inserts the transitions. Several calls are candidates:
@@ -73,7 +73,7 @@ class Scalar:
 
 
 @dataclass(frozen=True)
-class PerMember:
+class MemberScalars:
     """A scalar argument that differs between members; ``values[b]`` is member b's."""
 
     values: tuple[Any, ...]
@@ -156,7 +156,7 @@ def values(arguments: Any) -> list[Value]:
 
 def has_per_member(arguments: Any) -> bool:
     """Whether a scalar that differs between members stands in a nest of arguments."""
-    return holds(arguments, PerMember)
+    return holds(arguments, MemberScalars)
 
 
 def is_random(target: OpOverload, arguments: Mapping[str, Any]) -> bool:

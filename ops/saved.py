@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from hfusion.ops.lowering import Operands, Saves, Shape, Sizes, View, family
+from hfusion.ops.lowering import KeptOperands, Saves, Shape, Sizes, View, family
 
 
 def elements(shape: Shape) -> int:
@@ -86,12 +86,12 @@ def gates_twice(sizes: Sizes) -> int:
     return 2 * gates(sizes)
 
 
-NOTHING = Saves(Operands.NONE)
-RESULT = Saves(Operands.NONE, result=True)
-FACTORS = Saves(Operands.FACTORS)
-MASK = Saves(Operands.NONE, beside=result_bytes)
+NOTHING = Saves(KeptOperands.NONE)
+RESULT = Saves(KeptOperands.NONE, result=True)
+FACTORS = Saves(KeptOperands.FACTORS)
+MASK = Saves(KeptOperands.NONE, beside=result_bytes)
 ROWS = Saves(beside=row_statistics)
-FUSED_ATTENTION = Saves(Operands.FACTORS, result=True, beside=queries)
+FUSED_ATTENTION = Saves(KeptOperands.FACTORS, result=True, beside=queries)
 GATES = Saves(beside=gates, workspace=gates)
 GATES_TWICE = Saves(beside=gates_twice, workspace=gates_twice)
 
@@ -113,7 +113,7 @@ _KEPT = {
     """,
     MASK: "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout",
     ROWS: "layer_norm rms_norm",
-    Saves(Operands.FACTORS, beside=broadcast_copies, workspace=broadcast_copies): "matmul",
+    Saves(KeptOperands.FACTORS, beside=broadcast_copies, workspace=broadcast_copies): "matmul",
     Saves(beside=first_operand_bytes): "cross_entropy_loss",
     Saves(beside=_indices): "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d",
     FUSED_ATTENTION: "scaled_dot_product_attention",

@@ -1,4 +1,4 @@
-"""Views, joins and splits: the member's dims shifted behind the member dim, or kept on a packed value.
+"""Views and splits: the member's dims shifted behind the member dim, or kept on a packed value.
 
 A packed ``[N, B*C, ...]`` stays packed under what leaves dims 0 and 1 in place, and under what merges or
 splits dim 1, since the members are outermost there. All else works on the stacked value, a free view of it.
@@ -100,7 +100,7 @@ def reshape(site: Site, *, self: Value, **sizes: Any) -> Call | None:
     """``view``, ``reshape`` and the like; never by `view`, since the strides of the array are its own."""
     (wanted,) = sizes.values()
     if self.layout is Layout.LISTED:
-        return loop(_as(site, aten.reshape.default), {"self": self, "shape": wanted})
+        return loop(of_operator(site, aten.reshape.default), {"self": self, "shape": wanted})
     if self.layout is Layout.PACKED and site.rank >= 2 and equal(self.shape[0], site.example.shape[0]):
         return site.call(reshape_packed, (self, site.members, list(wanted)), Layout.PACKED, "packed")
     return site.call(
@@ -170,15 +170,16 @@ def permute(site: Site, *, self: Value, dims: Sequence[int]) -> Call | None:
 
 def reverse(site: Site, *, self: Value) -> Call | None:
     """``t`` and ``.T``: all dims in reverse order."""
-    return permute(_as(site, aten.permute.default), self=self, dims=list(reversed(range(self.rank))))
+    return permute(of_operator(site, aten.permute.default), self=self, dims=list(reversed(range(self.rank))))
 
 
 def transpose_last(site: Site, *, self: Value) -> Answer:
     dims = {"dim0": self.rank - 2, "dim1": self.rank - 1}
-    return RULES[aten.transpose.int](_as(site, aten.transpose.int), self=self, **dims)
+    return RULES[aten.transpose.int](of_operator(site, aten.transpose.int), self=self, **dims)
 
 
-def _as(site: Site, target: Any) -> Site:
+def of_operator(site: Site, target: Any) -> Site:
+    """The same node as a call of ``target``."""
     return Site(target, site.members, site.example)
 
 
@@ -191,7 +192,7 @@ def squeeze(site: Site, *, self: Value) -> Answer:
             if self.layout is Layout.LISTED
             else site.call(same, (self,), self.layout, self.layout.value, view=View.ALWAYS)
         )
-    return RULES[aten.squeeze.dims](_as(site, aten.squeeze.dims), self=self, dim=ones)
+    return RULES[aten.squeeze.dims](of_operator(site, aten.squeeze.dims), self=self, dim=ones)
 
 
 def unsqueeze(site: Site, *, self: Value, dim: int) -> Call | None:
@@ -234,30 +235,6 @@ def expand_to_first(x: Tensor, other: Any, layout: str, members: int) -> Tensor:
     return x.expand(first_member(other, layout, members).shape)
 
 
-def repeat(site: Site, *, self: Value, **repeats: Any) -> Call | None:
-    """``repeat`` and ``tile``."""
-    (counts,) = repeats.values()
-    counts = [1] * (self.rank - len(counts)) + list(counts)
-    if self.layout is Layout.LISTED:
-        return loop(_as(site, aten.repeat.default), {"self": self, "repeats": counts})
-    x = self.to(Layout.STACKED, rank=len(counts))
-    return site.call(aten.repeat.default, (x, [1, *counts]), Layout.STACKED, "stacked")
-
-
-def repeat_interleave(site: Site, *, self: Value, repeats: Any, dim: int | None, **rest: Any) -> Call | None:
-    if self.layout is Layout.LISTED or self.rank == 0:
-        return loop(site, {"self": self, "repeats": repeats, "dim": dim, **rest})
-    x = self.to(Layout.STACKED)
-    if dim is None:
-        return site.call(repeat_flat, (x, repeats), Layout.STACKED, "stacked")
-    return site.call(site.target, (x, repeats, normal(dim, self.rank) + 1), Layout.STACKED, "stacked", rest)
-
-
-def repeat_flat(x: Tensor, repeats: int) -> Tensor:
-    """Every element of every member's flattened tensor ``repeats`` times."""
-    return x.flatten(1).repeat_interleave(repeats, 1)
-
-
 def roll(site: Site, *, self: Value, shifts: Any, dims: Any) -> Answer:
     if not dims:
         return loop(site, {"self": self, "shifts": shifts, "dims": dims})
@@ -289,46 +266,6 @@ def slices(site: Site, *, self: Value, dim: int, start: Any, end: Any, step: Any
 same_rows = Memberwise(same)
 _SLICE = along("dim", packed=NEEDS_1)
 _TO_THE_END = 2**63 - 1
-
-
-def cat(site: Site, *, tensors: Sequence[Value], dim: int) -> Call | None:
-    """Members side by side in the channels can be joined along them too."""
-    rank = site.rank
-    if any(v.layout is Layout.LISTED or v.rank != rank for v in tensors):
-        return loop(_as(site, aten.cat.default), {"tensors": tensors, "dim": dim})
-    place = normal(dim, rank)
-    if all(v.layout is Layout.PACKED for v in tensors):
-        if place == 1:
-            return site.call(cat_channels, (list(tensors), site.members), Layout.PACKED, "packed")
-        return site.call(aten.cat.default, (list(tensors), place), Layout.PACKED, "packed")
-    stacked = [v.to(Layout.STACKED) for v in tensors]
-    return site.call(aten.cat.default, (stacked, place + 1), Layout.STACKED, "stacked")
-
-
-def cat_channels(tensors: Sequence[Tensor], members: int) -> Tensor:
-    """``[N, B*C_i, ...]`` to ``[N, B*sum(C_i), ...]``, each member's channels together."""
-    return torch.cat([torch.unflatten(x, 1, (members, -1)) for x in tensors], 2).flatten(1, 2)
-
-
-def stack(site: Site, *, tensors: Sequence[Value], dim: int) -> Call | None:
-    if any(v.layout is Layout.LISTED for v in tensors):
-        return loop(_as(site, aten.stack.default), {"tensors": tensors, "dim": dim})
-    place = normal(dim, site.rank)
-    if place >= 2 and all(v.layout is Layout.PACKED for v in tensors):
-        return site.call(aten.stack.default, (list(tensors), place), Layout.PACKED, "packed")
-    stacked = [v.to(Layout.STACKED) for v in tensors]
-    return site.call(aten.stack.default, (stacked, place + 1), Layout.STACKED, "stacked")
-
-
-def beside(dim: int, least: int) -> Rule:
-    """``hstack``, ``vstack``, ``dstack``: `cat` along ``dim`` for members of ``least`` dims or more."""
-
-    def rule(site: Site, *, tensors: Sequence[Value]) -> Call | None:
-        if any(v.rank < least for v in tensors):
-            return loop(site, {"tensors": tensors})
-        return cat(site, tensors=tensors, dim=dim)
-
-    return rule
 
 
 def size(site: Site, *, self: Value, dim: int) -> Call | None:
@@ -390,8 +327,6 @@ RULES: RuleTable = {
     aten.unsqueeze.default: unsqueeze,
     **table((aten.expand.default, aten.broadcast_to.default), expand),
     aten.expand_as.default: expand_as,
-    **table((aten.repeat.default, aten.tile.default), repeat),
-    aten.repeat_interleave.self_int: repeat_interleave,
     aten.slice.Tensor: slices,
     **table((aten.narrow.default, aten.slice_copy.Tensor), along("dim", packed=NEEDS_1)),
     **table(_SPLITS, along("dim", packed=NEEDS_1)),
@@ -403,11 +338,6 @@ RULES: RuleTable = {
     aten.flip.default: along("dims", packed=NEEDS_1),
     aten.roll.default: roll,
     **table((aten.tril.default, aten.triu.default), triangle),
-    **table((aten.cat.default, aten.concat.default, aten.concatenate.default), cat),
-    aten.stack.default: stack,
-    aten.hstack.default: beside(1, 2),
-    aten.vstack.default: beside(0, 2),
-    aten.dstack.default: beside(2, 3),
     aten.sym_size.int: size,
     aten.sym_numel.default: like,
     aten.as_strided.default: as_strided,

@@ -11,14 +11,14 @@ from torch.fx.node import map_aggregate
 
 from hfusion.core.errors import FusionError
 from hfusion.core.tree import leaves
-from hfusion.ops.rule import PerMember
+from hfusion.ops.rule import MemberScalars
 from hfusion.passes.candidates import by_name
 
 
 def align(graphs: Sequence[fx.Graph], variants: Sequence[int]) -> fx.Graph:
     """One graph for all members; ``variants[b]`` is the place of member b's graph in ``graphs``.
 
-    Where the graphs' scalars differ, ``node.meta["arguments"]`` holds ``(args, kwargs)`` with `PerMember` entries.
+    Where the graphs' scalars differ, ``node.meta["arguments"]`` holds ``(args, kwargs)`` with `MemberScalars` entries.
 
     Raises:
         FusionError: the graphs differ in more than scalars.
@@ -71,7 +71,7 @@ def _merge(
             return {name: merge([i[name] for i in items]) for name in head}
         if all(type(i) is type(head) and repr(i) == repr(head) for i in items):
             return head
-        return PerMember(tuple(items[v] for v in variants))
+        return MemberScalars(tuple(items[v] for v in variants))
 
     if isinstance(nodes[0].target, OpOverload):
         # By name, with defaults: a graph leaves out an argument that has its default value in one member only.
@@ -113,14 +113,14 @@ def select_rows(graph: fx.Graph, rows: Sequence[int]) -> fx.Graph:
 
 
 def _rows(item: Any, rows: Sequence[int], env: dict[fx.Node, fx.Node]) -> Any:
-    if isinstance(item, PerMember):
-        return PerMember(tuple(item.values[row] for row in rows))
+    if isinstance(item, MemberScalars):
+        return MemberScalars(tuple(item.values[row] for row in rows))
     return env[item] if isinstance(item, fx.Node) else item
 
 
 def _plain(item: Any) -> Any:
     """One scalar where those of all members are the same."""
-    if not isinstance(item, PerMember):
+    if not isinstance(item, MemberScalars):
         return item
     first = item.values[0]
     return first if all(type(value) is type(first) and repr(value) == repr(first) for value in item.values) else item
@@ -129,10 +129,10 @@ def _plain(item: Any) -> Any:
 def scalars(graph: fx.Graph) -> list[tuple[Any, ...]]:
     """The scalars of an aligned graph that may differ between members: for each of them the members' values."""
     found = (node.meta.get("members", node.meta.get("arguments")) for node in graph.nodes)
-    return [scalar.values for nest in found for scalar in leaves(nest, PerMember)]
+    return [scalar.values for nest in found for scalar in leaves(nest, MemberScalars)]
 
 
 def _own(item: Any, member: int, env: dict[fx.Node, fx.Node]) -> Any:
-    if isinstance(item, PerMember):
+    if isinstance(item, MemberScalars):
         return item.values[member]
     return env[item] if isinstance(item, fx.Node) else item

@@ -13,7 +13,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.layout import COPYING, Layout, Listed
 from hfusion.ops import RULES
 from hfusion.ops.lowering import Lowering, View
-from hfusion.ops.rule import Operand, PerMember, RuleTable, Scalar, Value
+from hfusion.ops.rule import MemberScalars, Operand, RuleTable, Scalar, Value
 from hfusion.ops.saved import NOTHING
 from hfusion.passes.candidates import Result, bind, candidates, result, route
 from hfusion.passes.layouts import Choice
@@ -36,7 +36,7 @@ class Emitter:
             return self.operand(arguments)
         if isinstance(arguments, Value | Scalar):
             return arguments.node
-        if isinstance(arguments, PerMember):
+        if isinstance(arguments, MemberScalars):
             node = self.graph.call_function(per_member, arguments.values)
             node.meta.update(layout=Layout.LISTED, lowering=SCALARS, transition=True)
             return node
@@ -83,7 +83,7 @@ def batch(
 ) -> fx.GraphModule:
     """The array's graph for a member's ``graph`` whose placeholders have ``layouts``.
 
-    Arguments that differ between members stand in ``node.meta["arguments"]`` as ``(args, kwargs)`` with `PerMember`
+    Arguments that differ between members stand in ``node.meta["arguments"]`` as ``(args, kwargs)`` with `MemberScalars`
     entries. ``choices`` tell which candidate of a node is taken, by default the first. Every node of the result tells
     its ``layout``, the member's ``example`` and its ``origin``, the member's node; every call its ``lowering``, and the
     ``choice`` if there was one.

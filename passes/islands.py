@@ -49,7 +49,7 @@ class Watched:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _OwnCall:
     """One `OPAQUE` node by its parts; ``results`` by position, as far as they are used."""
 
     node: fx.Node
@@ -61,12 +61,12 @@ class _Call:
     results: Mapping[int, fx.Node]
 
     @staticmethod
-    def of(node: fx.Node) -> _Call:
+    def of(node: fx.Node) -> _OwnCall:
         inputs, fixed, changing, _, written, links, *_ = node.args
         results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         pairs = frozenset(zip(links[::2], links[1::2], strict=True))  # type: ignore[index, arg-type]
         own = (*inputs, *fixed, *changing)  # type: ignore[misc]
-        return _Call(node, inputs, changing, own, frozenset(written), pairs, results)  # type: ignore[arg-type]
+        return _OwnCall(node, inputs, changing, own, frozenset(written), pairs, results)  # type: ignore[arg-type]
 
     def source(self, place: int) -> fx.Node | None:
         count = len(self.sources)
@@ -125,7 +125,7 @@ def checked(graph: fx.Graph, viewed: Viewed, statistics: frozenset[Any]) -> dict
     Raises:
         FusionError: a call was seen to share memory in a way that the graph would lose.
     """
-    calls = [_Call.of(node) for node in graph.nodes if node.target is OPAQUE]
+    calls = [_OwnCall.of(node) for node in graph.nodes if node.target is OPAQUE]
     if not calls:
         return {}
     memory = _memory(graph, calls, viewed)
@@ -136,7 +136,7 @@ def checked(graph: fx.Graph, viewed: Viewed, statistics: frozenset[Any]) -> dict
     return {call.node: Watched(_apart(call, memory, [*surely, *maybe]), _alive(call, memory)) for call in calls}
 
 
-def _memory(graph: fx.Graph, calls: Sequence[_Call], viewed: Viewed) -> _Memory:
+def _memory(graph: fx.Graph, calls: Sequence[_OwnCall], viewed: Viewed) -> _Memory:
     memory = _Memory({node: k for k, node in enumerate(graph.nodes)})
     for node in graph.nodes:
         source = _written(node) if _in_place(node) else viewed(node)
@@ -167,7 +167,9 @@ def _written(node: fx.Node) -> fx.Node | None:
     return target if isinstance(target, fx.Node) else None
 
 
-def _writes(graph: fx.Graph, calls: Sequence[_Call], statistics: frozenset[Any]) -> tuple[list[_Write], list[_Write]]:
+def _writes(
+    graph: fx.Graph, calls: Sequence[_OwnCall], statistics: frozenset[Any]
+) -> tuple[list[_Write], list[_Write]]:
     """What is written for sure, or was seen to be; and what calls might write besides: their own tensors."""
     surely, maybe = [], []
     for node in graph.nodes:
@@ -195,7 +197,7 @@ def _reached(edges: Edges, start: fx.Node, without: Callable[[fx.Node, fx.Node],
     return found
 
 
-def _check_written(call: _Call, memory: _Memory) -> None:
+def _check_written(call: _OwnCall, memory: _Memory) -> None:
     """An input that a call writes into must be of no use afterwards: what is left in it stays with the call."""
     results = set(call.results.values())
     for place in call.written:
@@ -217,7 +219,7 @@ def _check_written(call: _Call, memory: _Memory) -> None:
                 )
 
 
-def _check_seen(call: _Call, memory: _Memory, writes: Sequence[_Write]) -> None:
+def _check_seen(call: _OwnCall, memory: _Memory, writes: Sequence[_Write]) -> None:
     for one, other in call.seen():
         if _matters(memory, memory.seen, call.node, one, other, writes):
             raise FusionError(
@@ -243,7 +245,7 @@ def _matters(
     return False
 
 
-def _apart(call: _Call, memory: _Memory, writes: Sequence[_Write]) -> list[int]:
+def _apart(call: _OwnCall, memory: _Memory, writes: Sequence[_Write]) -> list[int]:
     """The pairs of a result and a source that share no memory, as far as seen, and must not."""
     found: list[int] = []
     around: set[fx.Node] = set()
@@ -257,7 +259,7 @@ def _apart(call: _Call, memory: _Memory, writes: Sequence[_Write]) -> list[int]:
     return found
 
 
-def _alive(call: _Call, memory: _Memory) -> list[int]:
+def _alive(call: _OwnCall, memory: _Memory) -> list[int]:
     """The inputs that matter after the call; of the changing, those with results elsewhere that would change, too."""
     results = set(call.results.values())
     found = []

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("hfusion", "ops", "passes")
 # Where classes are still to be renamed and files to be split; a room that is done is to be taken out.
-UNFINISHED = ("hfusion/runtime", "hfusion/schedule", "hfusion/tasks", "ops", "passes")
+UNFINISHED = ("hfusion/runtime", "hfusion/schedule", "hfusion/tasks", "passes/partition")
 
 
 def files() -> list[Path]:

@@ -19,7 +19,7 @@ from hfusion.capture.recorded import RecordedCall, Records
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import fixed as fixed_size
 from hfusion.core.layout import Layout
-from hfusion.ops.rule import Call, PerMember, RuleTable, Site, Value
+from hfusion.ops.rule import Call, MemberScalars, RuleTable, Site, Value
 from hfusion.ops.saved import GATES_TWICE
 from hfusion.passes.islands import OPAQUE
 
@@ -184,7 +184,7 @@ def rule(
     inputs: list[Value],
     fixed: list[Value],
     changing: list[Value],
-    call: int | PerMember,
+    call: int | MemberScalars,
     written: Any,
     links: Any,
     apart: list[Any],
@@ -192,7 +192,7 @@ def rule(
     sizes: list[Any],
 ) -> Call:
     """A loop over members around the submodule's own code."""
-    numbers = call.values if isinstance(call, PerMember) else (call,) * site.members
+    numbers = call.values if isinstance(call, MemberScalars) else (call,) * site.members
     first = calls[numbers[0]]
     for key, value in zip(first.changing, changing, strict=True):
         if value.shared and key in first.changed:
@@ -210,7 +210,7 @@ def rule(
 
 
 def _numbers_in(items: Sequence[Any]) -> list[int]:
-    return [n for item in items for n in (item.values if isinstance(item, PerMember) else (item,))]
+    return [n for item in items for n in (item.values if isinstance(item, MemberScalars) else (item,))]
 
 
 RULES: RuleTable = {OPAQUE: rule}

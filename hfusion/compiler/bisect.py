@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from hfusion.core.layout import Layout
 from hfusion.core.program import Program, source_line
-from hfusion.ops.rule import PerMember
+from hfusion.ops.rule import MemberScalars
 
 LIMIT = 1e-3
 
@@ -77,7 +77,7 @@ def _evaluate(node: fx.Node, env: dict[fx.Node, Any], member: int) -> Any:
     def fill(item: Any) -> Any:
         if isinstance(item, fx.Node):
             return env[item]
-        if isinstance(item, PerMember):
+        if isinstance(item, MemberScalars):
             return item.values[member]
         if isinstance(item, dict):
             return {name: fill(part) for name, part in item.items()}

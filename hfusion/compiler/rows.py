@@ -11,7 +11,7 @@ from hfusion.capture.opaque import numbered
 from hfusion.capture.own_code import OpaqueCall, calls
 from hfusion.compiler.compiled import RULES, ArraySpec, Compiled, choose_ways, look_at
 from hfusion.core.layout import Layout
-from hfusion.ops.rule import PerMember
+from hfusion.ops.rule import MemberScalars
 from hfusion.passes.align import select_rows
 from hfusion.passes.batch import batch
 from hfusion.passes.islands import OPAQUE
@@ -55,8 +55,8 @@ def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, .
             numbers[number] = numbered(made[number])
         return numbers[number]
 
-    def renumbered(number: int | PerMember) -> int | PerMember:
-        return PerMember(tuple(map(own, number.values))) if isinstance(number, PerMember) else own(number)
+    def renumbered(number: int | MemberScalars) -> int | MemberScalars:
+        return MemberScalars(tuple(map(own, number.values))) if isinstance(number, MemberScalars) else own(number)
 
     for node in graph.nodes:
         if node.target is not OPAQUE:

@@ -31,11 +31,11 @@ from hfusion.core.silence import silence_tracers
 from hfusion.core.stages import stage
 from hfusion.device.backend import random_states_kept
 from hfusion.passes.check import check_rewritten
-from hfusion.passes.inductor.at_once import at_once
+from hfusion.passes.inductor.batch_member_loops import batch_member_loops
 from hfusion.passes.inductor.decompositions import DECOMPOSITIONS
 from hfusion.passes.inductor.onehot import onehot
-from hfusion.passes.inductor.sink import sink
-from hfusion.passes.inductor.turn import turn
+from hfusion.passes.inductor.sink_transposes import sink_transposes
+from hfusion.passes.inductor.transpose_products import transpose_products
 
 _CONVOLUTION = torch.ops.aten.convolution.default
 
@@ -203,13 +203,13 @@ def _trace(
     # Programs pick their ways by strides and sizes, which the fake tensors have.
     with silence_tracers(), torch.enable_grad(), _attention(given), mode, enable_python_dispatcher():
         module = make_fx(step, decomposition_table=DECOMPOSITIONS)(*own, *batch)
-        for name, rewrite in _REWRITES.items():
+        for rewrite in _REWRITES:
             before, module = module, rewrite(module)
-            _look_at(forward.compiled.program.name, name, before.graph, module.graph)
+            _look_at(forward.compiled.program.name, rewrite.__name__, before.graph, module.graph)
     return StepGraph(module, tuple(reached), tuple(own), tuple(batch))
 
 
-_REWRITES = {"transposes sunk": sink, "products transposed": turn, "one-hot written out": onehot}
+_REWRITES = (sink_transposes, transpose_products, onehot)
 
 
 def _look_at(subject: str, name: str, before: fx.Graph, after: fx.Graph) -> None:
@@ -291,7 +291,7 @@ def _losses(forward: BoundProgram, loss: BoundProgram, held: Mapping[int, Tensor
 
 
 def _run(source: BoundProgram, held: Mapping[int, Tensor], leaves: Sequence[Any]) -> Sequence[Any]:
-    code = at_once(source.compiled.program.module)
+    code = batch_member_loops(source.compiled.program.module)
     results: Sequence[Any] = code(*[held[id(h[n])] for h, n in source.places], *leaves)
     return results
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Program, Slot, source_line
 from hfusion.device.calibrate import Rates
-from hfusion.ops.lowering import Lowering, Operands, View
+from hfusion.ops.lowering import KeptOperands, Lowering, View
 from hfusion.passes.cost.flops import bytes_of, concrete, family, flops, more_of, products, sizes_of
 from hfusion.passes.cost.roofline import Seconds, Work, conversion_seconds, seconds
 
@@ -241,9 +241,9 @@ def saves(node: fx.Node, tracked: set[fx.Node]) -> Sequence[fx.Node]:
         return ()
     inputs, kept = node.all_input_nodes, lowering(node).saves
     result = (node,) if kept.result else ()
-    if kept.operands is Operands.NONE:
+    if kept.operands is KeptOperands.NONE:
         return result
-    if kept.operands is Operands.FACTORS:
+    if kept.operands is KeptOperands.FACTORS:
         inputs = [x for x in inputs if any(other in tracked for other in inputs if other is not x)]
     return (*inputs, *result)
 

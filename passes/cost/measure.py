@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from hfusion.core.layout import Conversion, Layout, Listed
 from hfusion.core.tree import change, leaves
 from hfusion.device.backend import backend, random_states_kept
-from hfusion.ops.rule import Call, Operand, PerMember, Scalar, Value, hint
+from hfusion.ops.rule import Call, MemberScalars, Operand, Scalar, Value, hint
 from hfusion.passes.candidates import route
 from hfusion.passes.cost.flops import family
 from hfusion.passes.cost.price import Model
@@ -74,7 +74,7 @@ class Measured:
         return [Price(e.estimate, self.times.get(t.key)) for e, t in zip(estimates, trials, strict=True)]
 
     def _trial(self, node: fx.Node, call: Call) -> Trial:
-        operands = _Operands(self)
+        operands = _TrialTensors(self)
         args, kwargs = operands.fill(call.args), operands.fill(dict(call.kwargs))
         return Trial(lambda: call.fn(*args, **kwargs), operands.leaves, self._key(node, call, operands.told))
 
@@ -90,7 +90,7 @@ class Measured:
         return " | ".join([name.strip(), *told, " ".join(rest)])
 
 
-class _Operands:
+class _TrialTensors:
     """Tensors for the operands of one call: ``leaves`` of them get a gradient, ``told`` describes them."""
 
     def __init__(self, prices: Measured) -> None:
@@ -106,7 +106,7 @@ class _Operands:
             return self._operand(arguments)
         if isinstance(arguments, Scalar):
             return _number(arguments.example)
-        if isinstance(arguments, PerMember):
+        if isinstance(arguments, MemberScalars):
             return Listed(arguments.values)
         if isinstance(arguments, Mapping):
             return {name: self.fill(item) for name, item in arguments.items()}

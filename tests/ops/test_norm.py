@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import CONVERSIONS, Layout
-from hfusion.ops.rule import PerMember
+from hfusion.ops.rule import MemberScalars
 from hfusion.passes.batch import batch
 from tests.oracle import Case, check, member_graph, t
 
@@ -76,7 +76,7 @@ def run(
     x = torch.randn(*(() if of_input is Layout.SHARED else (MEMBERS,)), *shape, dtype=torch.float64)
     weight, bias = statistics(of_weight)
     mean, var = statistics(of_running)
-    first = [scalar.values[0] if isinstance(scalar, PerMember) else scalar for scalar in scalars]
+    first = [scalar.values[0] if isinstance(scalar, MemberScalars) else scalar for scalar in scalars]
     case = Case(target, (t(*shape), *[t(CHANNELS)] * 4, training, *first, False))
     examples = [torch.zeros(shape, dtype=torch.float64), *[torch.ones(CHANNELS, dtype=torch.float64)] * 4]
     graph = member_graph(case, examples)
@@ -91,7 +91,7 @@ def run(
         own = of_running is not Layout.SHARED
         expected = []
         for b in range(MEMBERS):
-            options = [s.values[b] if isinstance(s, PerMember) else s for s in scalars]
+            options = [s.values[b] if isinstance(s, MemberScalars) else s for s in scalars]
             running = [single[b] if own or b == 0 else single[b].clone() for single in singles]
             expected.append(target(xs[b], weights[b], biases[b], *running, training, *options, False))
         wanted = torch.stack(expected)
@@ -122,7 +122,9 @@ def run_or_refuse(target: Any, shape: Any, layouts: Any, training: bool) -> None
         run(target, shape, layouts, training)
 
 
-@pytest.mark.parametrize("scalars", [(PerMember((0.1, 0.3, 0.9)), 1e-5), (0.1, PerMember((1e-5, 1e-3, 1e-1)))], ids=str)
+@pytest.mark.parametrize(
+    "scalars", [(MemberScalars((0.1, 0.3, 0.9)), 1e-5), (0.1, MemberScalars((1e-5, 1e-3, 1e-1)))], ids=str
+)
 @pytest.mark.parametrize("target", [aten.batch_norm.default, aten.instance_norm.default], ids=str)
 @pytest.mark.parametrize("layout", list(Layout))
 def test_scalars_of_each_member(layout: Layout, target: Any, scalars: Any) -> None:
@@ -130,7 +132,7 @@ def test_scalars_of_each_member(layout: Layout, target: Any, scalars: Any) -> No
 
 
 def test_one_set_of_statistics_cannot_serve_momenta_that_differ() -> None:
-    scalars = (PerMember((0.1, 0.3, 0.9)), 1e-5)
+    scalars = (MemberScalars((0.1, 0.3, 0.9)), 1e-5)
     with pytest.raises(FusionError, match="give every model its own buffers"):
         run(aten.batch_norm.default, (5, 4), (Layout.SHARED, Layout.STACKED, Layout.SHARED), True, scalars)
 

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from hfusion.core.layout import Layout, packed_to_stacked, stacked_to_listed, stacked_to_packed
 from hfusion.core.random import recording
 from hfusion.ops.random import SELU_LIMIT
-from hfusion.ops.rule import PerMember
+from hfusion.ops.rule import MemberScalars
 from hfusion.passes.batch import batch
 from tests.oracle import Case, check, member_graph, t
 
@@ -94,7 +94,7 @@ def test_every_member_has_its_own_probability(target: OpOverload, layout: Layout
     x = torch.randn(MEMBERS, *SHAPE, dtype=torch.float64)
     graph = graph_of(target, (t(*SHAPE), 0.5, True), [x[0]])
     call = next(node for node in graph.nodes if node.op == "call_function")
-    call.meta["arguments"] = ((call.args[0], PerMember(p), True), {})
+    call.meta["arguments"] = ((call.args[0], MemberScalars(p), True), {})
     y, (noise,) = run(graph, layout, x)
     own = x[0].expand_as(x) if layout is Layout.SHARED else x
     torch.testing.assert_close(y[0], own[0], rtol=1e-12, atol=1e-12)

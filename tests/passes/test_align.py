@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from hfusion.core.errors import FusionError
-from hfusion.ops.rule import PerMember
+from hfusion.ops.rule import MemberScalars
 from hfusion.passes.align import align, scalars, select
 
 aten = torch.ops.aten
@@ -30,14 +30,14 @@ def test_scalars_that_differ_become_one_per_member() -> None:
     merged = align([graph(aten.add.Tensor, alpha=1), graph(aten.add.Tensor, alpha=2)], [0, 1, 0])
     (node,) = [n for n in merged.nodes if n.op == "call_function"]
     _, named = node.meta["arguments"]
-    assert named["alpha"] == PerMember((1, 2, 1))
+    assert named["alpha"] == MemberScalars((1, 2, 1))
     assert [named[name].name for name in ("self", "other")] == ["x", "y"]
 
 
 def test_a_default_that_one_graph_leaves_out_counts() -> None:
     merged = align([graph(aten.add.Tensor), graph(aten.add.Tensor, alpha=2)], [0, 1])
     (node,) = [n for n in merged.nodes if n.op == "call_function"]
-    assert node.meta["arguments"][1]["alpha"] == PerMember((1, 2))
+    assert node.meta["arguments"][1]["alpha"] == MemberScalars((1, 2))
 
 
 def test_equal_scalars_stay() -> None:

@@ -6,7 +6,7 @@ from torch import nn
 
 import hfusion as hf
 from hfusion.ops import norm
-from hfusion.passes.inductor.at_once import at_once
+from hfusion.passes.inductor.batch_member_loops import batch_member_loops
 
 
 class Norms(nn.Module):
@@ -37,7 +37,7 @@ def test_norms_of_all_members_at_once(affine: bool, members: int) -> None:
     y = fused(x)
     (part,) = fused.report().parts
     before = part.program.module
-    after = at_once(before)
+    after = batch_member_loops(before)
     assert norm.rows in {node.target for node in before.graph.nodes}
     assert norm.rows not in {node.target for node in after.graph.nodes}
     state = fused.state_dict(keep_vars=True)

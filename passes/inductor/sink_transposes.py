@@ -29,7 +29,7 @@ class Transposed:
     dims: tuple[int, int]
 
 
-def sink(module: fx.GraphModule) -> fx.GraphModule:
+def sink_transposes(module: fx.GraphModule) -> fx.GraphModule:
     """``module``, a graph of ATen operators with fake tensors in ``meta["val"]``.
 
     The same values, bit for bit, in the same strides: what follows was traced for them.

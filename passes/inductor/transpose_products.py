@@ -18,7 +18,7 @@ aten = torch.ops.aten
 _PRODUCTS = frozenset({aten.bmm.default, aten.mm.default})
 
 
-def turn(module: fx.GraphModule) -> fx.GraphModule:
+def transpose_products(module: fx.GraphModule) -> fx.GraphModule:
     """``module``, a graph of ATen operators with fake tensors in ``meta["val"]``; the same values up to rounding."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}

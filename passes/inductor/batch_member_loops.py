@@ -6,18 +6,18 @@ import torch
 from torch import fx
 
 from hfusion.core.layout import stacked_to_listed
-from hfusion.ops.norm import AT_ONCE
+from hfusion.ops.norm import BATCHED
 
 
-def at_once(module: fx.GraphModule) -> fx.GraphModule:
-    """``module``, a program's, with its loops in AT_ONCE replaced; the same values up to rounding."""
+def batch_member_loops(module: fx.GraphModule) -> fx.GraphModule:
+    """``module``, a program's, with its loops in BATCHED replaced; the same values up to rounding."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        if node.target in AT_ONCE:
-            env[node] = graph.call_function(AT_ONCE[node.target], fx.map_arg(node.args, lambda n: env[_stacked(n)]))
+        if node.target in BATCHED:
+            env[node] = graph.call_function(BATCHED[node.target], fx.map_arg(node.args, lambda n: env[_stacked(n)]))
             env[node].meta.update(node.meta)
-        elif node.target is not stacked_to_listed or not all(user.target in AT_ONCE for user in node.users):
+        elif node.target is not stacked_to_listed or not all(user.target in BATCHED for user in node.users):
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.lint()
     return fx.GraphModule(torch.nn.Module(), graph)

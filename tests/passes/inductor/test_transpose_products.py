@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hfusion.passes.inductor.turn import turn
+from hfusion.passes.inductor.transpose_products import transpose_products
 
 aten = torch.ops.aten
 A, B = torch.randn(3, 4, 5, dtype=torch.float64), torch.randn(3, 5, 2, dtype=torch.float64)
@@ -45,7 +45,7 @@ LEFT: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", TURNED)
 def test_what_is_read_transposed_is_computed_so(name: str) -> None:
     module = traced(TURNED[name])
-    found = turn(module)
+    found = transpose_products(module)
     assert count(found, aten.clone.default) == 0
     torch.testing.assert_close(found(A, B, C), TURNED[name](A, B, C), rtol=1e-12, atol=1e-12)
     (product,) = (n for n in found.graph.nodes if n.target in (aten.bmm.default, aten.mm.default))
@@ -59,7 +59,7 @@ def test_what_is_read_transposed_is_computed_so(name: str) -> None:
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_used_otherwise_stays(name: str) -> None:
     module = traced(LEFT[name])
-    found = turn(module)
+    found = transpose_products(module)
     targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
     assert [node.target for node in found.graph.nodes if node.op == "call_function"] == targets
     assert torch.equal(found(A, B, C), LEFT[name](A, B, C))
