@@ -25,7 +25,7 @@ from hfusion.core.program import Program
 from hfusion.core.silence import silence_tracers
 from hfusion.core.stages import BrokenProgram
 from hfusion.core.tree import leaves
-from hfusion.device.backend import random_states_kept, types
+from hfusion.device.backend import accelerators, random_states_kept
 from hfusion.ops.lowering import View
 from hfusion.ops.rule import hint
 from hfusion.passes.batch import SCALARS
@@ -139,7 +139,7 @@ def _fakes() -> Iterator[FakeTensorMode]:
     """Fake tensors, no gradients, no warnings, nothing of the user's: no autocast, the random state as it was."""
     with ExitStack() as stack:
         stack.enter_context(random_states_kept())
-        for kind in ("cpu", *types()):
+        for kind in {"cpu", *(device.type for device in accelerators())}:
             stack.enter_context(torch.autocast(kind, enabled=False))
         for one in (torch.inference_mode(False), torch.no_grad(), silence_tracers()):
             stack.enter_context(one)
