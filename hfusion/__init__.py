@@ -8,6 +8,7 @@ from hfusion.checkpoint.save import load, save
 from hfusion.core.calls import stacked
 from hfusion.core.errors import CheckpointError, FusionError, HFusionError, NonFiniteError, PlanError, SpillError
 from hfusion.device.machine import Device, Machine
+from hfusion.population.logger import MemberLogger, MemberProgress
 from hfusion.population.patience import Patience
 from hfusion.population.population import Population
 from hfusion.schedule.simulate import simulate
@@ -25,6 +26,8 @@ __all__ = [
     "FusionError",
     "HFusionError",
     "Machine",
+    "MemberLogger",
+    "MemberProgress",
     "NonFiniteError",
     "Patience",
     "PlanError",

@@ -1,0 +1,122 @@
+"""Numbers of members arrive under their names; the bar tells of the best and the worst."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import hfusion as hf
+from tests.checkpoint.living import population
+
+
+class Kept:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, str, dict[str, float]]] = []
+        self.closed = False
+
+    def write(self, step: int, member: str, values: Mapping[str, float]) -> None:
+        self.rows.append((step, member, dict(values)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_file_and_whatever_else(tmp_path: Path) -> None:
+    pop, kept, path = population(3), Kept(), tmp_path / "logs" / "all.csv"
+    pop.stop(1)
+    for step in range(2):
+        with hf.MemberLogger(csv=path, sinks=[kept]) as logger:
+            logger.log(pop, step, loss=torch.tensor([1.0, math.nan, 3.0]) / (step + 1), lr=pop.hparams["lr"])
+    assert kept.closed
+    assert [row[:2] for row in kept.rows] == [(0, "net 0.0"), (0, "net 0.2"), (1, "net 0.0"), (1, "net 0.2")]
+    assert kept.rows[-1][2] == pytest.approx({"loss": 1.5, "lr": 0.03})
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8
+    assert rows[0] == {"step": "0", "member": "net 0.0", "name": "loss", "value": "1.0"}
+    with pytest.raises(ValueError, match="loss has 2 values for 3 rows"):
+        logger.log(pop, 0, loss=[1.0, 2.0])
+
+
+def test_tensorboard_has_a_run_for_each_member(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with hf.MemberLogger(tensorboard=tmp_path) as logger:
+        for step in range(3):
+            logger.log(["a", None, "b/c"], step, loss=[float(step), 0.0, 2.0 * step])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b_c"]
+    events = EventAccumulator(str(tmp_path / "b_c"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 0.0), (1, 2.0), (2, 4.0)]
+
+
+def test_services_get_a_run_for_each_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against stand-ins of the two packages, which want an account or a server."""
+    told: list[Any] = []
+
+    def init(**options: Any) -> Any:
+        told.append(options)
+        return SimpleNamespace(
+            log=lambda values, step: told.append((options["name"], step, values)),
+            finish=lambda: told.append((options["name"], "finished")),
+        )
+
+    class Client:
+        def get_experiment_by_name(self, name: str) -> None:
+            return None
+
+        def create_experiment(self, name: str) -> str:
+            return f"id of {name}"
+
+        def create_run(self, experiment: str, run_name: str) -> Any:
+            return SimpleNamespace(info=SimpleNamespace(run_id=f"{experiment}, {run_name}"))
+
+        def log_metric(self, run: str, name: str, value: float, step: int) -> None:
+            told.append((run, name, value, step))
+
+        def set_terminated(self, run: str) -> None:
+            told.append((run, "terminated"))
+
+    for name, content in (("wandb", {"init": init}), ("mlflow", {}), ("mlflow.tracking", {"MlflowClient": Client})):
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    with hf.MemberLogger(wandb={"project": "p"}, mlflow="e") as logger:
+        logger.log(["a"], 3, loss=[0.5])
+        logger.log(["a"], 4, loss=[0.25])
+    run = "id of e, a"
+    assert told == [
+        {"name": "a", "reinit": "create_new", "project": "p"},
+        ("a", 3, {"loss": 0.5}),
+        (run, "loss", 0.5, 3),
+        ("a", 4, {"loss": 0.25}),
+        (run, "loss", 0.25, 4),
+        ("a", "finished"),
+        (run, "terminated"),
+    ]
+
+
+def test_the_best_and_the_worst() -> None:
+    out = io.StringIO()
+    with hf.MemberProgress(2, name="accuracy", mode="max", console=Console(file=out, width=120)) as progress:
+        progress.update(["a", None, "b", "c"], [0.5, 0.9, 0.75, 0.25])
+        assert progress.text == "accuracy: best b 0.75, worst c 0.25"
+        progress.update(["a", None, "b", "c"], [0.5, 0.9, math.nan, 0.25])
+        assert progress.text == "accuracy: best a 0.5, worst b nan"
+    assert "2/2" in out.getvalue()
+    assert "best a 0.5" in out.getvalue()
+    with pytest.raises(ValueError, match="it is min or max"):
+        hf.MemberProgress(1, mode="best")
