@@ -29,6 +29,10 @@ FORMAT, VERSION = "hfusion checkpoint", 1
 MANIFEST, CHECKSUM, TENSORS = "manifest.json", "manifest.blake2b", "tensors.safetensors"
 _SAVE = re.compile(r"save-(\d{12})")
 _ASIDE = ".aside-"
+# To read a plain file: no link is followed, no pipe waited for. Not every system has all of these.
+_PLAIN = os.O_RDONLY
+for _name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
+    _PLAIN |= getattr(os, _name, 0)
 # Of a manifest and of the header of tensors: a hundred bytes for each of ten million tensors.
 MAX_JSON = 1 << 30
 
@@ -136,7 +140,9 @@ def digest(tensor: Tensor) -> str:
 
 
 def _sync(folder: Path) -> None:
-    """The names in a folder are on the disk."""
+    """The names in a folder are on the disk; systems without POSIX do not open folders."""
+    if os.name != "posix":
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -153,6 +159,9 @@ def _clean(folder: Path) -> None:
 
 
 def _runs(process: int) -> bool:
+    if os.name != "posix":
+        # There a signal of 0 ends a process.
+        return True
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -251,7 +260,7 @@ def _advice(path: Path) -> str:
 
 def _content(file: Path, limit: int) -> bytes:
     """A plain file of at most ``limit`` bytes; no link, no pipe."""
-    handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    handle = os.open(file, _PLAIN)
     with os.fdopen(handle, "rb") as opened:
         size = _size(file, handle)
         if size > limit:
@@ -267,7 +276,7 @@ def _size(file: Path, handle: int) -> int:
 
 
 def _tensors(file: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
-    handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    handle = os.open(file, _PLAIN)
     with os.fdopen(handle, "rb") as opened:
         size, wanted = _size(file, handle), manifest["bytes"]
         if size != wanted:

@@ -49,6 +49,7 @@ class Roll:
     step: int = 0
     lineage: list[Event] = field(default_factory=list)
     made: int = 0
+    _alive: Tensor | None = None
 
     @staticmethod
     def of(count: int, tags: Sequence[str] | None) -> Roll:
@@ -75,7 +76,9 @@ class Roll:
     @property
     def alive(self) -> Tensor:
         """Which rows are taken: bool ``[rows]``."""
-        return torch.tensor([tag is not None for tag in self.tags])
+        if self._alive is None:
+            self._alive = torch.tensor([tag is not None for tag in self.tags])
+        return self._alive
 
     def tag(self, row: int) -> str:
         """Who is there. Raises ValueError for a free row."""
@@ -104,6 +107,7 @@ class Roll:
             tag = self._new_tag()
         self.check_tag(tag)
         self.tags[row] = tag
+        self._alive = None
         self.frozen[row] = False
         self.ages[row] = 0 if source is None else self.ages[source]
         origin = None if source is None else self.tag(source)
@@ -118,6 +122,7 @@ class Roll:
     def leave(self, row: int) -> None:
         self.note(row, What.STOP)
         self.tags[row] = None
+        self._alive = None
         self.frozen[row] = False
 
     def note(self, row: int, what: What, source: str | None = None) -> None:
@@ -128,6 +133,7 @@ class Roll:
         rows = [0 if source is None else source for source in sources]
         empty = torch.tensor([source is None for source in sources])
         self.tags = [None if source is None else self.tags[source] for source in sources]
+        self._alive = None
         self.ages = torch.where(empty, 0, self.ages[rows])
         self.frozen = self.frozen[rows] & ~empty
 

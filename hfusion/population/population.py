@@ -159,6 +159,8 @@ class Population:
             losses = self._step(inputs, target, **keywords)
         else:
             losses = self._eager(inputs, target, keywords)
+        if not self._roll.free:
+            return losses
         return torch.where(self._roll.alive.to(losses.device), losses, math.nan)
 
     def _eager(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
@@ -200,7 +202,7 @@ class Population:
             else:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
-        roll.ages += (roll.alive & ~roll.frozen & ~overflown).long()
+        roll.ages += roll.alive & ~(roll.frozen | overflown)
         roll.step += 1
         self._done, self._spoilt, self._buffers = 0, self._none(), None
 
