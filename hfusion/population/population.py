@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +14,7 @@ from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.array.rows import rearrange as rearrange_array
-from hfusion.checkpoint import files
-from hfusion.checkpoint.save import Root, in_thread, read
-from hfusion.core.errors import CheckpointError, NonFiniteError
+from hfusion.core.errors import NonFiniteError
 from hfusion.core.rows import check_once, pairs, rows_of
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
@@ -29,13 +24,12 @@ from hfusion.population.evaluate import evaluate
 from hfusion.population.guard import Buffers, Limits, OnNonfinite, bad_rows, check_common, stacked
 from hfusion.population.hparams import Hparams
 from hfusion.population.members import Models, Roll, What
-from hfusion.population.saving import gathered, models_of, restore
-from hfusion.population.saving import rows_of as rows_saved
+from hfusion.population.saving import Saving
 from hfusion.population.widths import Widths
 from hfusion.step.train_step import call_arguments, check_losses, train_step
 
 
-class Population:
+class Population(Saving):
     """B members that train, leave, join and are copied as one array; each exactly as if alone.
 
     A row is taken by a member or free. A free row gives NaN, and `compact` gives its memory and time back.
@@ -97,7 +91,6 @@ class Population:
         self._step.update = self._update
         self._buffers: Buffers | None = None
         self._done, self._spoilt = 0, self._none()
-        self._saving: Future[Path] | None = None
 
     def __len__(self) -> int:
         """The number of rows, free ones too."""
@@ -400,62 +393,3 @@ class Population:
         rows = self._roll.live
         found[rows] = torch.tensor(evaluate(self.fused, metric, loader, rows), dtype=torch.float64)
         return found
-
-    def save(
-        self,
-        root: Root,
-        *,
-        loader: Any = None,
-        extra: Any = None,
-        keep: int = 3,
-        score: float | None = None,
-        wait: bool = True,
-    ) -> Future[Path]:
-        """Save everything in a new folder under ``root``; see `hfusion.save` for the arguments, and what is raised.
-
-        ``wait=False``: only the copies are made now, and another thread writes them; the result of what is returned is
-        the folder, or the error. A save waits for the one before.
-        """
-        if self._done:
-            raise CheckpointError(
-                f"{self._done} of {self._accumulate} steps of an update are made: save between updates"
-            )
-        if self._saving is not None:
-            self._saving.exception()
-        writer = gathered(self, loader, extra)
-        write = partial(files.write, root, writer.body, writer.tensors, step=self.steps, keep=keep, score=score)
-        self._saving = in_thread(write)
-        if wait:
-            self._saving.result()
-        return self._saving
-
-    @classmethod
-    def load(
-        cls,
-        root: Root | Sequence[Root],
-        make_model: Callable[..., nn.Module],
-        *,
-        optimizer: Callable[[Any], FusedOptimizer],
-        loss: Callable[..., Any],
-        names: Sequence[str] | None = None,
-        loader: Any = None,
-        random: bool = True,
-        **options: Any,
-    ) -> Population:
-        """The population of the latest save under ``root``, or under several, as it was; or ``names`` of its members.
-
-        Args:
-            make_model: gives a model of each member; its tensors are written over. It may take the member's name.
-            optimizer: as when it was made; give one value of each hyper-parameter for all, what was saved is written
-                over it. So with ``schedule``, ``scaler`` and the other ``options``.
-            loader: goes on from where the saved one was.
-            random: whether the random generators go on from where they were.
-
-        Raises:
-            CheckpointError: there is none, a file is damaged, or it is of other models.
-        """
-        reader = read(root, names)
-        rows = rows_saved(reader, names)
-        pop = cls(models_of(make_model, rows), optimizer=optimizer, loss=loss, **options)
-        restore(pop, reader, rows, loader, random)
-        return pop

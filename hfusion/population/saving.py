@@ -4,21 +4,90 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
+from hfusion.checkpoint import files
 from hfusion.checkpoint.files import told
 from hfusion.checkpoint.parts import Reader, Writer
-from hfusion.checkpoint.save import gather
+from hfusion.checkpoint.save import Root, gather, in_thread, read
 from hfusion.core.errors import CheckpointError
+from hfusion.optim import FusedOptimizer
 from hfusion.population.members import Event, Roll, What
 from hfusion.population.widths import Widths
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
+
+
+class Saving:
+    """How a population goes to disk and comes back."""
+
+    _saving: Future[Path] | None = None
+
+    def save(
+        self,
+        root: Root,
+        *,
+        loader: Any = None,
+        extra: Any = None,
+        keep: int = 3,
+        score: float | None = None,
+        wait: bool = True,
+    ) -> Future[Path]:
+        """Save everything in a new folder under ``root``; see `hfusion.save` for the arguments, and what is raised.
+
+        ``wait=False``: only the copies are made now, and another thread writes them; the result of what is returned is
+        the folder, or the error. A save waits for the one before.
+        """
+        pop = cast("Population", self)
+        if pop._done:
+            raise CheckpointError(f"{pop._done} of {pop._accumulate} steps of an update are made: save between updates")
+        if self._saving is not None:
+            self._saving.exception()
+        writer = gathered(pop, loader, extra)
+        write = partial(files.write, root, writer.body, writer.tensors, step=pop.steps, keep=keep, score=score)
+        self._saving = in_thread(write)
+        if wait:
+            self._saving.result()
+        return self._saving
+
+    @classmethod
+    def load(
+        cls,
+        root: Root | Sequence[Root],
+        make_model: Callable[..., nn.Module],
+        *,
+        optimizer: Callable[[Any], FusedOptimizer],
+        loss: Callable[..., Any],
+        names: Sequence[str] | None = None,
+        loader: Any = None,
+        random: bool = True,
+        **options: Any,
+    ) -> Population:
+        """The population of the latest save under ``root``, or under several, as it was; or ``names`` of its members.
+
+        Args:
+            make_model: gives a model of each member; its tensors are written over. It may take the member's name.
+            optimizer: as when it was made; give one value of each hyper-parameter for all, what was saved is written
+                over it. So with ``schedule``, ``scaler`` and the other ``options``.
+            loader: goes on from where the saved one was.
+            random: whether the random generators go on from where they were.
+
+        Raises:
+            CheckpointError: there is none, a file is damaged, or it is of other models.
+        """
+        reader = read(root, names)
+        rows = rows_of(reader, names)
+        pop: Population = cast(Any, cls)(models_of(make_model, rows), optimizer=optimizer, loss=loss, **options)
+        restore(pop, reader, rows, loader, random)
+        return pop
 
 
 def gathered(pop: Population, loader: Any, extra: Any) -> Writer:
