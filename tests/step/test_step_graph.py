@@ -120,9 +120,15 @@ def each(fused: hf.FusedModule, found: tuple[BoundProgram, BoundProgram], call: 
     return PerMemberStep(graphs, runs, tuple(map(kinds.index, blocks)), 1, Tensors.of(*found), places(fused))
 
 
-@pytest.mark.parametrize("way", [whole, each])
-@pytest.mark.parametrize("per_member", [False, True], ids=["shared", "stacked"])
-@pytest.mark.parametrize("model", TRACED, ids=str)
+# Each model in both ways and with both kinds of inputs, and each way with both: two of the four for each model.
+PAIRS = [
+    pytest.param(model, kind == "stacked", way, id=f"{model}-{kind}-{way.__name__}")
+    for place, model in enumerate(TRACED)
+    for kind, way in zip(("shared", "stacked"), (whole, each)[:: 1 - place % 2 * 2], strict=True)
+]
+
+
+@pytest.mark.parametrize(("model", "per_member", "way"), PAIRS)
 def test_five_steps_of_the_graph(model: Model, per_member: bool, way: Any) -> None:
     ours, theirs = arrays(model, 3)
     loss, opt, other = hf.per_model(loss_of), adam(ours), adam(theirs)

@@ -61,7 +61,9 @@ def name_of(value: Any) -> str:
 @pytest.mark.parametrize("count", range(1, 9))
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_every_number_of_shards_gives_the_same_bits(dtype: torch.dtype, count: int, mode: str) -> None:
-    for way in WAYS:
+    # The ways of which an even number of choices differs from the first, and for the other dtype the others: in each
+    # dtype any two choices meet.
+    for way in [way for place, way in enumerate(WAYS) if (place.bit_count() + count + DTYPES.index(dtype)) % 2 == 0]:
         one, on = task(knotted(dtype), way, batches(dtype)), machine()
         plan = planned([one], on, [count], [mode == "resident"], [mode == "kept"])
         report = assert_same([knotted(dtype)], [one], [by_loop(dtype, way)], on, plan)
@@ -75,7 +77,7 @@ def test_tasks_interleave_on_devices(devices: int, policy: str) -> None:
     dtype = torch.float64
     ways = [WAYS[0], WAYS[7], WAYS[2], WAYS[5], WAYS[4]]
     arrays = [_copy(index) for index in range(len(ways))]
-    expected = [plain(array, way, batches(dtype)) for array, way in zip(arrays, ways, strict=True)]
+    expected = [_expected(index, way) for index, way in enumerate(ways)]
     tasks = [
         task(array, way, batches(dtype), f"t{k}", eval_loader=batches(dtype, 2) if k != 2 else None)
         for k, (array, way) in enumerate(zip(arrays, ways, strict=True))
@@ -90,6 +92,11 @@ def test_tasks_interleave_on_devices(devices: int, policy: str) -> None:
 def _copy(index: int) -> hf.FusedModule:
     torch.manual_seed(index)
     return fused()
+
+
+@cache
+def _expected(index: int, way: Way) -> tuple[Tensor, dict[str, Tensor]]:
+    return plain(_copy(index), way, batches(torch.float64))
 
 
 @pytest.mark.parametrize("model", zoo.MODELS, ids=str)
