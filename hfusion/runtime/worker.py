@@ -78,7 +78,7 @@ class _Lane(Thread):
         for each in job.after:
             each.over.wait()
         job.failed = any(each.failed for each in job.after) or (self._worker.stopping and not job.always)
-        job.started = perf_counter()
+        job.started = self._worker.now()
         try:
             if not job.failed:
                 self._queue.run(job.work)
@@ -90,7 +90,7 @@ class _Lane(Thread):
             # Also after an error: nothing writes to what is read then, and nobody waits for ever.
             self._queue.wait()
             job.then()
-        job.ended = perf_counter()
+        job.ended = self._worker.now()
         # The engine keeps jobs, which must not keep what they copied.
         job.after, job.work, job.then = (), _nothing, _nothing
         job.done = not job.failed
@@ -125,7 +125,12 @@ class DeviceWorker:
             for name, device in devices
         ]
 
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return perf_counter() - self._start
+
     def __enter__(self) -> DeviceWorker:
+        self._start = perf_counter()
         for lane in self._threads:
             lane.start()
         return self

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
-from time import sleep
+from time import perf_counter, sleep
 
 import pytest
 import torch
@@ -173,3 +173,14 @@ def test_a_task_that_has_finished_is_at_home_though_another_fails_before_it_has_
     finally:
         for array, state in zip(arrays, before, strict=True):
             array.load_state_dict(state)
+
+
+def test_the_timeline_begins_with_the_run() -> None:
+    array, expected = made(0)
+    one, on = task(array, WAYS[0], LOADER), machine()
+    plan = planned([one], on, [3], [False])
+    begun = perf_counter()
+    report = assert_same([array], [one], [expected], on, plan)
+    elapsed = perf_counter() - begun
+    assert report.timeline.actions[0].start >= 0
+    assert report.timeline.makespan <= elapsed
