@@ -28,7 +28,7 @@ def test_any_order_gives_the_bits_of_the_serial_run() -> None:
 
 
 def test_planted_faults_are_seen() -> None:
-    assert "free: 2 of 2" in call("tests.simulated.faults", "--single", "2")
+    assert "of 4 single ones seen" in call("tests.simulated.faults", "--single", "4")
 
 
 def test_what_is_accounted_for_is_what_tensors_take() -> None:
