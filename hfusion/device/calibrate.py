@@ -177,7 +177,7 @@ def _read(path: Path, description: Mapping[str, str], names: Sequence[str]) -> d
 
 def _measure_computing(device: torch.device) -> dict[str, float]:
     large = device.type != "cpu"
-    n, count = (4096, 2**26) if large else (384, 2**23)
+    n, count = (4096, 2**26) if large else (384, 2**24)
     seconds = partial(_seconds, device)
     with _plainly(device):
         # Not the user's random numbers: what a seed gives must not hang on whether there was something to measure.
