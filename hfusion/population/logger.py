@@ -18,7 +18,7 @@ from torch import Tensor
 Numbers = Tensor | Sequence[float]
 
 
-class Sink(Protocol):
+class LogSink(Protocol):
     """Where numbers go."""
 
     def write(self, step: int, member: str, values: Mapping[str, float]) -> None: ...
@@ -127,7 +127,7 @@ class MemberLogger:
         tensorboard: str | os.PathLike[str] | None = None,
         wandb: Mapping[str, Any] | None = None,
         mlflow: str | None = None,
-        sinks: Sequence[Sink] = (),
+        sinks: Sequence[LogSink] = (),
     ) -> None:
         self._sinks = list(sinks)
         if csv is not None:
