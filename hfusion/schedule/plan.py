@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hfusion.core.errors import PlanError
+from hfusion.schedule.graph import graph, longest_seconds
 from hfusion.schedule.shards import Phase, Shard, Unit
 from hfusion.schedule.task_plan import TaskPlan
+
+if TYPE_CHECKING:
+    import networkx
 
 __all__ = ["Phase", "Plan", "Shard", "TaskPlan", "Unit"]
 
@@ -56,13 +62,34 @@ class Plan:
                     f"the smallest budget that would do is {task.device_bytes:,} bytes; or {remedy}"
                 )
 
-    @property
+    @cached_property
     def lower_bound(self) -> float:
-        """Seconds that no schedule beats: max(longest task, total work / devices), computing only."""
+        """Seconds that no schedule beats: max(longest path of a task, total work / devices)."""
         if not self.tasks:
             return 0.0
-        work = [task.seconds for task in self.tasks]
-        return max(max(work), math.fsum(work) / len(self.devices))
+        work = math.fsum(task.seconds for task in self.tasks)
+        return max(max(map(self._longest, self.tasks)), work / len(self.devices))
+
+    def _longest(self, task: TaskPlan) -> float:
+        """Seconds of a task that waits for nobody: nothing is loaded when its first minibatch begins."""
+        first = task.seconds
+        if task.closes(0):
+            computing = math.fsum(action.seconds for action in task.training)
+            first += max(0.0, longest_seconds(self._graph(task)) - computing)
+        return first
+
+    def _graph(self, task: TaskPlan) -> networkx.DiGraph[Any]:
+        return graph(task.name, task.training, self.load_rate, self.evict_rate)
+
+    def graph(self) -> networkx.DiGraph[Any]:
+        """What must come after what in a minibatch of every task, after which its optimizer steps.
+
+        A node ``(task, place)`` for each action, with the ``action`` and its ``seconds``.
+        """
+        import networkx
+
+        made: networkx.DiGraph[Any] = networkx.compose_all([networkx.DiGraph(), *map(self._graph, self.tasks)])
+        return made
 
     def __str__(self) -> str:
         head = ("task", "mode", "width", "shards", "steps", "s/step", "stays", "device", "of budget", "moved/step")

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 
 from hfusion.core.errors import PlanError
+from hfusion.schedule.actions import Act, Action
+from hfusion.schedule.graph import graph
 from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
 from tests.shards import shard, task, tasks
 
@@ -224,8 +226,28 @@ def test_bad_tasks_and_shards() -> None:
 
 
 def test_lower_bound() -> None:
-    assert Plan((task("a"), task("b", steps=9)), {"d": 99, "e": 99}, 1.0, 1.0).lower_bound == 27.0
-    assert Plan((task("a"), task("b"), task("c")), {"d": 99, "e": 99}, 1.0, 1.0).lower_bound == 4.5
+    """The longest task with the 2 bytes that it must load first, or the work of all by the number of devices."""
+    assert Plan((task("a"), task("b", steps=9)), {"d": 99, "e": 99}, 1.0, 1.0).lower_bound == 2.0 + 27.0
+    assert Plan((task("a"), task("b"), task("c")), {"d": 99, "e": 99}, 1.0, 1.0).lower_bound == 2.0 + 3.0
+    assert Plan((task("a"), task("b"), task("c")), {"d": 99, "e": 99}, 1e9, 1.0).lower_bound == 4.5
+    assert Plan((), {"d": 1}, 1.0, 1.0).lower_bound == 0.0
+
+
+def test_the_graph_says_what_comes_after_what() -> None:
+    made = Plan((task("a", 2, resident=False), task("b")), {"d": 99}, 4.0, 1.0).graph()
+    places = {name: [place for each, place in made if each == name] for name in ("a", "b")}
+    assert places == {"a": [*range(13)], "b": [*range(5)]}
+    assert made.nodes["a", 0]["seconds"] == 1 / 4
+    assert all(made.has_edge(("a", before), ("a", place)) for before, place in ((0, 1), (1, 2), (2, 8), (8, 9)))
+    assert not any(before[0] != after[0] for before, after in made.edges)
+
+
+def test_actions_that_wait_in_a_circle_are_found() -> None:
+    first, second = Action(Act.FORWARD, 0, after=(1,)), Action(Act.BACKWARD, 0, after=(0,))
+    with pytest.raises(PlanError, match="task 'a': actions wait for one another in a circle: "):
+        graph("a", (first, second), 1.0, 1.0)
+    with pytest.raises(PlanError, match="task 'a': action 0 comes after 1, but there are 1"):
+        graph("a", (first,), 1.0, 1.0)
 
 
 def test_print_and_draw(tmp_path: Path) -> None:

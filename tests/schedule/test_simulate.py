@@ -142,7 +142,7 @@ def test_a_clipped_spilled_task_as_text() -> None:
 
 CLIPPED = """\
 timeline
-lower_bound 3.0
+lower_bound 6.25
 devices d
 0.0 1.25 LOAD d a 0 0 5
 1.25 2.25 FORWARD d a 0 0 3

@@ -1,0 +1,52 @@
+"""What must come after what: the actions of a minibatch as a graph, which networkx holds and walks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hfusion.core.errors import PlanError
+from hfusion.schedule.actions import Act, Action
+
+if TYPE_CHECKING:
+    import networkx
+
+
+def graph(name: str, actions: Sequence[Action], load_rate: float, evict_rate: float) -> networkx.DiGraph[Any]:
+    """A node ``(name, place)`` for each action, with the ``action`` and its ``seconds``; an edge to what comes after.
+
+    Raises PlanError where actions wait for one another in a circle, or for one that is not there.
+    """
+    import networkx
+
+    made: networkx.DiGraph[Any] = networkx.DiGraph()
+    for place, action in enumerate(actions):
+        made.add_node((name, place), action=action, seconds=_seconds(action, load_rate, evict_rate))
+    for place, action in enumerate(actions):
+        for before in action.after:
+            if before >= len(actions):
+                raise PlanError(f"task {name!r}: action {place} comes after {before}, but there are {len(actions)}")
+            if before >= 0:
+                made.add_edge((name, before), (name, place))
+    if not networkx.is_directed_acyclic_graph(made):
+        circle = " -> ".join(str(before[1]) for before, _ in networkx.find_cycle(made))
+        raise PlanError(f"task {name!r}: actions wait for one another in a circle: {circle}")
+    return made
+
+
+def longest_seconds(made: networkx.DiGraph[Any]) -> float:
+    """Seconds until the last action that computes can end: what is evicted after it is not waited for."""
+    import networkx
+
+    ends: dict[Any, float] = {}
+    for node in networkx.topological_sort(made):
+        before = max((ends[each] for each in made.predecessors(node)), default=0.0)
+        ends[node] = before + made.nodes[node]["seconds"]
+    return max((end for node, end in ends.items() if made.nodes[node]["action"].act is not Act.EVICT), default=0.0)
+
+
+def _seconds(action: Action, load_rate: float, evict_rate: float) -> float:
+    if action.act is Act.LOAD:
+        return action.moves / load_rate
+    # No more leaves than is there.
+    return min(action.moves, action.frees) / evict_rate if action.act is Act.EVICT else action.seconds
