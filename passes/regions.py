@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,9 +64,11 @@ def _depths(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     """How many changes between loops and other calls lie before a node; loops of one depth can run as one."""
     depths: dict[fx.Node, int] = {}
     last: dict[fx.Node, fx.Node] = {}
+    written = {root for node in nodes if _effect(node) for root in _roots(node)}
     for node in nodes:
         before = list(node.all_input_nodes)
-        for buffer in _buffers(node):
+        # What is written, here or elsewhere, is read and written in turn.
+        for buffer in _roots(node) & written:
             before += [last[buffer]] if buffer in last else []
             last[buffer] = node
         loop = _memberwise(node)
@@ -74,22 +76,15 @@ def _depths(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     return depths
 
 
-def _buffers(node: fx.Node) -> set[fx.Node]:
-    """The inputs that a call may write to or must read in turn: those it takes as they are, or as views."""
+def _roots(node: fx.Node) -> set[fx.Node]:
+    """The inputs of the program that a call takes as they are, or as views."""
     found = set()
     for source in node.all_input_nodes:
         while _may_view(source):
             source = source.all_input_nodes[0]
-        if source.op == "placeholder" and any(_effect(user) for user in _users(source)):
+        if source.op == "placeholder":
             found.add(source)
     return found
-
-
-def _users(node: fx.Node) -> Iterator[fx.Node]:
-    for user in node.users:
-        yield user
-        if _may_view(user) and user.all_input_nodes[0] is node:
-            yield from _users(user)
 
 
 def _may_view(node: fx.Node) -> bool:
