@@ -328,6 +328,4 @@ class Kin:
 
 def _ways(compiled: Compiled) -> list[Any]:
     """How each operator runs."""
-    return [
-        (node.target, node.meta.get("layout"), node.meta.get("how")) for node in compiled.program.module.graph.nodes
-    ]
+    return [(node.target, node.meta.get("lowering")) for node in compiled.program.module.graph.nodes]
