@@ -114,7 +114,10 @@ class PerMemberStep:
             losses, *grads = zip(*rows, strict=True)
             for place, found in zip(self.graphs[0].trained, grads, strict=True):
                 tensor, stacked = pairs[place]
-                tensor.grad = torch.cat(found) if stacked else torch.stack(found).sum(0)
+                if len(found) == 1:
+                    tensor.grad = found[0]
+                else:
+                    tensor.grad = torch.cat(found) if stacked else torch.stack(found).sum(0)
             return torch.cat(losses)
 
 
