@@ -21,7 +21,7 @@ from hfusion.bench.shard_results import Sample, StepTimes, steady, warm
 from hfusion.bench.workload import Unavailable
 from hfusion.core.program import Kind, Part, Slot
 from hfusion.device.backend import backend
-from hfusion.runtime.training import Batch
+from hfusion.runtime.recipe import Batch
 from hfusion.schedule.plan import TaskPlan
 from hfusion.tasks.arrange import Arrangement
 

@@ -9,22 +9,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hfusion.core.program import Kind, Part
+from hfusion.core.program import Kind
 from hfusion.core.usage import absent_rows, leave_out, mark_absent, mark_found, never_reached, taken, watched
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
 from hfusion.runtime.boundary import BoundaryStore
 from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.process import Gate, Generators
+from hfusion.runtime.recipe import Batch, Recipe, Source
 from hfusion.runtime.state import State
 from hfusion.runtime.values import Bundle, restore, spill, tracked
 from hfusion.schedule.actions import Section
@@ -38,66 +38,6 @@ _BORROWED = {
     Phase.EVALUATE: frozenset({Kind.PARAMETER, Kind.BUFFER}),
     Phase.UPDATE: frozenset[Kind](),
 }
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One minibatch on the host: the flat inputs of the program, and the target of the loss."""
-
-    inputs: tuple[Any, ...]
-    target: Any
-    key: Any
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How batches of one kind are computed.
-
-    ``inputs``: the names of the program's inputs. ``losses(outputs, target)``: flat outputs of the last part to the
-    losses ``[B]``. ``random``: something draws random numbers. ``branching``: the number of members, where what these
-    use may differ.
-    """
-
-    parts: tuple[Part, ...]
-    inputs: tuple[str, ...]
-    constants: Mapping[str, Tensor]
-    losses: Callable[[Sequence[Any], Any], Tensor]
-    random: bool
-    branching: int | None = None
-
-    @cached_property
-    def makers(self) -> dict[str, int]:
-        """The part that gives each value."""
-        return {name: index for index, part in enumerate(self.parts) for name in part.gives}
-
-    @cached_property
-    def takes_from(self) -> tuple[frozenset[int], ...]:
-        """For each part those that give the values it takes."""
-        return tuple(frozenset(self.makers[name] for name in part.takes if name in self.makers) for part in self.parts)
-
-    @cached_property
-    def later(self) -> tuple[frozenset[str], ...]:
-        """For each part the values that those after it take."""
-        return tuple(
-            frozenset(name for after in self.parts[index:] for name in after.takes)
-            for index in range(1, len(self.parts) + 1)
-        )
-
-
-class Source(Protocol):
-    """Where batches and their recipes come from."""
-
-    def next(self) -> Batch:
-        """The next minibatch. May draw from torch's random numbers."""
-
-    def stop(self) -> None:
-        """Whoever waits for the next minibatch gives up, by a CancelledError."""
-
-    def find(self, batch: Batch) -> Recipe | None:
-        """The recipe for a batch like this one, if there is one already."""
-
-    def make(self, batch: Batch) -> Recipe:
-        """Make the recipe. Must run while no other thread computes."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.process import Gate
 from hfusion.runtime.training import Training
 from hfusion.schedule.actions import Act, Action, Section
-from hfusion.schedule.engine import TaskFailed, Ticket
 from hfusion.schedule.plan import Phase, Unit
+from hfusion.schedule.work import TaskFailed, Ticket
 
 _GLANCE_SECONDS = 0.1
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
-from typing import Protocol
 
 from hfusion.schedule.actions import Act, Action, Section
 from hfusion.schedule.dispatch import Dispatcher
@@ -20,54 +19,7 @@ from hfusion.schedule.plan import Plan, TaskPlan, Unit
 from hfusion.schedule.policy import Policy
 from hfusion.schedule.task_plan import Turn
 from hfusion.schedule.timeline import Span, Timeline
-
-
-class Ticket(Protocol):
-    """An action that began: once it is ``done``, when it ``started`` and ``ended``, and the ``seconds`` it took."""
-
-    @property
-    def done(self) -> bool: ...
-
-    @property
-    def started(self) -> float: ...
-
-    @property
-    def ended(self) -> float: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-
-class Worker(Protocol):
-    """Does what the engine decides. Each lane of a device does one action after the other, as they began."""
-
-    def begin(self, device: int, task: int, unit: Unit, action: Action, after: Sequence[Ticket]) -> Ticket:
-        """Begin an action for a unit, as soon as those of ``after`` have ended."""
-
-    def wait(self) -> Sequence[Ticket]:
-        """Wait until at least one action has ended; those that have. Raises TaskFailed."""
-
-
-class Hooks(Protocol):
-    """Who is told how the run goes on."""
-
-    def ended(self, task: int, unit: Unit) -> None:
-        """All that a unit computes has ended."""
-
-
-class TaskFailed(Exception):
-    """An action of the task numbered ``task`` raised ``__cause__``."""
-
-    def __init__(self, task: int) -> None:
-        super().__init__(task)
-        self.task = task
-
-
-def run(plan: Plan, policy: Policy, worker: Worker) -> Timeline:
-    """Run a plan to its end."""
-    engine = Engine(plan, policy, worker)
-    engine.run()
-    return engine.timeline
+from hfusion.schedule.work import Hooks, Ticket, Worker
 
 
 @dataclass(eq=False)

@@ -11,10 +11,11 @@ from statistics import median
 from typing import TypeAlias
 
 from hfusion.schedule.actions import Act, Action
-from hfusion.schedule.engine import Engine, Ticket
+from hfusion.schedule.engine import Engine
 from hfusion.schedule.plan import Plan, Unit
 from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.schedule.timeline import Timeline
+from hfusion.schedule.work import Ticket
 
 Seconds: TypeAlias = Callable[[int, Unit, Action], float]
 

@@ -21,7 +21,7 @@ from hfusion.device.calibrate import Rates
 from hfusion.device.machine import Machine
 from hfusion.optim.base import FusedOptimizer
 from hfusion.passes.partition.shard import Sharding, sharding
-from hfusion.runtime.training import Recipe
+from hfusion.runtime.recipe import Recipe
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.reading import generators, reading
 from hfusion.tasks.sharing import check_loaders, check_tensors

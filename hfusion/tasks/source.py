@@ -24,7 +24,7 @@ from hfusion.passes.cost.cost import operators
 from hfusion.passes.cost.flops import concrete
 from hfusion.passes.partition.match_cuts import match_cuts
 from hfusion.passes.partition.split import input_names, split
-from hfusion.runtime.training import Batch, Recipe
+from hfusion.runtime.recipe import Batch, Recipe
 from hfusion.schedule.plan import Shard
 from hfusion.tasks.reading import Reader, end_workers, reading
 from hfusion.tasks.task import Task, length

@@ -24,10 +24,11 @@ from hfusion.runtime.spill import SpillFolder
 from hfusion.runtime.state import State, holdings
 from hfusion.runtime.training import Training
 from hfusion.runtime.worker import DeviceWorker
-from hfusion.schedule.engine import Engine, TaskFailed
+from hfusion.schedule.engine import Engine
 from hfusion.schedule.plan import Phase, Plan, Unit
 from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.schedule.timeline import Timeline
+from hfusion.schedule.work import TaskFailed
 from hfusion.tasks.arrange import Arrangement, arrange
 from hfusion.tasks.sharing import listed
 from hfusion.tasks.task import Evaluation, Step, Task

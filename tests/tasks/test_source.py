@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.array.per_model import PerModel
 from hfusion.core.errors import PlanError
-from hfusion.runtime.training import Recipe
+from hfusion.runtime.recipe import Recipe
 from hfusion.tasks.arrange import arrange
 from hfusion.tasks.source import Minibatch, Stream
 from tests.trained import machine

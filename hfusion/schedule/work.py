@@ -1,0 +1,50 @@
+"""Between the engine and who works for it: what it asks for, and what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from hfusion.schedule.actions import Action
+from hfusion.schedule.shards import Unit
+
+
+class Ticket(Protocol):
+    """An action that began: once it is ``done``, when it ``started`` and ``ended``, and the ``seconds`` it took."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def started(self) -> float: ...
+
+    @property
+    def ended(self) -> float: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+class Worker(Protocol):
+    """Does what the engine decides. Each lane of a device does one action after the other, as they began."""
+
+    def begin(self, device: int, task: int, unit: Unit, action: Action, after: Sequence[Ticket]) -> Ticket:
+        """Begin an action for a unit, as soon as those of ``after`` have ended."""
+
+    def wait(self) -> Sequence[Ticket]:
+        """Wait until at least one action has ended; those that have. Raises TaskFailed."""
+
+
+class Hooks(Protocol):
+    """Who is told how the run goes on."""
+
+    def ended(self, task: int, unit: Unit) -> None:
+        """All that a unit computes has ended."""
+
+
+class TaskFailed(Exception):
+    """An action of the task numbered ``task`` raised ``__cause__``."""
+
+    def __init__(self, task: int) -> None:
+        super().__init__(task)
+        self.task = task
