@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from hfusion.capture.intercept import Island
 from hfusion.core.layout import Layout
@@ -60,5 +59,8 @@ def _inside(path: str, around: str) -> bool:
 
 def _known(node: fx.Node) -> bool:
     """Whether its value is tensors whose sizes do not follow from values."""
+    # Imported late: it imports sympy.
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
     example: Any = node.meta.get("val")
     return isinstance(example, Tensor) and not free_unbacked_symbols(example)

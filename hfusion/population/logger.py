@@ -8,12 +8,13 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Numbers = Tensor | Sequence[float]
 
@@ -174,6 +175,7 @@ class MemberProgress:
 
     Example:
         >>> import io
+        >>> from rich.console import Console
         >>> with MemberProgress(2, console=Console(file=io.StringIO())) as progress:
         ...     progress.update(["a", "b"], [0.5, 0.25])
         ...     progress.text
@@ -184,6 +186,16 @@ class MemberProgress:
         if mode not in ("min", "max"):
             raise ValueError(f"mode={mode!r}: it is min or max")
         self._name, self._least = name, mode == "min"
+        # Imported late: not everybody looks at bars.
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
         columns = [BarColumn(), TaskProgressColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
         self._progress = Progress(*columns, TextColumn("{task.description}"), console=console)
         self._task = self._progress.add_task("", total=total)
