@@ -40,6 +40,10 @@ class Writer:
 
     def own(self, key: str, stack: Tensor) -> None:
         """Keep the members' rows of a stack; a copy on the CPU."""
+        if list(self.rows) == list(range(len(stack))):
+            # No memory of the device is taken.
+            self.tensors[OWN + key] = stack.detach().to("cpu", copy=True)
+            return
         rows = torch.as_tensor(list(self.rows), device=stack.device)
         self.tensors[OWN + key] = stack.detach().index_select(0, rows).cpu()
 

@@ -283,6 +283,21 @@ class State:
         if leaving is not None:
             leaving[1].set()
 
+    def settle(self) -> None:
+        """Let the array's tensors and the optimizer's state be what the units so far have made of them.
+
+        Only between units. A trained parameter lies where it was updated; of buffers the home is brought up to date.
+        """
+        for shard, home in enumerate(self._homes):
+            self._wait_for(shard)
+            with self._lock:
+                here = self._here.get(shard)
+            if here is None:
+                continue
+            for section, name in here.changed:
+                if section is Section.WEIGHTS and name not in self._trained:
+                    home.views[section][name].copy_(here.copy.views[section][name])
+
     def close(self) -> None:
         """Give every tensor memory of its own again, and drop the homes; a run that broke off keeps what it reached."""
         for shard, here in [*self._here.items()]:

@@ -90,6 +90,11 @@ class Training:
         self._norms: dict[str, Tensor] = {}
         self._factors: Tensor | None = None
 
+    @property
+    def generators(self) -> Generators:
+        """Of the task's random numbers. Between units only."""
+        return self._generators
+
     def stop(self) -> None:
         """Wait for no minibatch any longer."""
         for source in (self._source, self._evaluation):

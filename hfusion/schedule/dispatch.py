@@ -7,7 +7,7 @@ done. Tasks are named by their position in the plan. What a unit took replaces w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
@@ -33,26 +33,34 @@ class _Progress:
     left: dict[tuple[Phase, int, bool], int]
 
 
-def _begun(number: int, task: TaskPlan) -> _Progress:
+def _begun(number: int, task: TaskPlan, first: int) -> _Progress:
+    """A task of which ``first`` units ran before."""
     left = task.counts
     seconds = {sort: task.unit_seconds(Unit(task.name, 0, *sort)) for sort in left}
-    candidate = Candidate(number, 0, task.seconds, max(seconds.values()), 0, task.device_bytes)
-    return _Progress(task, task.unit(0), candidate, seconds, left)
+    for unit in map(task.unit, range(first)):
+        left[_sort(unit)] -= 1
+    remaining = math.fsum(count * seconds[sort] for sort, count in left.items()) if first else task.seconds
+    candidate = Candidate(number, first, remaining, max(seconds.values()), 0, task.device_bytes)
+    return _Progress(task, task.unit(first) if first < task.units else None, candidate, seconds, left)
 
 
 class Dispatcher:
-    """Chooses tasks for devices, and counts the units that began. At first every task waits."""
+    """Chooses tasks for devices, and counts the units that began. At first every task waits.
 
-    def __init__(self, plan: Plan, policy: Policy) -> None:
+    ``first``: how many units of each task ran before; None: nothing did.
+    """
+
+    def __init__(self, plan: Plan, policy: Policy, first: Sequence[int] | None = None) -> None:
         self._policy = policy
         self._devices = len(plan.devices)
         self._waiting = Waiting(policy.order, plan.devices.values())
-        self._tasks = [_begun(number, task) for number, task in enumerate(plan.tasks)]
+        ran = [0] * len(plan.tasks) if first is None else first
+        self._tasks = [_begun(number, task, ran[number]) for number, task in enumerate(plan.tasks)]
         self._work = math.fsum(task.candidate.remaining for task in self._tasks)
-        self._units = sum(task.units for task in plan.tasks)
+        self._units = sum(task.units for task in plan.tasks) - sum(ran)
         self._begun = 0
-        for task in self._tasks:
-            self._waiting.add(task.candidate)
+        for number in range(len(self._tasks)):
+            self.wait(number)
 
     def choose(self, budget: int, running: int | None) -> int | None:
         """The task that a device of ``budget`` bytes runs next; if it waited, it waits no longer.

@@ -114,13 +114,20 @@ class _Device:
 
 
 class Engine:
-    """One run of a plan."""
+    """One run of a plan. ``first``: how many units of each task ran before; None: nothing did."""
 
-    def __init__(self, plan: Plan, policy: Policy, worker: Worker, hooks: Hooks | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        policy: Policy,
+        worker: Worker,
+        hooks: Hooks | None = None,
+        first: Sequence[int] | None = None,
+    ) -> None:
         self._plan = plan
         self._worker = worker
         self._hooks = hooks
-        self._dispatcher = Dispatcher(plan, policy)
+        self._dispatcher = Dispatcher(plan, policy, first)
         self._runs = [_Run(number, task, task.unit(0)) for number, task in enumerate(plan.tasks)]
         self._devices = [_Device(number, *device) for number, device in enumerate(plan.devices.items())]
         self._idle: list[int] = []

@@ -260,6 +260,26 @@ class TaskPlan:
         ended = step % self._epoch + 1
         return ended == self._epoch or ended % self.accumulate == 0
 
+    def ended(self, unit: Unit) -> int | None:
+        """How many minibatches have ended with a unit: the optimizer has stepped, and the epoch, if over, is evaluated.
+
+        None: with this unit none has.
+        """
+        last = len(self.shards) - 1
+        if unit.phase is Phase.EVALUATE:
+            epoch, place = divmod(unit.step + 1, self.evaluated)
+            return None if place or unit.shard != last else epoch * self._epoch
+        closing = (Phase.UPDATE, last) if self.clipped else (Phase.BACKWARD, 0)
+        if (unit.phase, unit.shard) != closing or not self.closes(unit.step):
+            return None
+        steps = unit.step + 1
+        return None if self.evaluated and not steps % self._epoch else steps
+
+    def after(self, steps: int) -> int:
+        """The position of the unit that follows so many minibatches, of those that `ended` tells."""
+        epoch, rest = divmod(steps, self._epoch)
+        return epoch * self._epoch_units + rest // self.accumulate * self._group_units
+
     def must_follow(self, after: Unit) -> bool:
         """Whether a unit must follow the one before it at once: the last shard turns from forward to backward."""
         return after.phase is Phase.BACKWARD and after.shard == len(self.shards) - 1

@@ -26,6 +26,7 @@ from hfusion.passes.partition.match_cuts import match_cuts
 from hfusion.passes.partition.split import input_names, split
 from hfusion.runtime.recipe import Batch, Recipe
 from hfusion.schedule.plan import Shard
+from hfusion.tasks.position import Position, rereading
 from hfusion.tasks.reading import Reader, end_workers, reading
 from hfusion.tasks.task import Task, length
 
@@ -161,6 +162,9 @@ class Stream:
         self._samples = samples
         self._devices = devices
         self._open: Iterator[Any] | None = None
+        self._resumed: Position | None = None
+        self._began: Position | None = None
+        self._given = 0
         self._reader = Reader(self._read(), f"{task.name} reads", lambda: end_workers(self._open))
         self._latest: Minibatch
         self._recipes: dict[Any, Recipe] = {}
@@ -169,6 +173,15 @@ class Stream:
         """The next minibatch. Raises PlanError if an epoch of the loader was not as long as it says."""
         self._latest = found = self._reader.next()
         return Batch(tuple(_detached(value) for value in found.arguments.values), found.target, found.key)
+
+    @property
+    def position(self) -> Position | None:
+        """Where reading stands; None: it has not begun. Between minibatches only."""
+        return None if self._began is None else self._began.at(self._given, self._loader)
+
+    def resume(self, position: Position) -> None:
+        """Read on from there, before anything was read."""
+        self._resumed = position
 
     def close(self) -> None:
         """Read no more; processes and threads that read for the loader have ended then.
@@ -215,14 +228,18 @@ class Stream:
 
     def _read(self) -> Generator[Minibatch, None, None]:
         said = length(self._loader)
-        for epoch in range(self._task.epochs):
-            given = 0
+        resumed, self._resumed = self._resumed, None
+        for epoch in range(0 if resumed is None else resumed.epoch, self._task.epochs):
+            self._began = Position.begin(epoch, self._loader) if resumed is None else resumed
             # To its very end, as a plain loop does: a loader may draw random numbers there.
-            with reading(self._loader) as self._open:
+            with reading(self._loader) if resumed is None else rereading(self._loader, resumed) as self._open:
+                given = self._given = 0 if resumed is None else resumed.given
+                resumed = None
                 for found in self._open:
                     given += 1
                     if given > said:
                         break
+                    self._given = given
                     yield Minibatch.of(self._task, found, self._members)
             if given != said:
                 count = "more" if given > said else str(given)

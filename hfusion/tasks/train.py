@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -30,7 +31,10 @@ from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.schedule.timeline import Timeline
 from hfusion.schedule.work import TaskFailed
 from hfusion.tasks.arrange import Arrangement, arrange
+from hfusion.tasks.checkpoints import Checkpoints
+from hfusion.tasks.checkpoints import resume as resume_from
 from hfusion.tasks.sharing import listed
+from hfusion.tasks.source import Stream
 from hfusion.tasks.task import Evaluation, Step, Task
 
 # Seconds from one drawing of the progress bars to the next.
@@ -102,6 +106,9 @@ def train(
     *,
     plan: Plan | None = None,
     progress: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int | None = None,
+    resume: bool = True,
 ) -> Report:
     """Train all tasks, each exactly as if alone, within the memory of every device.
 
@@ -112,19 +119,30 @@ def train(
             devices none keeps a shard on its device unless the policy is patient.
         plan: what `plan` gave for these tasks and this machine, possibly changed; None: plan now.
         progress: show a bar per task.
+        checkpoint: a folder in which each task is saved as it goes, and from which it goes on if it was saved there;
+            what had ended is not trained again. None: nothing is saved.
+        every: minibatches of a task from one save to the next, of which there is one at its end, too; where gradients
+            are accumulated, at the next step of the optimizer. None: at the end of every epoch.
+        resume: False: a folder with saves in it is an error.
 
     Raises:
         PlanError: the tasks fit the machine in no way, or cannot be trained at once, or not with their loss.
         FusionError: models that cannot be captured.
-        TrainError: a task failed; ``error.report`` has the finished ones, ``error.__cause__`` what happened.
+        CheckpointError: a save is damaged, or of other tasks, members or shapes, or the folder cannot be made.
+        TrainError: a task failed, or could not be saved; ``error.report`` has the finished ones, ``error.__cause__``
+            what happened.
     """
     chosen, tasks = named(policy), listed(tasks)
     # Tasks that take turns would load and evict what they keep at every turn.
     arrangements, made = arrange(tasks, machine, keep=chosen.patient or len(tasks) <= len(machine.devices))
     made = made if plan is None else _checked(plan, made)
     with ExitStack() as stack:
-        run = _Run(arrangements, made, machine, stack)
-        show = stack.enter_context(_bars(arrangements, made)) if progress else None
+        saves = None
+        if checkpoint is not None:
+            saves = Checkpoints(checkpoint, every, arrangements, resume=resume)
+            stack.callback(saves.close)
+        run = _Run(arrangements, made, machine, stack, saves)
+        show = stack.enter_context(_bars(made, run.trainings)) if progress else None
         return run.run(chosen, show)
 
 
@@ -144,8 +162,17 @@ def _checked(given: Plan, made: Plan) -> Plan:
 class _Run:
     """The tensors and files of one run, given back by ``stack``."""
 
-    def __init__(self, arrangements: Sequence[Arrangement], plan: Plan, machine: Machine, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        arrangements: Sequence[Arrangement],
+        plan: Plan,
+        machine: Machine,
+        stack: ExitStack,
+        saves: Checkpoints | None,
+    ) -> None:
         self.arrangements = arrangements
+        self.saves = saves
+        self._streams: list[list[Stream]] = []
         self.plan = plan
         self._devices = {device.name: device.physical for device in machine.devices}
         folder = SpillFolder(machine.disk)
@@ -180,6 +207,7 @@ class _Run:
             pairs = zip(recipe.parts, also.parts, strict=True)
             held = holdings([(*a.keys, *b.keys) for a, b in pairs], names, trained)
         one.optimizer.initialise()
+        kept = None if self.saves is None else self.saves.load(index, plan)
         # Gradients of what the user did before are none of this run's.
         one.optimizer.zero_grad()
         pinned = any(backend(device).pins for device in devices)
@@ -188,7 +216,12 @@ class _Run:
         state = State(own, held, one.optimizer, files, pinned=pinned, carried=plan.carried, together=plan.resident)
         stack.callback(state.close)
         seed = int(torch.randint(1 << 62, ())) if one.task.seed is None else one.task.seed
-        return Training(plan, state, names, stream, evaluation, limits, seed)
+        streams = [stream] if evaluation is None else [stream, evaluation]
+        self._streams.append(streams)
+        training = Training(plan, state, names, stream, evaluation, limits, seed if kept is None else kept["seed"])
+        if kept is not None:
+            resume_from(kept, training, streams)
+        return training
 
     def _limits(self, one: Arrangement) -> Tensor | None:
         """The largest norms ``[width]`` of these members."""
@@ -216,8 +249,9 @@ class _Run:
 
     def run(self, policy: Policy, show: Callable[[int], None] | None) -> Report:
         devices = [(name, self._devices[name]) for name in self.plan.devices]
-        worker = DeviceWorker(devices, self.trainings, lambda index, unit: self._after(index, unit, show))
-        engine = Engine(self._scheduled(), policy, worker)
+        worker = DeviceWorker(devices, self.trainings, lambda index, unit: self._after(index, unit, show, worker))
+        first = [plan.after(len(one.losses)) for plan, one in zip(self.plan.tasks, self.trainings, strict=True)]
+        engine = Engine(self._scheduled(), policy, worker, first=first)
         try:
             with worker:
                 engine.run()
@@ -244,8 +278,8 @@ class _Run:
             tasks.append(replace(task, shards=tuple(shards)))
         return replace(self.plan, tasks=tuple(tasks))
 
-    def _after(self, index: int, unit: Unit, show: Callable[[int], None] | None) -> None:
-        """Tell callbacks and bars when a minibatch or the evaluation of an epoch is done."""
+    def _after(self, index: int, unit: Unit, show: Callable[[int], None] | None, worker: DeviceWorker) -> None:
+        """Tell callbacks and bars when a minibatch or the evaluation of an epoch is done; save where that is due."""
         one, plan, training = self.arrangements[index], self.plan.tasks[index], self.trainings[index]
         heard: Step | Evaluation | None = None
         if unit.phase is Phase.BACKWARD and unit.shard == 0:
@@ -260,6 +294,12 @@ class _Run:
         if heard is not None:
             for callback in one.task.callbacks:
                 callback(heard)
+        steps = plan.ended(unit)
+        if self.saves is not None and steps is not None:
+            training.state.settle()
+            # What was leaving a device may not have arrived where a run breaks off.
+            if not worker.stopping:
+                self.saves.reached(index, plan, steps, training, self._streams[index])
 
     def _report(self, engine: Engine, done: Sequence[int]) -> Report:
         tasks: dict[str, TaskReport] = {}
@@ -282,13 +322,14 @@ class _Run:
 
 
 @contextmanager
-def _bars(arrangements: Sequence[Arrangement], plan: Plan) -> Iterator[Callable[[int], None]]:
+def _bars(plan: Plan, trainings: Sequence[Training]) -> Iterator[Callable[[int], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # rich's own thread, which would draw them, is not awaited in the end.
     with Progress(*columns, auto_refresh=False) as bars:
-        rows = [bars.add_task(task.name, total=task.steps) for task in plan.tasks]
+        pairs = zip(plan.tasks, trainings, strict=True)
+        rows = [bars.add_task(task.name, total=task.steps, completed=len(one.losses)) for task, one in pairs]
         drawn = perf_counter()
 
         def show(index: int) -> None:

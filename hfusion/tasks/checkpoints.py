@@ -1,0 +1,177 @@
+"""The checkpoints of `hfusion.train`: a folder for each array of a task, in it a save for each border that was due."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import torch
+
+from hfusion.checkpoint import files
+from hfusion.checkpoint.parts import Reader, Writer
+from hfusion.core.errors import CheckpointError
+from hfusion.runtime.training import Training
+from hfusion.schedule.plan import TaskPlan
+from hfusion.tasks.arrange import Arrangement
+from hfusion.tasks.position import Position
+from hfusion.tasks.source import Stream
+
+# Saves of an array that are left in its folder.
+_KEEP = 3
+
+
+def _folder(name: str) -> str:
+    """The name of an array as that of a folder, which stays in the folder where it is made."""
+    found = quote(name, safe="")
+    return f"%2E{found[1:]}" if found.startswith(".") else found
+
+
+def _names(one: Arrangement) -> list[str]:
+    return [f"member {member}" for member in one.members]
+
+
+class Checkpoints:
+    """Saves arrays at the borders of their minibatches, and gives back what was saved.
+
+    The copies are made where it is asked for, and a thread writes them.
+
+    Args:
+        root: the folder of all.
+        every: minibatches from one save of an array to the next; None: those of an epoch.
+        resume: whether the arrays go on from where they are saved.
+
+    Raises:
+        CheckpointError: the folder cannot be made, or is one of other tasks; or ``every`` is less than 1.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str], every: int | None, arrays: Sequence[Arrangement], *, resume: bool
+    ) -> None:
+        if every is not None and every < 1:
+            raise CheckpointError(f"every={every}: give how many minibatches there are between saves, at least 1")
+        self._root, self._every, self._arrays = Path(root), every, arrays
+        with files.told(self._root):
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._check(resume=resume)
+        self._reached = [0] * len(arrays)
+        self._writes: list[Future[Path] | None] = [None] * len(arrays)
+        self._thread = ThreadPoolExecutor(1, "hfusion checkpoint")
+
+    def _check(self, *, resume: bool) -> None:
+        there = {unquote(path.name) for path in self._root.iterdir() if files.saves(path)}
+        ours = [one.plan.name for one in self._arrays]
+        if files.saves(self._root) or (self._root / files.MANIFEST).exists():
+            raise CheckpointError(
+                f"{self._root} is a checkpoint of one array, not of hf.train: give the folder of a run, or a new one"
+            )
+        if there and not resume:
+            raise CheckpointError(
+                f"{self._root} holds saves of {sorted(there)}: go on with resume=True, or give a new folder"
+            )
+        others, anew = sorted(there.difference(ours)), [name for name in ours if name not in there]
+        if others and anew:
+            raise CheckpointError(
+                f"{self._root} holds saves of {others}, which are no arrays of these tasks, and none of {anew}: give "
+                "the tasks the names that they had, on a machine on which the same members are together, or a new "
+                "folder, or delete those that are not to go on"
+            )
+
+    def load(self, index: int, plan: TaskPlan) -> Mapping[str, Any] | None:
+        """Write what was saved last of an array into it and its optimizer; the rest for `resume`. None: nothing was.
+
+        Raises:
+            CheckpointError: a file is damaged, or it is of another task, or of other members or shapes.
+        """
+        one = self._arrays[index]
+        folder = self._root / _folder(one.plan.name)
+        if not files.saves(folder):
+            return None
+        reader = Reader.of([files.read(folder)], None)
+        with files.told(reader.path):
+            kept = reader.value("task")
+            if not isinstance(kept, dict):
+                raise CheckpointError(f"{reader.path} was not saved by hf.train: load it by hf.load")
+            wanted = {"name": one.task.name, "members": _names(one), **_shape(plan)}
+            found = {"name": kept["name"], "members": reader.names, **kept["shape"]}
+            for what, value in wanted.items():
+                if found[what] != value:
+                    raise CheckpointError(
+                        f"{reader.path}: {what} was {found[what]!r} when it was saved, and is {value!r} in the task "
+                        f"{one.task.name!r}: give the task as it was, or a new folder"
+                    )
+            if not 0 < kept["steps"] <= plan.steps:
+                raise CheckpointError(
+                    f"{reader.path} was saved after {kept['steps']} minibatches, and the task {one.task.name!r} has "
+                    f"{plan.steps}: give it as many epochs as it had, or more"
+                )
+            for write in (reader.module(one.array), reader.optimizer(one.optimizer)):
+                write()
+        self._reached[index] = kept["steps"]
+        return kept
+
+    def reached(self, index: int, plan: TaskPlan, steps: int, training: Training, streams: Sequence[Stream]) -> None:
+        """Save an array if that is due after so many minibatches; at its end it is on the disk then.
+
+        Raises:
+            CheckpointError: it could not be written, or the save before this; the last one that was is there.
+        """
+        every = self._every or self._arrays[index].task.epoch
+        if steps // every == self._reached[index] // every and steps < plan.steps:
+            return
+        self._reached[index] = steps
+        one = self._arrays[index]
+        writer = Writer(range(len(one.members)), {"members": _names(one)}, {})
+        writer.module(one.array)
+        writer.optimizer(one.optimizer)
+        writer.body["task"] = writer.tree("task", _progress(one.task.name, plan, steps, training, streams))
+        self._wait(index)
+        folder = self._root / _folder(one.plan.name)
+        write = self._thread.submit(files.write, folder, writer.body, writer.tensors, step=steps, keep=_KEEP)
+        self._writes[index] = write
+        if steps == plan.steps:
+            self._wait(index)
+
+    def _wait(self, index: int) -> None:
+        """No copies of the array wait to be written."""
+        write, self._writes[index] = self._writes[index], None
+        if write is not None:
+            write.result()
+
+    def close(self) -> None:
+        """All that was copied is written."""
+        self._thread.shutdown()
+
+
+def _shape(plan: TaskPlan) -> dict[str, int | bool | None]:
+    """What the borders of minibatches depend on."""
+    names = ("epoch", "accumulate", "clipped", "evaluated")
+    return {name: getattr(plan, name) for name in names}
+
+
+def _progress(name: str, plan: TaskPlan, steps: int, training: Training, streams: Sequence[Stream]) -> dict[str, Any]:
+    positions = [stream.position for stream in streams]
+    return {
+        "name": name,
+        "shape": _shape(plan),
+        "steps": steps,
+        "losses": torch.stack(training.losses),
+        "evaluations": torch.stack(training.evaluations) if training.evaluations else None,
+        "seed": training.generators.seed,
+        "random": training.generators.states,
+        "positions": [None if position is None else dict(vars(position)) for position in positions],
+    }
+
+
+def resume(kept: Mapping[str, Any], training: Training, streams: Sequence[Stream]) -> None:
+    """Let a task that has not begun go on from what `Checkpoints.load` gave."""
+    training.losses.extend(kept["losses"].unbind())
+    if kept["evaluations"] is not None:
+        training.evaluations.extend(kept["evaluations"].unbind())
+    training.generators.states.update(kept["random"])
+    for stream, position in zip(streams, kept["positions"], strict=True):
+        if position is not None:
+            stream.resume(Position(**position))

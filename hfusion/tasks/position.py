@@ -1,0 +1,67 @@
+"""Where the reading of a loader stands, and how it goes on from there in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfusion.tasks.reading import generators, reading
+
+
+@dataclass(frozen=True)
+class Position:
+    """``given`` minibatches of ``epoch`` were read.
+
+    ``random`` is torch's random state with which the epoch began; ``begun`` are those of the generators of the loader's
+    own with which it began, ``own`` those of now. ``state`` is what a loader with a ``state_dict`` says of itself.
+    """
+
+    epoch: int
+    given: int
+    random: Tensor
+    begun: list[Tensor]
+    own: list[Tensor]
+    state: Any
+
+    @staticmethod
+    def begin(epoch: int, loader: Iterable[Any]) -> Position:
+        """The beginning of an epoch."""
+        own = [each.get_state() for each in generators(loader)]
+        return Position(epoch, 0, torch.get_rng_state(), own, own, None)
+
+    def at(self, given: int, loader: Any) -> Position:
+        """Later in this epoch."""
+        state = loader.state_dict() if _tells(loader) else None
+        return replace(self, given=given, own=[each.get_state() for each in generators(loader)], state=state)
+
+
+def _tells(loader: Any) -> bool:
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+@contextmanager
+def rereading(loader: Any, position: Position) -> Iterator[Iterator[Any]]:
+    """What the loader gives after ``position``.
+
+    A loader with a ``state_dict`` is told its state; another one is read up to there with the random state with which
+    the epoch began. Torch's random state is afterwards the present one.
+    """
+    present, own = torch.get_rng_state(), generators(loader)
+    torch.set_rng_state(position.random)
+    for each, state in zip(own, position.begun, strict=True):
+        each.set_state(state)
+    told = position.state is not None and _tells(loader)
+    if told:
+        loader.load_state_dict(position.state)
+    with reading(loader) as given:
+        for _ in range(0 if told else position.given):
+            next(given, None)
+        torch.set_rng_state(present)
+        for each, state in zip(own, position.own, strict=True):
+            each.set_state(state)
+        yield given

@@ -1,0 +1,255 @@
+"""hf.train(checkpoint=...): a run that was cut off and goes on is the uninterrupted run, bit for bit."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.checkpoint.files import read, saves
+from hfusion.schedule.actions import Act
+from tests.tasks.resumed import Counted, array, results, run, shuffled
+from tests.trained import BATCHES, EPOCHS, Way, adamw, cross_entropy, machine, momentum, planned, task
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class CutError(Exception):
+    """Ends a run."""
+
+
+def cut(epoch: int, step: int) -> Callable[[Any], None]:
+    """A callback that ends the run at a minibatch, before that is saved."""
+
+    def raises(heard: Any) -> None:
+        if isinstance(heard, hf.Step) and (heard.epoch, heard.step) == (epoch, step):
+            raise CutError
+
+    return raises
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a task is trained and cut into shards; minibatches between saves, and where the run ends."""
+
+    way: Way
+    mode: str
+    every: int | None
+    at: tuple[int, int]
+    evaluated: bool = False
+
+    def __str__(self) -> str:
+        way = f"{self.way.optimizer.__name__}-{self.way.clip}-{self.way.accumulate}"
+        return f"{way}-{self.mode}-every{self.every}-cut{self.at}-{'eval' if self.evaluated else 'train'}"
+
+
+CASES = [
+    Case(Way(), "resident", 1, (0, 1)),
+    Case(Way(momentum, 0.5), "spilled", 2, (0, 4)),
+    Case(Way(adamw, 0.5, 2), "spilled", 1, (1, 2), evaluated=True),
+    Case(Way(momentum, None, 2), "kept", 3, (1, 4), evaluated=True),
+    Case(Way(adamw, [0.1, 0.5, 2.0]), "kept", None, (1, 0), evaluated=True),
+    Case(Way(momentum), "spilled", 4, (1, 3)),
+    Case(Way(adamw, 0.5, 3), "resident", 1, (1, 3), evaluated=True),
+]
+
+
+def saved_at(folder: Path) -> int:
+    """After how many minibatches an array was saved last."""
+    return read(folder).step
+
+
+def trained(
+    cases: list[Case], devices: int, root: Path | None, cuts: bool = False, begun: int | None = None
+) -> list[Any]:
+    """Everything that a run of these tasks gives; ``begun``: how many minibatches it does not train again."""
+    made = [array(place) for place in range(len(cases))]
+    tasks = [
+        task(
+            fused,
+            Way(lambda params, own=own: own, case.way.clip, case.way.accumulate),
+            shuffled(place),
+            f"t{place}",
+            callbacks=[cut(*case.at)] if cuts and place == len(cases) - 1 else [],
+            eval_loader=shuffled(9) if case.evaluated else None,
+        )
+        for place, (case, fused) in enumerate(zip(cases, made, strict=True))
+        for own in [case.way.optimizer(list(fused.parameters()))]
+    ]
+    on = machine(devices)
+    counts = [1 if case.mode == "resident" else 4 for case in cases]
+    plan = planned(tasks, on, counts, [c.mode == "resident" for c in cases], [c.mode == "kept" for c in cases])
+    every = cases[0].every
+    if not cuts:
+        report = hf.train(tasks, on, plan=plan, checkpoint=root, every=every)
+        steps = {action.step for action in report.timeline.actions if action.act is Act.FORWARD}
+        assert begun is None or steps == {*range(begun, BATCHES * EPOCHS)}
+        return [results(report[one.name], one) for one in tasks]
+    with pytest.raises(hf.TrainError) as raised:
+        hf.train(tasks, on, plan=plan, checkpoint=root, every=every)
+    assert isinstance(raised.value.__cause__, CutError)
+    return []
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_run_that_was_cut_goes_on_bit_for_bit(case: Case, tmp_path: Path) -> None:
+    expected = trained([case], 1, None)
+    trained([case], 1, tmp_path, cuts=True)
+    reached = saved_at(tmp_path / "t0")
+    assert 0 < reached < BATCHES * EPOCHS
+    assert_equal(trained([case], 1, tmp_path, begun=reached), expected)
+    assert saved_at(tmp_path / "t0") == BATCHES * EPOCHS
+    # And once more, with nothing left to train.
+    assert_equal(trained([case], 1, tmp_path, begun=BATCHES * EPOCHS), expected)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_tasks_go_on_from_where_each_one_is(devices: int, tmp_path: Path) -> None:
+    cases = [CASES[1], CASES[2], CASES[3]]
+    expected = trained(cases, devices, None)
+    trained(cases, devices, tmp_path, cuts=True)
+    assert_equal(trained(cases, devices, tmp_path), expected)
+
+
+@pytest.mark.parametrize("owns", [False, True])
+def test_a_generator_of_the_loader_goes_on(owns: bool, tmp_path: Path) -> None:
+    def once(root: Path | None, *callbacks: Any) -> list[Any]:
+        own = adamw(list((found := array(1)).parameters()))
+        loader = shuffled(2, torch.Generator().manual_seed(5) if owns else None)
+        one = task(found, Way(lambda params: own), loader, callbacks=callbacks)
+        return results(hf.train(one, machine(), checkpoint=root, every=2)["task"], one)
+
+    expected = once(None)
+    for at in ((0, 3), (1, 0), (1, 4)):
+        with pytest.raises(hf.TrainError):
+            once(tmp_path, cut(*at))
+    assert_equal(once(tmp_path), expected)
+
+
+def test_a_loader_that_tells_its_position_is_asked(tmp_path: Path) -> None:
+    def once(root: Path | None, loader: Counted, *callbacks: Any) -> list[Any]:
+        own = adamw(list((found := array(1)).parameters()))
+        one = task(found, Way(lambda params: own), loader, callbacks=callbacks)
+        return results(hf.train(one, machine(), checkpoint=root, every=1)["task"], one)
+
+    expected = once(None, whole := Counted())
+    for at in ((0, 2), (1, 0), (1, 3)):
+        with pytest.raises(hf.TrainError):
+            once(tmp_path, Counted(), cut(*at))
+    assert_equal(once(tmp_path, rest := Counted()), expected)
+    assert rest.given == whole.given
+
+
+def test_a_killed_process_goes_on_in_another(tmp_path: Path) -> None:
+    for kill in (3, 7):
+        ended = subprocess.run(
+            [sys.executable, "-m", "tests.tasks.resumed", str(tmp_path), str(kill)], cwd=ROOT, timeout=120, check=False
+        )
+        assert ended.returncode == -signal.SIGKILL
+        assert kill - 1 <= saved_at(tmp_path / "task") <= kill
+    assert_equal(run(tmp_path, None), run(None, None))
+
+
+def small(name: str = "task", members: int = 2, width: int = 4, **options: Any) -> hf.Task:
+    models = [nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).double() for _ in range(members)]
+    given: dict[str, Any] = {"epochs": 2, "name": name} | options
+    return hf.Task(models, cross_entropy, lambda params: hf.optim.Adam(params, lr=0.01), shuffled(0), **given)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (lambda: small("other"), r"holds saves of \['task'\].* none of \['other'\].* give the tasks the names"),
+        (lambda: small(members=3), r"members was \['member 0', 'member 1'\] when it was saved, and is"),
+        (lambda: small(width=5), r"0.weight is \[2, 4, 6\] .* and \[2, 5, 6\] .* here"),
+        (lambda: small(epochs=1), r"was saved after 10 minibatches, and the task 'task' has 5: .* as many epochs"),
+        (lambda: small(accumulate=2), r"accumulate was 1 when it was saved, and is 2 in the task 'task'"),
+    ],
+    ids=["name", "members", "shapes", "epochs", "accumulate"],
+)
+def test_a_save_of_something_else_is_refused(task: Callable[[], hf.Task], message: str, tmp_path: Path) -> None:
+    hf.train(small(), machine(), checkpoint=tmp_path)
+    with pytest.raises(hf.CheckpointError, match=message) as raised:
+        hf.train(task(), machine(), checkpoint=tmp_path)
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_wrong_folders_are_refused(tmp_path: Path) -> None:
+    hf.train(small(), machine(), checkpoint=tmp_path / "run")
+    with pytest.raises(hf.CheckpointError, match="resume=True, or give a new folder"):
+        hf.train(small(), machine(), checkpoint=tmp_path / "run", resume=False)
+    with pytest.raises(hf.CheckpointError, match="is a checkpoint of one array"):
+        hf.train(small(), machine(), checkpoint=tmp_path / "run" / "task")
+    (tmp_path / "file").touch()
+    with pytest.raises(hf.CheckpointError, match="file"):
+        hf.train(small(), machine(), checkpoint=tmp_path / "file")
+    with pytest.raises(hf.CheckpointError, match="every=0"):
+        hf.train(small(), machine(), checkpoint=tmp_path / "new", every=0)
+    array = hf.fuse([nn.Linear(2, 2)])
+    hf.save(tmp_path / "mixed" / "task", array)
+    with pytest.raises(hf.CheckpointError, match=r"was not saved by hf.train: load it by hf\.load"):
+        hf.train(small(), machine(), checkpoint=tmp_path / "mixed")
+
+
+def test_more_epochs_and_more_tasks_go_on(tmp_path: Path) -> None:
+    def once(epochs: int, root: Path | None, *more: str) -> list[Any]:
+        torch.manual_seed(0)
+        tasks = [small("first", epochs=epochs, seed=1), *(small(name, seed=2) for name in more)]
+        report = hf.train(tasks, machine(), checkpoint=root)
+        return [(one.losses, [model.state_dict() for model in one.models]) for one in report.values()]
+
+    once(1, tmp_path)
+    assert_equal(once(3, tmp_path, "../.second"), once(3, None, "../.second"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["%2E.%2F.second", "first"]
+
+
+def test_a_damaged_save_is_named(tmp_path: Path) -> None:
+    hf.train(small(), machine(), checkpoint=tmp_path)
+    file = saves(tmp_path / "task")[-1] / "tensors.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(hf.CheckpointError, match=str(file)):
+        hf.train(small(), machine(), checkpoint=tmp_path)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_full_disk_is_told_and_the_last_save_stands(
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(place: int) -> None:
+        # Of the first save three files, their folder, and the one that it is in.
+        if next(calls) >= 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(place)
+
+    def once(root: Path | None) -> Tensor:
+        torch.manual_seed(0)
+        return hf.train(small(), machine(), checkpoint=root, every=every)["task"].losses
+
+    expected, sync, calls = once(None), os.fsync, itertools.count()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(
+            hf.TrainError, match=r"'task' failed: CheckpointError: .*the last one stands: .*No space left"
+        ):
+            once(tmp_path)
+    assert [path.name for path in saves(tmp_path / "task")] == ["save-000000000001"]
+    assert saved_at(tmp_path / "task") == every
+    assert_equal(once(tmp_path), expected)
