@@ -12,11 +12,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.checkpoint import files
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import POLICIES
 from hfusion.tasks.task import Evaluation, Step
@@ -197,7 +199,10 @@ def _reached() -> tuple[dict[str, Tensor], ...]:
 
 
 def broken(seed: int, disk: str, fault: Fault | None = None) -> list[str]:
-    """What is wrong with what a run leaves that a callback ends: no tensor may be half of one step, half of another."""
+    """What is wrong with what a run leaves that a callback ends: no tensor may be half of one step, half of another.
+
+    What every other run has saved after a step is what the serial run has reached then.
+    """
     draw = random.Random(seed)
     order = Order((1,), (draw.randint(1, 5),), (draw.random() < 0.3,), (False,), ("sim:0",), 5_000, "fifo", "1GiB")
     plan, states = _plan(replace(order, spare=0, policy="", host="1GiB")), _reached()
@@ -211,15 +216,31 @@ def broken(seed: int, disk: str, fault: Fault | None = None) -> list[str]:
     threads = set(threading.enumerate())
     QUEUES.start(seed, fault, None if fault is None else 1.0)
     one = task(array, KINDS[1][1], LOADER, "t1", callbacks=[stop])
+    root = Path(disk) / f"saves-{seed}" if draw.random() < 0.5 else None
     try:
-        hf.train([one], order.machine(disk), plan=plan)
+        hf.train([one], order.machine(disk), plan=plan, checkpoint=root, every=1)
     except TrainError as error:
         found = [] if isinstance(error.__cause__, Broken) else [str(error)]
     else:
         found = ["it goes on"]
     after = array.state_dict()
     found += [f"{name} is torn" for name in after if not any(torch.equal(after[name], s[name]) for s in states)]
+    if root is not None and last:
+        found += _saved(root / "t1", last, states)
     return [*found, *_left(threads), *races(QUEUES.end())]
+
+
+def _saved(folder: Path, last: int, states: Sequence[dict[str, Tensor]]) -> list[str]:
+    """What is wrong with the saves of a run that was ended in the step ``last``."""
+    kept = [files.read(path) for path in files.saves(folder)]
+    steps = [save.step for save in kept]
+    found = [] if steps[-1:] == [last] else [f"saved after the steps {steps}, and {last} were done"]
+    for save in kept:
+        for name, tensor in states[save.step].items():
+            own = save.tensors.get(f"members/module/{name}", save.tensors.get(f"module/{name}"))
+            if own is None or not torch.equal(own, tensor):
+                found.append(f"{name} is wrong in what was saved after step {save.step}")
+    return found
 
 
 def _left(threads: set[threading.Thread]) -> list[str]:
