@@ -209,7 +209,7 @@ def each(
         start = blocks.index(scalars_there) * size
         rows = range(start, start + size)
         own, batch = tensors.of_rows(rows), call.of_rows(rows).batch()
-        key = (forward.compiled.origin, loss.compiled.origin, scalars_there, size, kind, traits(own), traits(batch))
+        key = (_origin(forward), _origin(loss), scalars_there, size, kind, traits(own), traits(batch))
         known = library.blocks.get(key)
         if known is None or not known[0].fits(batch):
             graph = trace_rows(forward, loss, call, rows)
@@ -220,6 +220,16 @@ def each(
         found.append(known)
     graphs, runs = zip(*found, strict=True)
     return PerMemberStep(graphs, runs, tuple(map(kinds.index, blocks)), size, tensors, params)
+
+
+def _origin(source: BoundProgram) -> Any:
+    """Equal for programs of one capture, and of captures that are alike and hold nothing by themselves.
+
+    A loss that another array has used before was captured for other numbers of members, maybe more than once.
+    """
+    compiled = source.compiled
+    alone = compiled.constants or compiled.opaque or any(scalars(compiled.graph))
+    return compiled.origin if alone else str(compiled.graph)
 
 
 def traits(tensors: Sequence[Tensor]) -> Any:

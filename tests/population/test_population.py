@@ -244,6 +244,24 @@ def test_a_member_that_goes_bad_is_told(compiled: bool) -> None:
     assert pop.step(x, y).isfinite().tolist() == [True, True, False]
 
 
+def test_a_loss_that_others_have_used_compiles_no_more() -> None:
+    """It was captured for their numbers of members, each by itself."""
+    x, y = batch()
+    for members in (10, 8, 6):
+        hf.per_model(F.cross_entropy)(hf.fuse([nn.Linear(4, 3).double() for _ in range(members)])(x), y)
+    pop = hf.Population(
+        [nn.Linear(4, 3).double() for _ in range(12)],
+        optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
+        loss=F.cross_entropy,
+    )
+    for width in (12, 10, 8, 6):
+        pop.stop(list(range(width, len(pop))))
+        pop.compact()
+        for _ in range(3):
+            pop.step(x, y)
+    assert pop._step.compilations == 2
+
+
 def test_accumulation_scales_and_frozen_bases() -> None:
     base = nn.Linear(4, 4).double()
     for trained in (False, True):
