@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import tracing
 
+from hfusion.capture.exporting import outside_export
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import bind
 from hfusion.compiler.compiled import Compiled
@@ -27,7 +26,7 @@ def exported(
     What the program takes for granted of the sizes is guarded.
     """
     arguments = Arguments.of(args, kwargs)
-    with _outside_export():
+    with outside_export(), apart():
         stand_ins = Arguments(tuple(map(_stand_in, arguments.leaves)), arguments.spec)
         try:
             compiled = find(stand_ins)
@@ -49,23 +48,3 @@ def _stand_in(leaf: Any) -> Any:
     if any(size is None for size in sizes):
         raise FusionError(f"torch.export was given a tensor of unknown size, {tuple(leaf.shape)}; give it an example")
     return torch.zeros(sizes, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)  # type: ignore[arg-type]
-
-
-@contextmanager
-def _outside_export() -> Iterator[None]:
-    """Capturing exports members, which the outer export must not notice. Tried on torch 2.13."""
-    # Imported late: it imports Dynamo.
-    from torch.export import _trace
-
-    held = [(_trace, name, getattr(_trace, name)) for name in ("_EXPORT_FLAGS", "_EXPORT_MODULE_HIERARCHY")]
-    flags = [
-        (torch.compiler, name, getattr(torch.compiler, name)) for name in ("_is_compiling_flag", "_is_exporting_flag")
-    ]
-    for place, name, _ in flags:
-        setattr(place, name, False)
-    try:
-        with apart(), tracing(None):
-            yield
-    finally:
-        for place, name, value in (*held, *flags):
-            setattr(place, name, value)

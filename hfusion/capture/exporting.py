@@ -1,20 +1,21 @@
 """Who exports: torch tells it to the whole process, where only one thread does.
 
-Private to torch, tried on 2.11 and 2.13: the two flags behind `torch.compiler.is_compiling` and `is_exporting`, and
-the function that sets them for an export.
+Private to torch, tried on 2.11 and 2.13: the two flags behind `torch.compiler.is_compiling` and `is_exporting`, the
+function that sets them for an export, and what an export notes of itself.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._guards import detect_fake_mode
+from torch._guards import detect_fake_mode, tracing
 
 _FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
+_NOTES = ("_EXPORT_FLAGS", "_EXPORT_MODULE_HIERARCHY")
 
 
 class _InThisThread:
@@ -29,31 +30,45 @@ class _InThisThread:
 
 
 @contextmanager
-def _state() -> Iterator[None]:
-    before = {name: getattr(torch.compiler, name) for name in _FLAGS}
-    for name, flag in before.items():
-        setattr(torch.compiler, name, _InThisThread(flag))
+def _as_before(owner: Any, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What ``owner`` has under ``names``, and has again afterwards."""
+    before = {name: getattr(owner, name) for name in names}
     try:
-        yield
+        yield before
     finally:
-        for name, flag in before.items():
-            setattr(torch.compiler, name, flag)
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def _state() -> Iterator[None]:
+    with _as_before(torch.compiler, _FLAGS) as flags:
+        for name, flag in flags.items():
+            setattr(torch.compiler, name, _InThisThread(flag))
+        yield
 
 
 @contextmanager
 def told_here_only() -> Iterator[None]:
     """While active, an export is one for its own thread only: others train, and draw, as without it."""
     # Imported late: it imports Dynamo.
-    from torch.export import _trace as trace
+    from torch.export import _trace
 
-    place: Any = trace
-
-    before = place._compiling_state_context
-    place._compiling_state_context = _state
-    try:
+    trace: Any = _trace
+    with _as_before(trace, ("_compiling_state_context",)):
+        trace._compiling_state_context = _state
         yield
-    finally:
-        place._compiling_state_context = before
+
+
+@contextmanager
+def outside_export() -> Iterator[None]:
+    """While active, what exports members is not noticed by the export that this thread is in."""
+    from torch.export import _trace
+
+    with _as_before(_trace, _NOTES), _as_before(torch.compiler, _FLAGS), tracing(None):
+        for name in _FLAGS:
+            setattr(torch.compiler, name, False)
+        yield
 
 
 def exporting() -> bool:
