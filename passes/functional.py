@@ -130,7 +130,8 @@ def _functional_call(state: State, node: fx.Node) -> fx.Node:
     if target is aten.copy.default:
         source = args[1]
         assert isinstance(source, fx.Node)
-        return _copy(state, node, written, source)
+        copied = _copy(state, node, written, source)
+        return _with_gradient_of(state, node, written, copied) if _hides_whole(state, node) else copied
     value = emit(state, node, target, args, kwargs)
     example = written.meta["val"]
     if value.meta["val"].dtype != example.dtype:
@@ -145,6 +146,21 @@ def _copy(state: State, node: fx.Node, written: fx.Node, source: fx.Node) -> fx.
         source = emit(state, node, aten._to_copy.default, (source,), {"dtype": here.dtype, "device": here.device})
     expanded = emit(state, node, aten.expand.default, (source, sizes_of(state, node, written)), {})
     return emit(state, node, aten.clone.default, (expanded,), {"memory_format": torch.contiguous_format})
+
+
+def _hides_whole(state: State, write: fx.Node) -> bool:
+    """Whether nothing is left of a tensor that gradients flow through."""
+    node = write.args[0]
+    assert isinstance(node, fx.Node)
+    while node in state.parent and (node.target in IDENTITY | RESHAPES or writes(node)):
+        node = state.parent[node]
+    return node not in state.parent and node in state.differentiable
+
+
+def _with_gradient_of(state: State, node: fx.Node, written: fx.Node, value: fx.Node) -> fx.Node:
+    """``value``; ``written`` has a gradient of zeros then, as autograd gives it, and a parameter before it its step."""
+    always = emit(state, node, aten.ones.default, ([],), {"dtype": torch.bool, "device": value.meta["val"].device})
+    return emit(state, node, aten.where.self, (always, value, written), {})
 
 
 def _functional_target(node: fx.Node) -> OpOverload:

@@ -371,11 +371,26 @@ def _note(seen: Seen, out: Any) -> None:
     for k, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             seen.values[f"output {k}"] = leaf.detach().clone()
-            # Of a leaf, as of a view taken in torch.no_grad, requires_grad tells nothing of a way back.
-            unknown = leaf.requires_grad and leaf.is_leaf
+            # A view taken in torch.no_grad requires a gradient that goes nowhere; so does what is made of it.
+            unknown = leaf.requires_grad and not _leads_back(leaf)
             seen.plain[f"output {k} has a gradient"] = ANY if unknown else leaf.requires_grad
         else:
             seen.plain[f"output {k}"] = leaf
+
+
+def _leads_back(tensor: Tensor) -> bool:
+    """Whether a gradient of ``tensor`` reaches a tensor that was made to have one."""
+    seen, left = set[Any](), [tensor.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and not variable._is_view():
+            return True
+        left.extend(before for before, _ in node.next_functions)
+    return False
 
 
 def _check_kept(place: int, tensors: Sequence[Tensor], kept: Sequence[tuple[Tensor, int, Any]]) -> None:

@@ -235,3 +235,34 @@ def test_a_copy_has_gradients(name: str, members: int) -> None:
     ours = hf.fuse([Net() for _ in range(members)])(x)
     assert torch.equal(ours[-1], Net()(x))
     assert torch.equal(torch.autograd.grad(ours.sum(), x)[0], expected * members)
+
+
+HIDING: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "copy": lambda h, x: h.copy_(x),
+    "of a view": lambda h, x: h.view(-1).copy_(x.reshape(-1)),
+    "item": lambda h, x: h.__setitem__(slice(None), x),
+    "zero": lambda h, x: h.zero_(),
+    "fill": lambda h, x: h.view(-1, 2, 3).fill_(2.0),
+    "mask": lambda h, x: h.masked_fill_(torch.ones_like(h, dtype=torch.bool), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_what_a_write_hides_has_a_gradient_of_zeros(name: str) -> None:
+    """A parameter with such a gradient decays, and one without does not."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.seen = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.hidden(x)
+            HIDING[name](h, x)
+            return h + self.seen(x)
+
+    x = torch.rand(5, 6, dtype=torch.float64)
+    fused = hf.fuse([Net() for _ in range(2)])
+    fused(x).sum().backward()
+    for parameter in fused.hidden.parameters():
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter))
