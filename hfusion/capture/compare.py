@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.capture.contents import PLAIN, fingerprint
@@ -99,7 +102,7 @@ def check_alone(index: int, model: nn.Module) -> None:
                 hook = next(iter(getattr(module, hooks).values()))
                 raise FusionError(
                     f"{where}, module {path or '(root)'} ({type(module).__name__}) has a hook in {hooks}: {hook}; "
-                    "a fused array does not run members' hooks: remove it, or register it on the fused module"
+                    f"a fused array does not run members' hooks: {_instead_of(hook)}"
                 )
     for name, tensor in tensors(model):
         if tensor.layout is not torch.strided or tensor.is_meta:
@@ -112,6 +115,21 @@ def check_alone(index: int, model: nn.Module) -> None:
                 f"{where}: {one} and {other} lie in the same memory, so that training one changes the other, and are "
                 "two tensors, of which an array has a stack each; register one under both names, or assign a clone()"
             )
+
+
+def _instead_of(hook: Any) -> str:
+    """What to do without a hook."""
+    known = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
+    name = next((name for kind, name in known.items() if isinstance(hook, kind)), None)
+    if name is not None:
+        return (
+            f"it is that of the old torch.nn.utils.{name}; undo it by torch.nn.utils.remove_{name}(module) and use "
+            f"torch.nn.utils.parametrizations.{name}(module), which is fused"
+        )
+    if isinstance(hook, BasePruningMethod):
+        undo = f"torch.nn.utils.prune.remove(module, {hook._tensor_name!r})"
+        return f"it is that of a pruning, which {undo} makes permanent; what is zero then is trained like the rest"
+    return "remove it, or register it on the fused module"
 
 
 def _check_modules(model: nn.Module, index: int, other: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hfusion.device.backend import backend
+from hfusion.runtime.draws import drawing_from
 
 
 class Gate:
@@ -48,6 +50,11 @@ class Gate:
 
 # torch's generators belong to the process and its devices: one thread at a time puts its task's state there.
 _GENERATORS = RLock()
+if hasattr(os, "register_at_fork"):
+    # A process that is forked off while another thread draws would find the generators locked for ever.
+    os.register_at_fork(
+        before=_GENERATORS.acquire, after_in_parent=_GENERATORS.release, after_in_child=_GENERATORS.release
+    )
 
 
 @dataclass
@@ -70,6 +77,28 @@ class Generators:
                 if advance:
                     self.states.update(asked.random_states())
                 asked.set_random_states(before)
+
+    @contextmanager
+    def apart(self, device: torch.device) -> Iterator[None]:
+        """Let this thread draw from here while other tasks draw, too: it may wait for as long as it likes.
+
+        torch's generators of accelerators are taken for single draws.
+        """
+        own = torch.Generator()
+        own.set_state(self._state("cpu"))
+
+        @contextmanager
+        def swapped() -> Iterator[None]:
+            self.states["cpu"] = own.get_state()
+            with self.active(device):
+                yield
+            own.set_state(self.states["cpu"])
+
+        try:
+            with drawing_from(own, swapped):
+                yield
+        finally:
+            self.states["cpu"] = own.get_state()
 
     def copy(self) -> Generators:
         return Generators(self.seed, dict(self.states))

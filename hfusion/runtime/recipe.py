@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -59,8 +60,8 @@ class Recipe:
 class Source(Protocol):
     """Where batches and their recipes come from."""
 
-    def next(self) -> Batch:
-        """The next minibatch. May draw from torch's random numbers."""
+    def next(self, drawing: AbstractContextManager[None]) -> Batch:
+        """The next minibatch. Within ``drawing``, in any thread, it may draw from torch's random numbers."""
 
     def stop(self) -> None:
         """Whoever waits for the next minibatch gives up, by a CancelledError."""

@@ -179,8 +179,7 @@ class Training:
         return shard == len(self.plan.shards) - 1
 
     def _next_batch(self, source: Source, device: torch.device, gate: Gate) -> None:
-        with self._generators.active(device):
-            self._batch = source.next()
+        self._batch = source.next(self._generators.apart(device))
         recipe = source.find(self._batch)
         if recipe is None:
             with gate.exclusive():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from hfusion.tasks.source import Evaluated, Minibatch, Stream, Trained
 from hfusion.tasks.task import Task, length, optimizer_of, shapes
 
 _UNLIMITED = 1 << 62
+
+Turn: TypeAlias = AbstractContextManager[Any] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +65,13 @@ class Arrangement:
         """The first one that is trained with."""
         return Minibatch.of(self.task, self.first.trained, self.members)
 
-    def trained(self, plan: TaskPlan, loss: PerModel, devices: Sequence[torch.device]) -> tuple[Stream, Recipe]:
+    def trained(
+        self, plan: TaskPlan, loss: PerModel, devices: Sequence[torch.device], turn: Turn = None
+    ) -> tuple[Stream, Recipe]:
         """The minibatches of all epochs in the shards of ``plan``, and how the first is computed on ``devices``."""
         minibatch = self.minibatch()
         programs = Trained(self.task.name, self.array, plan.shards, minibatch.samples)
-        stream = Stream(self.task, self.task.loader, self.members, loss, programs, minibatch.samples, devices)
+        stream = Stream(self.task, self.task.loader, self.members, loss, programs, minibatch.samples, devices, turn)
         return stream, stream.prepare(minibatch)
 
     def evaluated(
@@ -77,11 +81,12 @@ class Arrangement:
         devices: Sequence[torch.device],
         names: Mapping[str, str],
         held: Sequence[frozenset[str]],
+        turn: Turn = None,
     ) -> tuple[Stream, Recipe]:
         """The same for the evaluations, in the shards that hold the tensors ``held``, see `match_cuts`."""
         samples = self.minibatch().samples
         programs = Evaluated(self.array, names, held, samples)
-        stream = Stream(self.task, loader, self.members, loss, programs, samples, devices)
+        stream = Stream(self.task, loader, self.members, loss, programs, samples, devices, turn)
         return stream, stream.prepare(Minibatch.of(self.task, self.first.evaluated, self.members))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -112,8 +112,11 @@ class Reader(Generic[T]):
         self._ended: Future[None] = Future()
         self._deadline: float | None = None
 
-    def next(self) -> T:
-        """The next item, StopIteration after the last; CancelledError if `stop` is called before it is there."""
+    def next(self, within: AbstractContextManager[Any] | None = None) -> T:
+        """The next item, StopIteration after the last; CancelledError if `stop` is called before it is there.
+
+        It is read ``within`` what its thread enters for that.
+        """
         with self._lock:
             if self._deadline is not None:
                 raise CancelledError
@@ -121,7 +124,7 @@ class Reader(Generic[T]):
                 self._thread = Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
             awaited = self._awaited = Future()
-            self._jobs.put((awaited, _here(self._items)))
+            self._jobs.put((awaited, _here(self._items, within or nullcontext())))
         try:
             return awaited.result()
         finally:
@@ -177,7 +180,7 @@ def _answer(awaited: Future[T], read: Callable[[], T]) -> None:
         answer()
 
 
-def _here(items: Iterator[T]) -> Callable[[], T]:
+def _here(items: Iterator[T], within: AbstractContextManager[Any]) -> Callable[[], T]:
     """Advance ``items`` with this thread's number of threads and queue of the device, wherever that is called."""
     threads = torch.get_num_threads()
     queued = current_queue()
@@ -186,7 +189,7 @@ def _here(items: Iterator[T]) -> Callable[[], T]:
         # A new thread begins with its own number of threads, and kernels may round by it.
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        with queued:
+        with queued, within:
             return next(items)
 
     return read

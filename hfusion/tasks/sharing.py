@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from hfusion.array.module import FusedModule
 from hfusion.capture.named import tensors
@@ -104,3 +107,44 @@ def _parts(loaders: Sequence[Any]) -> Iterator[Any]:
         # Each reader of any other DataLoader gets workers of its own.
         if getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0):
             yield loader
+
+
+def turns(arrays: Sequence[Sequence[Any]]) -> list[AbstractContextManager[Any]]:
+    """For each array, given its loaders, within what it reads: those that read from one object take turns.
+
+    Such as a data set with an open file. Workers of a DataLoader have copies for themselves.
+    """
+    found: list[AbstractContextManager[Any]] = [nullcontext() for _ in arrays]
+    first: dict[int, int] = {}
+    groups = list(range(len(arrays)))
+    # What is kept here is not collected, so that no id stands for two.
+    kept = [[each for loader in loaders for each in _read_from(loader, set())] for loaders in arrays]
+    for index, objects in enumerate(kept):
+        for other in {first.setdefault(id(each), index) for each in objects}:
+            old, new = groups[index], groups[other]
+            groups = [new if group == old else group for group in groups]
+    for group in {group for group in groups if groups.count(group) > 1}:
+        lock = Lock()
+        found = [lock if groups[index] == group else each for index, each in enumerate(found)]
+    return found
+
+
+def _read_from(value: Any, seen: set[int]) -> Iterator[object]:
+    """The objects that reading ``value`` may read from and change: loaders, data sets, samplers, files."""
+    if id(value) in seen or isinstance(value, str | bytes | Tensor | nn.Module | type):
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        yield from _read_from(list(value.values()), seen)
+    elif isinstance(value, list | tuple):
+        # Judged by its first item: it may be all the data.
+        head = list(_read_from(value[0], seen)) if value else []
+        yield from head
+        for item in value[1:] if head else ():
+            yield from _read_from(item, seen)
+    elif any(hasattr(type(value), name) for name in ("__getitem__", "__iter__", "read")):
+        if isinstance(value, DataLoader) and value.num_workers:
+            return
+        yield value
+        for attribute in getattr(value, "__dict__", {}).values():
+            yield from _read_from(attribute, seen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -142,6 +143,7 @@ class Stream:
     Args:
         samples: the most that a minibatch may have, as the plan counts with them.
         devices: where it may be computed.
+        turn: within what it is read, see `turns`.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class Stream:
         programs: Programs,
         samples: int,
         devices: Sequence[torch.device],
+        turn: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._task = task
         self._loader = loader
@@ -161,6 +164,7 @@ class Stream:
         self._programs = programs
         self._samples = samples
         self._devices = devices
+        self._turn = turn or nullcontext()
         self._open: Iterator[Any] | None = None
         self._resumed: Position | None = None
         self._began: Position | None = None
@@ -169,9 +173,9 @@ class Stream:
         self._latest: Minibatch
         self._recipes: dict[Any, Recipe] = {}
 
-    def next(self) -> Batch:
+    def next(self, drawing: AbstractContextManager[None] | None = None) -> Batch:
         """The next minibatch. Raises PlanError if an epoch of the loader was not as long as it says."""
-        self._latest = found = self._reader.next()
+        self._latest = found = self._reader.next(_within(self._turn, drawing or nullcontext()))
         return Batch(tuple(_detached(value) for value in found.arguments.values), found.target, found.key)
 
     @property
@@ -278,6 +282,14 @@ class Stream:
                 "reduce to one number per member, for example with reduction='mean'"
             )
         return losses
+
+
+@contextmanager
+def _within(*outer: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in outer:
+            stack.enter_context(each)
+        yield
 
 
 def _detached(value: Any) -> Any:

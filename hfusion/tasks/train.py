@@ -33,7 +33,7 @@ from hfusion.schedule.work import TaskFailed
 from hfusion.tasks.arrange import Arrangement, arrange
 from hfusion.tasks.checkpoints import Checkpoints
 from hfusion.tasks.checkpoints import resume as resume_from
-from hfusion.tasks.sharing import listed
+from hfusion.tasks.sharing import listed, turns
 from hfusion.tasks.source import Stream
 from hfusion.tasks.task import Evaluation, Step, Task
 
@@ -177,6 +177,7 @@ class _Run:
         self._devices = {device.name: device.physical for device in machine.devices}
         folder = SpillFolder(machine.disk)
         stack.callback(folder.close)
+        self._turns = turns([(one.task.loader, one.task.eval_loader) for one in arrangements])
         self._room = machine.host - sum(s.boundary for t in plan.tasks if not t.resident for s in t.shards)
         self.trainings = [self._prepared(index, folder, stack) for index in range(len(arrangements))]
 
@@ -196,13 +197,13 @@ class _Run:
         trained = frozenset(n for n, t in own.items() if t.requires_grad and id(t) in optimized)
         limits = self._limits(one)
         loss, devices = per_model(one.task.loss), list(dict.fromkeys(self._devices.values()))
-        stream, recipe = one.trained(plan, loss, devices)
+        stream, recipe = one.trained(plan, loss, devices, self._turns[index])
         stack.callback(stream.close)
         held = holdings([part.keys for part in recipe.parts], names, trained)
         evaluation = None
         if one.task.eval_loader is not None:
             alike = [holding.all for holding in held]
-            evaluation, also = one.evaluated(one.task.eval_loader, loss, devices, names, alike)
+            evaluation, also = one.evaluated(one.task.eval_loader, loss, devices, names, alike, self._turns[index])
             stack.callback(evaluation.close)
             pairs = zip(recipe.parts, also.parts, strict=True)
             held = holdings([(*a.keys, *b.keys) for a, b in pairs], names, trained)

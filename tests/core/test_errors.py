@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import hfusion as hf
 from tests.alone import net, normal
@@ -44,6 +46,13 @@ def free_tensor() -> nn.Module:
     module = mlp()
     module.scale = torch.ones(4, requires_grad=True)
     return module
+
+
+def old_norm(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    with warnings.catch_warnings():
+        # It is deprecated.
+        warnings.simplefilter("ignore", FutureWarning)
+        return wrap(nn.Linear(3, 3))
 
 
 ONE = mlp()
@@ -104,6 +113,18 @@ UNFUSABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "backward pre-hook": (
         lambda: changed(lambda m: m[0].register_full_backward_pre_hook(hook)),
         "hook in _backward_pre_hooks",
+    ),
+    "old weight norm": (
+        lambda: [old_norm(torch.nn.utils.weight_norm)],
+        r"remove_weight_norm\(module\) and use torch.nn.utils.parametrizations.weight_norm\(module\), which is fused",
+    ),
+    "old spectral norm": (
+        lambda: [old_norm(torch.nn.utils.spectral_norm)],
+        r"remove_spectral_norm\(module\) and use torch.nn.utils.parametrizations.spectral_norm\(module\)",
+    ),
+    "pruning": (
+        lambda: [prune.l1_unstructured(nn.Linear(3, 3), "bias", 1)],
+        r"a pruning, which torch.nn.utils.prune.remove\(module, 'bias'\) makes permanent",
     ),
     "tensor hook": (lambda: changed(lambda m: m[0].weight.register_hook(hook)), "0.weight has a tensor hook"),
     "accumulation hook": (

@@ -1,19 +1,27 @@
-"""A loader that waits holds up its own task only."""
+"""A loader that waits holds up its own task only, and each task draws as if it were alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset, WeightedRandomSampler
 
 import hfusion as hf
+from hfusion.tasks.sharing import turns
+from tests.trained import Way, assert_same, batches, fused, machine, plain, planned, task
 
 # Seconds after which a loader gives up; tasks that do not hold up one another need milliseconds.
 PATIENCE = 2.0
+
+# From Python 3.12 on fork warns where there are threads.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 class Meeting:
@@ -33,10 +41,6 @@ class Meeting:
             yield torch.randn(3, 4), torch.randn(3, 2)
 
 
-@pytest.mark.xfail(
-    reason="A loader may draw from torch's generators, which are the process's: while it is asked for a minibatch, its "
-    "task holds them"
-)
 def test_a_loader_may_wait_for_another_task() -> None:
     events = Event(), Event()
     loaders = [Meeting(*events), Meeting(*reversed(events))]
@@ -47,3 +51,90 @@ def test_a_loader_may_wait_for_another_task() -> None:
     # Before a run one minibatch of each is looked at.
     hf.train(tasks, hf.Machine([hf.Device(f"cpu:{k}", memory="1GiB") for k in range(2)]))
     assert all(loader.met for loader in loaders)
+
+
+class Dropping(nn.Module):
+    """Draws as often as it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.dropout(self.first(x), 0.3, self.training))  # type: ignore[no-any-return]
+
+
+X, Y = (torch.cat(parts) for parts in zip(*batches(torch.float64, 3), strict=True))
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Draws for every item, as ``draw`` does."""
+
+    def __init__(self, draw: Callable[[int], Tensor]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        # Long enough for the other tasks to draw meanwhile.
+        time.sleep(1e-4)
+        return X[index] + self.draw(index), Y[index]
+
+
+def noise(index: int) -> Tensor:
+    return torch.randn(6, dtype=torch.float64)
+
+
+def seeded(index: int) -> Tensor:
+    torch.manual_seed(index)
+    return noise(index)
+
+
+def forked(index: int) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(index)
+        drawn = noise(index)
+    return drawn + noise(index)
+
+
+ALL = TensorDataset(X, Y)
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: DataLoader(ALL, 5, shuffle=True),
+    "by weight": lambda: DataLoader(ALL, 5, sampler=WeightedRandomSampler([1.0] * len(X), len(X))),
+    "own generator": lambda: DataLoader(ALL, 5, shuffle=True, generator=torch.Generator().manual_seed(4)),
+    "its sampler's": lambda: DataLoader(ALL, 5, sampler=RandomSampler(ALL, generator=torch.Generator().manual_seed(4))),
+    "drawing": lambda: DataLoader(Noisy(noise), 5, shuffle=True),
+    "seeding": lambda: DataLoader(Noisy(seeded), 5, shuffle=True),
+    "forking": lambda: DataLoader(Noisy(forked), 5),
+    "workers": lambda: DataLoader(Noisy(noise), 5, shuffle=True, num_workers=1),
+}
+
+
+def test_each_task_draws_as_if_alone() -> None:
+    """Bit for bit, at once on several devices, with dropout in all of them."""
+    arrays = [fused(Dropping) for _ in LOADERS]
+    expected = [plain(array, Way(), make()) for array, make in zip(arrays, LOADERS.values(), strict=True)]
+    tasks = [
+        task(array, Way(), make(), name.replace(" ", "-"))
+        for array, (name, make) in zip(arrays, LOADERS.items(), strict=True)
+    ]
+    on, count = machine(4), len(tasks)
+    plan = planned(tasks, on, [2] * count, [index % 2 == 0 for index in range(count)])
+    before = torch.get_rng_state()
+    assert_same(arrays, tasks, expected, on, plan)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_read_by_several_is_read_in_turns() -> None:
+    data = Noisy(noise)
+    folds = [DataLoader(Subset(data, [k, k + 1]), 1) for k in range(2)]
+    with open(__file__) as file:
+        alone = [DataLoader(Noisy(noise)), [(X, Y)], DataLoader(data, num_workers=1), Meeting(Event(), Event())]
+        reading = [[file], {"lines": file}]
+        found = turns([(loader, None) for loader in (*folds, *alone, *reading)])
+    assert found[0] is found[1]
+    assert found[-1] is found[-2]
+    apart = [found[0], *found[2:-1]]
+    assert len(set(map(id, apart))) == len(apart)

@@ -1,0 +1,133 @@
+"""Draws of one thread from a generator of its own, where they would come from torch's, which all threads share.
+
+Each operator that draws is intercepted at a dispatch key that only such a thread has, in front of all others; what does
+not draw takes no notice of it, and costs what it costs without. A `torch.utils._python_dispatch.TorchDispatchMode`
+would see every operator, and make a loader of tensors three times as slow.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hfusion.device.backend import accelerators
+
+# Of torch's keys in front of all others the one that nothing uses. It, `_IncludeDispatchKeyGuard`, `redispatch` and
+# `torch.random.default_generator` are private names, tried on torch 2.13.
+_KEY = "TESTING_ONLY_GenericMode"
+
+Swapped: TypeAlias = "Callable[[], AbstractContextManager[None]]"
+
+
+class _Here(threading.local):
+    """``own``: what this thread draws from on the host. ``swapped``: in which torch's generators stand for its own."""
+
+    own: torch.Generator | None = None
+    swapped: Swapped | None = None
+
+
+_here = _Here()
+_first = threading.Lock()
+
+
+@contextmanager
+def drawing_from(own: torch.Generator, swapped: Swapped) -> Iterator[None]:
+    """Inside it this thread draws, seeds, and asks for torch's random state as if ``own`` were torch's generator.
+
+    Draws on accelerators are made within ``swapped()``.
+    """
+    with _first:
+        _intercepted()
+    before = _here.own, _here.swapped
+    _here.own, _here.swapped = own, swapped
+    try:
+        with torch._C._IncludeDispatchKeyGuard(torch._C._dispatch_key_parse(_KEY)):
+            yield
+    finally:
+        _here.own, _here.swapped = before
+
+
+def _in_child() -> None:
+    """A process that was forked off draws from torch's generators, which it has for itself."""
+    if _here.own is not None:
+        torch.default_generator.set_state(_here.own.get_state())
+        _here.own = _here.swapped = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
+@cache
+def _intercepted() -> tuple[torch.library.Library, ...]:
+    """What holds for the process from the first time on, and does nothing to other threads."""
+    rest, aten = torch.library.Library("_", "IMPL", _KEY), torch.library.Library("aten", "IMPL", _KEY)
+    rest.fallback(torch.library.fallthrough_kernel)
+    for schema in torch._C._jit_get_all_schemas():
+        if not schema.name.startswith("aten::"):
+            continue
+        places = [k for k, each in enumerate(schema.arguments) if str(each.type) == "Optional[Generator]"]
+        # On the host each operator that draws is made of some that take a generator.
+        if places or (accelerators() and torch.Tag.nondeterministic_seeded in _operator(schema).tags):
+            aten.impl(_operator(schema), _kernel(schema, *places), with_keyset=True)
+    seeding: Any = torch.random
+    seeding.default_generator = _Default(torch.default_generator)
+    return rest, aten
+
+
+def _operator(schema: Any) -> Any:
+    packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"))
+    return getattr(packet, schema.overload_name or "default")
+
+
+def _kernel(schema: Any, place: int | None = None) -> Callable[..., Any]:
+    """The operator of ``schema``, which takes a generator as its argument number ``place`` if there is one."""
+    operator = _operator(schema)
+    key = torch._C._dispatch_key_parse(_KEY)
+    ours = torch._C.DispatchKeySet(key)
+    shared: Any = torch.default_generator
+    only_by_name = place is not None and schema.arguments[place].kwarg_only
+
+    def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        here = kwargs.get("generator") if only_by_name or place is None else next(iter(args[place:]), None)
+        # Of one generator there may be several objects.
+        given = here is not None and here._cdata != shared._cdata
+        # A mode that sees all operators comes first; what it calls is intercepted.
+        if _here.own is None or given or torch._C._len_torch_dispatch_stack():
+            return operator.redispatch(keys - ours, *args, **kwargs)
+        if _on_accelerator(args, kwargs):
+            assert _here.swapped is not None
+            with _here.swapped(), torch._C._ExcludeDispatchKeyGuard(ours):
+                return operator(*args, **kwargs)
+        if place is None:
+            return operator.redispatch(keys - ours, *args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(ours):
+            if only_by_name:
+                return operator(*args, **{**kwargs, "generator": _here.own})
+            return operator(*args[:place], generator=_here.own, **kwargs)
+
+    return draw
+
+
+def _on_accelerator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws there, and not on the host."""
+    devices = [value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    devices += [torch.device(kwargs["device"])] if kwargs.get("device") is not None else []
+    return any(device.type not in ("cpu", "meta") for device in devices)
+
+
+class _Default:
+    """torch's generator for `torch.manual_seed` and its like, which are no operators: that of this thread."""
+
+    def __init__(self, shared: torch.Generator) -> None:
+        self._shared = shared
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shared if _here.own is None else _here.own, name)
