@@ -28,12 +28,12 @@ class Region(nn.Module):
     def __init__(self, body: fx.GraphModule, listed: tuple[bool, ...], members: int) -> None:
         super().__init__()
         self.body = body
-        self._listed = listed
-        self._members = members
+        self.listed = listed
+        self.members = members
 
     def forward(self, *inputs: Any) -> tuple[Listed, ...]:
-        run, marked = self.body.forward, list(zip(inputs, self._listed, strict=True))
-        rows = [run(*[x[member] if listed else x for x, listed in marked]) for member in range(self._members)]
+        run, marked = self.body.forward, list(zip(inputs, self.listed, strict=True))
+        rows = [run(*[x[member] if listed else x for x, listed in marked]) for member in range(self.members)]
         return tuple(Listed(row) for row in zip(*rows, strict=True))
 
 

@@ -288,10 +288,10 @@ def _is_none(leaf: Any) -> bool:
     return leaf is None
 
 
-def _guards(placeholders: Sequence[fx.Node], slots: Sequence[Slot]) -> Callable[[Sequence[Sequence[Any]]], bool]:
+def _guards(placeholders: Sequence[fx.Node], slots: Sequence[Slot]) -> Guards:
     """Whether inputs of other shapes meet all that the capture has assumed of the sizes."""
     examples = [n.meta["val"] for n, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.INPUT]
-    return Guards(tuple(examples)).hold
+    return Guards(tuple(examples))
 
 
 def _with_dense_gradients(graph: fx.Graph) -> fx.Graph:

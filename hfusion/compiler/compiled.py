@@ -19,6 +19,7 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.unbatchable import module_path, unbatchable
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError
+from hfusion.core.guards import AllHold
 from hfusion.core.layout import Layout
 from hfusion.core.program import Capture, Kind, Program, Slot, describe_graph, input_dims
 from hfusion.core.stages import stage
@@ -143,12 +144,7 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
     calls = tuple(call for _, calls in found for call in calls)
 
     # Of the captures nothing more, as they hold tensors.
-    held = [c.guards for c in captures]
-
-    def guards(shapes: Sequence[Sequence[Any]]) -> bool:
-        return all(hold(shapes) for hold in held)
-
-    return _Captured(first, graph, layouts, constants, calls, guards)
+    return _Captured(first, graph, layouts, constants, calls, AllHold(tuple(c.guards for c in captures)))
 
 
 def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compiled:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -37,10 +41,101 @@ class Guards:
             return True
         # Strides are no matter: programs are as good for any.
         env = symbols[0][0].node.shape_env
-        if self._code[0] != len(env.guards):
-            self._code = len(env.guards), env.produce_guards_expression([a for a, _ in symbols], ignore_static=False)
-        code = self._code[1]
+        code = self._written([a for a, _ in symbols])
         return code is None or bool(env.evaluate_guards_expression(code, [b for _, b in symbols]))
+
+    __call__ = hold
+
+    def _written(self, symbols: list[Any]) -> str | None:
+        env = symbols[0].node.shape_env
+        if self._code[0] != len(env.guards):
+            self._code = len(env.guards), env.produce_guards_expression(symbols, ignore_static=False)
+        return self._code[1]
+
+    def assumptions(self) -> Assumptions:
+        """The same without the trace. Raises ValueError where that cannot be said in numbers and operators alone."""
+        sizes = tuple(
+            tuple(map(fixed, example.shape)) if isinstance(example, Tensor) else None for example in self.examples
+        )
+        open_sizes = [
+            size
+            for example in self.examples
+            if isinstance(example, Tensor)
+            for size in example.shape
+            if fixed(size) is None
+        ]
+        return Assumptions(sizes, self._written(open_sizes) if open_sizes else None)
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """`Guards` as plain data: for each input its ``sizes``, None where one is open; None for what is no tensor.
+
+    ``code`` is what is asked of the open sizes, ``L["t0"]`` and so on, in Python; None if nothing is.
+    Raises ValueError for code that does more than reckon with them.
+    """
+
+    sizes: tuple[tuple[int | None, ...] | None, ...]
+    code: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.code is not None:
+            _checked(self.code)
+
+    def hold(self, shapes: Sequence[Sequence[Any]]) -> bool:
+        """As `Guards.hold`."""
+        pairs = [
+            (known, size)
+            for sizes, shape in zip(self.sizes, shapes, strict=True)
+            if sizes is not None
+            for known, size in zip(sizes, shape, strict=True)
+        ]
+        if not all(size > 1 if known is None else known == size for known, size in pairs):
+            return False
+        if self.code is None:
+            return True
+        given = {f"t{k}": size for k, size in enumerate(size for known, size in pairs if known is None)}
+        return bool(eval(_checked(self.code), {"__builtins__": {}, **_RECKONING}, {"L": given}))
+
+    __call__ = hold
+
+
+@dataclass(frozen=True)
+class AllHold:
+    """Whether inputs of some shapes meet what several traces have assumed."""
+
+    parts: tuple[Any, ...]
+
+    def __call__(self, shapes: Sequence[Sequence[Any]]) -> bool:
+        return all(part(shapes) for part in self.parts)
+
+
+_NODES = (
+    ast.Expression, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Call, ast.Name, ast.Attribute, ast.Subscript,
+    ast.Constant, ast.Load, ast.boolop, ast.operator, ast.unaryop, ast.cmpop,
+)  # fmt: skip
+_RECKONING = {"math": math, "torch": torch, "max": max, "min": min}
+
+
+@cache
+def _checked(code: str) -> CodeType:
+    """``code`` compiled, if it reckons with sizes and does nothing else."""
+    tree = ast.parse(code, mode="eval")
+    for node in ast.walk(tree):
+        if not isinstance(node, _NODES):
+            raise ValueError(f"{code!r} is no question about sizes")
+        if isinstance(node, ast.Name) and node.id not in {"L", *_RECKONING}:
+            raise ValueError(f"{code!r} names {node.id}")
+        if isinstance(node, ast.Attribute) and not _is_reckoning(node):
+            raise ValueError(f"{code!r} names {node.attr}")
+    return compile(tree, "<sizes>", "eval")
+
+
+def _is_reckoning(node: ast.Attribute) -> bool:
+    """Such as ``math.floor`` and ``torch.sym_max``."""
+    if not isinstance(node.value, ast.Name) or node.value.id not in ("math", "torch"):
+        return False
+    return node.value.id == "math" or node.attr.startswith("sym_") or node.attr.startswith("_sym_")
 
 
 def fixed(size: Any) -> int | None:

@@ -15,13 +15,16 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from hfusion.device.cache import cache_folder, read_sealed, write_sealed
+
+T = TypeVar("T")
 
 # Without contraction a vector and what is left over at its end round alike. The two -fno- only spare what
 # nobody here looks at, errno and traps; the arithmetic stays that of IEEE 754.
@@ -65,7 +68,7 @@ def build(source: Path, compiler: Sequence[str], directory: Path) -> ctypes.CDLL
     Raises OSError if the compiler cannot be run.
     """
     version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_SECONDS).stdout
-    identity = [b"sealed", source.read_bytes(), version, repr((compiler, _FLAGS, _EXTRAS, _processor())).encode()]
+    identity = [b"sealed", source.read_bytes(), version, repr((compiler, _FLAGS, _EXTRAS, processor())).encode()]
     path = directory / f"{source.stem}-{hashlib.sha256(b'|'.join(identity)).hexdigest()[:24]}.so"
     kept = _kept(path)
     if kept is not None and (library := _load(kept, path)) is not None:
@@ -108,23 +111,33 @@ def _keep(path: Path, content: bytes) -> None:
 
 
 def _load(content: bytes, path: Path) -> ctypes.CDLL | None:
-    """The library of these bytes; None if what the compiler linked is not there at run time.
+    """The library of these bytes; None if what the compiler linked is not there at run time."""
+    try:
+        return load_copy(content, path, lambda copy: ctypes.CDLL(str(copy)))
+    except OSError:
+        return None
+
+
+def load_copy(content: bytes, path: Path, load: Callable[[Path], T]) -> T:
+    """What ``load`` gives for a file of these bytes. Raises what it raises.
 
     A private copy is loaded and its name removed: a file that is cut short while it is mapped ends the process. Some
-    systems run nothing that lies in their folder for temporary files.
+    systems run nothing that lies in their folder for temporary files; there the copy lies beside ``path``.
     """
-    for place in (None, path.parent):
-        try:
-            with tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as folder:
-                copy = Path(folder, path.name)
-                copy.write_bytes(content)
-                return ctypes.CDLL(str(copy))
-        except OSError:
-            continue
-    return None
+    try:
+        return _load_copy(content, path.name, load, None)
+    except (OSError, ImportError):
+        return _load_copy(content, path.name, load, path.parent)
 
 
-def _processor() -> str:
+def _load_copy(content: bytes, name: str, load: Callable[[Path], T], place: Path | None) -> T:
+    with tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as folder:
+        copy = Path(folder, name)
+        copy.write_bytes(content)
+        return load(copy)
+
+
+def processor() -> str:
     """What -march=native depends on: a home may be shared by machines, and a container move."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

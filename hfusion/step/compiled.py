@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -15,8 +16,12 @@ from torch import Tensor, nn
 
 from hfusion.capture.lengths import recurrent
 from hfusion.compiler.bound import BoundProgram, Place
+from hfusion.compiler.graph_text import Unwritable
 from hfusion.core.layout import Layout
 from hfusion.passes.align import scalars
+from hfusion.step import kept
+from hfusion.step.kept import KeptGraph, NoProgram, Programs
+from hfusion.step.order import Order, write_order
 from hfusion.step.step_graph import StepCall, StepGraph, Tensors, build, captured_dims, trace, trace_rows
 
 # Operators of one program that are worth it: inductor takes some 0.1 s for each on two cores.
@@ -52,13 +57,13 @@ class StepProgram(Protocol):
 class FusedStep:
     """One program for all members. ``params`` are all parameters, also those that it gives no gradient."""
 
-    graph: StepGraph
+    graph: StepGraph | KeptGraph
     run: Run
     tensors: Tensors
     params: tuple[Place, ...]
 
     @property
-    def operators(self) -> list[Any]:
+    def operators(self) -> Sequence[Any]:
         return self.graph.operators
 
     @property
@@ -82,7 +87,7 @@ class FusedStep:
 class PerMemberStep:
     """One program for every kind of block of ``size`` members, called once per block; ``kinds[k]`` is block k's."""
 
-    graphs: tuple[StepGraph, ...]
+    graphs: tuple[StepGraph | KeptGraph, ...]
     runs: tuple[Run, ...]
     kinds: tuple[int, ...]
     size: int
@@ -90,7 +95,7 @@ class PerMemberStep:
     params: tuple[Place, ...]
 
     @property
-    def operators(self) -> list[Any]:
+    def operators(self) -> Sequence[Any]:
         return [operator for graph in self.graphs for operator in graph.operators]
 
     @property
@@ -128,7 +133,7 @@ class Library:
     ``count``: how many programs were compiled, those of whole arrays too.
     """
 
-    blocks: dict[Any, tuple[StepGraph, Run]] = field(default_factory=dict)
+    blocks: dict[Any, tuple[StepGraph | KeptGraph, Run]] = field(default_factory=dict)
     count: int = 0
 
 
@@ -146,37 +151,107 @@ def make(
     library: Library,
     kind: Any,
     size: int | None,
+    autocast: Any = None,
 ) -> FusedStep | PerMemberStep:
     """The compiled step for calls like ``call``, which has run eagerly before; parameters are among ``places``.
 
+    It is looked for among those that are kept on disk, and kept there.
+
     ``kind`` is what a program hangs on besides the programs of forward and loss, ``size`` how many members a program
-    shall compute, which arrays of other numbers of members share; None for all of them.
+    shall compute, which arrays of other numbers of members share; None for all of them. ``autocast`` is the active one.
 
     Raises:
         Unprofitable: it would not be worth its time.
         Exception: what keeps the programs from being traced or compiled, of many types.
     """
+    order = order_for(forward, loss, call, size, autocast)
+    known = None if order is None else kept.find(order)
+    if isinstance(known, NoProgram):
+        raise Unprofitable(known.why)
+    found = known or compile_programs(forward, loss, call, library, kind, size, order)
+    return step_of(found, forward, loss, call, places, library, kind)
+
+
+def order_for(
+    forward: BoundProgram, loss: BoundProgram, call: StepCall, size: int | None, autocast: Any
+) -> Order | None:
+    """By which such a step is known on disk and by other processes; None where it is not, or nothing is kept."""
+    if not kept.keeping() or any(tensor.device.type != "cpu" for tensor in Tensors.of(forward, loss).all()):
+        return None
+    try:
+        return write_order(forward, loss, call, size, autocast)
+    except Unwritable:
+        return None
+
+
+def compile_programs(
+    forward: BoundProgram,
+    loss: BoundProgram,
+    call: StepCall,
+    library: Library,
+    kind: Any,
+    size: int | None,
+    order: Order | None = None,
+    folder: Path | None = None,
+) -> Programs:
+    """Trace and compile, and keep what comes of it where there is an ``order``. Raises as `make`."""
+    try:
+        found = _compile(forward, loss, call, library, kind, size)
+    except Unprofitable as error:
+        if order is not None:
+            kept.keep(order, NoProgram(str(error)), folder)
+        raise
+    if order is not None:
+        kept.keep(order, found, folder)
+    return found
+
+
+def _compile(
+    forward: BoundProgram, loss: BoundProgram, call: StepCall, library: Library, kind: Any, size: int | None
+) -> Programs:
     if recurrent(forward.compiled.graph) or recurrent(loss.compiled.graph):
         raise Unprofitable(
             "a program writes out every step of a recurrent layer, and it has a recurrent layer over a length that "
             "varies; give one length, padded, to have it compiled"
         )
-    params = tuple((holder, name) for holder, name in places if isinstance(holder[name], nn.Parameter))
     tensors, members = Tensors.of(forward, loss), forward.compiled.program.members
     looped = looped_calls(forward) // members
     if size is None and looped * members > MAX_LOOPED_CALLS:
         size = 1
     if size is not None:
         size = 1 if members % size or looped * size > MAX_LOOPED_CALLS else size
-        return each(forward, loss, call, tensors, params, library, kind, size)
+        return each(forward, loss, call, tensors, library, kind, size)
     graph = trace(forward, loss, call)
     _check_open(graph, forward, loss, call)
     # Some calls are many operators, such as a recurrent layer's.
     if looped and len(graph.operators) > MAX_OPERATORS:
-        return each(forward, loss, call, tensors, params, library, kind, 1)
+        return each(forward, loss, call, tensors, library, kind, 1)
     _check(graph)
     library.count += 1
-    return FusedStep(graph, build(graph, tensors.all(), call.batch()), tensors, params)
+    return Programs((graph,), (build(graph, tensors.all(), call.batch()),))
+
+
+def step_of(
+    found: Programs,
+    forward: BoundProgram,
+    loss: BoundProgram,
+    call: StepCall,
+    places: Sequence[Place],
+    library: Library,
+    kind: Any,
+) -> FusedStep | PerMemberStep:
+    """The step around programs that were compiled for it, perhaps in another process; ``library`` takes these up."""
+    params = tuple((holder, name) for holder, name in places if isinstance(holder[name], nn.Parameter))
+    tensors = Tensors.of(forward, loss)
+    if found.size is None:
+        return FusedStep(found.graphs[0], found.runs[0], tensors, params)
+    blocks = blocks_of(forward, loss, found.size)
+    for number in set(found.kinds):
+        start = found.kinds.index(number)
+        rows = range(start * found.size, (start + 1) * found.size)
+        key = _block_key(forward, loss, blocks[start], tensors.of_rows(rows), call.of_rows(rows), found.size, kind)
+        library.blocks.setdefault(key, (found.graphs[number], found.runs[number]))
+    return PerMemberStep(found.graphs, found.runs, found.kinds, found.size, tensors, params)
 
 
 def looped_calls(source: BoundProgram) -> int:
@@ -191,11 +266,10 @@ def each(
     loss: BoundProgram,
     call: StepCall,
     tensors: Tensors,
-    params: tuple[Place, ...],
     library: Library,
     kind: Any,
     size: int,
-) -> PerMemberStep:
+) -> Programs:
     """The step as a program per kind of block of ``size`` members; raises as `make`."""
     blocks = blocks_of(forward, loss, size)
     kinds = list(dict.fromkeys(blocks))
@@ -208,18 +282,31 @@ def each(
     for scalars_there in kinds:
         start = blocks.index(scalars_there) * size
         rows = range(start, start + size)
-        own, batch = tensors.of_rows(rows), call.of_rows(rows).batch()
-        key = (_origin(forward), _origin(loss), scalars_there, size, kind, traits(own), traits(batch))
+        own, its_call = tensors.of_rows(rows), call.of_rows(rows)
+        key = _block_key(forward, loss, scalars_there, own, its_call, size, kind)
         known = library.blocks.get(key)
-        if known is None or not known[0].fits(batch):
+        if known is None or not known[0].fits(its_call.batch()):
             graph = trace_rows(forward, loss, call, rows)
             _check_open(graph, forward, loss, call)
             _check(graph)
             library.count += 1
-            known = library.blocks[key] = graph, build(graph, own, batch)
+            known = library.blocks[key] = graph, build(graph, own, its_call.batch())
         found.append(known)
     graphs, runs = zip(*found, strict=True)
-    return PerMemberStep(graphs, runs, tuple(map(kinds.index, blocks)), size, tensors, params)
+    return Programs(graphs, runs, size, tuple(map(kinds.index, blocks)))
+
+
+def _block_key(
+    forward: BoundProgram,
+    loss: BoundProgram,
+    scalars_there: Any,
+    own: Sequence[Tensor],
+    call: StepCall,
+    size: int,
+    kind: Any,
+) -> Any:
+    """By which the program of a block is found again."""
+    return _origin(forward), _origin(loss), scalars_there, size, kind, traits(own), traits(call.batch())
 
 
 def _origin(source: BoundProgram) -> Any:

@@ -230,7 +230,7 @@ class TrainStep:
             # All but the number of the members' arrangement, and the sizes.
             (*modes, _), *others = way.situation
             kind = (tuple(modes), *others, call.inputs.loose_key, call.target.loose_key)
-            return recorded(make(*way.sources, call, way.places, self._library, kind, self.at_once))
+            return recorded(make(*way.sources, call, way.places, self._library, kind, self.at_once, _autocast()))
         except (ProgramMismatch, BrokenProgram):
             raise
         except Unprofitable as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from hfusion.capture.export import capture
-from hfusion.core.guards import Guards, fixed, open_dims
+from hfusion.core.guards import Assumptions, Guards, fixed, open_dims
 
 
 class Halves(nn.Module):
@@ -33,6 +35,20 @@ class Halves(nn.Module):
 def test_sizes(shapes: list[tuple[int, ...]], holds: bool) -> None:
     found = capture(Halves(), (torch.ones(3, 8), torch.ones(6, 4)), {}, dims=[{1}, {1}])
     assert found.guards(shapes) is holds
+    assert isinstance(found.guards, Guards)
+    assumed = found.guards.assumptions()
+    assert assumed(shapes) is holds
+    # They are plain values.
+    assert Assumptions(*ast.literal_eval(repr((assumed.sizes, assumed.code)))) == assumed
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["__import__('os').system('')", "L['t0'].__class__", "torch.load('x')", "[x for x in L]", "1 +"],
+)
+def test_code_that_does_more_than_reckon_is_refused(code: str) -> None:
+    with pytest.raises((ValueError, SyntaxError)):
+        Assumptions(((None,),), code)
 
 
 def symbolic(*sizes: int) -> Tensor:

@@ -1,0 +1,189 @@
+"""Graphs as JSON: calls by the names of what they call, values as they are.
+
+Nothing in a text is code. What is called is looked up among torch's operators and in the modules named in `_SOURCES`;
+what cannot be said so is refused when it is written.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._ops import OpOverload, OpOverloadPacket
+
+from hfusion.core.layout import Layout
+from hfusion.ops.rule import MemberScalars, Memberwise
+from hfusion.passes.regions import Region
+
+# The packages whose functions a graph may call.
+_SOURCES = ("hfusion", "torch", "math", "_operator")
+_PLAIN = (bool, int, float, str, type(None))
+# Values of torch that are told by their names, such as float32 and contiguous_format.
+_NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+
+
+class Unwritable(Exception):
+    """A graph holds what has no text; the message names it."""
+
+
+def write_graph(graph: fx.Graph, root: nn.Module | None = None) -> list[Any]:
+    """``graph`` as JSON's values: a list for each node. ``root`` holds the regions that it calls, if it calls any.
+
+    Of what stands beside the nodes (``meta``) only the scalars of members are written, without which a graph is wrong.
+    """
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    return [_write_node(node, places, root) for node in graph.nodes]
+
+
+def read_graph(rows: Sequence[Any]) -> fx.GraphModule:
+    """What `write_graph` wrote. Raises LookupError, ValueError, TypeError or AttributeError for what is none."""
+    root, graph = nn.Module(), fx.Graph()
+    nodes: list[fx.Node] = []
+    for op, name, target, args, kwargs, meta in rows:
+        called: Any = target
+        if op == "call_function":
+            called = find_function(target)
+        elif op == "call_module":
+            called = f"region_{len(list(root.children()))}"
+            listed, members, body = target
+            root.add_module(called, Region(read_graph(body), tuple(map(bool, listed)), int(members)))
+        node = graph.create_node(op, called, _read(args, nodes), _read(kwargs, nodes), name)
+        node.meta.update({key: _read(value, nodes) for key, value in meta.items()})
+        nodes.append(node)
+    graph.lint()
+    return fx.GraphModule(root, graph)
+
+
+def _write_node(node: fx.Node, places: dict[fx.Node, int], root: nn.Module | None) -> list[Any]:
+    target: Any = node.target
+    if node.op == "call_function":
+        target = function_name(target)
+    elif node.op == "call_module" and root is not None:
+        region = root.get_submodule(target)
+        if not isinstance(region, Region):
+            raise Unwritable(f"a {type(region).__name__}")
+        target = [list(region.listed), region.members, write_graph(region.body.graph)]
+    elif node.op not in ("placeholder", "output"):
+        raise Unwritable(f"{node.op} {target}")
+    meta = {key: write_value(node.meta[key], places) for key in ("arguments", "members") if key in node.meta}
+    return [node.op, node.name, target, write_value(node.args, places), write_value(dict(node.kwargs), places), meta]
+
+
+def write_value(value: Any, places: dict[fx.Node, int]) -> Any:
+    """An argument of a call. Raises Unwritable."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, list):
+        return [write_value(item, places) for item in value]
+    kind, content = _tagged(value, places)
+    return {kind: content}
+
+
+def _tagged(value: Any, places: dict[fx.Node, int]) -> tuple[str, Any]:
+    if isinstance(value, fx.Node):
+        return "node", places[value]
+    if isinstance(value, MemberScalars):
+        return "members", [write_value(item, places) for item in value.values]
+    if isinstance(value, tuple):
+        return "tuple", [write_value(item, places) for item in value]
+    if isinstance(value, dict):
+        return "dict", [[write_value(part, places) for part in pair] for pair in value.items()]
+    if isinstance(value, slice):
+        return "slice", [write_value(part, places) for part in (value.start, value.stop, value.step)]
+    if isinstance(value, complex):
+        return "complex", [value.real, value.imag]
+    if isinstance(value, torch.device):
+        return "device", str(value)
+    if isinstance(value, Layout):
+        return "array layout", value.value
+    for kind, known in _NAMED.items():
+        if isinstance(value, known):
+            return kind, str(value).removeprefix("torch.")
+    if callable(value):
+        return "function", function_name(value)
+    raise Unwritable(f"a {type(value).__name__}")
+
+
+def _read(value: Any, nodes: Sequence[fx.Node]) -> Any:
+    if isinstance(value, list):
+        return [_read(item, nodes) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    return _READERS[kind](content, nodes)
+
+
+def _read_all(items: Any, nodes: Sequence[fx.Node]) -> tuple[Any, ...]:
+    return tuple(_read(item, nodes) for item in items)
+
+
+def _named(text: str, known: type) -> Any:
+    found = getattr(torch, text)
+    if not isinstance(found, known):
+        raise ValueError(f"torch.{text} is no {known.__name__}")
+    return found
+
+
+def function_name(fn: Any) -> str:
+    """Where ``fn`` is found, such as ``torch:ops.aten.add.Tensor``. Raises Unwritable for what has no such place."""
+    if isinstance(fn, Memberwise):
+        return f"each {function_name(fn.member)}"
+    if isinstance(fn, OpOverload):
+        return f"torch:ops.{fn.namespace}.{fn._opname}.{fn._overloadname}"
+    if isinstance(fn, OpOverloadPacket):
+        return f"torch:ops.{fn._qualified_op_name.replace('::', '.')}"
+    name = getattr(fn, "__qualname__", "")
+    for file, path in ((getattr(fn, "__module__", None), name), ("torch", name.rpartition(".")[2])):
+        try:
+            if file is not None and _find(file, path) is fn:
+                return f"{file}:{path}"
+        except (LookupError, ValueError, AttributeError, ImportError):
+            continue
+    raise Unwritable(f"the function {name or type(fn).__name__}")
+
+
+@functools.lru_cache(maxsize=4096)
+def find_function(name: str) -> Any:
+    if name.startswith("each "):
+        return memberwise(find_function(name.removeprefix("each ")))
+    file, _, path = name.partition(":")
+    return _find(file, path)
+
+
+@functools.lru_cache(maxsize=256)
+def memberwise(fn: Callable[..., Any]) -> Memberwise:
+    return Memberwise(fn)
+
+
+def _find(file: str, path: str) -> Any:
+    if file.partition(".")[0] not in _SOURCES:
+        raise ValueError(f"{file} is no place for a function of a graph")
+    found: Any = importlib.import_module(file)
+    for part in path.split("."):
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(f"{file}:{path} is no function")
+    return found
+
+
+def _reader(known: type) -> Callable[[Any, Sequence[fx.Node]], Any]:
+    return lambda text, nodes: _named(text, known)
+
+
+_READERS: dict[str, Callable[[Any, Sequence[fx.Node]], Any]] = {
+    "node": lambda place, nodes: nodes[operator.index(place)],
+    "members": lambda items, nodes: MemberScalars(_read_all(items, nodes)),
+    "tuple": _read_all,
+    "dict": lambda pairs, nodes: {_read(key, nodes): _read(item, nodes) for key, item in pairs},
+    "slice": lambda parts, nodes: slice(*_read_all(parts, nodes)),
+    "complex": lambda parts, nodes: complex(*parts),
+    "device": lambda text, nodes: torch.device(text),
+    "array layout": lambda text, nodes: Layout(text),
+    **{kind: _reader(known) for kind, known in _NAMED.items()},
+    "function": lambda text, nodes: find_function(text),
+}

@@ -1,0 +1,103 @@
+"""The function that inductor's C++ of a step is, called past the wrappers around it, and loaded without inductor.
+
+Private to torch, tried on 2.13: the extension module that a program with ``cpp_wrapper`` is compiled to, and the two
+functions that turn tensors into its handles and back. What is not found as expected is not used.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import itertools
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfusion.device.native import load_copy
+
+_NAME = "inductor_entry_cpp"
+_TAKES = re.compile(r"steal_from_raw_handles_to_raii_handles\(input_handles, (\d+)\)")
+_GIVES = re.compile(r"num_outputs=(\d+),")
+_numbers = itertools.count()
+
+
+class NativeEntry:
+    """A compiled step: takes ``takes`` tensors. ``content`` is the library that it is in."""
+
+    def __init__(self, content: bytes, takes: int, call: Callable[..., Any]) -> None:
+        self.content, self.takes = content, takes
+        self._call = call
+        handles: Any = torch._C._aoti
+        self._handles, self._tensors = (
+            handles.unsafe_alloc_void_ptrs_from_tensors,
+            handles.alloc_tensors_by_stealing_from_void_ptrs,
+        )
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        found: Sequence[Tensor] = self._tensors(self._call(self._handles(list(tensors))))
+        return found
+
+
+def entry_of(run: Callable[..., Any], inputs: int, outputs: int) -> NativeEntry | None:
+    """The entry of what inductor compiled, if that is all there is to it: no constants beside, nothing in Python."""
+    source, constants = getattr(run, "source_code", None), getattr(run, "constants", True)
+    if not isinstance(source, str) or constants:
+        return None
+    takes, gives = _TAKES.findall(source), _GIVES.findall(source)
+    if takes != [str(inputs)] or gives != [str(outputs)]:
+        return None
+    calls = [call for call in _called(getattr(run, "current_callable", None)) if call.__name__ == _NAME]
+    path = getattr(getattr(calls[0], "__self__", None), "__file__", None) if len(calls) == 1 else None
+    if path is None:
+        return None
+    try:
+        return NativeEntry(Path(path).read_bytes(), inputs, calls[0])
+    except OSError:
+        return None
+
+
+def _called(function: Any) -> Iterator[types.BuiltinFunctionType]:
+    """The functions in C that ``function`` has closed over."""
+    waiting, met = [function], set[int]()
+    while waiting:
+        item = waiting.pop()
+        if id(item) in met:
+            continue
+        met.add(id(item))
+        if isinstance(item, types.BuiltinFunctionType):
+            yield item
+        for cell in getattr(item, "__closure__", None) or ():
+            waiting.append(cell.cell_contents)
+
+
+def load_entry(content: bytes, takes: int, beside: Path) -> NativeEntry:
+    """The entry in a library that was kept; ``beside``: where it may lie while it is loaded.
+
+    Raises OSError, ImportError, AttributeError or RuntimeError where it does not load.
+    """
+    path = beside.with_suffix(importlib.machinery.EXTENSION_SUFFIXES[-1])
+    return NativeEntry(content, takes, load_copy(content, path, _load))
+
+
+def _load(path: Path) -> Callable[..., Any]:
+    # As torch tells its own libraries where to find this function; see CppPythonBindingsCodeCache.
+    guards: Any = torch._C._dynamo.guards
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(guards._torchinductor_pyobject_tensor_data_ptr)
+    name = f"hfusion_step_{next(_numbers)}.{_NAME}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no extension module")
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.modules.pop(name, None)
+    call: Callable[..., Any] = getattr(module, _NAME)
+    return call
