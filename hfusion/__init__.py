@@ -15,6 +15,8 @@ from hfusion.schedule.simulate import simulate
 from hfusion.step.train_step import train_step
 from hfusion.tasks.task import Evaluation, Step, Task
 from hfusion.tasks.train import TrainError, plan, train
+from hfusion.tune.result import SweepResult
+from hfusion.tune.sweep import sweep
 
 __version__ = "0.1.0"
 
@@ -34,6 +36,7 @@ __all__ = [
     "Population",
     "SpillError",
     "Step",
+    "SweepResult",
     "Task",
     "TrainError",
     "build",
@@ -45,6 +48,7 @@ __all__ = [
     "save",
     "simulate",
     "stacked",
+    "sweep",
     "train",
     "train_step",
 ]

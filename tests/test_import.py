@@ -15,7 +15,18 @@ import hfusion as hf
 
 ROOT = Path(__file__).parents[1]
 # What torch's own import does not load either, and takes long.
-HEAVY = ["jax", "matplotlib", "networkx", "rich", "sklearn", "sympy", "torch._dynamo", "torch._inductor", "triton"]
+HEAVY = [
+    "jax",
+    "matplotlib",
+    "networkx",
+    "optuna",
+    "rich",
+    "sklearn",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "triton",
+]
 
 # A system without owners of files, locks and signals, as Windows is.
 BARE = f"""

@@ -1,0 +1,1 @@
+"""Sweeps: many trials of Optuna as the members of arrays that live."""

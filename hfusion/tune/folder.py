@@ -1,0 +1,72 @@
+"""The folder of a sweep: what it needs to go on after it was killed.
+
+Each array has a folder of its saves. What ties them together is one file, written last, which names one save of each;
+it is there whole or not at all, as every save.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+from hfusion.checkpoint import files
+from hfusion.core.errors import CheckpointError
+
+VERSION = 1
+_LOCK, _STATE, _ARRAYS = "lock", "state", "arrays"
+# Of the states, and the saves of an array that these name.
+_KEEP = 2
+
+
+class SweepFolder:
+    """Holds the folder for this process until it is closed. Raises CheckpointError where another process has it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        with files.told(root):
+            root.mkdir(parents=True, exist_ok=True)
+            self._lock: IO[str] = (root / _LOCK).open("a")
+        if fcntl is not None:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                self._lock.close()
+                raise CheckpointError(
+                    f"{root} is in use by a sweep that runs: wait for its end, or give another directory"
+                ) from error
+
+    def close(self) -> None:
+        """Let others have it."""
+        self._lock.close()
+
+    def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """What was written last. Raises CheckpointError for what is damaged or of another version."""
+        if not files.saves(self.root / _STATE):
+            return None
+        saved = files.read(self.root / _STATE)
+        if not isinstance(saved.body, dict) or saved.body.get("version") != VERSION:
+            raise CheckpointError(f"{saved.path} is no state of a sweep that this hfusion reads: give a new directory")
+        return saved.body, saved.tensors
+
+    def write(self, body: Mapping[str, Any], tensors: Mapping[str, Tensor], step: int) -> None:
+        """Write what the sweep goes on from; then remove the saves of arrays that it does not name."""
+        files.write(self.root / _STATE, {"version": VERSION, **body}, tensors, step=step, keep=_KEEP)
+        named = {one["name"] for one in body["arrays"]}
+        for path in (self.root / _ARRAYS).glob("*"):
+            if path.name not in named:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def save_array(self, name: str, population: Any) -> str:
+        """Save an array; where, from the folder on."""
+        path: Path = population.save(self.root / _ARRAYS / name, keep=_KEEP).result()
+        return os.fspath(path.relative_to(self.root))

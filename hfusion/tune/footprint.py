@@ -1,0 +1,104 @@
+"""How many rows an array may have: bytes and seconds by the planner's estimates, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.array.fuse import fuse
+from hfusion.compiler.arguments import Arguments
+from hfusion.device.calibrate import Rates
+from hfusion.device.machine import Device
+from hfusion.passes.partition.shard import sharding
+from hfusion.schedule.plan import TaskPlan
+from hfusion.step.train_step import call_arguments
+from hfusion.tune.space import MakeOptimizer
+
+_UNLIMITED = 1 << 62
+# Of the estimated time of a member in the width where that is least: narrower arrays that reach it are preferred, as
+# samplers and pruners then know of more trials when they choose. As in `hfusion.tasks.arrange`, but for the gain.
+_NEAR = 1.05
+# Copies of an array's state that are alive while a save on the host is written: what is copied, and what is packed.
+_SAVING = 2
+
+
+class Footprint:
+    """What an array of a shape takes on a device.
+
+    Args:
+        models: two of the shape on the device, so that what they share is seen; they are not used afterwards.
+        inputs: of a minibatch, on the device.
+        evaluated: minibatches whose outputs are held at once to evaluate a metric.
+        saved: arrays are saved, with copies on the host.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizer: MakeOptimizer,
+        inputs: Any,
+        device: Device,
+        rates: Rates,
+        *,
+        evaluated: int,
+        saved: bool,
+    ) -> None:
+        fused = fuse(models)
+        args, kwargs = call_arguments(inputs, {})
+        arguments = Arguments.of(args, kwargs)
+        fused.fix_sizes()
+        self._program = fused.compiled(arguments).program
+        self._stacks = optimizer(fused.parameters()).state_stacks
+        self._samples, self._rates = _samples(arguments.leaves), rates
+        # Each is there as it came, and once more as a part of all.
+        self._outputs = 2 * evaluated * _output_bytes(models[0], args, kwargs)
+        self._copies = _SAVING if saved and device.physical.type == "cpu" else 0
+        self._plans: dict[int, TaskPlan] = {}
+
+    def held(self, rows: int) -> int:
+        """Bytes that stay between epochs: weights, buffers, optimizer state, and a model to compare others with."""
+        first = sum(shard.weights for shard in self._plan(1).shards)
+        return first + (sum(shard.weights + shard.optimizer for shard in self._plan(rows).shards) if rows else 0)
+
+    def passing(self, rows: int) -> int:
+        """Bytes that are there besides for a while: of a step, of an evaluation, of a save."""
+        if not rows:
+            return 0
+        held = self.held(rows)
+        return max(self._plan(rows).device_bytes - held, self._outputs * rows, self._copies * held)
+
+    def fastest(self, most: int) -> int:
+        """The fewest rows, of 1, 2, 4, ..., ``most``, in which a member takes about the least time."""
+        widths = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
+        seconds = {rows: self._plan(rows).step_seconds / rows for rows in widths}
+        return min(rows for rows in widths if seconds[rows] <= _NEAR * min(seconds.values()))
+
+    def _plan(self, rows: int) -> TaskPlan:
+        if rows not in self._plans:
+            program = replace(self._program, members=rows)
+            cut = sharding(program, self._samples, _UNLIMITED, self._rates, self._stacks)
+            self._plans[rows] = TaskPlan("sweep", cut.shards, 1, True, rows)
+        return self._plans[rows]
+
+
+def fits(budget: int, sizes: Iterable[tuple[Footprint, int]]) -> bool:
+    """Whether arrays of so many rows share a device: all are held, and one after the other takes what passes."""
+    found = list(sizes)
+    held = sum(footprint.held(rows) for footprint, rows in found)
+    return held + max((footprint.passing(rows) for footprint, rows in found), default=0) <= budget
+
+
+def _samples(leaves: Sequence[Any]) -> int:
+    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    return int(sizes[0]) if sizes else 1
+
+
+@torch.no_grad()
+def _output_bytes(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    outputs = pytree.tree_leaves(model.eval()(*args, **kwargs))
+    return sum(leaf.numel() * leaf.element_size() for leaf in outputs if isinstance(leaf, Tensor))

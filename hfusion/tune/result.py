@@ -1,0 +1,84 @@
+"""What a sweep gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.trial import FrozenTrial
+
+# What is printed fits a screen.
+_BEST, _WIDTH = 10, 100
+
+
+@dataclass(frozen=True)
+class Best:
+    """The completed trial of a sweep with the best value, and its model."""
+
+    number: int
+    value: float
+    model: nn.Module
+
+
+@dataclass(frozen=True, eq=False)
+class SweepResult:
+    """The study, and the model of the best trial that the sweep completed. ``print`` shows the best trials.
+
+    ``numbers``: the trials that the sweep asked of the study.
+    """
+
+    study: Study
+    numbers: tuple[int, ...]
+    _best: Best | None
+
+    @property
+    def trials(self) -> list[FrozenTrial]:
+        """Those of the sweep, in the order in which they were asked."""
+        found = {one.number: one for one in self.study.get_trials(deepcopy=False)}
+        return [found[number] for number in self.numbers]
+
+    @property
+    def best_trial(self) -> FrozenTrial:
+        """The best of the study. Raises ValueError where no trial is complete, as Optuna does."""
+        return self.study.best_trial
+
+    @property
+    def best_params(self) -> dict[str, Any]:
+        """What the best trial of the study suggested."""
+        return self.study.best_params
+
+    @property
+    def best_value(self) -> float:
+        """What the best trial of the study came to."""
+        return self.study.best_value
+
+    @property
+    def best_model(self) -> nn.Module:
+        """The model of the best trial that this sweep completed, on the CPU. Raises ValueError where there is none."""
+        if self._best is None:
+            raise ValueError("no trial of this sweep is complete, so there is no best model: see print(result)")
+        return self._best.model
+
+    def __str__(self) -> str:
+        trials = self.trials
+        states = [one.state.name.lower() for one in trials]
+        counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states))]
+        head = f"sweep {self.study.study_name!r}  {len(trials)} trials" + (f": {', '.join(counts)}" if counts else "")
+        down = self.study.direction.name == "MAXIMIZE"
+        complete = [one for one in trials if one.state.name == "COMPLETE"]
+        ranked = sorted(complete, key=lambda one: one.value or 0.0, reverse=down)[:_BEST]
+        rows = [("trial", "value", "epochs", "params")]
+        for one in ranked:
+            params = ", ".join(f"{key}={_short(value)}" for key, value in one.params.items())
+            rows.append((str(one.number), f"{one.value:.6g}", str(len(one.intermediate_values)), params))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = ["  ".join([*map(str.rjust, row[:3], widths), row[3]]) for row in rows if ranked]
+        return "\n".join([head, *(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..." for line in lines)])
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,127 @@
+"""From what a trial suggests to a model and its hyper-parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+
+from hfusion.capture.compare import check_alone
+from hfusion.core.membership import Membership, mark
+from hfusion.device.backend import random_states_kept
+from hfusion.optim import FusedOptimizer
+from hfusion.optim.hyper import member_vector
+
+if TYPE_CHECKING:
+    from optuna import Trial
+
+Space: TypeAlias = "Callable[[Trial], Mapping[str, Any]]"
+MakeModel: TypeAlias = Callable[..., nn.Module]
+MakeOptimizer: TypeAlias = Callable[[Any], FusedOptimizer]
+
+
+@dataclass(frozen=True, eq=False)
+class Suggestion:
+    """What a trial chose: ``hypers`` of its member, ``options`` of its array's optimizer, ``rest`` for the model."""
+
+    hypers: dict[str, Any]
+    options: dict[str, Any]
+    rest: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A trial with its model, which waits for a row or has one."""
+
+    number: int
+    suggestion: Suggestion
+    model: nn.Module
+
+    @property
+    def tag(self) -> str:
+        return f"trial {self.number}"
+
+
+class Maker:
+    """Makes candidates from trials. Raises ValueError for an optimizer that is none of hf.optim."""
+
+    def __init__(self, make_model: MakeModel, space: Space, optimizer: MakeOptimizer, device: torch.device) -> None:
+        self._make_model, self._space, self._device = make_model, space, device
+        known = _known(optimizer)
+        self.name = known.__name__ if isinstance(known, type) else type(known).__name__
+        self._hypers, self._options = known.hypers, known.options
+
+    def suggestion(self, trial: Any) -> Suggestion:
+        """What ``space(trial)`` gives, sorted by who takes it. Raises ValueError for what nobody takes or can take."""
+        given = self._space(trial)
+        if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+            raise ValueError(f"space gave {given!r} for trial {trial.number}: return a dict of keyword arguments")
+        keys = {hyper.key for hyper in self._hypers}
+        hypers = {key: value for key, value in given.items() if key in keys}
+        options = {key: value for key, value in given.items() if key in self._options}
+        rest = {key: value for key, value in given.items() if key not in hypers and key not in options}
+        self._check_hypers(trial.number, hypers)
+        self._check_rest(trial.number, rest)
+        return Suggestion(hypers, options, rest)
+
+    def model(self, number: int, suggestion: Suggestion) -> nn.Module:
+        """It is made after ``torch.manual_seed(number)``. Raises FusionError for one that cannot be fused."""
+        with random_states_kept():
+            torch.manual_seed(number)
+            model = self._make_model(**suggestion.rest)
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"make_model gave a {type(model).__name__} for trial {number}: return an nn.Module")
+        check_alone(0, model)
+        return model.to(self._device)
+
+    def candidate(self, number: int, suggestion: Suggestion) -> Candidate:
+        """Raises as `model`."""
+        return Candidate(number, suggestion, self.model(number, suggestion))
+
+    def _check_hypers(self, number: int, hypers: Mapping[str, Any]) -> None:
+        for hyper in self._hypers:
+            if hyper.key not in hypers:
+                continue
+            value = hypers[hyper.key]
+            if hyper.index is not None:
+                if not isinstance(value, tuple | list) or len(value) != 2:
+                    raise ValueError(f"{hyper.key}={value!r} of trial {number} is not a pair")
+                value = value[hyper.index]
+            try:
+                hyper.check(member_vector(hyper.label, value, 1).tolist())
+            except ValueError as error:
+                raise ValueError(f"trial {number}: {error}") from error
+
+    def _check_rest(self, number: int, rest: Mapping[str, Any]) -> None:
+        try:
+            signature = inspect.signature(self._make_model)
+        except (TypeError, ValueError):
+            return
+        try:
+            signature.bind(**rest)
+        except TypeError as error:
+            keys = ", ".join(dict.fromkeys([*(hyper.key for hyper in self._hypers), *self._options]))
+            raise ValueError(
+                f"trial {number}: of what space gives, {keys} go to {self.name} and the rest to "
+                f"make_model{signature}, which {error}: {rest}"
+            ) from error
+
+
+def _known(optimizer: Any) -> Any:
+    """What has ``hypers`` and ``options`` of the optimizer that a function makes."""
+    if isinstance(optimizer, type) and issubclass(optimizer, FusedOptimizer):
+        return optimizer
+    params = [nn.Parameter(torch.empty(1, *shape, device="meta")) for shape in ((1, 1), (1,))]
+    for param in params:
+        mark(param, Membership("weight", 1, True))
+    made = optimizer(params)
+    if not isinstance(made, FusedOptimizer):
+        raise ValueError(
+            f"optimizer gave a {type(made).__name__}: give a class of hf.optim, or a function that makes one from "
+            "parameters, such as lambda params: hf.optim.SGD(params, momentum=0.9)"
+        )
+    return made

@@ -1,0 +1,124 @@
+"""The study of a sweep: how it is opened, and what samplers draw from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from optuna import Study
+
+# Of the journal in a sweep's folder, and of its study.
+JOURNAL, STUDY = "study.journal", "sweep"
+
+
+def import_optuna() -> Any:
+    """Optuna. Raises ImportError that names the extra."""
+    try:
+        import optuna
+    except ImportError as error:
+        raise ImportError("hf.sweep needs Optuna: pip install 'hfusion[sweep]'") from error
+    return optuna
+
+
+def open_study(
+    study: Any, storage: Any, direction: str | None, sampler: Any, pruner: Any, directory: Path | None
+) -> tuple[Study, bool]:
+    """The study that is given, or that of a name or folder; and whether it is in the folder, where only we write.
+
+    Raises ValueError for a study of several objectives, and for settings that a study has already.
+    """
+    optuna = import_optuna()
+    if isinstance(study, optuna.Study):
+        given = {"storage": storage, "direction": direction, "sampler": sampler, "pruner": pruner}
+        for key, value in given.items():
+            if value is not None:
+                raise ValueError(f"{key}={value!r}: the study has its own; give it when the study is made")
+        found, own = study, False
+    elif study is None or isinstance(study, str):
+        own = False
+        if storage is None and directory is not None:
+            own = True
+            backend = optuna.storages.journal.JournalFileBackend(str(directory / JOURNAL))
+            storage = optuna.storages.JournalStorage(backend)
+        name = study if study is not None else STUDY if own else None
+        found = optuna.create_study(
+            study_name=name,
+            storage=storage,
+            direction=direction or "minimize",
+            sampler=sampler,
+            pruner=pruner,
+            load_if_exists=name is not None,
+        )
+    else:
+        raise ValueError(f"study is a {type(study).__name__}: give an optuna.Study, or the name of one")
+    if len(found.directions) > 1:
+        raise ValueError(
+            f"study {found.study_name!r} has {len(found.directions)} objectives, and a sweep reports one value after "
+            "each epoch, which pruners need: make the study with one direction"
+        )
+    if direction is not None and found.direction.name.lower() != str(getattr(direction, "name", direction)).lower():
+        raise ValueError(f"direction={direction!r}: study {found.study_name!r} was made to {found.direction.name}")
+    return found, own
+
+
+class Draws:
+    """Where a sampler and a pruner draw from: before every trial that is asked these begin at a place of its own.
+
+    So trial k of a sweep draws the same numbers whether the sweep was killed and resumed before it or not.
+    """
+
+    def __init__(self, study: Study, base: int | None) -> None:
+        self._study = study
+        self.base = self._first() if base is None else base
+
+    def _first(self) -> int:
+        """Drawn from the sampler's own generator, so that its seed settles everything."""
+        for one in generators_of(self._study.sampler):
+            if isinstance(one, np.random.RandomState):
+                return int(one.randint(2**31 - 1))
+            return one.getrandbits(31) if isinstance(one, random.Random) else int(one.integers(2**31 - 1))
+        return 0
+
+    def begin(self, asked: int) -> None:
+        """Before the trial is asked that follows so many."""
+        found = list(generators_of(self._study.sampler))
+        for one, seed in zip(found, np.random.SeedSequence([self.base, asked]).generate_state(len(found)), strict=True):
+            if isinstance(one, np.random.Generator):
+                one.bit_generator.state = type(one.bit_generator)(int(seed)).state
+            else:
+                one.seed(int(seed))
+
+
+def generators_of(sampler: Any) -> Iterator[Any]:
+    """Every generator of random numbers in a sampler and the samplers within it, in the order of their attributes."""
+    seen: set[int] = set()
+    waiting = [sampler]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, np.random.RandomState | np.random.Generator | random.Random):
+            yield one
+        elif type(one).__name__ == "LazyRandomState":
+            # Optuna's own, which makes its generator when it is asked for.
+            waiting.append(one.rng)
+        elif isinstance(one, list | tuple):
+            waiting.extend(reversed(one))
+        elif isinstance(one, dict):
+            waiting.extend(reversed(one.values()))
+        elif _of_a_sampler(one, sampler):
+            waiting.extend(reversed(vars(one).values()))
+
+
+def _of_a_sampler(one: Any, sampler: Any) -> bool:
+    """Whether to look into an object: the sampler, and parts of it from the same packages."""
+    if not hasattr(one, "__dict__") or isinstance(one, type):
+        return False
+    packages = {"optuna", type(sampler).__module__.partition(".")[0]}
+    return one is sampler or type(one).__module__.partition(".")[0] in packages

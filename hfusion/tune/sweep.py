@@ -1,0 +1,130 @@
+"""hf.sweep: the trials of an Optuna study, trained as arrays."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hfusion.core.errors import CheckpointError
+from hfusion.device.machine import Machine
+from hfusion.optim import AdamW
+from hfusion.tune.conductor import Conductor, Extent
+from hfusion.tune.folder import SweepFolder
+from hfusion.tune.result import SweepResult
+from hfusion.tune.shape_array import SweepRecipe
+from hfusion.tune.space import MakeModel, MakeOptimizer, Maker, Space
+from hfusion.tune.study import Draws, open_study
+from hfusion.tune.trials import Trials, Verdict
+
+
+def sweep(
+    make_model: MakeModel,
+    space: Space,
+    loss: Callable[..., Any],
+    loader: Iterable[Any],
+    *,
+    trials: int,
+    epochs: int,
+    optimizer: MakeOptimizer = AdamW,
+    eval_loader: Iterable[Any] | None = None,
+    metric: Callable[..., Any] | None = None,
+    study: Any = None,
+    direction: str | None = None,
+    sampler: Any = None,
+    pruner: Any = None,
+    storage: Any = None,
+    machine: Machine | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    rows: int | None = None,
+    seed: int = 0,
+    catch: type[BaseException] | tuple[type[BaseException], ...] = (),
+    compile: bool = False,
+) -> SweepResult:
+    """Search hyper-parameters with Optuna, many trials at a time in one array, each trained as if alone.
+
+    Args:
+        make_model: ``make_model(**rest)`` gives a trial's model, after ``torch.manual_seed(trial.number)``.
+        space: ``space(trial)`` suggests by Optuna's define-by-run, and gives a dict: what the optimizer knows (lr,
+            weight_decay, betas, ...) goes to it, the rest to ``make_model``. Models of different shapes are different
+            arrays.
+        loss: of one member's outputs and target, any functional one.
+        loader: gives minibatches ``(inputs, target)`` again for every epoch.
+        trials: how many are asked of the study, those of earlier calls with the same ``directory`` included.
+        epochs: of each trial. After epoch k, from 0, a value is reported as of step k, and the pruner decides.
+        optimizer: a class of hf.optim, or a function of parameters that makes one.
+        eval_loader, metric: the value is ``metric(outputs, target)`` over all minibatches of ``eval_loader`` in eval
+            mode, see `hfusion.Population.evaluate`; without a metric the loss there; without both the mean loss of the
+            epoch's steps.
+        study: an optuna.Study, or the name of one; else one is made with ``direction`` ("minimize"), ``sampler``,
+            ``pruner`` and ``storage``, Optuna's own by default.
+        storage: as optuna.create_study takes it. By default a journal in ``directory``, or memory.
+        machine: on whose largest device the arrays are; never in more bytes than it has there. By default this one.
+        directory: where the sweep is saved after every round, and goes on after it was killed.
+        rows: the most trials at once; by default so many as make a trial cheaper by the machine's rates.
+        seed: in round r every array trains an epoch, and reads the loaders after ``torch.manual_seed(seed + r)``.
+        catch: errors of ``space`` and ``make_model`` that fail their trial, as study.optimize has it; others end the
+            sweep.
+        compile: as of `hfusion.train_step`; worth it for long sweeps of few shapes.
+
+    Raises:
+        ImportError: Optuna is not installed.
+        ValueError: a study of several objectives, or arguments that do not go together.
+        CheckpointError: the directory is in use, damaged, or of another sweep.
+        PlanError: a trial that the device has no memory for, or a loader that cannot be used.
+    """
+    kinds = catch if isinstance(catch, tuple) else (catch,)
+    for name, value, least in (("trials", trials, 0), ("epochs", epochs, 1), ("rows", 1 if rows is None else rows, 1)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value!r}: give a whole number of at least {least}")
+    extent = Extent(trials, epochs, rows, seed, kinds)
+    machine = machine or Machine.detect()
+    device = max(machine.devices, key=lambda one: one.memory)
+    recipe = SweepRecipe(optimizer, loss, loader, eval_loader, metric, device.physical, compile)
+    maker = Maker(make_model, space, optimizer, device.physical)
+    with ExitStack() as stack:
+        folder = None
+        if directory is not None:
+            folder = SweepFolder(Path(directory))
+            stack.callback(folder.close)
+        found, own = open_study(study, storage, direction, sampler, pruner, None if folder is None else folder.root)
+        before = None if folder is None else folder.read()
+        body = {} if before is None else before[0]
+        _check_same(body, extent)
+        draws = Draws(found, body.get("base"))
+        attributes = {number: names for one in body.get("arrays", ()) for number, _, _, names in one["seats"]}
+        asked = Trials(
+            found,
+            body.get("run") or uuid.uuid4().hex,
+            draws,
+            asked=body.get("asked", ()),
+            attributes=attributes,
+            alone=own,
+        )
+        conductor = Conductor(asked, maker, recipe, extent, device, machine.calibrate()[device.name], folder)
+        try:
+            if before is None:
+                conductor.save()
+            else:
+                conductor.resume(*before)
+            conductor.run()
+        except BaseException:
+            if folder is None:
+                # Nobody can go on with them.
+                for number in asked.live:
+                    asked.end(number, Verdict.FAILED)
+            raise
+        return SweepResult(found, tuple(asked.asked), conductor.best)
+
+
+def _check_same(body: Any, extent: Extent) -> None:
+    """Raise a CheckpointError where the folder is of a sweep with other epochs, whose values would not compare."""
+    for name in ("epochs", "seed"):
+        if name in body and body[name] != getattr(extent, name):
+            raise CheckpointError(
+                f"{name} was {body[name]} when the sweep was saved, and is {getattr(extent, name)}: give what it was, "
+                "or a new directory"
+            )

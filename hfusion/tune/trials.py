@@ -1,0 +1,220 @@
+"""The trials of a sweep in its study: asked, reported, pruned and told once, however often the sweep is killed.
+
+What a study holds may be ahead of what was saved of the arrays: a resumed sweep computes the same values again. A
+report that is there stays, a trial that was told keeps its state, and one that was asked is taken over. Reports and
+decisions come in one order, so whatever is before the last report that is there was decided; only that trial's pruner
+may have been asked or not, and is asked again on what it knew then.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from hfusion.tune.study import Draws, import_optuna
+
+if TYPE_CHECKING:
+    from optuna import Study, Trial
+    from optuna.trial import FrozenTrial
+
+RUN, ROUND = "hfusion:run", "hfusion:round"
+
+
+class Verdict(StrEnum):
+    """What became of a trial after a report."""
+
+    GO_ON = "go on"
+    PRUNED = "pruned"
+    FAILED = "failed"
+    COMPLETE = "complete"
+
+
+class Trials:
+    """Those that a sweep asks of a study.
+
+    Args:
+        run: the sweep's name in the study.
+        asked: the numbers of those that were asked when it was saved.
+        attributes: of the trials in training then, the names of what pruners had noted.
+        alone: nobody else asks trials of this study.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        run: str,
+        draws: Draws,
+        *,
+        asked: Iterable[int] = (),
+        attributes: Mapping[int, Iterable[str]] | None = None,
+        alone: bool = False,
+    ) -> None:
+        self.optuna = import_optuna()
+        self.study, self.run, self.asked = study, run, list(asked)
+        self._draws = draws
+        self._live: dict[int, Trial] = {}
+        self._attributes = {number: set(names) for number, names in (attributes or {}).items()}
+        self._ahead: dict[int, FrozenTrial] = {}
+        self._adopted: deque[FrozenTrial] = deque()
+        self._reports = 0
+        self._look_ahead(alone)
+
+    def _look_ahead(self, alone: bool) -> None:
+        """Find what the study has that was not saved."""
+        states = self.optuna.trial.TrialState
+        known = set(self.asked)
+        trials = self.study.get_trials(deepcopy=True)
+        found = [one for one in trials if one.number not in known and _is_ours(one, self.run, alone, states)]
+        self._adopted = deque(sorted(found, key=lambda one: (one.datetime_start, one.number)))
+        self._ahead = {one.number: one for one in trials if one.number in self._attributes}
+
+    @property
+    def base(self) -> int:
+        """What the sampler's seeds come from."""
+        return self._draws.base
+
+    @property
+    def live(self) -> list[int]:
+        """The trials that are asked and not told, as far as this process has them."""
+        return list(self._live)
+
+    def ask(self) -> Trial | None:
+        """The next trial; None for one that was told before the sweep was killed."""
+        self._draws.begin(len(self.asked))
+        if not self._adopted:
+            trial = self.study.ask()
+            trial.set_user_attr(RUN, self.run)
+        else:
+            found = self._adopted.popleft()
+            if found.state.is_finished():
+                self.asked.append(found.number)
+                return None
+            trial = self._take_over(found)
+        self.asked.append(trial.number)
+        self._live[trial.number] = trial
+        return trial
+
+    def _take_over(self, found: FrozenTrial) -> Trial:
+        """A trial that was asked before the sweep was killed; what it had suggested is drawn anew, and left."""
+        trial: Trial = self.optuna.Trial(self.study, found._trial_id)
+        if RUN not in found.user_attrs:
+            trial.set_user_attr(RUN, self.run)
+        fixed = found.system_attrs.get("fixed_params", {})
+        before = copy.deepcopy(found)
+        before.params, before.distributions = {}, {}
+        for name, distribution in found.distributions.items():
+            if name not in fixed and not distribution.single() and name not in trial.relative_params:
+                self.study.sampler.sample_independent(self.study, before, name, distribution)
+            before.params = {**before.params, name: found.params[name]}
+            before.distributions = {**before.distributions, name: distribution}
+        return trial
+
+    def resume(self, epochs: Mapping[int, int]) -> dict[int, Trial]:
+        """The trials that were in training, or waited, after so many ``epochs`` of each, when the sweep was saved."""
+        ids = {one.number: one._trial_id for one in self.study.get_trials(deepcopy=False)}
+        self._live = {number: self.optuna.Trial(self.study, ids[number]) for number in epochs}
+        self._reports = sum(
+            sum(step >= epochs[number] for step in one.intermediate_values) for number, one in self._ahead.items()
+        )
+        return dict(self._live)
+
+    def caught_up(self) -> None:
+        """The round in which the sweep was killed is done: from here on all is new."""
+        self._ahead.clear()
+        self._attributes.clear()
+        self._reports = 0
+
+    def place(self, number: int, at: int) -> None:
+        """Note in which round of the sweep a trial began."""
+        trial = self._live[number]
+        if trial.user_attrs.get(ROUND) != at:
+            trial.set_user_attr(ROUND, at)
+
+    def report(self, number: int, value: float, step: int, *, last: bool) -> Verdict:
+        """Report what a trial came to after epoch ``step``, and what becomes of it, which is told."""
+        found = self._ahead.get(number)
+        if found is None or step not in found.intermediate_values:
+            self._live[number].report(value, step)
+            verdict = self._decided(number, value, last, self._live[number].should_prune)
+        elif found.state.is_finished():
+            self._reports -= 1
+            verdict = _VERDICTS[found.state.name]
+        else:
+            self._reports -= 1
+            settled = self._reports > 0 or bool(self._adopted)
+            verdict = self._decided(number, value, last, lambda: not settled and self._asked_again(number))
+        self._tell(number, verdict, value)
+        return verdict
+
+    def _decided(self, number: int, value: float, last: bool, prune: Any) -> Verdict:
+        if math.isnan(value):
+            return Verdict.FAILED
+        if prune():
+            return Verdict.PRUNED
+        return Verdict.COMPLETE if last else Verdict.GO_ON
+
+    def _asked_again(self, number: int) -> bool:
+        """What the pruner says, knowing what it knew before it may have been asked."""
+        view = copy.copy(self.study)
+        trial_id = self._live[number]._trial_id
+        storage: Any = _Before(self.study._storage, trial_id, self._attributes[number])
+        view._storage = storage
+        return bool(self.study.pruner.prune(view, storage.get_trial(trial_id)))
+
+    def _tell(self, number: int, verdict: Verdict, value: float) -> None:
+        if verdict is Verdict.GO_ON:
+            return
+        if verdict is Verdict.COMPLETE:
+            self.study.tell(number, value, skip_if_finished=True)
+        else:
+            self.end(number, verdict)
+        self._live.pop(number, None)
+
+    def end(self, number: int, verdict: Verdict) -> None:
+        """Tell a trial that has no value."""
+        states = self.optuna.trial.TrialState
+        state = states.PRUNED if verdict is Verdict.PRUNED else states.FAIL
+        self.study.tell(number, state=state, skip_if_finished=True)
+        self._live.pop(number, None)
+
+    def attributes(self) -> dict[int, list[str]]:
+        """The names of what pruners have noted on the trials that are not told."""
+        trials = self.study.get_trials(deepcopy=False, states=(self.optuna.trial.TrialState.RUNNING,))
+        return {one.number: sorted(one.system_attrs) for one in trials if one.number in self._live}
+
+
+_VERDICTS = {"COMPLETE": Verdict.COMPLETE, "PRUNED": Verdict.PRUNED, "FAIL": Verdict.FAILED}
+
+
+def _is_ours(one: FrozenTrial, run: str, alone: bool, states: Any) -> bool:
+    if RUN in one.user_attrs:
+        return bool(one.user_attrs[RUN] == run)
+    # Killed before its name was set.
+    return alone and one.state == states.RUNNING
+
+
+class _Before:
+    """A storage in which one trial has none of what was noted on it since."""
+
+    def __init__(self, storage: Any, trial_id: int, names: set[str]) -> None:
+        self._own, self._trial_id, self._names = storage, trial_id, names
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def get_trial(self, trial_id: int) -> FrozenTrial:
+        return self._cut(self._own.get_trial(trial_id))
+
+    def get_all_trials(self, *args: Any, **kwargs: Any) -> list[FrozenTrial]:
+        return [self._cut(one) for one in self._own.get_all_trials(*args, **kwargs)]
+
+    def _cut(self, one: FrozenTrial) -> FrozenTrial:
+        if one._trial_id != self._trial_id:
+            return one
+        cut = copy.copy(one)
+        cut.system_attrs = {name: value for name, value in one.system_attrs.items() if name in self._names}
+        return cut

@@ -1,0 +1,83 @@
+"""A small sweep in float64, and its trials trained alone with torch.optim."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hfusion.device.machine import Device, Machine
+
+EPOCHS = 4
+MACHINE = Machine([Device("cpu", memory="1GiB")], "1GiB")
+
+
+def data(samples: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, (inputs[:, 0] * inputs[:, 1] > 0).long())
+
+
+def loaders() -> dict[str, Any]:
+    """Of which the first is shuffled; its last minibatch is smaller."""
+    return {
+        "loader": DataLoader(data(90, 0), batch_size=32, shuffle=True),
+        "eval_loader": DataLoader(data(40, 1), batch_size=16),
+    }
+
+
+def make_model(hidden: int = 8, batch_norm: bool = False) -> nn.Module:
+    norm = [nn.BatchNorm1d(hidden)] if batch_norm else []
+    return nn.Sequential(nn.Linear(6, hidden), *norm, nn.ReLU(), nn.Linear(hidden, 2)).double()
+
+
+def space(trial: Any) -> dict[str, Any]:
+    return {
+        "lr": trial.suggest_float("lr", 1e-4, 0.3, log=True),
+        "betas": (trial.suggest_float("beta1", 0.5, 0.95), 0.99),
+        "weight_decay": trial.suggest_float("weight_decay", 1e-4, 0.5, log=True),
+        "hidden": trial.suggest_categorical("hidden", [4, 8]),
+        "batch_norm": trial.suggest_categorical("batch_norm", [False, True]),
+    }
+
+
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    return (output.argmax(1) == target).double().mean()
+
+
+def alone(params: Mapping[str, Any], number: int, began: int, epochs: int, seed: int = 0) -> list[tuple[float, ...]]:
+    """Of each epoch of a trial: the mean loss of its steps, the loss and the accuracy over the samples to judge by."""
+    given = loaders()
+    torch.manual_seed(number)
+    model = make_model(params["hidden"], params["batch_norm"])
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=params["lr"], betas=(params["beta1"], 0.99), weight_decay=params["weight_decay"]
+    )
+    found = []
+    for epoch in range(epochs):
+        torch.manual_seed(seed + began + epoch)
+        losses = []
+        for inputs, target in given["loader"]:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), target)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        outputs, targets = zip(*given["eval_loader"], strict=True)
+        with evaluating(model), torch.no_grad():
+            output, target = torch.cat([model(part) for part in outputs]), torch.cat(targets)
+        judged = float(F.cross_entropy(output, target)), float(accuracy(output, target))
+        found.append((sum(losses) / len(losses), *judged))
+    return found
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    yield
+    model.train()

@@ -1,0 +1,110 @@
+"""Every value that a sweep reports is that of the trial trained alone, every decision the pruner's on these reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hfusion as hf
+from tests.tune.cases import EPOCHS, MACHINE, accuracy, alone, loaders, make_model, space
+
+optuna = pytest.importorskip("optuna")
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HFUSION_RATES", "standard")
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    yield
+    optuna.logging.set_verbosity(before)
+
+
+def sweep(trials: int, **options: Any) -> hf.SweepResult:
+    given = {"epochs": EPOCHS, "machine": MACHINE, "rows": 6, **loaders(), **options}
+    if not isinstance(given.get("study"), optuna.Study):
+        given.setdefault("sampler", optuna.samplers.RandomSampler(seed=3))
+    return hf.sweep(
+        given.pop("make_model", make_model), given.pop("space", space), F.cross_entropy, trials=trials, **given
+    )
+
+
+class Recorded(optuna.pruners.BasePruner):  # type: ignore[misc,name-defined]
+    """A pruner, and what it was asked and said, in order: trial, step, decision."""
+
+    def __init__(self, pruner: Any) -> None:
+        self._pruner, self.said = pruner, list[tuple[int, int, bool]]()
+
+    def prune(self, study: Any, trial: Any) -> bool:
+        decision = bool(self._pruner.prune(study, trial))
+        self.said.append((trial.number, trial.last_step, decision))
+        return decision
+
+
+def decided_anew(result: hf.SweepResult, said: list[tuple[int, int, bool]], pruner: Any) -> list[tuple[int, int, bool]]:
+    """What a pruner says where nothing but the same values is reported, in the same order."""
+    again = optuna.create_study(study_name=result.study.study_name, direction=result.study.direction, pruner=pruner)
+    trials, found = [again.ask() for _ in result.trials], []
+    for number, step, _ in said:
+        trials[number].report(result.trials[number].intermediate_values[step], step)
+        found.append((number, step, trials[number].should_prune()))
+        if found[-1][2]:
+            again.tell(number, state=optuna.trial.TrialState.PRUNED)
+        elif step == EPOCHS - 1:
+            again.tell(number, result.trials[number].value)
+    return found
+
+
+PRUNERS = {
+    "none": lambda: optuna.pruners.NopPruner(),
+    "median": lambda: optuna.pruners.MedianPruner(n_startup_trials=2),
+    "halving": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
+    "hyperband": lambda: optuna.pruners.HyperbandPruner(min_resource=1, max_resource=EPOCHS, reduction_factor=2),
+}
+METRICS = {"steps": (None, "minimize", 0), "loss": (None, "minimize", 1), "accuracy": (accuracy, "maximize", 2)}
+
+
+@pytest.mark.parametrize(("pruner", "metric"), [("none", "steps"), ("median", "loss"), ("halving", "accuracy")])
+def test_values_are_those_of_trials_alone(pruner: str, metric: str) -> None:
+    function, direction, column = METRICS[metric]
+    options = {"eval_loader": None} if metric == "steps" else {}
+    result = sweep(14, pruner=PRUNERS[pruner](), metric=function, direction=direction, **options)
+    assert {"hidden": {4, 8}, "batch_norm": {False, True}} == {
+        name: {one.params[name] for one in result.trials} for name in ("hidden", "batch_norm")
+    }
+    for one in result.trials:
+        values = [one.intermediate_values[step] for step in sorted(one.intermediate_values)]
+        expected = alone(one.params, one.number, one.user_attrs["hfusion:round"], len(values))
+        assert values == pytest.approx([found[column] for found in expected], rel=1e-9, abs=1e-12)
+        assert one.value == values[-1]
+    states = [one.state.name for one in result.trials]
+    assert set(states) == ({"COMPLETE"} if pruner == "none" else {"COMPLETE", "PRUNED"})
+    assert all(len(one.intermediate_values) == EPOCHS for one in result.trials if one.state.name == "COMPLETE")
+
+
+@pytest.mark.parametrize("name", PRUNERS)
+def test_decisions_are_those_of_the_pruner_on_these_values(name: str) -> None:
+    recorded = Recorded(PRUNERS[name]())
+    result = sweep(16, pruner=recorded)
+    assert decided_anew(result, recorded.said, PRUNERS[name]()) == recorded.said
+    ended = {number: "PRUNED" if pruned else "COMPLETE" for number, _, pruned in recorded.said}
+    assert ended == {one.number: one.state.name for one in result.trials}
+    assert any(pruned for _, _, pruned in recorded.said) == (name != "none")
+
+
+def test_the_best_model_is_that_of_the_best_trial() -> None:
+    result = sweep(8, pruner=optuna.pruners.NopPruner(), metric=accuracy, direction="maximize")
+    best = result.best_trial
+    model = result.best_model.eval()
+    batches = list(loaders()["eval_loader"])
+    output = torch.cat([model(inputs) for inputs, _ in batches])
+    assert float(accuracy(output, torch.cat([target for _, target in batches]))) == result.best_value == best.value
+    assert model[0].out_features == result.best_params["hidden"]  # type: ignore[index,union-attr]
+    lines = str(result).splitlines()
+    assert lines[0].endswith("8 trials: 8 complete")
+    assert f"{best.value:.6g}" in lines[2]
+    assert all(len(line) <= 100 for line in lines)
