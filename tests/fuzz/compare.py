@@ -138,18 +138,22 @@ def _run(trial: Trial) -> Outcome:
         for seen in fused(trial, expected):
             del seen
     except _Different as found:
-        if _noisy(trial, expected):
-            return Outcome(Verdict.UNTAME, "rounding alone moves it")
-        return Outcome(Verdict.DIFFERENT, str(found))
+        return _different(trial, expected, str(found))
     except WORDS as error:
         if str(error).startswith("self-check"):
-            return Outcome(Verdict.DIFFERENT, _told(error))
+            return _different(trial, expected, _told(error))
         if not isinstance(error, hf.HFusionError) and not _raised_by_us(error):
             return Outcome(Verdict.RAW, _told(error))
         return Outcome(Verdict.REFUSED, str(error))
     except Exception as error:
         return Outcome(Verdict.RAW, _told(error))
     return Outcome(Verdict.EQUAL)
+
+
+def _different(trial: Trial, expected: Sequence[Seen], words: str) -> Outcome:
+    if _noisy(trial, expected):
+        return Outcome(Verdict.UNTAME, "rounding alone moves it")
+    return Outcome(Verdict.DIFFERENT, words)
 
 
 def alone(trial: Trial, moved: int = 0) -> Iterator[Seen]:
