@@ -16,7 +16,7 @@ from hfusion.core.errors import FusionError
 from hfusion.passes.effects import RUNNING_STATISTICS, remove_dead
 from hfusion.passes.islands import OPAQUE, Watched, checked
 from hfusion.passes.old_values import differentiable, keep_old_values
-from hfusion.passes.scatters import SCATTERS, State, emit, scattered, sizes_of
+from hfusion.passes.scatters import SCATTERS, Rewriting, emit, scattered, sizes_of
 from hfusion.passes.views import IDENTITY, LISTS, RESHAPES, location, viewed, writes
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ def functional(graph: fx.Graph, writable: frozenset[str]) -> fx.Graph:
         FusionError: a write to any other placeholder, or a write that has no functional form.
     """
     watched = checked(graph, viewed, RUNNING_STATISTICS)
-    state = State(fx.Graph(), position={node: k for k, node in enumerate(graph.nodes)})
+    state = Rewriting(fx.Graph(), position={node: k for k, node in enumerate(graph.nodes)})
     for node in graph.nodes:
         if differentiable(state, node, writable):
             state.differentiable.add(node)
@@ -63,7 +63,7 @@ def functional(graph: fx.Graph, writable: frozenset[str]) -> fx.Graph:
     return state.graph
 
 
-def _write(state: State, node: fx.Node, writable: frozenset[str]) -> None:
+def _write(state: Rewriting, node: fx.Node, writable: frozenset[str]) -> None:
     written = node.args[0]
     if not isinstance(written, fx.Node) or node.target._schema.name.endswith("_out"):  # type: ignore[union-attr]
         raise FusionError(f"{location(node)}: {node.target} writes into several tensors; write it without in-place")
@@ -75,7 +75,7 @@ def _write(state: State, node: fx.Node, writable: frozenset[str]) -> None:
     _write_back(state, state.root(written), node, writable)
 
 
-def _assign(state: State, written: fx.Node, value: fx.Node, node: fx.Node) -> None:
+def _assign(state: Rewriting, written: fx.Node, value: fx.Node, node: fx.Node) -> None:
     """From ``node`` on, ``written`` holds ``value``; so do the tensors that it is a view of, and their other views."""
     state.current[written] = value
     on_path = {written}
@@ -91,7 +91,7 @@ def _assign(state: State, written: fx.Node, value: fx.Node, node: fx.Node) -> No
             state.current[view] = _replay(state, view)
 
 
-def _call_members(state: State, node: fx.Node, watched: Watched) -> None:
+def _call_members(state: Rewriting, node: fx.Node, watched: Watched) -> None:
     """Members' own code changes its tensors where they lie; what is read of them later, is read anew."""
     changing, call = node.args[2], node.args[3]
     places = [_in_memory(state, tensor, node) for tensor in changing]  # type: ignore[union-attr, arg-type]
@@ -104,7 +104,7 @@ def _call_members(state: State, node: fx.Node, watched: Watched) -> None:
             _assign(state, tensor, emit(state, node, aten.alias.default, (place,), {}), node)
 
 
-def _in_memory(state: State, tensor: fx.Node, node: fx.Node) -> fx.Node:
+def _in_memory(state: Rewriting, tensor: fx.Node, node: fx.Node) -> fx.Node:
     """What holds the present value of ``tensor`` and may be written into: its placeholder, or a copy."""
     below = tensor
     while below in state.parent and (below.target in IDENTITY or writes(below)):
@@ -115,12 +115,12 @@ def _in_memory(state: State, tensor: fx.Node, node: fx.Node) -> fx.Node:
     return emit(state, node, aten.clone.default, (state.current[tensor],), {})
 
 
-def _placeholder(state: State, node: fx.Node) -> fx.Node:
+def _placeholder(state: Rewriting, node: fx.Node) -> fx.Node:
     found: fx.Node = next(n for n in state.graph.nodes if n.op == "placeholder" and n.name == node.name)
     return found
 
 
-def _functional_call(state: State, node: fx.Node) -> fx.Node:
+def _functional_call(state: Rewriting, node: fx.Node) -> fx.Node:
     """The value that the write leaves in the tensor."""
     target = _functional_target(node)
     args = fx.map_arg(node.args, lambda n: state.current[n])
@@ -139,7 +139,7 @@ def _functional_call(state: State, node: fx.Node) -> fx.Node:
     return value
 
 
-def _copy(state: State, node: fx.Node, written: fx.Node, source: fx.Node) -> fx.Node:
+def _copy(state: Rewriting, node: fx.Node, written: fx.Node, source: fx.Node) -> fx.Node:
     """``source`` as ``written`` is, in memory of its own; written out, because ``aten.copy`` has no derivative."""
     here, there = written.meta["val"], source.meta["val"]
     if (here.dtype, here.device) != (there.dtype, there.device):
@@ -184,14 +184,14 @@ def _parameters(target: OpOverload) -> list[tuple[str, str]]:
     return [(a.name if k else "", str(a.type)) for k, a in enumerate(target._schema.arguments)]
 
 
-def _used_later(state: State, view: fx.Node, write: fx.Node) -> bool:
+def _used_later(state: Rewriting, view: fx.Node, write: fx.Node) -> bool:
     now = state.position[write]
     return any(state.position[user] > now for user in view.users) or any(
         state.parent.get(child) is view and _used_later(state, child, write) for child in state.parent
     )
 
 
-def _replay(state: State, view: fx.Node) -> fx.Node:
+def _replay(state: Rewriting, view: fx.Node) -> fx.Node:
     """The view taken anew of its parent's current value."""
     if view.target is operator.getitem:
         views, place = view.args
@@ -204,7 +204,7 @@ def _replay(state: State, view: fx.Node) -> fx.Node:
     return emit(state, view, view.target, args, kwargs)
 
 
-def _check_view(state: State, written: fx.Node, write: fx.Node) -> None:
+def _check_view(state: Rewriting, written: fx.Node, write: fx.Node) -> None:
     """Every step from the root to the written tensor must be one that can be undone."""
     if torch.Tag.inplace_view in write.target.tags and len(state.family(written)) > 1:  # type: ignore[union-attr]
         raise FusionError(
@@ -229,7 +229,7 @@ def _check_view(state: State, written: fx.Node, write: fx.Node) -> None:
         node = above
 
 
-def _write_back(state: State, root: fx.Node, write: fx.Node, writable: frozenset[str]) -> None:
+def _write_back(state: Rewriting, root: fx.Node, write: fx.Node, writable: frozenset[str]) -> None:
     if root.op != "placeholder":
         return
     if root.name not in writable:
@@ -241,7 +241,7 @@ def _write_back(state: State, root: fx.Node, write: fx.Node, writable: frozenset
     state.graph.call_function(aten.copy_.default, (original, state.current[root])).meta["val"] = original.meta["val"]
 
 
-def _keep_statistics(state: State, node: fx.Node, new: fx.Node) -> None:
+def _keep_statistics(state: Rewriting, node: fx.Node, new: fx.Node) -> None:
     """Norms update their running statistics unseen; those must be the buffers themselves."""
     for statistic in node.args[3:5]:
         if not isinstance(statistic, fx.Node):

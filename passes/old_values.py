@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from hfusion.passes.effects import RUNNING_STATISTICS
 from hfusion.passes.islands import OPAQUE
-from hfusion.passes.scatters import State
+from hfusion.passes.scatters import Rewriting
 from hfusion.passes.views import viewed
 
 aten = torch.ops.aten
@@ -66,14 +66,14 @@ def _readers(node: fx.Node, kept: set[fx.Node]) -> Iterator[fx.Node]:
 
 def _with_gradients(graph: fx.Graph, writable: frozenset[str]) -> set[fx.Node]:
     """The calls that a gradient may flow through."""
-    state = State(graph)
+    state = Rewriting(graph)
     for node in graph.nodes:
         if differentiable(state, node, writable):
             state.differentiable.add(node)
     return state.differentiable
 
 
-def differentiable(state: State, node: fx.Node, writable: frozenset[str]) -> bool:
+def differentiable(state: Rewriting, node: fx.Node, writable: frozenset[str]) -> bool:
     """Whether a gradient may flow through ``node``."""
     example = node.meta.get("val")
     if isinstance(example, Tensor) and not (example.is_floating_point() or example.is_complex()):

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 @dataclass
-class State:
+class Rewriting:
     """What the rewriting knows: the new graph, each old node's current value, and which node is a view of which."""
 
     graph: fx.Graph
@@ -38,7 +38,7 @@ class State:
         return node
 
 
-def emit(state: State, origin: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
+def emit(state: Rewriting, origin: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
     """A call in the new graph, told to come from where ``origin`` does."""
     new = state.graph.call_function(target, args, kwargs)
     new.meta.update({name: origin.meta[name] for name in ("stack_trace", "nn_module_stack") if name in origin.meta})
@@ -46,10 +46,10 @@ def emit(state: State, origin: fx.Node, target: Any, args: Any, kwargs: Any) -> 
     return new
 
 
-Scatter = Callable[[State, fx.Node, Any, Any], fx.Node]
+Scatter = Callable[[Rewriting, fx.Node, Any, Any], fx.Node]
 
 
-def scattered(state: State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+def scattered(state: Rewriting, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
     """``whole`` with the region that ``view`` shows replaced by ``part``."""
     if view.target in IDENTITY or writes(view):
         return part
@@ -59,7 +59,7 @@ def scattered(state: State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.
     return SCATTERS[view.target](state, view, whole, part)
 
 
-def sizes_of(state: State, view: fx.Node, whole: fx.Node) -> list[Any]:
+def sizes_of(state: Rewriting, view: fx.Node, whole: fx.Node) -> list[Any]:
     """The sizes of ``whole``, symbolic ones as nodes."""
     return [
         size if isinstance(size, int) else emit(state, view, aten.sym_size.int, (whole, dim), {})
@@ -68,7 +68,7 @@ def sizes_of(state: State, view: fx.Node, whole: fx.Node) -> list[Any]:
 
 
 def _scatter_by(target: OpOverload) -> Scatter:
-    def scatter(state: State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+    def scatter(state: Rewriting, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
         where = fx.map_arg(view.args[1:], lambda n: state.current[n])
         if not whole.meta["val"].is_complex():
             return emit(state, view, target, (whole, part, *where), view.kwargs)
@@ -82,52 +82,52 @@ def _scatter_by(target: OpOverload) -> Scatter:
     return scatter
 
 
-def _plain(state: State, view: fx.Node, value: fx.Node) -> fx.Node:
+def _plain(state: Rewriting, view: fx.Node, value: fx.Node) -> fx.Node:
     """``value`` itself where it was noted as the conjugate of another."""
     return emit(state, view, aten.resolve_conj.default, (value,), {})
 
 
-def _as_complex(state: State, view: fx.Node, pairs: fx.Node) -> fx.Node:
+def _as_complex(state: Rewriting, view: fx.Node, pairs: fx.Node) -> fx.Node:
     pairs = emit(state, view, aten.contiguous.default, (pairs,), {})
     return emit(state, view, aten.view_as_complex.default, (pairs,), {})
 
 
-def _scatter_real(state: State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+def _scatter_real(state: Rewriting, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
     if not whole.meta["val"].is_complex():
         return part
     imaginary = emit(state, view, aten.imag.default, (whole,), {})
     return emit(state, view, aten.complex.default, (part, imaginary), {})
 
 
-def _scatter_imaginary(state: State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+def _scatter_imaginary(state: Rewriting, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
     real = emit(state, view, aten.real.default, (whole,), {})
     return emit(state, view, aten.complex.default, (real, part), {})
 
 
-def _scatter_pairs(state: State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+def _scatter_pairs(state: Rewriting, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
     """``view`` shows complex numbers as pairs of real ones."""
     return _as_complex(state, view, part)
 
 
-def _scatter_complex(state: State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+def _scatter_complex(state: Rewriting, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
     """``view`` shows pairs of real numbers as complex ones."""
     return emit(state, view, aten.view_as_real.default, (_plain(state, view, part),), {})
 
 
-def _diagonal_back(state: State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+def _diagonal_back(state: Rewriting, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
     return emit(state, view, aten.diagonal_scatter.default, (whole, part, *view.args[1:]), view.kwargs)
 
 
-def _permute_back(state: State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+def _permute_back(state: Rewriting, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
     dims = [d % len(view.args[1]) for d in view.args[1]]  # type: ignore[union-attr, arg-type, operator]
     return emit(state, view, aten.permute.default, (part, [dims.index(k) for k in range(len(dims))]), {})
 
 
-def _same_again(state: State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+def _same_again(state: Rewriting, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
     return emit(state, view, view.target, (part, *view.args[1:]), view.kwargs)
 
 
-def _scatter_part(state: State, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
+def _scatter_part(state: Rewriting, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
     """``view`` is one of several views side by side."""
     views, place = view.args
     assert isinstance(views, fx.Node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from hfusion.passes.cost.cost import Line, Step, Storage, Weight
+from hfusion.passes.cost.cost import Line, OperatorCost, Storage, Weight
 
 SIZES = st.integers(0, 9)
 
@@ -13,7 +13,7 @@ SIZES = st.integers(0, 9)
 def lines(draw: st.DrawFn) -> Line:
     """Any small line: storages that skip steps, inputs, results, weights used again."""
     count = draw(st.integers(1, 6))
-    steps = [Step(f"s{k}", 1.0, 2.0, draw(SIZES), draw(SIZES), draw(SIZES)) for k in range(count)]
+    steps = [OperatorCost(f"s{k}", 1.0, 2.0, draw(SIZES), draw(SIZES), draw(SIZES)) for k in range(count)]
     storages = []
     for _ in range(draw(st.integers(0, 8))):
         born = draw(st.integers(0, count - 1))

@@ -31,7 +31,7 @@ OWN = "members/"
 
 
 @dataclass
-class Writer:
+class SaveWriter:
     """Collects a save: ``rows`` are the array's rows of the members that are saved."""
 
     rows: Sequence[int]
@@ -107,13 +107,13 @@ class Writer:
 
 
 @dataclass
-class Reader:
+class SaveReader:
     """Members of saves: ``parts`` are pairs of a save and the places in it, the members in order."""
 
     parts: list[tuple[Saved, list[int]]]
 
     @staticmethod
-    def of(saved: Sequence[Saved], names: Sequence[str] | None) -> Reader:
+    def of(saved: Sequence[Saved], names: Sequence[str] | None) -> SaveReader:
         """Members ``names``, or all of one save after those of the one before.
 
         Raises:
@@ -145,7 +145,7 @@ class Reader:
                 parts[-1][1].append(place)
             else:
                 parts.append((saved[number], [place]))
-        return Reader(parts)
+        return SaveReader(parts)
 
     @property
     def path(self) -> Path:

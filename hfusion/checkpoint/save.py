@@ -15,7 +15,7 @@ from torch import nn
 from hfusion.array.module import FusedModule
 from hfusion.checkpoint import files
 from hfusion.checkpoint.files import told
-from hfusion.checkpoint.parts import Reader, Writer
+from hfusion.checkpoint.parts import SaveReader, SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.optim import FusedOptimizer, GradScaler
 
@@ -61,13 +61,13 @@ def save(
     tags = [f"member {row}" for row in range(len(fused))] if names is None else list(names)
     if len(tags) != len(fused) or len(set(tags)) < len(tags):
         raise CheckpointError(f"names={tags}: give each of {len(fused)} members one of its own")
-    writer = Writer(range(len(fused)), {"members": tags}, {})
+    writer = SaveWriter(range(len(fused)), {"members": tags}, {})
     gather(writer, fused, optimizer, schedule, scaler, loader, extra)
     return files.write(root, writer.body, writer.tensors, step=step, keep=keep, score=score)
 
 
 def gather(
-    writer: Writer,
+    writer: SaveWriter,
     fused: FusedModule,
     optimizer: FusedOptimizer | None,
     schedule: Any,
@@ -147,7 +147,7 @@ def in_thread(write: Callable[[], Path]) -> Future[Path]:
     return future
 
 
-def read(root: Root | Sequence[Root], names: Sequence[str] | None) -> Reader:
+def read(root: Root | Sequence[Root], names: Sequence[str] | None) -> SaveReader:
     """The members ``names`` of the latest saves under one root or several. Raises CheckpointError."""
     roots = [root] if isinstance(root, str | os.PathLike) else list(root)
-    return Reader.of([files.read(one) for one in roots], names)
+    return SaveReader.of([files.read(one) for one in roots], names)

@@ -15,7 +15,7 @@ from torch import nn
 
 from hfusion.checkpoint import files
 from hfusion.checkpoint.files import told
-from hfusion.checkpoint.parts import Reader, Writer
+from hfusion.checkpoint.parts import SaveReader, SaveWriter
 from hfusion.checkpoint.save import Root, gather, in_thread, read
 from hfusion.core.errors import CheckpointError
 from hfusion.optim import FusedOptimizer
@@ -90,13 +90,13 @@ class Saving:
         return pop
 
 
-def gathered(pop: Population, loader: Any, extra: Any) -> Writer:
+def gathered(pop: Population, loader: Any, extra: Any) -> SaveWriter:
     """Copies of all that a save of ``pop`` holds."""
     roll, limits = pop._roll, pop._limits
     if not roll.live:
         raise CheckpointError("every row of the population is free: there is nobody to save")
     tags = [roll.tag(row) for row in roll.live]
-    writer = Writer(roll.live, {"members": tags}, {})
+    writer = SaveWriter(roll.live, {"members": tags}, {})
     gather(writer, pop.fused, pop.optimizer, pop.schedule, pop.scaler, loader, extra)
     writer.own("population/ages", roll.ages)
     writer.own("population/frozen", roll.frozen)
@@ -114,7 +114,7 @@ def gathered(pop: Population, loader: Any, extra: Any) -> Writer:
     return writer
 
 
-def rows_of(reader: Reader, names: Sequence[str] | None) -> list[str | None]:
+def rows_of(reader: SaveReader, names: Sequence[str] | None) -> list[str | None]:
     """Who is in which row: as they were saved, where all of one save are loaded, else without free rows."""
     with told(reader.path):
         if names is None and len(reader.parts) == 1:
@@ -135,7 +135,7 @@ def models_of(make_model: Callable[..., nn.Module], rows: Sequence[str | None]) 
     return [make_model(tag or first) if named else make_model() for tag in rows]
 
 
-def restore(pop: Population, reader: Reader, rows: Sequence[str | None], loader: Any, random: bool) -> None:
+def restore(pop: Population, reader: SaveReader, rows: Sequence[str | None], loader: Any, random: bool) -> None:
     """Let ``pop``, just made of models for ``rows``, be what was saved. Raises CheckpointError."""
     with told(reader.path):
         live = [row for row, tag in enumerate(rows) if tag is not None]
@@ -169,7 +169,7 @@ def restore(pop: Population, reader: Reader, rows: Sequence[str | None], loader:
             loader.load_state_dict(position)
 
 
-def _widened(reader: Reader, places: Sequence[int]) -> Reader:
+def _widened(reader: SaveReader, places: Sequence[int]) -> SaveReader:
     """The members of ``reader`` with some of them twice, by their places in its order."""
     flat = [(saved, place) for saved, own in reader.parts for place in own]
     parts: list[tuple[Any, list[int]]] = []
@@ -179,10 +179,10 @@ def _widened(reader: Reader, places: Sequence[int]) -> Reader:
             parts[-1][1].append(own)
         else:
             parts.append((saved, [own]))
-    return Reader(parts)
+    return SaveReader(parts)
 
 
-def _roll(wide: Reader, reader: Reader, rows: Sequence[str | None]) -> Roll:
+def _roll(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> Roll:
     free = torch.tensor([tag is None for tag in rows])
     ages, frozen = wide.own("population/ages"), wide.own("population/frozen")
     if ages.dtype is not torch.int64 or frozen.dtype is not torch.bool or not ages.shape == frozen.shape == free.shape:

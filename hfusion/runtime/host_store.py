@@ -54,21 +54,21 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BufferLayout:
     """Where the tensors of a shard lie; ``sizes`` are the bytes of the sections."""
 
     fields: tuple[Field, ...]
     sizes: tuple[int, ...]
 
     @staticmethod
-    def of(tensors: Mapping[Section, Mapping[str, Tensor]]) -> Layout:
+    def of(tensors: Mapping[Section, Mapping[str, Tensor]]) -> BufferLayout:
         fields, sizes = [], dict.fromkeys(STATE, 0)
         for section in STATE:
             for name, tensor in tensors[section].items():
                 field = Field(name, section, sizes[section], tensor.shape, tensor.dtype)
                 fields.append(field)
                 sizes[section] += field.room
-        return Layout(tuple(fields), tuple(sizes.values()))
+        return BufferLayout(tuple(fields), tuple(sizes.values()))
 
     @cached_property
     def _neighbours(self) -> list[tuple[Section, list[Field]]]:
@@ -101,7 +101,7 @@ class HostStore:
     """A shard at rest. ``views`` are the tensors by section and name."""
 
     def __init__(self, tensors: Mapping[Section, Mapping[str, Tensor]], *, pinned: bool, file: Path | None) -> None:
-        self.layout = Layout.of(tensors)
+        self.layout = BufferLayout.of(tensors)
         size = sum(self.layout.sizes)
         buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned) if file is None else _mapped(file, size)
         self._buffers = self.layout.buffers(buffer)
@@ -124,7 +124,7 @@ class HostStore:
 class Copy:
     """Some sections of a shard on a device, and their ``views``; ``moves`` fill them."""
 
-    def __init__(self, layout: Layout, host: Mapping[Section, Tensor], device: torch.device) -> None:
+    def __init__(self, layout: BufferLayout, host: Mapping[Section, Tensor], device: torch.device) -> None:
         self.device = device
         self.buffers = {s: torch.empty(len(source), dtype=torch.uint8, device=device) for s, source in host.items()}
         self.views = layout.views(self.buffers)

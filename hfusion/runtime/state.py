@@ -58,7 +58,7 @@ def holdings(parts: Sequence[Sequence[Slot]], names: Mapping[str, str], trained:
 
 
 @dataclass
-class _Shard:
+class _LoadedShard:
     """A shard's tensors on a device, and which of them changed there. ``filled``: they are there."""
 
     copy: Copy
@@ -68,7 +68,7 @@ class _Shard:
     filled: Event = field(default_factory=Event)
 
 
-class State:
+class TaskTensors:
     """The parameters, buffers and optimizer state of a task. One thread may load a shard while another computes.
 
     Args:
@@ -97,7 +97,7 @@ class State:
         self._tensors = tensors
         self._trained = frozenset(name for shard in shards for name in shard.trained)
         self._lock = Lock()
-        self._here: dict[int, _Shard] = {}
+        self._here: dict[int, _LoadedShard] = {}
         self._leaving: dict[int, tuple[Copy, Event]] = {}
         # What training does not change keeps the memory it had, for afterwards.
         self._frozen = {
@@ -182,7 +182,7 @@ class State:
                 if (Kind.PARAMETER if isinstance(self._tensors[name], nn.Parameter) else Kind.BUFFER) in borrows:
                     moves.append(Move.of(borrowed[name], source))
         with self._lock:
-            self._here[shard] = _Shard(copy, borrowed)
+            self._here[shard] = _LoadedShard(copy, borrowed)
         return moves
 
     def loaded(self, shard: int) -> None:

@@ -25,7 +25,7 @@ from hfusion.runtime.boundary import BoundaryStore
 from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.process import Gate, Generators
 from hfusion.runtime.recipe import Batch, Recipe, Source
-from hfusion.runtime.state import State
+from hfusion.runtime.state import TaskTensors
 from hfusion.runtime.values import Bundle, restore, spill, tracked
 from hfusion.schedule.actions import Section
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
@@ -41,7 +41,7 @@ _BORROWED = {
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _PartGraph:
     """A computed part with its graph: leaves by name, and the results; of the last part, only its ``losses [B]``."""
 
     inputs: Mapping[str, Any]
@@ -59,7 +59,7 @@ class Training:
     def __init__(
         self,
         plan: TaskPlan,
-        state: State,
+        state: TaskTensors,
         names: Mapping[str, str],
         source: Source,
         evaluation: Source | None,
@@ -79,7 +79,7 @@ class Training:
         self._batch: Batch
         self._recipe: Recipe
         self._boundary = BoundaryStore(pinned=state.pinned, resident=plan.resident)
-        self._saved: dict[int, _Saved] = {}
+        self._saved: dict[int, _PartGraph] = {}
         self._drawn: dict[int, Generators] = {}
         self._before: dict[int, dict[str, Tensor] | Bundle] = {}
         self._grads: dict[str, Tensor] = {}
@@ -225,7 +225,7 @@ class Training:
 
     def _compute(
         self, shard: int, inputs: dict[str, Any], buffers: Mapping[str, Tensor], device: torch.device
-    ) -> _Saved:
+    ) -> _PartGraph:
         """Run a part on new leaves, with ``buffers`` in place of the shard's own."""
         part, params, keys = self._recipe.parts[shard], {}, []
         for slot in part.keys:
@@ -244,8 +244,8 @@ class Training:
                 taken(leaf, branching)
         outputs = watched(part.on(device), branching)(*keys, *inputs.values())
         if not self._is_last(shard):
-            return _Saved(inputs, params, dict(zip(part.gives, outputs, strict=True)))
-        return _Saved(inputs, params, {}, self._recipe.losses(outputs, self._batch.target))
+            return _PartGraph(inputs, params, dict(zip(part.gives, outputs, strict=True)))
+        return _PartGraph(inputs, params, {}, self._recipe.losses(outputs, self._batch.target))
 
     def _backward(self, unit: Unit, device: torch.device) -> None:
         shard = unit.shard
@@ -288,7 +288,7 @@ class Training:
                     self._norms[name] = norms.to("cpu", non_blocking=True)
         self._clean(shard)
 
-    def _recomputed(self, shard: int, device: torch.device) -> _Saved:
+    def _recomputed(self, shard: int, device: torch.device) -> _PartGraph:
         inputs = self._boundary.entry(shard, self._recipe.parts[shard].takes, device)
         before = self._before[shard]
         if isinstance(before, Bundle):

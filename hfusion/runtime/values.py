@@ -17,7 +17,7 @@ from hfusion.core.tree import change, holds, leaves
 from hfusion.runtime.copying import Move
 
 
-class View(NamedTuple):
+class StorageView(NamedTuple):
     """A tensor within the storage number ``storage`` of a bundle."""
 
     storage: int
@@ -30,7 +30,7 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Bundle:
-    """Values at rest on the host: their storages, and the values with a `View` for every tensor."""
+    """Values at rest on the host: their storages, and the values with a `StorageView` for every tensor."""
 
     storages: tuple[torch.UntypedStorage, ...]
     values: Mapping[str, Any]
@@ -56,7 +56,7 @@ def spill(values: Mapping[str, Any], before: Bundle | None, *, pinned: bool) -> 
     sources: list[torch.UntypedStorage] = []
     sizes: list[int] = []
 
-    def view(tensor: Tensor) -> View:
+    def view(tensor: Tensor) -> StorageView:
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
         number = numbers.get(address) if size else None
@@ -65,7 +65,7 @@ def spill(values: Mapping[str, Any], before: Bundle | None, *, pinned: bool) -> 
             sources.append(storage)
             sizes.append(size)
         offset = int(tensor.storage_offset())
-        return View(number, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.requires_grad)
+        return StorageView(number, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.requires_grad)
 
     kept = {name: change(value, Tensor, view) for name, value in values.items()}
     if before is not None and before.comparable and before.sizes == tuple(sizes) and before.values == kept:
@@ -80,7 +80,7 @@ def restore(bundle: Bundle, names: Sequence[str], device: torch.device) -> tuple
     """Some values of a bundle on a device, detached, and what must be copied to fill them."""
     moved: dict[int, torch.UntypedStorage] = {}
 
-    def tensor(view: View) -> Tensor:
+    def tensor(view: StorageView) -> Tensor:
         storage = moved.get(view.storage)
         if storage is None:
             size = bundle.sizes[view.storage]
@@ -88,7 +88,7 @@ def restore(bundle: Bundle, names: Sequence[str], device: torch.device) -> tuple
         found = torch.empty(0, dtype=view.dtype, device=device).set_(storage, view.offset, view.size, view.stride)
         return found.requires_grad_(view.requires_grad)
 
-    values = {name: change(bundle.values[name], View, tensor) for name in names}
+    values = {name: change(bundle.values[name], StorageView, tensor) for name in names}
     return values, [Move(to, bundle.storages[number]) for number, to in moved.items()]
 
 

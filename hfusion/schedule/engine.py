@@ -23,7 +23,7 @@ from hfusion.schedule.work import Hooks, Ticket, Worker
 
 
 @dataclass(eq=False)
-class _Held:
+class _HeldShard:
     """A shard on a device, or on its way there: loaded for ``unit``. ``owed``: the evictions that it was spared."""
 
     load: Action
@@ -40,8 +40,8 @@ class _Run:
     number: int
     plan: TaskPlan
     unit: Unit
-    device: _Device | None = None
-    held: dict[int, _Held] = field(default_factory=dict)
+    device: _DeviceState | None = None
+    held: dict[int, _HeldShard] = field(default_factory=dict)
     gone: dict[int, Ticket] = field(default_factory=dict)
 
     @property
@@ -78,7 +78,7 @@ class _Visit:
 
 
 @dataclass(eq=False)
-class _Device:
+class _DeviceState:
     """A device. ``current``: what it runs, ``queued``: what it runs next.
 
     ``loads``: those that wait for room or for evictions, in order. ``parked``: resident tasks that are loaded there but
@@ -92,7 +92,7 @@ class _Device:
     peak: int = 0
     current: _Visit | None = None
     queued: _Visit | None = None
-    loads: deque[tuple[_Run, _Held]] = field(default_factory=deque)
+    loads: deque[tuple[_Run, _HeldShard]] = field(default_factory=deque)
     parked: dict[_Run, None] = field(default_factory=dict)
 
     @property
@@ -129,9 +129,9 @@ class Engine:
         self._hooks = hooks
         self._dispatcher = Dispatcher(plan, policy, first)
         self._runs = [_Run(number, task, task.unit(0)) for number, task in enumerate(plan.tasks)]
-        self._devices = [_Device(number, *device) for number, device in enumerate(plan.devices.items())]
+        self._devices = [_DeviceState(number, *device) for number, device in enumerate(plan.devices.items())]
         self._idle: list[int] = []
-        self._begun: dict[Ticket, tuple[_Device, _Run, Unit, Action]] = {}
+        self._begun: dict[Ticket, tuple[_DeviceState, _Run, Unit, Action]] = {}
         self._spans: list[Span] = []
 
     def run(self) -> None:
@@ -161,7 +161,7 @@ class Engine:
         at_home = not run.held and all(ticket.done for ticket in run.gone.values())
         return self._dispatcher.next(task) is None and at_home
 
-    def _begin(self, device: _Device, run: _Run, unit: Unit, action: Action, after: Sequence[Ticket]) -> Ticket:
+    def _begin(self, device: _DeviceState, run: _Run, unit: Unit, action: Action, after: Sequence[Ticket]) -> Ticket:
         ticket = self._worker.begin(device.number, run.number, unit, action, after)
         self._begun[ticket] = device, run, unit, action
         return ticket
@@ -187,7 +187,7 @@ class Engine:
             # It may wait for what has left here.
             self._advance(run.device)
 
-    def _leave_visit(self, device: _Device, visit: _Visit) -> None:
+    def _leave_visit(self, device: _DeviceState, visit: _Visit) -> None:
         """All that a unit computes has ended: its task waits, unless it goes on here."""
         self._dispatcher.measured(visit.run.number, visit.unit, visit.seconds)
         if self._hooks is not None:
@@ -203,7 +203,7 @@ class Engine:
             heappush(self._idle, device.number)
         self._wake()
 
-    def _promote(self, device: _Device) -> None:
+    def _promote(self, device: _DeviceState) -> None:
         """What was queued is next."""
         device.current, device.queued = device.queued, None
         if device.current is not None and device.current.begun:
@@ -219,7 +219,7 @@ class Engine:
         for number in still:
             heappush(self._idle, number)
 
-    def _engage(self, device: _Device) -> bool:
+    def _engage(self, device: _DeviceState) -> bool:
         """Let an idle device begin a task, if one waits that fits."""
         chosen = self._dispatcher.choose(device.budget, None)
         if chosen is not None:
@@ -227,7 +227,7 @@ class Engine:
             self._advance(device)
         return chosen is not None
 
-    def _advance(self, device: _Device) -> None:
+    def _advance(self, device: _DeviceState) -> None:
         """Begin what can begin by now."""
         while True:
             self._load(device)
@@ -253,17 +253,17 @@ class Engine:
         """Whether all that a unit needs is loaded, so that it runs."""
         return all(ticket is not None and ticket.done for ticket in visit.loads)
 
-    def _can_begin(self, device: _Device, visit: _Visit, size: int) -> bool:
+    def _can_begin(self, device: _DeviceState, visit: _Visit, size: int) -> bool:
         """Whether all that a unit needs is there, or on its way, and the bytes that it takes are free."""
         return None not in visit.loads and device.fits(size)
 
-    def _compute(self, device: _Device, visit: _Visit) -> None:
+    def _compute(self, device: _DeviceState, visit: _Visit) -> None:
         visit.begun = True
         after = [ticket for ticket in visit.loads if ticket is not None and not ticket.done]
         for action in visit.turn.computes:
             visit.tickets[self._begin(device, visit.run, visit.unit, action, after)] = action
 
-    def _start(self, device: _Device, visit: _Visit) -> None:
+    def _start(self, device: _DeviceState, visit: _Visit) -> None:
         """A unit runs: choose what comes after it, and what stays loaded."""
         visit.started, run = True, visit.run
         run.unit = self._dispatcher.begin(run.number)
@@ -281,14 +281,14 @@ class Engine:
             self._load(device)
             self._load_ahead(device, visit)
 
-    def _reuses(self, device: _Device, run: _Run, before: Unit, after: Unit, held: _Held) -> bool:
+    def _reuses(self, device: _DeviceState, run: _Run, before: Unit, after: Unit, held: _HeldShard) -> bool:
         """Whether what is loaded for a unit is all that the next one needs, and can stay until that is evicted."""
         turn = run.plan.turn(after)
         if before.shard != after.shard or turn.load is None:
             return before.shard == after.shard
         return turn.load.sections <= held.load.sections and held.load.takes + turn.beside <= device.budget
 
-    def _queue(self, device: _Device, run: _Run) -> None:
+    def _queue(self, device: _DeviceState, run: _Run) -> None:
         """Let a task's next unit come next on a device, and load what it needs as early as that can be."""
         unit = self._dispatcher.next(run.number)
         assert unit is not None
@@ -302,7 +302,7 @@ class Engine:
         loads = [visit.turn.load, *run.plan.pins.values()]
         for load in sorted(filter(None, loads), key=lambda load: load.shard != unit.shard):
             if load.shard not in run.held:
-                run.held[load.shard] = held = _Held(load, unit, self._leaving(run, waits))
+                run.held[load.shard] = held = _HeldShard(load, unit, self._leaving(run, waits))
                 device.loads.append((run, held))
         self._make_room(device)
 
@@ -310,7 +310,7 @@ class Engine:
         """The evictions of ``shards`` that have not ended."""
         return [run.gone[shard] for shard in shards if shard in run.gone and not run.gone[shard].done]
 
-    def _load(self, device: _Device) -> None:
+    def _load(self, device: _DeviceState) -> None:
         """Begin to load, in order, what waits for nothing any longer."""
         while device.loads:
             run, held = device.loads[0]
@@ -319,11 +319,11 @@ class Engine:
             device.loads.popleft()
             self._begin_load(device, run, held)
 
-    def _begin_load(self, device: _Device, run: _Run, held: _Held) -> None:
+    def _begin_load(self, device: _DeviceState, run: _Run, held: _HeldShard) -> None:
         device.take(held.load.takes)
         held.ticket = self._begin(device, run, held.unit, held.load, ())
 
-    def _load_ahead(self, device: _Device, visit: _Visit) -> None:
+    def _load_ahead(self, device: _DeviceState, visit: _Visit) -> None:
         """Load for the units after the queued one, too, as far as there is room that nobody before them will need."""
         run, extra, between = visit.run, visit.turn.extra, {visit.unit.shard}
         if not visit.goes_on or run.plan.resident:
@@ -346,10 +346,10 @@ class Engine:
             size = turn.load.takes
             if waits or run.size + parked + size + extra > device.budget or not device.fits(size):
                 return
-            run.held[after.shard] = held = _Held(turn.load, after, [])
+            run.held[after.shard] = held = _HeldShard(turn.load, after, [])
             self._begin_load(device, run, held)
 
-    def _make_room(self, device: _Device) -> None:
+    def _make_room(self, device: _DeviceState) -> None:
         """Let parked tasks leave, the oldest first, until what the next unit's task holds and takes will fit."""
         if device.queued is None:
             return
@@ -357,14 +357,14 @@ class Engine:
         while device.parked and sum(run.size for run in device.parked) + size > device.budget:
             self._leave(device, next(iter(device.parked)))
 
-    def _leave(self, device: _Device, run: _Run) -> None:
+    def _leave(self, device: _DeviceState, run: _Run) -> None:
         """Evict all that a task has on a device."""
         device.parked.pop(run, None)
         for shard in [*run.held]:
             self._evict(device, run, shard, leaves=True)
         run.device = None
 
-    def _evict(self, device: _Device, run: _Run, shard: int, *, leaves: bool = False) -> None:
+    def _evict(self, device: _DeviceState, run: _Run, shard: int, *, leaves: bool = False) -> None:
         """Evict a shard once it is used no longer; ``leaves``: and what its task has on the device beside shards."""
         held = run.held.pop(shard)
         if held.ticket is None:

@@ -61,7 +61,7 @@ def lower(
         entry: bytes at the input cut of the first shard.
         ends: the last of ``shards`` is the last one of its task.
     """
-    made = _Lowering(shards, memory, accumulate or clip, clip, entry, ends)
+    made = _ActionList(shards, memory, accumulate or clip, clip, entry, ends)
     return made.evaluation() if evaluate else made.training()
 
 
@@ -77,7 +77,7 @@ def need(actions: Iterable[Action]) -> int:
 
 
 @dataclass
-class _Lowering:
+class _ActionList:
     """A list in the making."""
 
     shards: Sequence[Shard]

@@ -25,9 +25,9 @@ def simulate(plan: Plan, policy: str | Policy = DEFAULT, measured: Timeline | No
 
     ``measured``: a run whose actions took the seconds that those like them take now.
     """
-    seconds: Seconds = _Estimated(plan)
+    seconds: Seconds = _EstimatedSeconds(plan)
     if measured is not None:
-        seconds = _Measured(plan, measured, seconds)
+        seconds = _MeasuredSeconds(plan, measured, seconds)
     engine = Engine(plan, named(policy), VirtualWorker(seconds))
     engine.run()
     return engine.timeline
@@ -68,7 +68,7 @@ class VirtualWorker:
         return (ticket,)
 
 
-class _Estimated:
+class _EstimatedSeconds:
     """Seconds as the plan says."""
 
     def __init__(self, plan: Plan) -> None:
@@ -79,7 +79,7 @@ class _Estimated:
         return action.seconds if rate is None else action.moves / rate
 
 
-class _Measured:
+class _MeasuredSeconds:
     """Seconds as they were measured: in the same minibatch, else in the middle of all, else as they are estimated."""
 
     def __init__(self, plan: Plan, run: Timeline, otherwise: Seconds) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 import torch
 
 from hfusion.checkpoint import files
-from hfusion.checkpoint.parts import Reader, Writer
+from hfusion.checkpoint.parts import SaveReader, SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.runtime.training import Training
 from hfusion.schedule.plan import TaskPlan
@@ -90,7 +90,7 @@ class Checkpoints:
         folder = self._root / _folder(one.plan.name)
         if not files.saves(folder):
             return None
-        reader = Reader.of([files.read(folder)], None)
+        reader = SaveReader.of([files.read(folder)], None)
         with files.told(reader.path):
             kept = reader.value("task")
             if not isinstance(kept, dict):
@@ -124,7 +124,7 @@ class Checkpoints:
             return
         self._reached[index] = steps
         one = self._arrays[index]
-        writer = Writer(range(len(one.members)), {"members": _names(one)}, {})
+        writer = SaveWriter(range(len(one.members)), {"members": _names(one)}, {})
         writer.module(one.array)
         writer.optimizer(one.optimizer)
         writer.body["task"] = writer.tree("task", _progress(one.task.name, plan, steps, training, streams))

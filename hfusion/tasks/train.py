@@ -22,7 +22,7 @@ from hfusion.device.backend import backend, memory_of
 from hfusion.device.machine import Machine
 from hfusion.optim.hyper import member_vector
 from hfusion.runtime.spill import SpillFolder
-from hfusion.runtime.state import State, holdings
+from hfusion.runtime.state import TaskTensors, holdings
 from hfusion.runtime.training import Training
 from hfusion.runtime.worker import DeviceWorker
 from hfusion.schedule.engine import Engine
@@ -141,7 +141,7 @@ def train(
         if checkpoint is not None:
             saves = Checkpoints(checkpoint, every, arrangements, resume=resume)
             stack.callback(saves.close)
-        run = _Run(arrangements, made, machine, stack, saves)
+        run = _TrainRun(arrangements, made, machine, stack, saves)
         show = stack.enter_context(_bars(made, run.trainings)) if progress else None
         return run.run(chosen, show)
 
@@ -159,7 +159,7 @@ def _checked(given: Plan, made: Plan) -> Plan:
     return given
 
 
-class _Run:
+class _TrainRun:
     """The tensors and files of one run, given back by ``stack``."""
 
     def __init__(
@@ -214,7 +214,9 @@ class _Run:
         pinned = any(backend(device).pins for device in devices)
         sizes = [memory_of(plan.host_bytes(shard.index), pinned=pinned) for shard in plan.shards]
         files = [self._file(folder, index, shard, size) for shard, size in enumerate(sizes)]
-        state = State(own, held, one.optimizer, files, pinned=pinned, carried=plan.carried, together=plan.resident)
+        state = TaskTensors(
+            own, held, one.optimizer, files, pinned=pinned, carried=plan.carried, together=plan.resident
+        )
         stack.callback(state.close)
         seed = int(torch.randint(1 << 62, ())) if one.task.seed is None else one.task.seed
         streams = [stream] if evaluation is None else [stream, evaluation]

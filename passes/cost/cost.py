@@ -24,7 +24,7 @@ from hfusion.passes.cost.roofline import Seconds, Work, conversion_seconds, seco
 
 
 @dataclass(frozen=True)
-class Step:
+class OperatorCost:
     """One operator. ``where`` is for people; ``forward`` and ``backward`` are seconds.
 
     ``saved``: bytes kept for backward beside its operands and result; ``workspace``: bytes it takes while it runs;
@@ -70,7 +70,7 @@ class Weight:
 class Line:
     """A linearised program in numbers: what all members cost for one minibatch."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[OperatorCost, ...]
     storages: tuple[Storage, ...]
     weights: tuple[Weight, ...]
 
@@ -121,7 +121,7 @@ class _Tracing:
     rates: Rates
     roots: dict[fx.Node, _Root] = field(default_factory=dict)
     tracked: set[fx.Node] = field(default_factory=set)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[OperatorCost] = field(default_factory=list)
     results: list[_Root] = field(default_factory=list)
 
     def bytes(self, node: fx.Node) -> int:
@@ -159,7 +159,7 @@ class _Tracing:
         beside, workspace = self._beside(node)
         tracked = node in self.tracked
         taken = self._seconds(node, is_view=any(self.roots[source] is root for source in node.all_input_nodes))
-        self.steps.append(Step(_where(node), *taken, beside if tracked else 0, workspace))
+        self.steps.append(OperatorCost(_where(node), *taken, beside if tracked else 0, workspace))
 
     def _root(self, index: int, node: fx.Node) -> _Root:
         source = viewed(node, self.batch)

@@ -67,13 +67,13 @@ class SegmentCost(NamedTuple):
 _Costs: TypeAlias = Mapping[int, Sequence[SegmentCost]]
 
 
-class _Path(NamedTuple):
+class _CutPath(NamedTuple):
     """The best way to cut that ends with ``piece``, which begins at ``first`` and follows ``before``."""
 
     cost: float
     first: int
     piece: SegmentCost
-    before: _Path | None
+    before: _CutPath | None
 
 
 class Partition(NamedTuple):
@@ -127,7 +127,7 @@ def _keeping(segments: Segments, pieces: _Costs, budget: int, rates: Rates) -> I
 def _way(segments: Segments, pieces: _Costs, budget: int, rates: Rates, *, kept: bool) -> Partition | None:
     """The best way to cut into some of ``pieces``, of which a shorter one always comes first."""
     units = 2 * _UNIT_CALLS / rates.calls
-    ends: dict[int, list[_Path]] = {place: [] for place in (*pieces, segments.count)}
+    ends: dict[int, list[_CutPath]] = {place: [] for place in (*pieces, segments.count)}
     for first, found in pieces.items():
         cost = units + segments.alive[first] * (1 / rates.load + 1 / rates.evict)
         # The cheapest first: what costs more than a way that was found need not be looked at.
@@ -135,7 +135,7 @@ def _way(segments: Segments, pieces: _Costs, budget: int, rates: Rates, *, kept:
         for piece in found:
             if piece.bytes > budget or piece.last not in ends:
                 continue
-            path = _Path(0.0, 0, piece, None) if not first else _continued(ends[first], cost, first, piece, budget)
+            path = _CutPath(0.0, 0, piece, None) if not first else _continued(ends[first], cost, first, piece, budget)
             if path is not None:
                 ends[piece.last].append(path)
     last = ends[segments.count]
@@ -145,7 +145,7 @@ def _way(segments: Segments, pieces: _Costs, budget: int, rates: Rates, *, kept:
     return Partition(_cuts(best), kept, _total(best))
 
 
-def _total(path: _Path) -> float:
+def _total(path: _CutPath) -> float:
     """Estimated seconds of a minibatch: computing and copying beside one another, and what a way to cut costs."""
     compute, loads, leaves = path.piece.backward, path.piece.loads, path.piece.leaves
     before = path.before
@@ -162,20 +162,20 @@ def _seconds(way: Partition) -> float:
     return way.seconds
 
 
-def _cost(path: _Path) -> float:
+def _cost(path: _CutPath) -> float:
     return path.cost
 
 
-def _continued(paths: list[_Path], cost: float, first: int, piece: SegmentCost, budget: int) -> _Path | None:
+def _continued(paths: list[_CutPath], cost: float, first: int, piece: SegmentCost, budget: int) -> _CutPath | None:
     """The cheapest way to cut, of some that are sorted, with ``piece`` after it, whose cut costs so many seconds."""
-    best: _Path | None = None
+    best: _CutPath | None = None
     for path in paths:
         if best is not None and path.cost + cost >= best.cost:
             break
         if piece.follows(path.piece, budget):
             seconds = path.cost + cost + piece.waits(path.piece, budget)
             if best is None or seconds < best.cost:
-                best = _Path(seconds, first, piece, path)
+                best = _CutPath(seconds, first, piece, path)
     return best
 
 
@@ -217,7 +217,7 @@ def _cost_of(segments: Segments, shard: Shard, rates: Rates) -> SegmentCost:
     )
 
 
-def _cuts(path: _Path) -> tuple[int, ...]:
+def _cuts(path: _CutPath) -> tuple[int, ...]:
     """The cuts of a way, ascending."""
     cuts = []
     while path.before is not None:

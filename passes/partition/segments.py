@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hfusion.device.calibrate import Rates
-from hfusion.passes.cost.cost import Line, Step, Storage, Weight
+from hfusion.passes.cost.cost import Line, OperatorCost, Storage, Weight
 from hfusion.schedule.shards import Shard
 
 
@@ -171,7 +171,7 @@ class _Growing:
         """The most while the forward runs; if it ``keeps`` activations, beside these."""
         return int((self._beside if keeps else self._forward)[: self._size].max())
 
-    def begin(self, step: Step, during: int, made: int) -> None:
+    def begin(self, step: OperatorCost, during: int, made: int) -> None:
         """One more step, while which so many bytes are alive, and which makes some that are used after it."""
         self._backward[: self._size] += made
         self.activations += step.saved

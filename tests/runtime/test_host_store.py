@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfusion.core.errors import SpillError
 from hfusion.runtime.copying import copy_now
-from hfusion.runtime.host_store import STATE, Copy, HostStore, Layout
+from hfusion.runtime.host_store import STATE, BufferLayout, Copy, HostStore
 from hfusion.schedule.actions import Section
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> HostStore:
 
 
 def test_the_layout_aligns_every_tensor() -> None:
-    layout = Layout.of(tensors())
+    layout = BufferLayout.of(tensors())
     assert layout.sizes == (128 + 64 + 0 + 64, 128, 64 + 64)
     assert all(field.offset % ALIGNMENT == 0 for field in layout.fields)
     assert [field.bytes for field in layout.fields] == [120, 3, 0, 40, 120, 34, 8]

@@ -13,7 +13,7 @@ from hfusion.core.errors import SpillError
 from hfusion.core.program import Kind, Slot
 from hfusion.runtime.copying import copy_now
 from hfusion.runtime.host_store import STATE
-from hfusion.runtime.state import Holding, State, holdings
+from hfusion.runtime.state import Holding, TaskTensors, holdings
 from hfusion.schedule.actions import Section
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ class Subject:
             optimizer.initialise()
         self.tensors = dict(self.array.named_parameters()) | dict(self.array.named_buffers())
         files = [None if folder is None else folder / f"{index}.safetensors" for index in range(2)]
-        self.state = State(
+        self.state = TaskTensors(
             self.tensors, SHARDS, self.optimizer, files, pinned=False, carried=carried, together=together
         )
 
@@ -100,13 +100,13 @@ class Subject:
             assert all(torch.equal(ours[key], alone[key]) for key in alone)
 
 
-def load(state: State, shard: int, sections: tuple[Section, ...]) -> None:
+def load(state: TaskTensors, shard: int, sections: tuple[Section, ...]) -> None:
     """Bring a shard to the device."""
     copy_now(state.load(shard, sections, CPU))
     state.loaded(shard)
 
 
-def put_away(state: State, shard: int) -> None:
+def put_away(state: TaskTensors, shard: int) -> None:
     """Evict a shard, and write back what changed."""
     copy_now(state.evict(shard))
     state.left(shard)
@@ -242,7 +242,7 @@ def test_a_home_that_cannot_be_made_leaves_the_array_as_it_was(tmp_path: Path) -
     tensors = dict(array.named_parameters()) | dict(array.named_buffers())
     files = [tmp_path / "0", tmp_path / "gone" / "1"]
     with pytest.raises(SpillError, match="cannot spill"):
-        State(tensors, SHARDS, optimizer, files, pinned=False, carried=False, together=False)
+        TaskTensors(tensors, SHARDS, optimizer, files, pinned=False, carried=False, together=False)
     for name, tensor in array.state_dict().items():
         assert torch.equal(tensor, before[name])
         assert tensor.untyped_storage().nbytes() == tensor.nbytes

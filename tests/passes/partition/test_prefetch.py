@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfusion.device.calibrate import Rates
-from hfusion.passes.cost.cost import Line, Step, Storage, Weight
+from hfusion.passes.cost.cost import Line, OperatorCost, Storage, Weight
 from hfusion.passes.partition.prefetch import (
     _MAX_PLACES,
     _UNIT_CALLS,
@@ -144,7 +144,7 @@ def test_the_bytes_are_those_of_the_plan(plain: Line, state: float, carried: boo
 
 def layers(count: int, weight: int, compute: float) -> Segments:
     """Equal layers one after the other."""
-    steps = tuple(Step(f"s{k}", compute, 2 * compute) for k in range(count))
+    steps = tuple(OperatorCost(f"s{k}", compute, 2 * compute) for k in range(count))
     values = tuple(Storage(1, k, k + 1) for k in range(count - 1))
     return Segments(Line(steps, values, tuple(Weight(weight, (k,)) for k in range(count))), 2)
 
@@ -173,7 +173,7 @@ def test_where_there_is_room_the_last_layers_are_kept() -> None:
 def test_of_many_places_those_with_few_bytes_are_tried() -> None:
     """Of each two neighbouring places the second one is good."""
     count = 2 * _MAX_PLACES
-    steps = tuple(Step(f"s{k}", 1e3, 2e3) for k in range(count))
+    steps = tuple(OperatorCost(f"s{k}", 1e3, 2e3) for k in range(count))
     values = [Storage(1, k, k + 1) for k in range(count - 1)] + [Storage(9, k, k + 1) for k in range(0, count, 2)]
     segments = Segments(Line(steps, tuple(values), tuple(Weight(100, (k,)) for k in range(count))), 2)
     found = prefetch_partition(segments, 20_000, RATES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfusion.passes.cost.cost import Line, Step, Storage, Weight
+from hfusion.passes.cost.cost import Line, OperatorCost, Storage, Weight
 from hfusion.passes.partition.segments import Segments
 from tests.lines import lines, need
 
@@ -25,14 +25,14 @@ def test_what_every_run_needs(plain: Line, state: float, carried: bool) -> None:
 
 
 def test_a_skip_counts_at_every_cut_it_crosses() -> None:
-    steps = tuple(Step(f"s{k}") for k in range(4))
+    steps = tuple(OperatorCost(f"s{k}") for k in range(4))
     skip = Storage(10, 0, 3)
     segments = Segments(Line(steps, (skip, Storage(3, 1, 2), Storage(1, 2, 3)), ()), 0)
     assert segments.alive == (0, 10, 13, 11, 0)
 
 
 def test_what_is_handed_through_is_no_workspace() -> None:
-    steps = tuple(Step(f"s{k}") for k in range(3))
+    steps = tuple(OperatorCost(f"s{k}") for k in range(3))
     segments = Segments(Line(steps, (Storage(100, 0, 2), Storage(5, 1, 1)), ()), 0)
     middle = next(segments.starting(1))
     assert middle.workspace == middle.peak == 5
@@ -40,7 +40,7 @@ def test_what_is_handed_through_is_no_workspace() -> None:
 
 
 def test_a_tied_weight_counts_in_both_shards() -> None:
-    steps = tuple(Step(f"s{k}") for k in range(3))
+    steps = tuple(OperatorCost(f"s{k}") for k in range(3))
     segments = Segments(Line(steps, (), (Weight(7, (0, 2)),)), 2)
     assert [run.weights for run in segments.starting(0)] == [7, 7, 7]
     assert [(run.weights, run.gradients, run.optimizer) for run in segments.starting(1)] == [(0, 0, 0), (7, 7, 14)]
@@ -48,12 +48,12 @@ def test_a_tied_weight_counts_in_both_shards() -> None:
 
 def test_the_gradients_of_a_cut_stay_while_the_backward_runs() -> None:
     """One value is cut, the step before it works with much."""
-    steps = tuple(Step(f"s{k}") for k in range(3))
+    steps = tuple(OperatorCost(f"s{k}") for k in range(3))
     segments = Segments(Line(steps, (Storage(100, 0, 1), Storage(7, 1, 2)), ()), 0)
     assert [run.peak for run in segments.starting(0)] == [100, 107, 107]
 
 
 def test_what_is_saved_and_used_later_on_is_in_the_cut() -> None:
-    steps = tuple(Step(f"s{k}") for k in range(3))
+    steps = tuple(OperatorCost(f"s{k}") for k in range(3))
     segments = Segments(Line(steps, (Storage(7, 0, 1, saved=0),), ()), 0)
     assert [run.activations for run in segments.starting(0)] == [0, 7, 7]

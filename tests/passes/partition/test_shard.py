@@ -18,7 +18,7 @@ import hfusion as hf
 from hfusion.core.errors import PlanError
 from hfusion.core.program import Program
 from hfusion.device.calibrate import Rates
-from hfusion.passes.cost.cost import Line, Step, Weight, line, operators
+from hfusion.passes.cost.cost import Line, OperatorCost, Weight, line, operators
 from hfusion.passes.partition.segments import Segments
 from hfusion.passes.partition.shard import _between, cut, sharding, tightest
 from hfusion.schedule.plan import Shard, TaskPlan
@@ -182,7 +182,11 @@ def test_frozen_are_the_parameters_that_are_not_trained_in_each_shard_that_uses_
     found = shards(program, 4, smallest_budget(program, 4), RATES)
     assert len(found) > 1
     assert sum(shard.frozen for shard in found) == frozen
-    twice = Line((Step("a"), Step("b"), Step("c")), (), (Weight(7, (0, 2), trained=False, written=False),))
+    twice = Line(
+        (OperatorCost("a"), OperatorCost("b"), OperatorCost("c")),
+        (),
+        (Weight(7, (0, 2), trained=False, written=False),),
+    )
     cut_there = _between(Segments(twice, 2), [1, 2], RATES)
     assert [shard.frozen for shard in cut_there] == [7, 0, 7]
     assert [shard.borrows for shard in cut_there] == [(), (), (0,)]
@@ -349,5 +353,5 @@ def test_gradients_that_are_summed_are_alive_twice() -> None:
     assert not any(sizes[name] for name in sizes if name != "linear")
 
 
-def costed(program: Program, batch: int) -> tuple[tuple[Any, ...], tuple[Step, ...]]:
+def costed(program: Program, batch: int) -> tuple[tuple[Any, ...], tuple[OperatorCost, ...]]:
     return operators(program), line(program, batch, RATES).steps
