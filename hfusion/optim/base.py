@@ -32,6 +32,7 @@ from hfusion.optim.resting import Resting, left_alone, of_members, together, wit
 from hfusion.optim.rows import MemberRows, check_width, first_values
 from hfusion.optim.scaled import divide, overflown
 from hfusion.optim.settings import Options, ParamGroup, Settings, named
+from hfusion.optim.state import filled, numbers_shape, paired, scalar_dtype
 from hfusion.optim.step_cache import StepCache, Work
 from hfusion.optim.unfuse import member_state_dicts
 
@@ -192,7 +193,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         }
         super().load_state_dict({**state_dict, "state": state})
         # torch gives all of the state but ``step`` the dtype and device of its parameter, which would round numbers.
-        for param, saved in _paired(self.param_groups, {**state_dict, "state": state}):
+        for param, saved in paired(self.param_groups, {**state_dict, "state": state}):
             self.state[param].update({name: saved[name] for name in self.numbers if name in saved})
 
     def unfuse(self) -> list[dict[str, Any]]:
@@ -282,7 +283,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         for key, param in zip(keys, params, strict=False):
             for name, value in state_dict["state"].get(key, {}).items():
-                wanted = _numbers_shape(param) if name in self.numbers else param.shape
+                wanted = numbers_shape(param) if name in self.numbers else param.shape
                 if value.shape != wanted:
                     raise CheckpointError(
                         f"the state {name!r} of parameter {key} has shape {list(value.shape)}, this "
@@ -337,38 +338,13 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         if state.keys() >= {*self.numbers, *settings.names}:
             return state
         for name, first in self.numbers.items():
-            dtype = torch.float32 if name == "step" else _scalar_dtype()
-            state.setdefault(name, torch.full(_numbers_shape(param), first, dtype=dtype))
+            dtype = torch.float32 if name == "step" else scalar_dtype()
+            state.setdefault(name, torch.full(numbers_shape(param), first, dtype=dtype))
         fills = [self.begin(one, settings.options) for one in settings.members]
         for name in settings.names:
             if name not in state:
-                state[name] = _filled(param, [fill.get(name, 0.0) for fill in fills])
+                state[name] = filled(param, [fill.get(name, 0.0) for fill in fills])
         return state
-
-
-def _paired(groups: Sequence[ParamGroup], state_dict: Mapping[str, Any]) -> list[tuple[Tensor, Mapping[str, Any]]]:
-    """The parameters that a state dict has state of, with that state."""
-    params = [param for group in groups for param in group["params"]]
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    found = state_dict["state"]
-    return [(param, found[key]) for key, param in zip(keys, params, strict=True) if key in found]
-
-
-def _filled(param: Tensor, values: Sequence[float]) -> Tensor:
-    """A stack like ``param`` with one number in each row."""
-    stack = torch.zeros_like(param, memory_format=torch.preserve_format)
-    if not any(values):
-        return stack
-    if not membership_of(param).stacked:
-        return stack.fill_(values[0])
-    for row, value in zip(stack, values, strict=True):
-        row.fill_(value)
-    return stack
-
-
-def _scalar_dtype() -> torch.dtype:
-    """What torch's optimizers keep their numbers in."""
-    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
 def _torch_ways(kind: type[Optimizer] | None) -> tuple[ParamGroup, bool]:
@@ -405,8 +381,3 @@ def _members(group: ParamGroup) -> int:
     if members is None:
         raise ValueError("a param group without parameters has no number of members")
     return members
-
-
-def _numbers_shape(param: Tensor) -> torch.Size:
-    found = membership_of(param)
-    return torch.Size([found.members] if found.stacked else [])
