@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -119,33 +120,35 @@ class SaveReader:
         Raises:
             CheckpointError: a member that no save holds, or that two do.
         """
-        where: dict[str, tuple[int, int]] = {}
-        for number, one in enumerate(saved):
+        where: dict[str, Path] = {}
+        for one in saved:
             with told(one.path):
                 members = one.body["members"]
                 if not isinstance(members, list) or not members or not all(isinstance(name, str) for name in members):
                     raise CheckpointError(f"{one.path} says that its members are {members!r}: these are no names")
-                for place, name in enumerate(members):
+                for name in members:
                     if name in where:
                         raise CheckpointError(
-                            f"{name!r} is a member in {saved[where[name][0]].path} and in {one.path}: a merge wants "
-                            "every member once; load the others by names=[...]"
+                            f"{name!r} is a member in {where[name]} and in {one.path}: a merge wants every member "
+                            "once; load the others by names=[...]"
                         )
-                    where[name] = (number, place)
+                    where[name] = one.path
         wanted = list(where) if names is None else list(names)
         if not wanted:
             raise CheckpointError(f"{saved[0].path}: names=[]: load at least one member of {list(where)}")
         missing = [name for name in wanted if name not in where]
         if missing:
             raise CheckpointError(f"{missing[0]!r} is no member in {saved[0].path}: it holds {list(where)}")
-        parts: list[tuple[Saved, list[int]]] = []
-        for name in wanted:
-            number, place = where[name]
-            if parts and parts[-1][0] is saved[number]:
-                parts[-1][1].append(place)
-            else:
-                parts.append((saved[number], [place]))
-        return SaveReader(parts)
+        places = {name: place for place, name in enumerate(where)}
+        everybody = SaveReader([(one, list(range(len(one.body["members"])))) for one in saved])
+        return everybody.at([places[name] for name in wanted])
+
+    def at(self, places: Sequence[int]) -> SaveReader:
+        """The members at some places of its order, one that is named twice twice."""
+        flat = [(saved, own) for saved, members in self.parts for own in members]
+        runs = groupby((flat[place] for place in places), key=lambda found: id(found[0]))
+        grouped = [list(run) for _, run in runs]
+        return SaveReader([(run[0][0], [own for _, own in run]) for run in grouped])
 
     @property
     def path(self) -> Path:

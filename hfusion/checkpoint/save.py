@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,24 +114,42 @@ def load(
     """
     reader = read(root, names)
     with told(reader.path):
-        writes = [reader.module(model)]
-        if optimizer is not None:
-            writes.append(reader.optimizer(optimizer))
-        if schedule is not None:
-            writes.append(reader.schedule(schedule))
-        if scaler is not None:
-            writes.append(reader.scaler(scaler))
-        if random:
-            writes.append(reader.random(model))
-        position = reader.value("loader")
-        if loader is not None and position is None:
-            raise CheckpointError(f"{reader.path} holds no position of a loader")
+        write = writing(reader, model, optimizer, schedule, scaler, loader, random)
         found = Loaded(reader.path, reader.parts[0][0].step, reader.names, reader.value("extra"))
-        for write in writes:
-            write()
-        if loader is not None:
-            loader.load_state_dict(position)
+        write()
     return found
+
+
+def writing(
+    reader: SaveReader,
+    model: nn.Module,
+    optimizer: FusedOptimizer | None,
+    schedule: Any,
+    scaler: GradScaler | None,
+    loader: Any,
+    random: bool,
+) -> Callable[[], None]:
+    """What writes the members into all that is given; that nothing is damaged, or of another model, is found before."""
+    writes = [reader.module(model)]
+    if optimizer is not None:
+        writes.append(reader.optimizer(optimizer))
+    if schedule is not None:
+        writes.append(reader.schedule(schedule))
+    if scaler is not None:
+        writes.append(reader.scaler(scaler))
+    if random:
+        writes.append(reader.random(model))
+    if loader is not None:
+        position = reader.value("loader")
+        if position is None:
+            raise CheckpointError(f"{reader.path} holds no position of a loader")
+        writes.append(partial(loader.load_state_dict, position))
+
+    def write() -> None:
+        for each in writes:
+            each()
+
+    return write
 
 
 def in_thread(write: Callable[[], Path]) -> Future[Path]:

@@ -16,7 +16,7 @@ from torch import nn
 from hfusion.checkpoint import files
 from hfusion.checkpoint.files import told
 from hfusion.checkpoint.parts import SaveReader, SaveWriter
-from hfusion.checkpoint.save import Root, gather, in_thread, read
+from hfusion.checkpoint.save import Root, gather, in_thread, read, writing
 from hfusion.core.errors import CheckpointError
 from hfusion.optim import FusedOptimizer
 from hfusion.population.members import Event, Roll, What
@@ -141,45 +141,20 @@ def restore(pop: Population, reader: SaveReader, rows: Sequence[str | None], loa
         live = [row for row, tag in enumerate(rows) if tag is not None]
         # Free rows hold what the first member is.
         places = {row: place for place, row in enumerate(live)}
-        wide = _widened(reader, [places.get(row, 0) for row in range(len(rows))])
-        writes = [wide.module(pop.fused), wide.optimizer(pop.optimizer)]
-        if pop.schedule is not None:
-            writes.append(wide.schedule(pop.schedule))
-        if pop.scaler is not None:
-            writes.append(wide.scaler(pop.scaler))
-        if random:
-            writes.append(wide.random(pop.fused))
+        wide = reader.at([places.get(row, 0) for row in range(len(rows))])
+        write = writing(wide, pop.fused, pop.optimizer, pop.schedule, pop.scaler, loader, random)
         roll = _roll(wide, reader, rows)
         limits = pop._limits
         for name in ("norm", "value"):
             if wide.has(f"members/population/clip_{name}"):
                 limits = replace(limits, **{name: wide.own(f"population/clip_{name}")})
-        position = reader.value("loader")
-        if loader is not None and position is None:
-            raise CheckpointError(f"{reader.path} holds no position of a loader")
         bodies = [saved.body["population"] for saved, _ in reader.parts]
         whole = len(bodies) == 1 and bodies[0]["rows"] == list(rows)
-        for write in writes:
-            write()
+        write()
         pop._roll, pop._limits, pop._widths = roll, limits, Widths(int(bodies[0]["first"]) if whole else len(rows))
         pop._step.at_once = pop._widths.at_once(len(rows))
         for body in bodies:
             pop._step.expected_calls |= set(body["known"])
-        if loader is not None:
-            loader.load_state_dict(position)
-
-
-def _widened(reader: SaveReader, places: Sequence[int]) -> SaveReader:
-    """The members of ``reader`` with some of them twice, by their places in its order."""
-    flat = [(saved, place) for saved, own in reader.parts for place in own]
-    parts: list[tuple[Any, list[int]]] = []
-    for place in places:
-        saved, own = flat[place]
-        if parts and parts[-1][0] is saved:
-            parts[-1][1].append(own)
-        else:
-            parts.append((saved, [own]))
-    return SaveReader(parts)
 
 
 def _roll(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> Roll:
