@@ -90,5 +90,13 @@ class Action:
             raise ActionError(f"cannot read the action {line!r} ({error}): write {form!r}") from error
 
 
+def estimate(action: Action, load_rate: float, evict_rate: float) -> float:
+    """Seconds of an action, where links copy so many bytes per second."""
+    if action.act is Act.LOAD:
+        return action.moves / load_rate
+    # No more leaves than is there.
+    return min(action.moves, action.frees) / evict_rate if action.act is Act.EVICT else action.seconds
+
+
 def _place(text: str) -> int:
     return ~int(text[1:]) if text.startswith("~") else int(text)

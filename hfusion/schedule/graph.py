@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hfusion.core.errors import PlanError
-from hfusion.schedule.actions import Act, Action
+from hfusion.schedule.actions import Act, Action, estimate
 
 if TYPE_CHECKING:
     import networkx
@@ -21,7 +21,7 @@ def graph(name: str, actions: Sequence[Action], load_rate: float, evict_rate: fl
 
     made: networkx.DiGraph[Any] = networkx.DiGraph()
     for place, action in enumerate(actions):
-        made.add_node((name, place), action=action, seconds=_seconds(action, load_rate, evict_rate))
+        made.add_node((name, place), action=action, seconds=estimate(action, load_rate, evict_rate))
     for place, action in enumerate(actions):
         for before in action.after:
             if before >= len(actions):
@@ -43,10 +43,3 @@ def longest_seconds(made: networkx.DiGraph[Any]) -> float:
         before = max((ends[each] for each in made.predecessors(node)), default=0.0)
         ends[node] = before + made.nodes[node]["seconds"]
     return max((end for node, end in ends.items() if made.nodes[node]["action"].act is not Act.EVICT), default=0.0)
-
-
-def _seconds(action: Action, load_rate: float, evict_rate: float) -> float:
-    if action.act is Act.LOAD:
-        return action.moves / load_rate
-    # No more leaves than is there.
-    return min(action.moves, action.frees) / evict_rate if action.act is Act.EVICT else action.seconds

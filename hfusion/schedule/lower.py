@@ -65,6 +65,11 @@ def lower(
     return made.evaluation() if evaluate else made.training()
 
 
+def host_bytes(shard: Shard, *, carried: bool) -> int:
+    """Bytes of a shard at rest: weights, optimizer state, and, where they are ``carried``, gradients."""
+    return shard.weights + shard.optimizer + (shard.gradients if carried else 0)
+
+
 def levels(actions: Iterable[Action]) -> list[int]:
     """Bytes on the device while each action runs, in the order of the list."""
     changes = [change for action in actions for change in (action.takes, -action.frees)]
@@ -145,7 +150,7 @@ class _ActionList:
     def _update(self, index: int) -> None:
         part = self.shards[index]
         if not self._pins(index):
-            size = self._at_rest(part)
+            size = host_bytes(part, carried=self.carried)
             self._load(index, _STATE, size, size, ())
         self._compute(Act.STEP, index, part.step)
         self._end(index, part.weights - part.frozen + part.optimizer)
@@ -183,10 +188,6 @@ class _ActionList:
         """Bytes of the state that a backward needs."""
         return part.weights + (0 if self.clip else part.optimizer) + self._gradients(part)
 
-    def _at_rest(self, part: Shard) -> int:
-        """Bytes of a shard at rest."""
-        return part.weights + part.optimizer + self._gradients(part)
-
     def _begin(self, index: int, sections: frozenset[Section], size: int, moves: int | None = None) -> None:
         """Load a shard, and beside the first one what is pinned."""
         if not self._pins(index):
@@ -200,7 +201,7 @@ class _ActionList:
         gradients = set() if self.carried else {Section.GRADIENTS}
         values = {Section.BOUNDARY, Section.SAVED} if self._resident else {Section.BOUNDARY}
         beside = part.activations + part.boundary if self._resident else 0
-        size = self._at_rest(part)
+        size = host_bytes(part, carried=self.carried)
         self._load(index, _STATE - gradients | values, size + beside, size, part.borrows)
 
     def _load(self, index: int, sections: frozenset[Section], size: int, moves: int, borrows: Sequence[int]) -> None:
@@ -231,5 +232,5 @@ class _ActionList:
         for index in [*self.loaded]:
             part = self.shards[index]
             unchanged = 0 if self._resident else part.frozen
-            self._evict(index, self._at_rest(part) - unchanged)
+            self._evict(index, host_bytes(part, carried=self.carried) - unchanged)
         return tuple(self.actions)

@@ -10,7 +10,7 @@ from itertools import count
 from statistics import median
 from typing import TypeAlias
 
-from hfusion.schedule.actions import Act, Action
+from hfusion.schedule.actions import Act, Action, estimate
 from hfusion.schedule.engine import Engine
 from hfusion.schedule.plan import Plan, Unit
 from hfusion.schedule.policy import DEFAULT, Policy, named
@@ -25,9 +25,11 @@ def simulate(plan: Plan, policy: str | Policy = DEFAULT, measured: Timeline | No
 
     ``measured``: a run whose actions took the seconds that those like them take now.
     """
-    seconds: Seconds = _EstimatedSeconds(plan)
-    if measured is not None:
-        seconds = _MeasuredSeconds(plan, measured, seconds)
+
+    def estimated(task: int, unit: Unit, action: Action) -> float:
+        return estimate(action, plan.load_rate, plan.evict_rate)
+
+    seconds = estimated if measured is None else _MeasuredSeconds(plan, measured, estimated)
     engine = Engine(plan, named(policy), VirtualWorker(seconds))
     engine.run()
     return engine.timeline
@@ -66,17 +68,6 @@ class VirtualWorker:
         self._now, _, ticket = heappop(self._running)
         ticket.done = True
         return (ticket,)
-
-
-class _EstimatedSeconds:
-    """Seconds as the plan says."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._rates = {Act.LOAD: plan.load_rate, Act.EVICT: plan.evict_rate}
-
-    def __call__(self, task: int, unit: Unit, action: Action) -> float:
-        rate = self._rates.get(action.act)
-        return action.seconds if rate is None else action.moves / rate
 
 
 class _MeasuredSeconds:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from hfusion.core.errors import PlanError
 from hfusion.schedule.actions import Act, Action, Section
-from hfusion.schedule.lower import Resident, Spilled, levels, lower, need
+from hfusion.schedule.lower import Resident, Spilled, host_bytes, levels, lower, need
 from hfusion.schedule.shards import Phase, Shard, Unit
 
 # Of the unit that an act belongs to; a STEP is a unit of its own only where its task is clipped.
@@ -285,9 +285,8 @@ class TaskPlan:
         return after.phase is Phase.BACKWARD and after.shard == len(self.shards) - 1
 
     def host_bytes(self, shard: int) -> int:
-        """Bytes of a shard at rest: weights, optimizer state, gradients if they outlive a unit."""
-        part = self.shards[shard]
-        return part.weights + part.optimizer + (part.gradients if self.carried else 0)
+        """Bytes of a shard at rest."""
+        return host_bytes(self.shards[shard], carried=self.carried)
 
     @property
     def carried(self) -> bool:

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 from hfusion.device.calibrate import Rates
 from hfusion.passes.partition.segments import Segments
 from hfusion.schedule.actions import Act
-from hfusion.schedule.lower import Spilled, levels, lower
+from hfusion.schedule.lower import Spilled, host_bytes, levels, lower
 from hfusion.schedule.shards import Shard
 
 # To begin and end a unit takes as long as so many calls of operators; where a call takes 3 us, it took 0.15 to 0.2 ms.
@@ -208,7 +208,7 @@ def _cost_of(segments: Segments, shard: Shard, rates: Rates) -> SegmentCost:
         backward.takes,
         max(on_device[: loads[-1] or None]),
         forward.takes,
-        segments.host_bytes(shard),
+        host_bytes(shard, carried=segments.carried),
         computing[0],
         computing[1],
         forward.moves / rates.load,

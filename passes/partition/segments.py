@@ -125,10 +125,6 @@ class Segments:
         """Bytes beside the weights that come and go with the run: optimizer state, gradients if they are carried."""
         return run.optimizer + (run.gradients if self.carried else 0)
 
-    def host_bytes(self, shard: Shard) -> int:
-        """Bytes of a segment at rest."""
-        return shard.weights + shard.optimizer + (shard.gradients if self.carried else 0)
-
     def shard(self, number: int, first: int, segment: Segment, forward: float, backward: float, rates: Rates) -> Shard:
         """A segment as the shard of that number, which computes for so many seconds."""
         sizes = (segment.activations, segment.workspace, segment.peak, self.alive[segment.last])

@@ -11,19 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from tests.core.test_usage import Before
+from tests.core.test_usage import Before, Exit
 from tests.trained import BATCHES, MEMBERS, Way, assert_same, fused, machine, plain, planned, task
-
-
-class Exit(nn.Module):
-    """Gives its input, or a constant that does not depend on it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, h: Tensor, x: Tensor) -> Tensor:
-        return h * self.weight if float(x[0, 0]) > 0 else torch.ones_like(h)
 
 
 class Skipping(nn.Module):
