@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,27 @@ def graph(name: str, actions: Sequence[Action], load_rate: float, evict_rate: fl
     return made
 
 
-def longest_seconds(made: networkx.DiGraph[Any]) -> float:
-    """Seconds until the last action that computes can end: what is evicted after it is not waited for."""
+def earliest_ends(made: networkx.DiGraph[Any]) -> dict[Any, float]:
+    """When each action ends that begins as soon as those before it have ended."""
     import networkx
 
     ends: dict[Any, float] = {}
     for node in networkx.topological_sort(made):
-        before = max((ends[each] for each in made.predecessors(node)), default=0.0)
-        ends[node] = before + made.nodes[node]["seconds"]
-    return max((end for node, end in ends.items() if made.nodes[node]["action"].act is not Act.EVICT), default=0.0)
+        ends[node] = max((ends[each] for each in made.predecessors(node)), default=0.0) + made.nodes[node]["seconds"]
+    return ends
+
+
+def critical_path(made: networkx.DiGraph[Any]) -> list[Any]:
+    """The longest path to an action that computes, in order: what is evicted after that is not waited for."""
+    ends = earliest_ends(made)
+    before = [node for node in made if made.nodes[node]["action"].act is not Act.EVICT]
+    path: list[Any] = []
+    while before:
+        path.append(max(before, key=ends.__getitem__))
+        before = [*made.predecessors(path[-1])]
+    return path[::-1]
+
+
+def longest_seconds(made: networkx.DiGraph[Any]) -> float:
+    """Seconds until the last action that computes can end."""
+    return math.fsum(made.nodes[node]["seconds"] for node in critical_path(made))

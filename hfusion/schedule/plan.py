@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfusion.core.errors import PlanError
+from hfusion.schedule.drawing import draw_bytes, draw_graph
 from hfusion.schedule.graph import graph, longest_seconds
 from hfusion.schedule.shards import Phase, Shard, Unit
 from hfusion.schedule.task_plan import TaskPlan
@@ -102,27 +103,19 @@ class Plan:
         return "\n".join([*lines, *_aligned([head, *rows])])
 
     def draw(self, path: str | Path) -> None:
-        """Draw the bytes of each task by kind, and what it needs of a device, against the budgets.
+        """Draw the bytes of each task against the budgets, and below what must come after what, its longest path red.
 
-        Needs matplotlib.
+        That is of the task whose minibatch takes longest. Needs matplotlib.
         """
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(9, 1.6 + 0.35 * len(self.tasks)), layout="constrained")
-        axes = figure.subplots()
-        names = [task.name for task in self.tasks]
-        left = [0.0] * len(names)
-        for kind in ("weights", "gradients", "optimizer", "activations"):
-            sizes = [sum(getattr(shard, kind) for shard in task.shards) / 2**20 for task in self.tasks]
-            axes.barh(names, sizes, left=left, label=f"{kind}, all shards")
-            left = [a + b for a, b in zip(left, sizes, strict=True)]
-        needs = [task.device_bytes / 2**20 for task in self.tasks]
-        axes.plot(needs, names, "k|", markersize=14, markeredgewidth=2, label="needed at once")
-        for number, budget in enumerate(sorted(set(self.devices.values()))):
-            axes.axvline(budget / 2**20, color="gray", linestyle="--", label=None if number else "budget")
-        axes.invert_yaxis()
-        axes.set_xlabel("MiB")
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        longest = max(self.tasks, key=lambda task: longest_seconds(self._graph(task)), default=None)
+        heights = [1.6 + 0.35 * len(self.tasks), 1.6 + 0.45 * len(longest.shards if longest else ())]
+        figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+        above, below = figure.subplots(2, height_ratios=heights)
+        draw_bytes(self.tasks, self.devices, above)
+        if longest is not None:
+            draw_graph(longest.name, self._graph(longest), below)
         figure.savefig(path)
 
 

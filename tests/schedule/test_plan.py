@@ -11,7 +11,7 @@ from hypothesis import given
 
 from hfusion.core.errors import PlanError
 from hfusion.schedule.actions import Act, Action
-from hfusion.schedule.graph import graph
+from hfusion.schedule.graph import critical_path, graph
 from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
 from tests.shards import shard, task, tasks
 
@@ -242,6 +242,19 @@ def test_the_graph_says_what_comes_after_what() -> None:
     assert not any(before[0] != after[0] for before, after in made.edges)
 
 
+def test_the_longest_path_is_that_of_what_computes() -> None:
+    """The first load, all that computes, and no eviction; loads that come early enough are not on it."""
+    made = task("a", 2, resident=False)
+    again = (Act.RECOMPUTE, Act.BACKWARD, Act.STEP)
+    for rate, wanted in (
+        (100.0, (Act.LOAD, Act.FORWARD, Act.FORWARD, Act.BACKWARD, Act.STEP, *again)),
+        (1e-3, (Act.LOAD, Act.FORWARD, Act.EVICT, Act.LOAD, *again)),
+    ):
+        path = critical_path(graph("a", made.training, rate, 1e9))
+        assert tuple(made.training[place].act for _, place in path) == wanted
+    assert critical_path(graph("a", (), 1.0, 1.0)) == []
+
+
 def test_actions_that_wait_in_a_circle_are_found() -> None:
     first, second = Action(Act.FORWARD, 0, after=(1,)), Action(Act.BACKWARD, 0, after=(0,))
     with pytest.raises(PlanError, match="task 'a': actions wait for one another in a circle: "):
@@ -260,5 +273,7 @@ def test_print_and_draw(tmp_path: Path) -> None:
     assert [line.split()[6] for line in shown[1:]] == ["stays", "all", "-", "1001B"]
     moved = task("c", 2, steps=2, resident=False, clipped=True, accumulate=2, weights=1000, boundary=0)
     assert "4.9KiB" in str(Plan((moved,), {"d": 2048}, 1.0, 1.0)).split("\n")[2]
-    plan.draw(tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    for each in (plan, Plan((), {"d": 1}, 1.0, 1.0)):
+        each.draw(tmp_path / "plan.png")
+        assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+        (tmp_path / "plan.png").unlink()

@@ -1,0 +1,65 @@
+"""Pictures of plans: what the tasks need, and what must come after what. Need matplotlib."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from hfusion.schedule.actions import Act
+from hfusion.schedule.graph import critical_path, earliest_ends
+from hfusion.schedule.task_plan import TaskPlan
+
+if TYPE_CHECKING:
+    import networkx
+    from matplotlib.axes import Axes
+
+# Where in the row of its shard an action lies.
+_HEIGHTS = {"in": 0.15, "compute": 0.5, "out": 0.85}
+
+
+def draw_bytes(tasks: Sequence[TaskPlan], devices: Mapping[str, int], axes: Axes) -> None:
+    """The bytes of each task by kind, and what it needs of a device, against the budgets."""
+    names = [task.name for task in tasks]
+    left = [0.0] * len(names)
+    for kind in ("weights", "gradients", "optimizer", "activations"):
+        sizes = [sum(getattr(shard, kind) for shard in task.shards) / 2**20 for task in tasks]
+        axes.barh(names, sizes, left=left, label=f"{kind}, all shards")
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    needs = [task.device_bytes / 2**20 for task in tasks]
+    axes.plot(needs, names, "k|", markersize=14, markeredgewidth=2, label="needed at once")
+    for number, budget in enumerate(sorted(set(devices.values()))):
+        axes.axvline(budget / 2**20, color="gray", linestyle="--", label=None if number else "budget")
+    axes.invert_yaxis()
+    axes.set_xlabel("MiB")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def draw_graph(name: str, made: networkx.DiGraph[Any], axes: Axes) -> None:
+    """The actions of a minibatch of a task, each as early as those before it allow; its longest path is red."""
+    from matplotlib import colormaps
+    from matplotlib.collections import LineCollection
+
+    ends, path = earliest_ends(made), critical_path(made)
+    actions = {node: made.nodes[node]["action"] for node in made}
+    starts = {node: ends[node] - made.nodes[node]["seconds"] for node in made}
+    heights = {node: action.shard + _HEIGHTS[action.act.lane] for node, action in actions.items()}
+    found: dict[Act, list[Any]] = defaultdict(list)
+    for node, action in actions.items():
+        found[action.act].append(node)
+    for number, act in enumerate(act for act in Act if act in found):
+        colour = colormaps["tab10"](number)
+        spans = [[(starts[node], heights[node]), (ends[node], heights[node])] for node in found[act]]
+        axes.add_collection(LineCollection(spans, colors=[colour], linewidths=6, label=act.lower()))
+        axes.plot([span[0][0] for span in spans], [heights[node] for node in found[act]], ".", color=colour)
+    for edges, look in ((made.edges, ("gray", 0.5, None)), (pairwise(path), ("red", 1.5, "longest path"))):
+        lines = [[(ends[a], heights[a]), (starts[b], heights[b])] for a, b in edges]
+        axes.add_collection(LineCollection(lines, colors=look[0], linewidths=look[1], label=look[2]))
+    axes.set_yticks([shard + 0.5 for shard in range(1 + max(action.shard for action in actions.values()))])
+    axes.set_yticklabels([str(shard) for shard in range(len(axes.get_yticks()))])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("shard: in, compute, out")
+    axes.set_title(f"a minibatch of {name}, longest path {ends[path[-1]]:.4g} s", fontsize="medium")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
