@@ -33,12 +33,14 @@ def task(
     clipped: bool = False,
     evaluated: int = 0,
     kept: bool = False,
+    save_every: int | None = None,
     **values: float,
 ) -> TaskPlan:
     """A task of ``count`` equal shards; the last has no boundary."""
     shards = [shard(index, **values) for index in range(count - 1)]
     last = shard(count - 1, **(values | {"boundary": 0}))
     settings = {"epoch": epoch, "accumulate": accumulate, "clipped": clipped, "evaluated": evaluated, "kept": kept}
+    settings |= {"save_every": save_every}
     return TaskPlan(name, (*shards, last), steps, resident, **settings)  # type: ignore[arg-type]
 
 
@@ -66,6 +68,7 @@ def tasks(draw: st.DrawFn, name: str) -> TaskPlan:
         clipped=draw(st.booleans()),
         evaluated=draw(st.sampled_from([0, 0, 1, 2])),
         kept=draw(st.booleans()),
+        save_every=draw(st.sampled_from([None, None, 1, 2, 3])),
     )
 
 

@@ -105,19 +105,24 @@ def _nothing() -> None:
 
 
 class DeviceWorker:
-    """The worker of `hfusion.train`. ``after(task, unit)`` is called in the compute lane when a unit has ended."""
+    """The worker of `hfusion.train`. In the compute lane ``after(task, unit)`` is called when a unit has ended.
+
+    ``save(task, unit)`` saves the task then, where that is due.
+    """
 
     def __init__(
         self,
         devices: Sequence[tuple[str, torch.device]],
         trainings: Sequence[Training],
         after: Callable[[int, Unit], None],
+        save: Callable[[int, Unit], None],
     ) -> None:
         self.ended: SimpleQueue[_Job] = SimpleQueue()
         self.stopping = False
         self._devices = [device for _, device in devices]
         self._trainings = trainings
         self._after = after
+        self._save = save
         self._gate = Gate()
         self._start = perf_counter()
         self._lanes = [
@@ -207,6 +212,12 @@ class DeviceWorker:
 
     def _compute(self, task: int, unit: Unit, act: Act, device: torch.device) -> None:
         training = self._trainings[task]
+        if act is Act.SAVE:
+            training.state.settle()
+            # What was leaving a device may not have arrived where a run breaks off.
+            if not self.stopping:
+                self._save(task, unit)
+            return
         if act is Act.RECOMPUTE:
             training.recompute(unit, device, self._gate)
         elif act is Act.STEP:

@@ -22,6 +22,7 @@ class Act(StrEnum):
     STEP = "STEP"
     EVALUATE = "EVALUATE"
     EVICT = "EVICT"
+    SAVE = "SAVE"
 
     @property
     def lane(self) -> str:
@@ -94,6 +95,8 @@ def estimate(action: Action, load_rate: float, evict_rate: float) -> float:
     """Seconds of an action, where links copy so many bytes per second."""
     if action.act is Act.LOAD:
         return action.moves / load_rate
+    if action.act is Act.SAVE:
+        return action.moves / evict_rate
     # No more leaves than is there.
     return min(action.moves, action.frees) / evict_rate if action.act is Act.EVICT else action.seconds
 

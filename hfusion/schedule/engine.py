@@ -176,7 +176,8 @@ class Engine:
         visit = device.current
         if action.act.lane == "compute":
             assert visit is not None
-            visit.seconds += ticket.seconds
+            # Units of one sort compute the same, and some of them are saved.
+            visit.seconds += ticket.seconds if action.act is not Act.SAVE else 0.0
             del visit.tickets[ticket]
             if not visit.tickets:
                 self._leave_visit(device, visit)

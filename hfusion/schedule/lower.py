@@ -48,6 +48,7 @@ def lower(
     accumulate: bool = False,
     clip: bool = False,
     evaluate: bool = False,
+    save: bool = False,
     entry: int = 0,
     ends: bool = True,
 ) -> tuple[Action, ...]:
@@ -58,10 +59,11 @@ def lower(
         clip: every shard steps when the gradients of all are there. As `accumulate` it lets gradients outlive their
             backward, so that they move with the shard.
         evaluate: the forwards only, which save nothing.
+        save: with the last unit all that is trained is copied for a checkpoint.
         entry: bytes at the input cut of the first shard.
         ends: the last of ``shards`` is the last one of its task.
     """
-    made = _ActionList(shards, memory, accumulate or clip, clip, entry, ends)
+    made = _ActionList(shards, memory, accumulate or clip, clip, save, entry, ends)
     return made.evaluation() if evaluate else made.training()
 
 
@@ -89,6 +91,7 @@ class _ActionList:
     memory: Resident | Spilled
     carried: bool
     clip: bool
+    save: bool
     entry: int
     ends: bool
     actions: list[Action] = field(default_factory=list)
@@ -115,6 +118,7 @@ class _ActionList:
             else:
                 extra = part.workspace + part.boundary + (self._at(index) if self._pins(index) else 0)
             self._compute(Act.EVALUATE, index, part.forward, extra, extra)
+            self._save(index, ends=index == len(self.shards) - 1)
             self._end(index, part.boundary)
         return self._ended()
 
@@ -145,6 +149,7 @@ class _ActionList:
         if not self.clip:
             self._compute(Act.STEP, index, part.step)
             changed = part.weights - part.frozen + part.optimizer
+            self._save(index, ends=index == 0)
         self._end(index, changed + self._gradients(part) + self._at(index))
 
     def _update(self, index: int) -> None:
@@ -153,7 +158,13 @@ class _ActionList:
             size = host_bytes(part, carried=self.carried)
             self._load(index, _STATE, size, size, ())
         self._compute(Act.STEP, index, part.step)
+        self._save(index, ends=index == len(self.shards) - 1)
         self._end(index, part.weights - part.frozen + part.optimizer)
+
+    def _save(self, index: int, *, ends: bool) -> None:
+        """Save with the last unit of the minibatch. Gradients have been used by then."""
+        if self.save and ends:
+            self._compute(Act.SAVE, index, moves=sum(host_bytes(part, carried=False) for part in self.shards))
 
     @property
     def _resident(self) -> bool:
@@ -209,12 +220,14 @@ class _ActionList:
         self.loaded[index] = len(self.actions)
         self.actions.append(Action(Act.LOAD, index, sections, size, 0, moves, 0.0, after))
 
-    def _compute(self, act: Act, index: int, seconds: float, takes: int = 0, frees: int = 0) -> None:
+    def _compute(
+        self, act: Act, index: int, seconds: float = 0.0, takes: int = 0, frees: int = 0, moves: int = 0
+    ) -> None:
         # On a resident task's device a shard uses what it borrows where that is.
         needed = (index, *self.shards[index].borrows) if self._resident else (index,)
         after = {self.loaded[shard] for shard in needed} | ({self.computed} if self.computed is not None else set())
         self.computed = len(self.actions)
-        self.actions.append(Action(act, index, takes=takes, frees=frees, seconds=seconds, after=tuple(sorted(after))))
+        self.actions.append(Action(act, index, frozenset(), takes, frees, moves, seconds, tuple(sorted(after))))
 
     def _end(self, index: int, moves: int) -> None:
         if not self._pins(index):

@@ -95,7 +95,8 @@ def _runs(actions: Sequence[Action], *, clip: bool) -> Iterator[Sequence[int]]:
         if action.act.lane != "compute":
             continue
         goes_on = run and (
-            (action.act is Act.BACKWARD and actions[run[-1]].act is Act.RECOMPUTE)
+            action.act is Act.SAVE
+            or (action.act is Act.BACKWARD and actions[run[-1]].act is Act.RECOMPUTE)
             or (action.act is Act.STEP and not clip)
         )
         if run and not goes_on:
@@ -118,6 +119,7 @@ class TaskPlan:
             their global norm. The steps are then units of their own.
         evaluated: minibatches that are evaluated after every epoch.
         kept: the last shard of a spilled task, once loaded, stays on the device while the task does.
+        save_every: minibatches from one save of the task to the next; it is saved at its end, too. None: never.
 
     Raises PlanError for values out of range and shards that do not follow one another.
     """
@@ -132,6 +134,7 @@ class TaskPlan:
     clipped: bool = False
     evaluated: int = 0
     kept: bool = False
+    save_every: int | None = None
 
     def __post_init__(self) -> None:
         if not self.name or any(character.isspace() for character in self.name):
@@ -142,6 +145,10 @@ class TaskPlan:
         if self.epoch is not None and (self.epoch < 1 or self.steps % self.epoch):
             counts = f"{self.steps} steps in epochs of {self.epoch}"
             raise PlanError(f"task {self.name!r} has {counts}: give steps as a whole number of epochs of at least 1")
+        if self.save_every is not None and self.save_every < 1:
+            raise PlanError(
+                f"task {self.name!r} is saved every {self.save_every} minibatches: give at least 1, or None"
+            )
         self._check_shards()
 
     def _check_shards(self) -> None:
@@ -193,7 +200,7 @@ class TaskPlan:
 
     @cached_property
     def training(self) -> tuple[Action, ...]:
-        """The actions of a minibatch after which the optimizer steps; the others leave its STEPs out."""
+        """The actions of a minibatch after which the optimizer steps, and it is saved; others leave STEP, SAVE out."""
         return self._lowered(evaluate=False)
 
     @cached_property
@@ -202,7 +209,14 @@ class TaskPlan:
         return self._lowered(evaluate=True)
 
     def _lowered(self, *, evaluate: bool) -> tuple[Action, ...]:
-        return lower(self.shards, self.memory, accumulate=self.accumulate > 1, clip=self.clipped, evaluate=evaluate)
+        return lower(
+            self.shards,
+            self.memory,
+            accumulate=self.accumulate > 1,
+            clip=self.clipped,
+            evaluate=evaluate,
+            save=self.save_every is not None,
+        )
 
     @cached_property
     def pins(self) -> dict[int, Action]:
@@ -211,11 +225,15 @@ class TaskPlan:
         return {action.shard: action for action in loads if action.shard in self.pinned}
 
     def turn(self, unit: Unit) -> Turn:
-        """What a device does for a unit; without a STEP where the optimizer does not step."""
-        found = self.turns[unit.phase, unit.shard]
-        if unit.updates or found.computes[-1].act is not Act.STEP:
-            return found
-        return self._summing[unit.shard]
+        """What a device does for a unit, of STEP and SAVE those that are due."""
+        key = unit.phase, unit.shard, unit.updates, self.saves(unit)
+        found = self._turns.get(key)
+        if found is None:
+            found = self.turns[unit.phase, unit.shard]
+            out = {act for act, done in ((Act.STEP, unit.updates), (Act.SAVE, key[-1])) if not done}
+            computes = tuple(action for action in found.computes if action.act not in out)
+            found = self._turns[key] = found._replace(computes=computes)
+        return found
 
     @cached_property
     def turns(self) -> dict[tuple[Phase, int], Turn]:
@@ -223,10 +241,9 @@ class TaskPlan:
         return {key: turn for each in lists for key, turn in split(each, self.pinned, clip=self.clipped).items()}
 
     @cached_property
-    def _summing(self) -> dict[int, Turn]:
-        """The backwards after which the optimizer does not step."""
-        found = {shard: turn for (phase, shard), turn in self.turns.items() if phase is Phase.BACKWARD}
-        return {shard: turn._replace(computes=turn.computes[:-1]) for shard, turn in found.items()}
+    def _turns(self) -> dict[tuple[Phase, int, bool, bool], Turn]:
+        """What `turn` gave so far."""
+        return {}
 
     @cached_property
     def update_count(self) -> int:
@@ -274,6 +291,15 @@ class TaskPlan:
             return None
         steps = unit.step + 1
         return None if self.evaluated and not steps % self._epoch else steps
+
+    def saves(self, unit: Unit) -> bool:
+        """Whether the task is saved with a unit."""
+        steps = None if self.save_every is None else self.ended(unit)
+        if steps is None or self.save_every is None:
+            return False
+        epoch, rest = divmod(steps - 1, self._epoch)
+        before = epoch * self._epoch + rest // self.accumulate * self.accumulate
+        return steps == self.steps or steps // self.save_every > before // self.save_every
 
     def after(self, steps: int) -> int:
         """The position of the unit that follows so many minibatches, of those that `ended` tells."""

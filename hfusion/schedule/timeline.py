@@ -1,7 +1,7 @@
 """What happens when: the actions of a run, simulated or real, and the checks every run must pass.
 
 A device has three lanes that work at the same time, each on one action: compute (FORWARD, RECOMPUTE, BACKWARD, STEP,
-EVALUATE), the link from the host (LOAD) and the link to it (EVICT).
+EVALUATE, SAVE), the link from the host (LOAD) and the link to it (EVICT).
 """
 
 from __future__ import annotations
@@ -274,7 +274,8 @@ def _check_places(task: TaskPlan, actions: list[Span]) -> None:
             gone[action.shard] = action
             del loaded[action.shard]
         else:
-            _check_use(task, action, here, gone, left_at)
+            if action.act is not Act.SAVE:
+                _check_use(task, action, here, gone, left_at)
             left_at = (action.device, action.shard)
     if loaded:
         raise TimelineError(f"the shard is never evicted after {next(iter(loaded.values()))}")

@@ -41,23 +41,17 @@ class Checkpoints:
 
     Args:
         root: the folder of all.
-        every: minibatches from one save of an array to the next; None: those of an epoch.
         resume: whether the arrays go on from where they are saved.
 
     Raises:
-        CheckpointError: the folder cannot be made, or is one of other tasks; or ``every`` is less than 1.
+        CheckpointError: the folder cannot be made, or is one of other tasks.
     """
 
-    def __init__(
-        self, root: str | os.PathLike[str], every: int | None, arrays: Sequence[Arrangement], *, resume: bool
-    ) -> None:
-        if every is not None and every < 1:
-            raise CheckpointError(f"every={every}: give how many minibatches there are between saves, at least 1")
-        self._root, self._every, self._arrays = Path(root), every, arrays
+    def __init__(self, root: str | os.PathLike[str], arrays: Sequence[Arrangement], *, resume: bool) -> None:
+        self._root, self._arrays = Path(root), arrays
         with files.told(self._root):
             self._root.mkdir(parents=True, exist_ok=True)
             self._check(resume=resume)
-        self._reached = [0] * len(arrays)
         self._writes: list[Future[Path] | None] = [None] * len(arrays)
         self._thread = ThreadPoolExecutor(1, "hfusion checkpoint")
 
@@ -110,19 +104,14 @@ class Checkpoints:
                 )
             for write in (reader.module(one.array), reader.optimizer(one.optimizer)):
                 write()
-        self._reached[index] = kept["steps"]
         return kept
 
-    def reached(self, index: int, plan: TaskPlan, steps: int, training: Training, streams: Sequence[Stream]) -> None:
-        """Save an array if that is due after so many minibatches; at its end it is on the disk then.
+    def save(self, index: int, plan: TaskPlan, steps: int, training: Training, streams: Sequence[Stream]) -> None:
+        """Save an array after so many minibatches; at its end it is on the disk then.
 
         Raises:
             CheckpointError: it could not be written, or the save before this; the last one that was is there.
         """
-        every = self._every or self._arrays[index].task.epoch
-        if steps // every == self._reached[index] // every and steps < plan.steps:
-            return
-        self._reached[index] = steps
         one = self._arrays[index]
         writer = SaveWriter(range(len(one.members)), {"members": _names(one)}, {})
         writer.module(one.array)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.capture.named import tensors
-from hfusion.core.errors import HFusionError, PlanError
+from hfusion.core.errors import CheckpointError, HFusionError, PlanError
 from hfusion.core.membership import membership
 from hfusion.device.backend import backend, memory_of
 from hfusion.device.machine import Machine
@@ -135,11 +135,11 @@ def train(
     chosen, tasks = named(policy), listed(tasks)
     # Tasks that take turns would load and evict what they keep at every turn.
     arrangements, made = arrange(tasks, machine, keep=chosen.patient or len(tasks) <= len(machine.devices))
-    made = made if plan is None else _checked(plan, made)
+    made = _saving(made if plan is None else _checked(plan, made), every, saves=checkpoint is not None)
     with ExitStack() as stack:
         saves = None
         if checkpoint is not None:
-            saves = Checkpoints(checkpoint, every, arrangements, resume=resume)
+            saves = Checkpoints(checkpoint, arrangements, resume=resume)
             stack.callback(saves.close)
         run = _TrainRun(arrangements, made, machine, stack, saves)
         show = stack.enter_context(_bars(made, run.trainings)) if progress else None
@@ -157,6 +157,15 @@ def _checked(given: Plan, made: Plan) -> Plan:
     if len(given.tasks) != len(made.tasks) or set(given.devices) != set(made.devices):
         raise PlanError("the plan given has other tasks or devices than those of this call: plan anew")
     return given
+
+
+def _saving(given: Plan, every: int | None, *, saves: bool) -> Plan:
+    """The plan where tasks are saved every so many minibatches, or None: every epoch; or where they are not."""
+    if every is not None and every < 1:
+        raise CheckpointError(f"every={every}: give how many minibatches there are between saves, at least 1")
+    found = [(every or task.epoch or task.steps) if saves else None for task in given.tasks]
+    tasks = [replace(task, save_every=each) for task, each in zip(given.tasks, found, strict=True)]
+    return replace(given, tasks=tuple(tasks))
 
 
 class _TrainRun:
@@ -252,7 +261,7 @@ class _TrainRun:
 
     def run(self, policy: Policy, show: Callable[[int], None] | None) -> Report:
         devices = [(name, self._devices[name]) for name in self.plan.devices]
-        worker = DeviceWorker(devices, self.trainings, lambda index, unit: self._after(index, unit, show, worker))
+        worker = DeviceWorker(devices, self.trainings, lambda index, unit: self._after(index, unit, show), self._save)
         first = [plan.after(len(one.losses)) for plan, one in zip(self.plan.tasks, self.trainings, strict=True)]
         engine = Engine(self._scheduled(), policy, worker, first=first)
         try:
@@ -281,8 +290,8 @@ class _TrainRun:
             tasks.append(replace(task, shards=tuple(shards)))
         return replace(self.plan, tasks=tuple(tasks))
 
-    def _after(self, index: int, unit: Unit, show: Callable[[int], None] | None, worker: DeviceWorker) -> None:
-        """Tell callbacks and bars when a minibatch or the evaluation of an epoch is done; save where that is due."""
+    def _after(self, index: int, unit: Unit, show: Callable[[int], None] | None) -> None:
+        """Tell callbacks and bars when a minibatch or the evaluation of an epoch is done."""
         one, plan, training = self.arrangements[index], self.plan.tasks[index], self.trainings[index]
         heard: Step | Evaluation | None = None
         if unit.phase is Phase.BACKWARD and unit.shard == 0:
@@ -297,12 +306,13 @@ class _TrainRun:
         if heard is not None:
             for callback in one.task.callbacks:
                 callback(heard)
+
+    def _save(self, index: int, unit: Unit) -> None:
+        plan, training = self.plan.tasks[index], self.trainings[index]
         steps = plan.ended(unit)
-        if self.saves is not None and steps is not None:
-            training.state.settle()
-            # What was leaving a device may not have arrived where a run breaks off.
-            if not worker.stopping:
-                self.saves.reached(index, plan, steps, training, self._streams[index])
+        assert self.saves is not None
+        assert steps is not None
+        self.saves.save(index, plan, steps, training, self._streams[index])
 
     def _report(self, engine: Engine, done: Sequence[int]) -> Report:
         tasks: dict[str, TaskReport] = {}

@@ -38,7 +38,8 @@ def test_text_that_is_no_action(line: str) -> None:
 
 def lowered(made: TaskPlan, *, evaluate: bool = False) -> tuple[Action, ...]:
     memory = Resident() if made.resident else Spilled(made.kept)
-    return lower(made.shards, memory, accumulate=made.accumulate > 1, clip=made.clipped, evaluate=evaluate)
+    sums, saves = made.accumulate > 1, made.save_every is not None
+    return lower(made.shards, memory, accumulate=sums, clip=made.clipped, evaluate=evaluate, save=saves)
 
 
 def boundary(made: TaskPlan, index: int) -> int:
@@ -83,7 +84,10 @@ def test_the_bytes_on_the_device_are_those_of_the_definition(made: TaskPlan) -> 
     assert made.device_bytes == max(map(need, lists))
     for actions in lists:
         for action, level in zip(actions, levels(actions), strict=True):
-            if action.act.lane == "compute":
+            if action.act is Act.SAVE:
+                assert action.takes == action.frees == 0
+                assert action.moves == sum(part.weights + part.optimizer for part in made.shards)
+            elif action.act.lane == "compute":
                 assert level == (whole if made.resident else alone)(made, action)
         assert sum(action.takes - action.frees for action in actions) == 0
 
@@ -134,6 +138,8 @@ CUTS = {"workspace": 7, "boundary": 10}
         ("kept", task("a", 2, resident=False, kept=True, **SIZES, **CUTS), False),
         ("resident", task("a", 2, **SIZES, **CUTS), False),
         ("evaluated", task("a", 2, resident=False, **SIZES, **CUTS), True),
+        ("saved", task("a", 2, save_every=1, **SIZES, **CUTS), False),
+        ("evaluated and saved", task("a", 1, save_every=1, **SIZES, **CUTS), True),
     ],
 )
 def test_lists_as_text(name: str, made: TaskPlan, evaluate: bool) -> None:
@@ -210,5 +216,24 @@ EVICT 0 weights+boundary takes 0 frees 1000 moves 10 seconds 0.0 after 1
 LOAD 1 weights+boundary takes 1010 frees 0 moves 1010 seconds 0.0 after ~1
 EVALUATE 1 - takes 7 frees 7 moves 0 seconds 1.0 after 1,3
 EVICT 1 weights+boundary takes 0 frees 1010 moves 0 seconds 0.0 after 2,4
+""",
+    "saved": """
+LOAD 0 weights+optimizer+boundary+saved takes 1460 frees 0 moves 1400 seconds 0.0 after ~0
+LOAD 1 weights+optimizer+boundary+saved takes 1450 frees 0 moves 1400 seconds 0.0 after ~1
+FORWARD 0 - takes 7 frees 7 moves 0 seconds 1.0 after 0
+FORWARD 1 - takes 7 frees 7 moves 0 seconds 1.0 after 1,2
+BACKWARD 1 - takes 207 frees 207 moves 0 seconds 1.0 after 1,3
+STEP 1 - takes 0 frees 0 moves 0 seconds 1.0 after 1,4
+BACKWARD 0 - takes 207 frees 207 moves 0 seconds 1.0 after 0,5
+STEP 0 - takes 0 frees 0 moves 0 seconds 1.0 after 0,6
+SAVE 0 - takes 0 frees 0 moves 2800 seconds 0.0 after 0,7
+EVICT 0 weights+optimizer+boundary+saved takes 0 frees 1460 moves 1400 seconds 0.0 after 8
+EVICT 1 weights+optimizer+boundary+saved takes 0 frees 1450 moves 1400 seconds 0.0 after 8,9
+""",
+    "evaluated and saved": """
+LOAD 0 weights+optimizer+boundary+saved takes 1450 frees 0 moves 1400 seconds 0.0 after ~0
+EVALUATE 0 - takes 7 frees 7 moves 0 seconds 1.0 after 0
+SAVE 0 - takes 0 frees 0 moves 1400 seconds 0.0 after 0,1
+EVICT 0 weights+optimizer+boundary+saved takes 0 frees 1450 moves 1400 seconds 0.0 after 2
 """,
 }

@@ -162,6 +162,20 @@ def test_clipping_leaves_the_optimizer_out_of_the_backward() -> None:
     assert clipped.device_bytes == 10 + 10 + 100
 
 
+@given(tasks("a"))
+def test_a_task_is_saved_at_the_first_border_where_that_is_due_and_at_its_end(made: TaskPlan) -> None:
+    every, before, saved = made.save_every, 0, []
+    for unit in map(made.unit, range(made.units)):
+        steps = made.ended(unit)
+        if steps is not None and every is not None:
+            if steps == made.steps or steps // every > before // every:
+                saved.append(unit)
+            before = steps
+        assert (made.turn(unit).computes[-1].act is Act.SAVE) == (unit in saved)
+        assert any(action.act is Act.STEP for action in made.turn(unit).computes) == unit.updates
+    assert not (every and not saved)
+
+
 def test_the_last_shard_turns_at_once() -> None:
     made = task("a", 2, epoch=1, evaluated=1)
     units = [made.unit(number) for number in range(made.units)]
@@ -221,6 +235,8 @@ def test_bad_tasks_and_shards() -> None:
     for epoch in (0, 2, 5):
         with pytest.raises(PlanError, match=f"3 steps in epochs of {epoch}: give steps as a whole number of epochs"):
             task("a", steps=3, epoch=epoch)
+    with pytest.raises(PlanError, match="'a' is saved every 0 minibatches: give at least 1, or None"):
+        task("a", save_every=0)
     with pytest.raises(PlanError, match="begins at node 2, the one before ends at 1"):
         TaskPlan("a", (shard(0), replace(shard(1), first=2, last=3)), 1, True)
 

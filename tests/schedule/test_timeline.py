@@ -18,7 +18,7 @@ from hfusion.schedule.timeline import Span, Timeline, TimelineError
 from tests.shards import plans, task
 
 PLAN = Plan((task("a", 2, steps=2), task("b", 2, steps=2, resident=False)), {"d": 25, "e": 20}, 1.0, 1.0)
-LOAD, FORWARD, RECOMPUTE, BACKWARD, STEP, EVALUATE, EVICT = Act
+LOAD, FORWARD, RECOMPUTE, BACKWARD, STEP, EVALUATE, EVICT, SAVE = Act
 
 
 @settings(deadline=None, max_examples=50)

@@ -219,6 +219,17 @@ def test_more_epochs_and_more_tasks_go_on(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["%2E.%2F.second", "first"]
 
 
+@pytest.mark.parametrize(("every", "steps"), [(None, [1, 3]), (2, [1, 3, 5, 7, 3])])
+def test_saves_stand_in_the_timeline(every: int | None, steps: list[int], tmp_path: Path) -> None:
+    """With the last minibatch of what is trained, or, after an epoch, of what is evaluated."""
+    one = small(eval_loader=[*shuffled(1)][:2])
+    report = hf.train(one, machine(), checkpoint=tmp_path, every=every)
+    report.timeline.validate(report.plan)
+    assert [span.step for span in report.timeline.actions if span.act is Act.SAVE] == steps
+    again = hf.train(one, machine(), plan=report.plan)
+    assert not [span for span in again.timeline.actions if span.act is Act.SAVE]
+
+
 def test_a_damaged_save_is_named(tmp_path: Path) -> None:
     hf.train(small(), machine(), checkpoint=tmp_path)
     file = saves(tmp_path / "task")[-1] / "tensors.safetensors"
