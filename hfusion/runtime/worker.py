@@ -30,13 +30,15 @@ _GLANCE_SECONDS = 0.1
 class _Job:
     """Work for a lane, once ``after`` have ended, and what is to be done when the device has done it.
 
-    ``told``: the engine waits for it. ``always``: also when the run ends by an error elsewhere, so that a task that has
-    finished is at home. ``failed``: it raised, or never began since the run ends.
+    ``ready``: when the last of all ended that it was to wait for, but for its lane. ``told``: the engine waits for it.
+    ``always``: also when the run ends by an error elsewhere, so that a task that has finished is at home. ``failed``:
+    it raised, or never began since the run ends. ``done``: the engine knows that it has ended, and all went well.
     """
 
     task: int
     work: Callable[[], None]
     after: Sequence[_Job]
+    ready: float
     then: Callable[[], None] = field(default=lambda: None)
     told: bool = True
     always: bool = False
@@ -60,6 +62,7 @@ class _Lane(Thread):
         self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self.task: int | None = None
         self.ended = Event()
+        self._free = 0.0
         self._worker = worker
         self._threads = torch.get_num_threads()
         self._queue = backend(device).queue()
@@ -77,8 +80,10 @@ class _Lane(Thread):
     def _do(self, job: _Job) -> None:
         for each in job.after:
             each.over.wait()
+            job.ready = max(job.ready, each.ended if each.told else each.ready)
         job.failed = any(each.failed for each in job.after) or (self._worker.stopping and not job.always)
-        job.started = self._worker.now()
+        # What it takes until a thread goes on, and what is settled before, is its time, too: no other action's.
+        job.started = max(job.ready, self._free)
         try:
             if not job.failed:
                 self._queue.run(job.work)
@@ -91,9 +96,9 @@ class _Lane(Thread):
             self._queue.wait()
             job.then()
         job.ended = self._worker.now()
+        self._free = job.ended if job.told else self._free
         # The engine keeps jobs, which must not keep what they copied.
         job.after, job.work, job.then = (), _nothing, _nothing
-        job.done = not job.failed
         # The engine hears of it before whatever another lane does after it.
         if job.told or job.error is not None:
             self._worker.ended.put(job)
@@ -125,6 +130,7 @@ class DeviceWorker:
         self._save = save
         self._gate = Gate()
         self._start = perf_counter()
+        self._heard = 0.0
         self._lanes = [
             {lane: _Lane(f"{name} {lane}", device, self) for lane in ("in", "compute", "out")}
             for name, device in devices
@@ -154,9 +160,11 @@ class DeviceWorker:
             return self._evict(lanes, task, action, before)
         if action.act is Act.LOAD:
             work = partial(self._load, training, unit, action, where)
-            return self._submit(lanes["in"], _Job(task, work, before, partial(training.loaded, action.shard)))
+            then = partial(training.loaded, action.shard)
+            return self._submit(lanes["in"], _Job(task, work, before, self._heard, then))
         lanes["compute"].task = task
-        return self._submit(lanes["compute"], _Job(task, partial(self._compute, task, unit, action.act, where), before))
+        work = partial(self._compute, task, unit, action.act, where)
+        return self._submit(lanes["compute"], _Job(task, work, before, self._heard))
 
     def wait(self) -> Sequence[Ticket]:
         # A signal just before the wait begins does not end it.
@@ -165,9 +173,14 @@ class DeviceWorker:
                 job = self.ended.get(timeout=_GLANCE_SECONDS)
             except Empty:
                 continue
+            self._hear(job)
             if job.error is not None:
                 raise TaskFailed(job.task) from job.error
             return (job,)
+
+    def _hear(self, job: _Job) -> None:
+        job.done = not job.failed
+        self._heard = job.ended
 
     def close(self) -> None:
         """End the run: no thread is left, and none uses the user's tensors. A Ctrl-C meanwhile is raised afterwards."""
@@ -185,6 +198,8 @@ class DeviceWorker:
                         while not lane.ended.wait(_GLANCE_SECONDS):
                             pass
                         lane.join()
+                while not self.ended.empty():
+                    self._hear(self.ended.get())
                 over = True
             except KeyboardInterrupt as interrupt:
                 pressed = interrupt
@@ -206,9 +221,9 @@ class DeviceWorker:
 
         # Of a task that waits, or runs elsewhere by now, nothing is computed meanwhile.
         lane = lanes["compute" if lanes["compute"].task == task else "out"]
-        settled = self._submit(lane, _Job(task, settle, after, told=False, always=True))
-        left = partial(training.left, action.shard)
-        return self._submit(lanes["out"], _Job(task, partial(copy_now, moves), (settled,), left, always=True))
+        settled = self._submit(lane, _Job(task, settle, after, self._heard, told=False, always=True))
+        left, copies = partial(training.left, action.shard), partial(copy_now, moves)
+        return self._submit(lanes["out"], _Job(task, copies, (settled,), self._heard, left, always=True))
 
     def _compute(self, task: int, unit: Unit, act: Act, device: torch.device) -> None:
         training = self._trainings[task]

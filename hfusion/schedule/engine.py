@@ -260,7 +260,7 @@ class Engine:
 
     def _compute(self, device: _DeviceState, visit: _Visit) -> None:
         visit.begun = True
-        after = [ticket for ticket in visit.loads if ticket is not None and not ticket.done]
+        after = [ticket for ticket in visit.loads if ticket is not None]
         for action in visit.turn.computes:
             visit.tickets[self._begin(device, visit.run, visit.unit, action, after)] = action
 
@@ -372,9 +372,8 @@ class Engine:
             device.loads.remove((run, held))
             return
         running = device.current.tickets if device.current is not None and device.current.run is run else ()
-        after = [ticket for ticket in (held.ticket, *running) if not ticket.done]
         sections = held.load.sections | ({Section.SAVED} if leaves else set())
         size = held.load.takes
         moves = min(size, sum(action.moves for action in held.owed))
         action = Action(Act.EVICT, shard, sections, frees=size, moves=moves)
-        run.gone[shard] = self._begin(device, run, run.unit, action, after)
+        run.gone[shard] = self._begin(device, run, run.unit, action, (held.ticket, *running))

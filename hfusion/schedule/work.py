@@ -10,7 +10,10 @@ from hfusion.schedule.shards import Unit
 
 
 class Ticket(Protocol):
-    """An action that began: once it is ``done``, when it ``started`` and ``ended``, and the ``seconds`` it took."""
+    """An action that began: once it is ``done``, when it ``started`` and ``ended``, and the ``seconds`` it took.
+
+    It starts when all has ended that it waits for: what its worker takes to begin it is its own time.
+    """
 
     @property
     def done(self) -> bool: ...

@@ -175,6 +175,31 @@ def test_a_task_that_has_finished_is_at_home_though_another_fails_before_it_has_
             array.load_state_dict(state)
 
 
+@pytest.mark.parametrize("copies", [0.0, 2e-3], ids=["fast copies", "slow copies"])
+@pytest.mark.parametrize(
+    ("counts", "resident", "kept"),
+    [([3], [True], [False]), ([3], [False], [False]), ([5, 4], [False, False], [False, True])],
+    ids=["resident", "spilled", "in turns"],
+)
+def test_a_run_is_foretold_by_its_own_seconds(
+    counts: list[int], resident: list[bool], kept: list[bool], copies: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that passes is some action's time: what threads take to go on, and what is settled between units, too."""
+
+    def slow(moves: Iterable[Move]) -> None:
+        sleep(copies)
+        copy_now(moves)
+
+    monkeypatch.setattr(worker, "copy_now", slow)
+    arrays, expected = zip(*(made(index) for index in range(len(counts))), strict=True)
+    tasks = [task(array, WAYS[index], LOADER, f"t{index}") for index, array in enumerate(arrays)]
+    on = machine()
+    report = assert_same(arrays, tasks, expected, on, planned(tasks, on, counts, resident, kept))
+    report.timeline.validate(report.plan)
+    foretold = hf.simulate(report.plan, measured=report.timeline)
+    assert foretold.makespan == pytest.approx(report.timeline.makespan, rel=0.1)
+
+
 def test_the_timeline_begins_with_the_run() -> None:
     array, expected = made(0)
     one, on = task(array, WAYS[0], LOADER), machine()
