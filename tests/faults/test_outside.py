@@ -211,7 +211,8 @@ def train_until_blocked(disk: str, *places: str) -> None:
         try:
             hf.train(tasks, machine(2, disk=disk))
         except KeyboardInterrupt:
-            left = {thread.name for thread in threading.enumerate() if thread.name != "MainThread"}
+            # torch.fx starts the monitor where tqdm is installed.
+            left = {thread.name for thread in threading.enumerate()} - {"MainThread", "tqdm_monitor"}
             print(f"interrupted, left: {left or '{}'} {multiprocessing.active_children()}", flush=True)
     raise KeyboardInterrupt
 
