@@ -148,7 +148,7 @@ def _copy(state: Rewriting, node: fx.Node, written: fx.Node, source: fx.Node) ->
     return emit(state, node, aten.clone.default, (expanded,), {"memory_format": torch.contiguous_format})
 
 
-def _hides_whole(state: State, write: fx.Node) -> bool:
+def _hides_whole(state: Rewriting, write: fx.Node) -> bool:
     """Whether nothing is left of a tensor that gradients flow through."""
     node = write.args[0]
     assert isinstance(node, fx.Node)
@@ -157,7 +157,7 @@ def _hides_whole(state: State, write: fx.Node) -> bool:
     return node not in state.parent and node in state.differentiable
 
 
-def _with_gradient_of(state: State, node: fx.Node, written: fx.Node, value: fx.Node) -> fx.Node:
+def _with_gradient_of(state: Rewriting, node: fx.Node, written: fx.Node, value: fx.Node) -> fx.Node:
     """``value``; ``written`` has a gradient of zeros then, as autograd gives it, and a parameter before it its step."""
     always = emit(state, node, aten.ones.default, ([],), {"dtype": torch.bool, "device": value.meta["val"].device})
     return emit(state, node, aten.where.self, (always, value, written), {})
