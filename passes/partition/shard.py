@@ -4,6 +4,11 @@ Every partition of the line into runs of steps is a path; dynamic programming fi
 stops to extend a run as soon as it outgrows the budget (as Jia et al., "Beyond Data and Model Parallelism",
 arXiv:1807.05358, and Hydra's partitioner, arXiv:2110.08633, cut sequences). A storage that is alive at several
 cuts counts at each.
+
+Operators stay in the order in which they were captured: the gradients of a value are summed in the order of its users.
+Where branches stand side by side another order would leave fewer bytes alive at the cuts (greedy by what each operator
+makes and frees, from the front and from the back: 5 to 20% fewer for blocks of Inception and for two towers); at those
+that plans of a U-Net and a DenseNet choose, none that was found leaves a byte less.
 """
 
 from __future__ import annotations
