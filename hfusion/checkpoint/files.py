@@ -135,6 +135,9 @@ def _real(tensor: Tensor) -> Tensor:
 def digest(tensor: Tensor) -> str:
     """The checksum of a tensor's bytes."""
     flat = tensor.detach().contiguous().reshape(-1)
+    if flat.numel() == 1:
+        # An expanded number is contiguous, whatever its stride, and cannot be viewed as bytes.
+        flat = flat.clone(memory_format=torch.contiguous_format)
     content: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return blake2b(content, digest_size=32).hexdigest()
 

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hfusion as hf
-from hfusion.checkpoint.files import saves
+from hfusion.checkpoint.files import digest, saves
 from tests.checkpoint.damage import SURE, Trial
 from tests.checkpoint.living import population
 
@@ -37,6 +38,10 @@ def test_a_killed_run_is_resumed_and_ends_the_same() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("6 kills of")
+
+
+def test_a_number_that_was_expanded_has_the_checksum_of_its_bytes() -> None:
+    assert digest(torch.tensor(0.5, dtype=torch.float64).expand(1)) == digest(torch.tensor([0.5], dtype=torch.float64))
 
 
 def test_what_cannot_be_written_leaves_the_last_save(tmp_path: Path) -> None:

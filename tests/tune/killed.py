@@ -1,0 +1,106 @@
+"""A sweep in a folder that ends at an instant of one's choice: ``python -m tests.tune.killed FOLDER PLACE COUNT``.
+
+Places: ``asked``, before the COUNT-th trial suggests anything; ``suggested``, when it has suggested a part; ``judged``,
+before the COUNT-th value; ``reported``, when it is in the study; ``pruned`` and ``kept``, when the pruner has noted
+that and the trial is not told.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import optuna
+import torch.nn.functional as F
+from torch import Tensor
+
+import hfusion as hf
+from tests.tune.cases import EPOCHS, MACHINE, loaders, make_model
+
+TRIALS = 12
+
+
+class Halving(optuna.pruners.BasePruner):
+    """Optuna's successive halving, watched."""
+
+    def __init__(self, reached: Callable[[str], None]) -> None:
+        self._pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)
+        self._reached = reached
+
+    def prune(self, study: Any, trial: Any) -> bool:
+        self._reached("reported")
+        decision = self._pruner.prune(study, trial)
+        self._reached("pruned" if decision else "kept")
+        return decision
+
+
+def samplers() -> dict[str, Any]:
+    return {
+        "random": optuna.samplers.RandomSampler(seed=5),
+        "tpe": optuna.samplers.TPESampler(seed=5, n_startup_trials=4, multivariate=True),
+    }
+
+
+def run(folder: str, reached: Callable[[str], None], sampler: str = "tpe", **options: Any) -> hf.SweepResult:
+    """The sweep; it goes on where it is. ``reached`` is told of every place."""
+
+    def space(trial: optuna.Trial) -> dict[str, Any]:
+        reached("asked")
+        rate = trial.suggest_float("lr", 1e-4, 0.3, log=True)
+        reached("suggested")
+        return {"lr": rate, "hidden": trial.suggest_categorical("hidden", [4, 8])}
+
+    def judged(output: Tensor, target: Tensor) -> Tensor:
+        reached("judged")
+        return F.cross_entropy(output, target)
+
+    given: dict[str, Any] = {"trials": TRIALS, "rows": 5, **loaders(), **options}
+    loader = given.pop("loader")
+    return hf.sweep(
+        make_model,
+        space,
+        F.cross_entropy,
+        loader,
+        epochs=EPOCHS,
+        metric=judged,
+        sampler=samplers()[sampler],
+        pruner=Halving(reached),
+        machine=MACHINE,
+        directory=folder,
+        **given,
+    )
+
+
+def at(place: str, count: int, act: Callable[[], None]) -> Callable[[str], None]:
+    """Acts at the ``count``-th time that ``place`` is reached."""
+    seen: Counter[str] = Counter()
+
+    def reached(name: str) -> None:
+        seen[name] += 1
+        if name == place and seen[name] == count:
+            act()
+
+    return reached
+
+
+def everything(result: hf.SweepResult) -> list[Any]:
+    """What must be equal, whatever happened on the way."""
+    trials = [
+        (one.number, one.params, one.state.name, one.values, one.intermediate_values, one.user_attrs["hfusion:round"])
+        for one in result.study.trials
+    ]
+    return [
+        trials,
+        result.numbers,
+        result.best_value,
+        [value.tolist() for value in result.best_model.state_dict().values()],
+    ]
+
+
+if __name__ == "__main__":
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    run(sys.argv[1], at(sys.argv[2], int(sys.argv[3]), lambda: os.kill(os.getpid(), signal.SIGKILL)))

@@ -1,0 +1,94 @@
+"""A sweep that is killed anywhere, and resumed, ends with the trials, states and best model of one that was not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hfusion as hf
+
+optuna = pytest.importorskip("optuna")
+from tests.tune import killed  # noqa: E402
+from tests.tune.killed import at, everything, run  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
+
+class Killed(BaseException):
+    """Nothing of the sweep's process is there afterwards: with a folder, nobody catches it."""
+
+
+def kill() -> None:
+    raise Killed
+
+
+def nothing(place: str) -> None:
+    pass
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HFUSION_RATES", "standard")
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    yield
+    optuna.logging.set_verbosity(before)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What sweeps that nobody kills come to, by sampler."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HFUSION_RATES", "standard")
+        return {name: everything(run(str(tmp_path_factory.mktemp(name)), nothing, name)) for name in killed.samplers()}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "kills"),
+    [
+        ("random", [("asked", 1), ("suggested", 1), ("asked", 7), ("suggested", 7)]),
+        ("tpe", [("suggested", 5), ("judged", 4), ("reported", 1), ("kept", 1)]),
+        ("tpe", [("pruned", 1), ("pruned", 2), ("pruned", 3), ("reported", 8)]),
+        ("tpe", [("suggested", 9), ("reported", 9), ("kept", 8), ("pruned", 2)]),
+    ],
+)
+def test_killed_again_and_again(
+    sampler: str, kills: list[tuple[str, int]], whole: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    killed_times = 0
+    for place, count in kills:
+        try:
+            run(str(tmp_path), at(place, count, kill), sampler)
+        except Killed:
+            killed_times += 1
+    assert killed_times >= 3
+    assert everything(run(str(tmp_path), nothing, sampler)) == whole[sampler]
+
+
+def test_a_process_that_is_killed(whole: dict[str, list[Any]], tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.tune.killed", str(tmp_path), "kept", "8"]
+    environment = {**os.environ, "HFUSION_RATES": "standard"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert everything(run(str(tmp_path), nothing)) == whole["tpe"]
+
+
+def test_after_the_end_there_is_nothing_to_do_until_more_is_asked(tmp_path: Path) -> None:
+    run(str(tmp_path), nothing, trials=3)
+    again = run(str(tmp_path), at("judged", 1, kill), trials=3)
+    assert len(again.trials) == 3
+    assert len(run(str(tmp_path), nothing, trials=4).trials) == 4
+
+
+def test_what_is_not_the_same_sweep_is_told(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        run(str(tmp_path), at("judged", 1, kill))
+    with pytest.raises(hf.CheckpointError, match="seed was 0 when the sweep was saved, and is 1"):
+        run(str(tmp_path), nothing, seed=1)
