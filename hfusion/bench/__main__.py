@@ -38,8 +38,8 @@ from hfusion.bench.arguments import (
 from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
 from hfusion.bench.machine import describe
+from hfusion.bench.policies import COMPARED
 from hfusion.bench.progress import meter
-from hfusion.schedule.policy import POLICIES
 
 # A table of all contenders; a terminal is as wide as it is, a file or a pipe has no width.
 WIDTH_WITHOUT_TERMINAL = 200
@@ -62,7 +62,7 @@ def print_names(out: Console) -> None:
         "contenders of optim": optim.ABOUT,
         "cases of shard": {case.name: case.about for case in shard_cases.CASES},
         "contenders of shard": shard_results.ABOUT,
-        "policies of schedule": {policy.name: policy.about for policy in POLICIES.values()},
+        "policies of schedule": {policy.name: policy.about for policy in COMPARED.values()},
     }
     for title, names in sections.items():
         out.print(title, style="bold")

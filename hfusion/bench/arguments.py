@@ -13,9 +13,9 @@ import torch
 from hfusion.bench import fuse, optim, schedule, shard, shard_cases
 from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
+from hfusion.bench.policies import COMPARED
 from hfusion.bench.results import kept_rows
 from hfusion.device.backend import accelerators, types
-from hfusion.schedule.policy import POLICIES
 
 SUB_BENCHMARKS = {
     "fuse": "one training step of B models, fused and unfused (default)",
@@ -167,7 +167,7 @@ def shard_settings(parsed: argparse.Namespace) -> shard.ShardSettings:
 def schedule_settings(parsed: argparse.Namespace) -> schedule.ScheduleSettings:
     """The settings of the sub-benchmark ``schedule``."""
     cases = schedule.QUICK_CASES if parsed.quick else schedule.CASES
-    return schedule.ScheduleSettings(cases=cases, policies=tuple(POLICIES.values()))
+    return schedule.ScheduleSettings(cases=cases, policies=tuple(COMPARED.values()))
 
 
 def _members(parsed: argparse.Namespace) -> tuple[int, ...]:

@@ -134,27 +134,6 @@ def _position(candidate: Candidate) -> float:
     return candidate.task
 
 
-def _since(candidate: Candidate) -> float:
-    return candidate.since
-
-
-def random(seed: int) -> Policy:
-    """A policy that gives every unit a priority drawn from ``seed``."""
-
-    def drawn(candidate: Candidate) -> float:
-        return _mix(_mix(_mix(seed) ^ candidate.task) ^ candidate.unit)
-
-    return Policy("random", "a priority drawn anew for each unit", drawn, best)
-
-
-def _mix(value: int) -> int:
-    """Scatter 64 bits: the finaliser of SplitMix64 (Steele et al., OOPSLA 2014)."""
-    value = (value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return value ^ (value >> 31)
-
-
 # Of `hfusion.simulate` and `hfusion.train`.
 DEFAULT = "patient-lrtf"
 POLICIES: dict[str, Policy] = {
@@ -163,8 +142,6 @@ POLICIES: dict[str, Policy] = {
         Policy("sharded-lrtf", "longest remaining time first (Hydra, arXiv:2110.08633)", _longest, best),
         Policy(DEFAULT, "the same, but a task is only interrupted when it must be", _longest, patient, True),
         Policy("fifo", "in the order of the plan", _position, best),
-        Policy("round-robin", "the task that has waited longest", _since, best),
-        random(0),
     )
 }
 

@@ -9,7 +9,7 @@ import pytest
 
 from hfusion.bench import schedule
 from hfusion.bench.__main__ import main
-from hfusion.schedule.policy import POLICIES
+from hfusion.bench.policies import COMPARED
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,7 +17,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["schedule", "--quick", "--json", str(target)]) == 0
     assert "makespan" in capsys.readouterr().out
     rows = json.loads(target.read_text())["rows"]
-    assert len(rows) == len(schedule.QUICK_CASES) * len(schedule.MIXES) * len(POLICIES)
+    assert len(rows) == len(schedule.QUICK_CASES) * len(schedule.MIXES) * len(COMPARED)
     names = "tasks devices mix policy makespan lower_bound ratio us_per_decision"
     assert list(rows[0]) == names.split()
     for row in rows:

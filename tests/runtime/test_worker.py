@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.bench.policies import COMPARED
 from hfusion.runtime import worker
 from hfusion.runtime.copying import Move, copy_now
 from hfusion.schedule.actions import Act
 from hfusion.schedule.plan import Plan
-from hfusion.schedule.policy import POLICIES, Candidate, Order, Policy, State
+from hfusion.schedule.policy import Candidate, Order, Policy, State
 from hfusion.tasks.task import Step
 from tests.trained import EPOCHS, Way, adamw, assert_same, batches, fused, machine, momentum, plain, planned, task
 
@@ -56,7 +57,7 @@ CUTS = st.tuples(st.integers(1, 5), st.booleans(), st.booleans())
 @given(
     st.lists(CUTS, min_size=1, max_size=4),
     st.lists(st.integers(0, 600) | st.sampled_from([5_000, 50_000]), min_size=1, max_size=3),
-    st.sampled_from(sorted(POLICIES)),
+    st.sampled_from(sorted(COMPARED)),
 )
 def test_any_plan_gives_the_same_bits(cuts: list[tuple[int, bool, bool]], spare: list[int], policy: str) -> None:
     """Each device has some bytes more than the largest task needs."""
@@ -65,7 +66,7 @@ def test_any_plan_gives_the_same_bits(cuts: list[tuple[int, bool, bool]], spare:
     on = machine(len(spare))
     plan = planned(tasks, on, *map(list, zip(*cuts, strict=True)))
     budgets = {name: size + more for (name, size), more in zip(plan.devices.items(), spare, strict=True)}
-    assert_same(arrays, tasks, expected, on, replace(plan, devices=budgets), policy)
+    assert_same(arrays, tasks, expected, on, replace(plan, devices=budgets), COMPARED[policy])
 
 
 def thirds(order: Order, state: State) -> Candidate | None:

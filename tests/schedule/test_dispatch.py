@@ -6,17 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hfusion.bench.policies import COMPARED
 from hfusion.schedule.dispatch import Dispatcher
 from hfusion.schedule.plan import Plan
-from hfusion.schedule.policy import POLICIES, Candidate, Policy, State
+from hfusion.schedule.policy import Candidate, Policy, State
 from tests.shards import plans, task
 
-FIFO, LONGEST = POLICIES["fifo"], POLICIES["sharded-lrtf"]
+FIFO, LONGEST = COMPARED["fifo"], COMPARED["sharded-lrtf"]
 
 
-@given(plans(), st.sampled_from(sorted(POLICIES)))
+@given(plans(), st.sampled_from(sorted(COMPARED)))
 def test_every_unit_begins_once_and_in_order(plan: Plan, policy: str) -> None:
-    dispatcher = Dispatcher(plan, POLICIES[policy])
+    dispatcher = Dispatcher(plan, COMPARED[policy])
     budget = max(plan.devices.values())
     begun: list[list[object]] = [[] for _ in plan.tasks]
     rest = [[*dispatcher.rest(number)] for number in range(len(plan.tasks))]

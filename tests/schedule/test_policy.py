@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hfusion.bench import policies
+from hfusion.bench.policies import COMPARED
 from hfusion.core.errors import PlanError
-from hfusion.schedule import policy
-from hfusion.schedule.policy import POLICIES, Candidate, State, Waiting
+from hfusion.schedule.policy import Candidate, State, Waiting
 
 CANDIDATES = st.lists(
     st.builds(
@@ -27,7 +28,7 @@ CANDIDATES = st.lists(
 
 
 def state(name: str, found: list[Candidate], running: Candidate | None = None, share: float = 0.0) -> State:
-    waiting = Waiting(POLICIES[name].order, [10, 20, 30])
+    waiting = Waiting(COMPARED[name].order, [10, 20, 30])
     for candidate in found:
         waiting.add(candidate)
     return State(20, running, waiting, share)
@@ -43,33 +44,33 @@ TOO_LARGE = Candidate(task=3, unit=0, remaining=99.0, quantum=1.0, since=0, need
     ("name", "chosen"), [("sharded-lrtf", B), ("patient-lrtf", B), ("fifo", A), ("round-robin", C)]
 )
 def test_an_idle_device_gets_the_first_that_fits(name: str, chosen: Candidate) -> None:
-    assert POLICIES[name](state(name, [A, B, C, TOO_LARGE])) is chosen
+    assert COMPARED[name](state(name, [A, B, C, TOO_LARGE])) is chosen
 
 
 @pytest.mark.parametrize(
     ("name", "chosen"), [("sharded-lrtf", B), ("patient-lrtf", A), ("fifo", A), ("round-robin", C)]
 )
 def test_a_running_task_goes_on_or_not(name: str, chosen: Candidate) -> None:
-    assert POLICIES[name](state(name, [B, C], running=A, share=20.0)) is chosen
+    assert COMPARED[name](state(name, [B, C], running=A, share=20.0)) is chosen
 
 
 def test_patience_ends_when_a_task_would_end_too_late() -> None:
-    patient = POLICIES["patient-lrtf"]
+    patient = COMPARED["patient-lrtf"]
     assert patient(state("patient-lrtf", [B], running=A, share=10.1)) is A
     assert patient(state("patient-lrtf", [B], running=A, share=10.0)) is B
     assert patient(state("patient-lrtf", [B], running=A._replace(remaining=8.5), share=10.0)).task == A.task
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("name", sorted(COMPARED))
 def test_nothing_waits(name: str) -> None:
-    assert POLICIES[name](state(name, [])) is None
-    assert POLICIES[name](state(name, [TOO_LARGE])) is None
-    assert POLICIES[name](state(name, [TOO_LARGE], running=A)) is A
+    assert COMPARED[name](state(name, [])) is None
+    assert COMPARED[name](state(name, [TOO_LARGE])) is None
+    assert COMPARED[name](state(name, [TOO_LARGE], running=A)) is A
 
 
-@given(CANDIDATES, st.sampled_from(sorted(POLICIES)))
+@given(CANDIDATES, st.sampled_from(sorted(COMPARED)))
 def test_a_decision_is_pure_and_finds_the_least(found: list[Candidate], name: str) -> None:
-    chooser = POLICIES[name]
+    chooser = COMPARED[name]
     asked = state(name, found)
     chosen = chooser(asked)
     assert chooser(asked) is chosen
@@ -94,6 +95,6 @@ def test_waiting_gives_all_in_order() -> None:
 
 
 def test_seeds_differ() -> None:
-    orders = [[policy.random(seed).order(A._replace(task=task)) for task in range(20)] for seed in (0, 1)]
+    orders = [[policies.random(seed).order(A._replace(task=task)) for task in range(20)] for seed in (0, 1)]
     assert orders[0] != orders[1]
     assert len(set(orders[0])) == 20

@@ -9,24 +9,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hfusion.bench.policies import COMPARED
 from hfusion.bench.schedule import MIXES, ScheduleCase, plan_of
 from hfusion.core.errors import PlanError
 from hfusion.schedule.actions import Act
 from hfusion.schedule.plan import Plan
-from hfusion.schedule.policy import POLICIES
 from hfusion.schedule.simulate import simulate
 from tests.shards import overlapped, plans, task
 
 
 @settings(deadline=None, max_examples=150)
-@given(plans(), st.sampled_from(sorted(POLICIES)))
+@given(plans(), st.sampled_from(sorted(COMPARED)))
 def test_any_plan_and_policy_gives_a_valid_timeline(plan: Plan, policy: str) -> None:
-    timeline = simulate(plan, policy)
+    chosen = COMPARED[policy]
+    timeline = simulate(plan, chosen)
     timeline.validate(plan)
     assert timeline.makespan >= plan.lower_bound * (1 - 1e-9)
     assert 0 <= timeline.utilisation <= 1 + 1e-9
     assert all(timeline.peak[name] <= budget for name, budget in plan.devices.items())
-    assert simulate(plan, policy) == timeline
+    assert simulate(plan, chosen) == timeline
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -107,7 +108,7 @@ def test_a_resident_task_alone_is_loaded_and_evicted_once() -> None:
 def test_resident_tasks_share_a_device_that_has_room_for_both() -> None:
     made = (task("a", steps=9), task("b", steps=9))
     plan = Plan(made, {"d": sum(each.device_bytes for each in made)}, 1.0, 1.0)
-    timeline = simulate(plan, "round-robin")
+    timeline = simulate(plan, COMPARED["round-robin"])
     timeline.validate(plan)
     assert [action.act for action in timeline.actions].count(Act.LOAD) == 2
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.bench.policies import COMPARED
 from hfusion.checkpoint import files
 from hfusion.schedule.plan import Plan
-from hfusion.schedule.policy import POLICIES
 from hfusion.tasks.task import Evaluation, Step
 from hfusion.tasks.train import Report, TrainError
 from tests.simulated.queues import QUEUES, Fault
@@ -118,7 +118,7 @@ class Order:
             kept=tuple(draw.random() < 0.3 for _ in range(count)),
             devices=draw.choice([("sim:0",), ("sim:0", "sim:1"), ("sim:0", "sim:0"), ("sim:1", "sim:0", "sim:0")]),
             spare=draw.choice([0, draw.randint(1, 600), 5_000, 50_000]),
-            policy=draw.choice(sorted(POLICIES)),
+            policy=draw.choice(sorted(COMPARED)),
             host=draw.choice(["1GiB", "1GiB", "2KiB"]),
         )
 
@@ -158,7 +158,7 @@ def run(seed: int, disk: str, fault: Fault | None = None, *, order: Order | None
     switch = sys.getswitchinterval()
     sys.setswitchinterval(random.Random(seed).choice([1e-6, 1e-4, 5e-3]))
     try:
-        report = hf.train(order.tasks(hear), order.machine(disk), order.policy, plan=plan)
+        report = hf.train(order.tasks(hear), order.machine(disk), COMPARED[order.policy], plan=plan)
     except Exception as error:
         return [f"{type(error).__name__}: {error}", *races(QUEUES.end())]
     finally:

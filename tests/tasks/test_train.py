@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.bench.policies import COMPARED
 from hfusion.schedule.actions import Act
 from hfusion.schedule.plan import Phase
-from hfusion.schedule.policy import POLICIES
 from tests import zoo
 from tests.trained import (
     BATCHES,
@@ -71,7 +71,7 @@ def test_every_number_of_shards_gives_the_same_bits(dtype: torch.dtype, count: i
         assert len(loads) == 1 or mode == "spilled"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", COMPARED)
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 def test_tasks_interleave_on_devices(devices: int, policy: str) -> None:
     dtype = torch.float64
@@ -85,7 +85,7 @@ def test_tasks_interleave_on_devices(devices: int, policy: str) -> None:
     on = machine(devices)
     kept = [False, False, True, False, True]
     plan = planned(tasks, on, [3, 1, 4, 2, 6], [False, True, False, True, False], kept)
-    assert_same(arrays, tasks, expected, on, plan, policy)
+    assert_same(arrays, tasks, expected, on, plan, COMPARED[policy])
 
 
 @cache
