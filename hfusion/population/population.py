@@ -68,7 +68,7 @@ class Population(Saving):
         accumulate: int = 1,
         on_nonfinite: OnNonfinite = "freeze",
         tags: Sequence[str] | None = None,
-        compile: bool = True,
+        compile: bool | str = True,
     ) -> None:
         if on_nonfinite not in ("freeze", "raise", "ignore"):
             raise ValueError(f'on_nonfinite={on_nonfinite!r}: it is "freeze", "raise" or "ignore"')

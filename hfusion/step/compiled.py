@@ -143,40 +143,15 @@ def _clear(params: Sequence[Place]) -> None:
         holder[name].grad = None
 
 
-def make(
-    forward: BoundProgram,
-    loss: BoundProgram,
-    call: StepCall,
-    places: Sequence[Place],
-    library: Library,
-    kind: Any,
-    size: int | None,
-    autocast: Any = None,
-) -> FusedStep | PerMemberStep:
-    """The compiled step for calls like ``call``, which has run eagerly before; parameters are among ``places``.
-
-    It is looked for among those that are kept on disk, and kept there.
-
-    ``kind`` is what a program hangs on besides the programs of forward and loss, ``size`` how many members a program
-    shall compute, which arrays of other numbers of members share; None for all of them. ``autocast`` is the active one.
-
-    Raises:
-        Unprofitable: it would not be worth its time.
-        Exception: what keeps the programs from being traced or compiled, of many types.
-    """
-    order = order_for(forward, loss, call, size, autocast)
-    known = None if order is None else kept.find(order)
-    if isinstance(known, NoProgram):
-        raise Unprofitable(known.why)
-    found = known or compile_programs(forward, loss, call, library, kind, size, order)
-    return step_of(found, forward, loss, call, places, library, kind)
-
-
 def order_for(
-    forward: BoundProgram, loss: BoundProgram, call: StepCall, size: int | None, autocast: Any
+    forward: BoundProgram, loss: BoundProgram, call: StepCall, size: int | None, autocast: Any, always: bool
 ) -> Order | None:
-    """By which such a step is known on disk and by other processes; None where it is not, or nothing is kept."""
-    if not kept.keeping() or any(tensor.device.type != "cpu" for tensor in Tensors.of(forward, loss).all()):
+    """By which such a step is known on disk and by other processes; None where it is not.
+
+    ``size`` is how many members a program shall compute, which arrays of other numbers of members share; None for all
+    of them. ``autocast``: the active one. ``always``: also where nothing is kept.
+    """
+    if not (always or kept.keeping()) or any(tensor.device.type != "cpu" for tensor in Tensors.of(forward, loss).all()):
         return None
     try:
         return write_order(forward, loss, call, size, autocast)
@@ -194,7 +169,14 @@ def compile_programs(
     order: Order | None = None,
     folder: Path | None = None,
 ) -> Programs:
-    """Trace and compile, and keep what comes of it where there is an ``order``. Raises as `make`."""
+    """The programs of calls like ``call``, traced and compiled, and kept where there is an ``order``.
+
+    ``kind`` is what a program hangs on besides the programs of forward and loss; ``size`` as of `order_for`.
+
+    Raises:
+        Unprofitable: it would not be worth its time.
+        Exception: what keeps the programs from being traced or compiled, of many types.
+    """
     try:
         found = _compile(forward, loss, call, library, kind, size)
     except Unprofitable as error:
@@ -270,7 +252,7 @@ def each(
     kind: Any,
     size: int,
 ) -> Programs:
-    """The step as a program per kind of block of ``size`` members; raises as `make`."""
+    """The step as a program per kind of block of ``size`` members; raises as `compile_programs`."""
     blocks = blocks_of(forward, loss, size)
     kinds = list(dict.fromkeys(blocks))
     if len(kinds) > MAX_KINDS:

@@ -18,18 +18,13 @@ from hfusion.array.per_model import per_model
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.compiler.compiler import MAX_KEYS
-from hfusion.core.exclusive import compiling
 from hfusion.core.fingerprint import read_state
-from hfusion.core.stages import BrokenProgram
 from hfusion.device.backend import random_states_kept, types
 from hfusion.optim import coupling
-from hfusion.step.compiled import Library, StepProgram, Unprofitable, make
-from hfusion.step.recorded import recorded
+from hfusion.step.compiled import StepProgram
+from hfusion.step.making import CompileMode, ProgramMaker
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.variants import CallReport, StepVariant, any_hooks, family, shared_variants, traits_of
-
-# Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
-MAX_PROGRAMS = 16
 
 
 @dataclass(frozen=True)
@@ -45,10 +40,10 @@ class StepReport:
 class TrainStep:
     """What `train_step` gives; see there."""
 
-    def __init__(self, fused: FusedModule, loss_fn: Callable[..., Any], opt: Optimizer, compile: bool) -> None:
+    def __init__(self, fused: FusedModule, loss_fn: Callable[..., Any], opt: Optimizer, mode: CompileMode) -> None:
         self._fused, self._loss_fn, self._optimizer = fused, loss_fn, opt
         self._loss = per_model(loss_fn)
-        self._compile = compile
+        self._mode = mode
         # Makes the update, with the losses known; a caller may put its own in place.
         self.update: Callable[[Tensor], object] = lambda losses: opt.step()
         # Kinds of calls that a program would serve already, had this step gone on and not begun anew.
@@ -58,11 +53,11 @@ class TrainStep:
         self._ways: dict[Any, list[StepVariant]] = {}
         self._known: dict[Any, StepVariant] = {}
         self._warned: set[str] = set()
-        self._library = Library()
+        self._maker = ProgramMaker(mode, self._ways)
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
         args, kwargs = call_arguments(inputs, keywords)
-        if not self._compile:
+        if not self._mode.compile:
             return self._eager(args, kwargs, target)[0]
         call = StepCall(Arguments.of(args, kwargs), Arguments.of((target,), {}))
         situation = (self._fused._pattern(), read_state(self._loss_fn), _autocast())
@@ -102,17 +97,17 @@ class TrainStep:
     @property
     def compilations(self) -> int:
         """How many programs were compiled."""
-        return self._library.count
+        return self._maker.library.count
 
     def __repr__(self) -> str:
         name = getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__)
         parts = (self._fused._original, f"B={len(self._fused)}", name, type(self._optimizer).__name__)
-        lines = [f"train_step({', '.join(parts)}, compile={self._compile})", *map(str, self.report().rows)]
+        lines = [f"train_step({', '.join(parts)}, compile={self._mode})", *map(str, self.report().rows)]
         return "\n  ".join(lines)
 
     def report(self) -> StepReport:
         """Which calls run compiled, which eagerly and why."""
-        if not self._compile:
+        if not self._mode.compile:
             return StepReport((CallReport("every call", "eager", "compile=False"),))
         return StepReport(tuple(way.row() for ways in self._ways.values() for way in ways))
 
@@ -138,7 +133,7 @@ class TrainStep:
             return known
         kind = family(call, situation)
         ways = self._ways.setdefault(kind, [])
-        ways += [way for way in shared_variants(self._fused).get(kind, ()) if way not in ways]
+        ways += [way for way in self._shared().get(kind, ()) if way not in ways]
         # With a program first, then the latest, which is the most general.
         ordered = sorted(enumerate(ways), key=lambda pair: (pair[1].program is None, -pair[0]))
         found = next((way for _, way in ordered if way.holds() and self._serves(way, call)), None)
@@ -147,6 +142,10 @@ class TrainStep:
                 self._known.clear()
             self._known[exact] = found
         return found
+
+    def _shared(self) -> dict[Any, list[StepVariant]]:
+        """What steps of one array share, unless it must not matter what others have done before."""
+        return shared_variants(self._fused) if self._mode.eager_steps is None else {}
 
     def _serves(self, way: StepVariant, call: StepCall) -> bool:
         """Whether a call of other sizes runs as ``way`` does."""
@@ -158,10 +157,11 @@ class TrainStep:
         """Make the program of ``way``, or say why there is none; False where it is none for these sizes."""
         if way.program is None and not way.why:
             try:
-                with compiling():
-                    self._prepare(way, call)
+                self._maker.prepare(way, call, self.at_once, way.situation[2])
             except ProgramMismatch:
                 return False
+            if way.why:
+                self._refused(way)
         return True
 
     def _note(self, call: StepCall, situation: Any, outputs: Any, target: Any) -> None:
@@ -171,7 +171,7 @@ class TrainStep:
         if not any(other.program is None and other.why == way.why and other.like(way) for other in ways):
             ways.append(way)
             if way.sources is not None and not way.sources[1].places:
-                shared_variants(self._fused).setdefault(family(call, situation), []).append(way)
+                self._shared().setdefault(family(call, situation), []).append(way)
         if way.why:
             self._known[call.inputs.key, call.target.key, situation] = way
 
@@ -200,45 +200,8 @@ class TrainStep:
             )
         return way
 
-    def _prepare(self, way: StepVariant, call: StepCall) -> None:
-        """Find or make the program of ``way``, or say why there is none. Raises OtherSizes."""
-        assert way.sources is not None
-        way.program = self._fitting(way, call)
-        if way.program is not None:
-            return
-        if self._library.count >= MAX_PROGRAMS:
-            way.why = f"{MAX_PROGRAMS} other programs were compiled already; call it with fewer kinds of inputs"
-        else:
-            way.program = self._made(way, call)
-        if way.program is None:
-            self._refused(way)
-
     def _programs(self) -> list[StepProgram]:
-        ways = (way for ways in self._ways.values() for way in ways)
-        return list(dict.fromkeys(way.program for way in ways if way.program is not None))
-
-    def _fitting(self, way: StepVariant, call: StepCall) -> StepProgram | None:
-        """The program of calls that differ in the number of samples only, if it holds for this number."""
-        for other in (other for ways in self._ways.values() for other in ways):
-            if other.program is not None and other.like(way) and other.program.fits(call):
-                return other.program
-        return None
-
-    def _made(self, way: StepVariant, call: StepCall) -> StepProgram | None:
-        assert way.sources is not None
-        try:
-            # All but the number of the members' arrangement, and the sizes.
-            (*modes, _), *others = way.situation
-            kind = (tuple(modes), *others, call.inputs.loose_key, call.target.loose_key)
-            return recorded(make(*way.sources, call, way.places, self._library, kind, self.at_once, _autocast()))
-        except (ProgramMismatch, BrokenProgram):
-            raise
-        except Unprofitable as error:
-            way.why = str(error)
-        except Exception as error:
-            # Only what is traced and compiled here: the call itself has run eagerly, with the user's own errors.
-            way.why = f"compilation failed: {_told(error)}"
-        return None
+        return self._maker.programs()
 
 
 def call_arguments(inputs: Any, keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -254,14 +217,6 @@ def _hooked(module: nn.Module) -> bool:
     """Whether calls of ``module`` run more than its forward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or has_global_hooks()
-
-
-def _told(error: Exception) -> str:
-    """The error in one line, with the remedy where it is known."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
-    missing = "cxx" in type(error).__name__.lower() or "compiler" in text.lower()
-    return f"{text}; install a C++ compiler (g++ or clang++), or name it in the variable CXX" if missing else text
 
 
 def _obstacle(sources: Sequence[BoundProgram], places: Sequence[Place], call: StepCall) -> str:
@@ -301,7 +256,14 @@ def _without_autocast(active: Any) -> AbstractContextManager[Any]:
     return stack if active else nullcontext()
 
 
-def train_step(fused: FusedModule, loss_fn: Callable[..., Any], opt: Optimizer, *, compile: bool = True) -> TrainStep:
+def train_step(
+    fused: FusedModule,
+    loss_fn: Callable[..., Any],
+    opt: Optimizer,
+    *,
+    compile: bool | str = True,
+    eager_steps: int | None = None,
+) -> TrainStep:
     """One training step of all members as a callable: ``losses = step(inputs, target)``, losses ``[B]``, detached.
 
     A step clears the gradients, computes outputs, losses and gradients, and updates by ``opt``: to the members the same
@@ -321,13 +283,22 @@ def train_step(fused: FusedModule, loss_fn: Callable[..., Any], opt: Optimizer, 
             a UserWarning says why, as does ``step.report()``. On an accelerator that can (CUDA graphs) the program is
             recorded for each size of batch, up to four; gradients then lie in the same memory at every step.
 
+            ``True`` (or ``"now"``) compiles while the second call waits. ``"background"`` has another process do it
+            while steps run eagerly; the first step after that is compiled. That process ends with its work, with this
+            one, and with the step. On an accelerator, and where its order cannot be written, it is as ``"now"``. Either
+            way programs for CPUs are kept in the user's cache folder, for all processes.
+        eager_steps: how many steps of a kind run eagerly; then they are compiled, with whatever wait that takes. So two
+            runs with ``"background"`` change over at the same step, and agree to the bit. Not given: one, or with
+            ``"background"`` as many as there are before the program.
+
     Returns:
         A callable ``step(inputs, target, **keywords)``. Inputs are the one argument of the fused module, a tuple or
         list of its arguments, or a dict of keyword arguments; further keywords go there, too. They and the target may
         be `hfusion.stacked`.
 
     Raises:
-        ValueError: ``opt`` holds parameters that are none of ``fused``; at a step, a loss that is not one number per
+        ValueError: ``opt`` holds parameters that are none of ``fused``; ``compile`` or ``eager_steps`` is none of the
+            above; at a step, a loss that is not one number per
             member.
         FusionError: ``opt`` is one that would couple the members, such as torch.optim.LBFGS.
 
@@ -347,4 +318,4 @@ def train_step(fused: FusedModule, loss_fn: Callable[..., Any], opt: Optimizer, 
             "make it of fused.parameters()"
         )
     coupling.check(opt)
-    return TrainStep(fused, loss_fn, opt, compile)
+    return TrainStep(fused, loss_fn, opt, CompileMode.of(compile, eager_steps))

@@ -67,6 +67,12 @@ class StepVariant:
     sources: tuple[BoundProgram, BoundProgram] | None = None
     program: StepProgram | None = None
     why: str = ""
+    steps: int = 1
+    """How many of its calls have run."""
+    job: Any = None
+    """The program while it is being made elsewhere."""
+    kept_back: StepProgram | None = None
+    """A program that is there before it is to be used."""
     _seen: Seen | None = None
 
     def holds(self) -> bool:
@@ -89,6 +95,8 @@ class StepVariant:
     def row(self) -> CallReport:
         if self.program is not None:
             return CallReport(self.call, self.program.how)
+        if self.job is not None and not self.why:
+            return CallReport(self.call, "eager", "its program is being compiled in the background")
         return CallReport(self.call, "eager", self.why or "the first step of its kind")
 
 

@@ -1,0 +1,218 @@
+"""When the programs of a step are made, and where: here, or by another process while steps run eagerly."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hfusion.core.exclusive import compiling, tracing
+from hfusion.core.stages import BrokenProgram
+from hfusion.device.cache import cache_folder
+from hfusion.step import kept
+from hfusion.step.compiled import (
+    Library,
+    StepProgram,
+    Unprofitable,
+    compile_programs,
+    order_for,
+    step_of,
+)
+from hfusion.step.order import Order
+from hfusion.step.recorded import recorded
+from hfusion.step.step_graph import ProgramMismatch, StepCall
+from hfusion.step.variants import StepVariant
+from hfusion.step.worker import BackgroundJob
+
+# Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
+MAX_PROGRAMS = 16
+
+
+@dataclass(frozen=True)
+class CompileMode:
+    """Whether steps are compiled, and by whom; ``eager_steps`` as of `hfusion.train_step`.
+
+    Raises ValueError for what is neither.
+    """
+
+    compile: bool
+    background: bool = False
+    eager_steps: int | None = None
+
+    @staticmethod
+    def of(compile: object, eager_steps: int | None) -> CompileMode:
+        if compile not in (True, False, "now", "background"):
+            raise ValueError(f'compile is {compile!r}: give True or "now", "background", or False')
+        if eager_steps is None:
+            return CompileMode(bool(compile), compile == "background")
+        if not compile:
+            raise ValueError(
+                f"eager_steps is {eager_steps!r} where compile is False: no step will be compiled; omit it"
+            )
+        if isinstance(eager_steps, bool) or not isinstance(eager_steps, int) or eager_steps < 1:
+            raise ValueError(f"eager_steps is {eager_steps!r}: give an integer from 1 on, as the first step is eager")
+        return CompileMode(True, compile == "background", eager_steps)
+
+    def __str__(self) -> str:
+        if not self.compile:
+            return "False"
+        return '"background"' if self.background else "True"
+
+    def eager(self, steps: int) -> bool:
+        """Whether the step after ``steps`` of its kind is eager, whatever has been compiled by then."""
+        return self.eager_steps is not None and steps < self.eager_steps
+
+    def due(self, steps: int) -> bool:
+        """Whether the step after ``steps`` of its kind waits for its program."""
+        return not self.background or (self.eager_steps is not None and steps >= self.eager_steps)
+
+
+class ProgramMaker:
+    """Finds or makes the programs of one step, whose variants are ``ways``."""
+
+    def __init__(self, mode: CompileMode, ways: Mapping[Any, list[StepVariant]]) -> None:
+        self.mode = mode
+        self.library = Library()
+        self._ways = ways
+
+    def prepare(self, way: StepVariant, call: StepCall, size: int | None, autocast: Any) -> None:
+        """Give ``way`` its program, or let it say why it has none; neither, while its steps are still eager.
+
+        Raises ProgramMismatch where it cannot have one for these sizes.
+        """
+        steps, way.steps = way.steps, way.steps + 1
+        if self.mode.eager(steps):
+            self._begin(way, call, size, autocast)
+            return
+        way.program = self._fitting(way, call)
+        if way.program is None and not self._waits(way, call, steps):
+            self._make(way, call, size, autocast, self.mode.due(steps))
+
+    def _variants(self) -> Iterator[StepVariant]:
+        return (way for ways in self._ways.values() for way in ways)
+
+    def programs(self) -> list[StepProgram]:
+        return list(dict.fromkeys(way.program for way in self._variants() if way.program is not None))
+
+    def _fitting(self, way: StepVariant, call: StepCall) -> StepProgram | None:
+        """The program of calls that differ in the number of samples only, if it holds for this number."""
+        for other in self._variants():
+            if other.program is not None and other.like(way) and other.program.fits(call):
+                return other.program
+        return None
+
+    def _waits(self, way: StepVariant, call: StepCall, steps: int) -> bool:
+        """Whether this step is eager as a program that may serve it is being made."""
+        for other in self._variants():
+            if other is not way and other.job is not None and other.like(way):
+                if not self.mode.due(steps):
+                    return True
+                self._take(other)
+                way.program = self._fitting(way, call)
+                return way.program is not None
+        return False
+
+    def _begin(self, way: StepVariant, call: StepCall, size: int | None, autocast: Any) -> None:
+        """Let a program be made that will be waited for."""
+        if way.job is None and way.kept_back is None and not any(o.job and o.like(way) for o in self._variants()):
+            self._make(way, call, size, autocast, due=False)
+            # It may be there too early.
+            way.kept_back, way.program = way.program, None
+
+    def _make(self, way: StepVariant, call: StepCall, size: int | None, autocast: Any, due: bool) -> None:
+        if way.kept_back is not None:
+            way.program, way.kept_back = way.kept_back, None
+            return
+        if way.job is not None:
+            if due or way.job.ready():
+                self._take(way)
+            return
+        if self.library.count >= MAX_PROGRAMS:
+            way.why = f"{MAX_PROGRAMS} other programs were compiled already; call it with fewer kinds of inputs"
+            return
+        assert way.sources is not None
+        try:
+            order = order_for(*way.sources, call, size, autocast, always=self.mode.background)
+            with tracing:
+                known = None if order is None or not kept.keeping() else kept.find(order)
+            if known is not None:
+                self._use(way, call, known)
+            elif self.mode.background and order is not None:
+                way.job = PendingProgram(BackgroundJob(order, self._folder, self), order, call)
+                if due:
+                    self._take(way)
+            else:
+                with compiling():
+                    keep = order if kept.keeping() else None
+                    made = compile_programs(*way.sources, call, self.library, _kind(way, call), size, keep)
+                self._use(way, call, made)
+        except (ProgramMismatch, BrokenProgram):
+            raise
+        except Unprofitable as error:
+            way.why = str(error)
+        except Exception as error:
+            # Only what is traced and compiled here: the call itself has run eagerly, with the user's own errors.
+            way.why = f"compilation failed: {told(error)}"
+
+    def _take(self, way: StepVariant) -> None:
+        """What the other process has made of ``way``."""
+        pending, way.job = way.job, None
+        assert pending is not None
+        trouble = pending.job.result()
+        if pending.job.cancelled:
+            # It was of a step that is gone; it is asked for anew at the next call.
+            return
+        found = None if trouble else kept.find(pending.order, pending.job.folder)
+        if found is None:
+            way.why = f"its compilation in the background failed: {trouble or 'what was made cannot be read'}"
+            return
+        self.library.count += 0 if isinstance(found, kept.NoProgram) else len(found.runs)
+        try:
+            self._use(way, pending.call, found)
+        except Unprofitable as error:
+            way.why = str(error)
+
+    def _use(self, way: StepVariant, call: StepCall, found: kept.Programs | kept.NoProgram) -> None:
+        if isinstance(found, kept.NoProgram):
+            raise Unprofitable(found.why)
+        assert way.sources is not None
+        way.program = recorded(step_of(found, *way.sources, call, way.places, self.library, _kind(way, call)))
+
+    @cached_property
+    def _folder(self) -> Path:
+        """Where the other process leaves programs."""
+        if kept.keeping():
+            return cache_folder()
+        # Kept as long as this.
+        self._private = tempfile.TemporaryDirectory(prefix="hfusion-programs-")
+        return Path(self._private.name)
+
+
+@dataclass(frozen=True, eq=False)
+class PendingProgram:
+    """A program that another process makes, for calls like ``call``."""
+
+    job: BackgroundJob
+    order: Order
+    call: StepCall
+
+    def ready(self) -> bool:
+        return self.job.ready()
+
+
+def _kind(way: StepVariant, call: StepCall) -> Any:
+    """What a program hangs on besides those of forward and loss: all but the number of the members' arrangement, and
+    the sizes."""
+    (*modes, _), *others = way.situation
+    return (tuple(modes), *others, call.inputs.loose_key, call.target.loose_key)
+
+
+def told(error: Exception) -> str:
+    """The error in one line, with the remedy where it is known."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    missing = "cxx" in type(error).__name__.lower() or "compiler" in text.lower()
+    return f"{text}; install a C++ compiler (g++ or clang++), or name it in the variable CXX" if missing else text
