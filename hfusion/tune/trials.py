@@ -145,7 +145,7 @@ class Trials:
             verdict = _VERDICTS[found.state.name]
         else:
             self._reports -= 1
-            settled = self._reports > 0 or bool(self._adopted)
+            settled = self._reports > 0
             verdict = self._decided(number, value, last, lambda: not settled and self._asked_again(number))
         self._tell(number, verdict, value)
         return verdict

@@ -1,0 +1,218 @@
+"""What a tired or hostile user does to a sweep: one clear error, a failed trial, or a study that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hfusion as hf
+from tests.tune.cases import MACHINE, accuracy, loaders, make_model
+
+optuna = pytest.importorskip("optuna")
+
+
+def small(trial: Any) -> dict[str, Any]:
+    return {"lr": trial.suggest_float("lr", 1e-4, 0.3, log=True)}
+
+
+def sweep(space: Callable[[Any], Any] = small, make: Callable[..., nn.Module] = make_model, **options: Any) -> Any:
+    given: dict[str, Any] = {"trials": 4, "epochs": 2, "machine": MACHINE, "rows": 4, **loaders(), **options}
+    if not isinstance(given.get("study"), optuna.Study):
+        given = {"sampler": optuna.samplers.RandomSampler(seed=1), "pruner": optuna.pruners.NopPruner(), **given}
+    return hf.sweep(make, space, F.cross_entropy, given.pop("loader"), **given)
+
+
+def states(study: Any) -> list[str]:
+    return [one.state.name for one in study.trials]
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (lambda t: {**small(t), "depth": 3}, r"trial 0: of what space gives, lr, .* go to AdamW and the rest to make_"),
+        (lambda t: None, "space gave None for trial 0: return a dict"),
+        (lambda t: {"lr": -1.0}, "trial 0: lr of member 0 is -1.0: it must be"),
+        (lambda t: {"lr": None}, "trial 0: lr=None is not a number"),
+        (lambda t: {"betas": 0.9}, "betas=0.9 of trial 0 is not a pair"),
+        (lambda t: {"lr": "fast"}, "trial 0: lr='fast' is not a number"),
+    ],
+)
+def test_a_space_that_gives_what_nobody_takes(space: Callable[[Any], Any], message: str) -> None:
+    study = optuna.create_study()
+    with pytest.raises(ValueError, match=message):
+        sweep(space, study=study)
+    assert states(study) == ["FAIL"]
+
+
+def test_a_categorical_of_none_reaches_the_model() -> None:
+    def make(hidden: int | None) -> nn.Module:
+        return make_model(4 if hidden is None else hidden)
+
+    result = sweep(lambda t: {"hidden": t.suggest_categorical("hidden", [None, 8])}, make, trials=8)
+    assert {one.params["hidden"] for one in result.trials} == {None, 8}
+    assert states(result.study) == ["COMPLETE"] * 8
+
+
+def test_options_of_the_optimizer_are_trials_of_their_own_array() -> None:
+    def space(trial: Any) -> dict[str, Any]:
+        return {"lr": 0.05, "nesterov": trial.suggest_categorical("nesterov", [False, True])}
+
+    result = sweep(space, optimizer=lambda params: hf.optim.SGD(params, momentum=0.9), trials=8)
+    assert {one.params["nesterov"] for one in result.trials} == {False, True}
+    for one in result.trials:
+        torch.manual_seed(one.number)
+        model = make_model()
+        opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=one.params["nesterov"])
+        given = loaders()
+        for epoch in range(2):
+            torch.manual_seed(one.user_attrs["hfusion:round"] + epoch)
+            for inputs, target in given["loader"]:
+                opt.zero_grad()
+                F.cross_entropy(model(inputs), target).backward()
+                opt.step()
+        inputs, target = (torch.cat(parts) for parts in zip(*given["eval_loader"], strict=True))
+        assert one.value == pytest.approx(F.cross_entropy(model(inputs), target).item(), rel=1e-9)
+
+
+def test_an_optimizer_that_has_no_rows() -> None:
+    with pytest.raises(ValueError, match=r"optimizer gave a SGD: give a class of hf\.optim"):
+        sweep(optimizer=lambda params: torch.optim.SGD(params))
+
+
+def test_nan_fails_its_trial_alone() -> None:
+    """Of a metric, a loss, and a learning rate that explodes."""
+
+    def metric(output: torch.Tensor, target: torch.Tensor) -> float:
+        return float("nan") if len(output.unique()) == 1 else float(accuracy(output, target))
+
+    def space(trial: Any) -> dict[str, Any]:
+        return {"lr": trial.suggest_categorical("lr", [1e-3, 1e300])}
+
+    result = sweep(space, metric=metric, direction="maximize", trials=8)
+    rates = {"FAIL": 1e300, "COMPLETE": 1e-3}
+    assert set(states(result.study)) == {"FAIL", "COMPLETE"}
+    assert all(one.params["lr"] == rates[one.state.name] for one in result.trials)
+    assert result.best_params == {"lr": 1e-3}
+
+
+def test_a_metric_that_is_always_nan_leaves_no_best() -> None:
+    result = sweep(metric=lambda output, target: float("nan"))
+    assert states(result.study) == ["FAIL"] * 4
+    with pytest.raises(ValueError, match="no trial of this sweep is complete"):
+        _ = result.best_model
+    assert "4 trials: 4 fail" in str(result)
+
+
+def test_a_pruner_that_prunes_all() -> None:
+    result = sweep(pruner=optuna.pruners.ThresholdPruner(upper=0.0), trials=9)
+    assert states(result.study) == ["PRUNED"] * 9
+    assert [one.user_attrs["hfusion:round"] for one in result.trials] == [0] * 4 + [1] * 4 + [2]
+
+
+def test_zero_trials() -> None:
+    result = sweep(trials=0)
+    assert result.trials == []
+    assert "0 trials" in str(result)
+
+
+@pytest.mark.parametrize(("name", "value"), [("trials", -1), ("epochs", 0), ("rows", 0), ("trials", 2.5)])
+def test_numbers_that_are_none(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name}={value}: give a whole number of at least"):
+        sweep(**{name: value})
+
+
+def test_several_objectives_are_refused() -> None:
+    study = optuna.create_study(directions=["minimize", "maximize"])
+    with pytest.raises(ValueError, match="has 2 objectives, and a sweep reports one value"):
+        sweep(study=study)
+
+
+def test_what_a_study_has_is_not_given_again() -> None:
+    with pytest.raises(ValueError, match="direction='maximize': the study has its own"):
+        sweep(study=optuna.create_study(), direction="maximize")
+    with pytest.raises(ValueError, match=r"study is a list: give an optuna\.Study"):
+        sweep(study=[])
+
+
+def test_errors_of_a_trial() -> None:
+    """As study.optimize has it: told FAIL, raised unless caught; TrialPruned prunes."""
+
+    def make(hidden: int) -> nn.Module:
+        if hidden == 3:
+            raise RuntimeError("three is bad")
+        return make_model(hidden)
+
+    def space(trial: Any) -> dict[str, Any]:
+        if trial.number == 1:
+            raise optuna.TrialPruned
+        return {"hidden": trial.number + 1}
+
+    study = optuna.create_study(pruner=optuna.pruners.NopPruner())
+    with pytest.raises(RuntimeError, match="three is bad") as raised:
+        sweep(space, make, study=study, trials=5)
+    assert "in trial 2" in raised.value.__notes__[0]
+    # Without a folder nobody goes on with the others.
+    assert states(study) == ["FAIL", "PRUNED", "FAIL"]
+    result = sweep(space, make, catch=RuntimeError, trials=5)
+    assert states(result.study) == ["COMPLETE", "PRUNED", "FAIL", "COMPLETE", "COMPLETE"]
+
+
+def test_an_interrupted_sweep_leaves_a_study_that_goes_on(tmp_path: Path) -> None:
+    calls = []
+
+    def metric(output: torch.Tensor, target: torch.Tensor) -> float:
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return float(accuracy(output, target))
+
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    with pytest.raises(KeyboardInterrupt):
+        sweep(metric=metric, study=study)
+    assert states(study) == ["FAIL"] * 4
+    assert states(sweep(metric=metric, study=study).study) == ["FAIL"] * 4 + ["COMPLETE"] * 4
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        sweep(metric=metric, direction="maximize", directory=tmp_path)
+    assert states(sweep(metric=metric, direction="maximize", directory=tmp_path).study) == ["COMPLETE"] * 4
+
+
+def test_a_folder_is_of_one_process(tmp_path: Path) -> None:
+    def space(trial: Any) -> dict[str, Any]:
+        sweep(directory=tmp_path)
+        return {}
+
+    with pytest.raises(hf.CheckpointError, match="is in use by a sweep that runs"):
+        sweep(space, directory=tmp_path)
+
+
+def test_enqueued_trials_come_first() -> None:
+    study = optuna.create_study()
+    study.enqueue_trial({"lr": 0.123})
+    assert sweep(study=study).trials[0].params == {"lr": 0.123}
+
+
+def test_a_loader_that_cannot_be_read_again() -> None:
+    given = iter(list(loaders()["loader"]))
+    with pytest.raises(hf.PlanError, match="can be read again"):
+        sweep(loader=given)
+
+
+def test_memory_bounds_the_rows_and_shapes_wait() -> None:
+    """Of five shapes one or two fit at once; every trial is trained in the end."""
+    budget = 100_000
+    machine = hf.Machine([hf.Device("cpu", memory=budget)], "1GiB")
+    result = sweep(
+        lambda t: {"hidden": t.suggest_categorical("hidden", [24, 32, 48, 64])}, machine=machine, trials=8, rows=8
+    )
+    began = [one.user_attrs["hfusion:round"] for one in result.trials]
+    assert states(result.study) == ["COMPLETE"] * 8
+    assert max(began) > 0
+    with pytest.raises(hf.PlanError, match=r"trial 0 with .* needs .* bytes to be trained, and device cpu has 9,000"):
+        sweep(lambda t: {"hidden": 64}, machine=hf.Machine([hf.Device("cpu", memory=9000)], "1GiB"))
