@@ -1,6 +1,7 @@
 """Train many PyTorch models at once, each exactly as if alone."""
 
 from hfusion import optim
+from hfusion.adapters.lora import Adapters, lora
 from hfusion.array.fuse import build, fuse
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
@@ -21,6 +22,7 @@ from hfusion.tune.sweep import sweep
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adapters",
     "CheckpointError",
     "Device",
     "Evaluation",
@@ -42,6 +44,7 @@ __all__ = [
     "build",
     "fuse",
     "load",
+    "lora",
     "optim",
     "per_model",
     "plan",

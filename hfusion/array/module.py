@@ -74,8 +74,10 @@ class FusedModule(Rows, Tree):
         return Compiler(ArraySpec(self._original, array.members, variants, shared, self._member, tune=array.tune))
 
     def _mark(self) -> None:
+        array = self._array
+        padded: frozenset[str] = getattr(array.skeletons[0], "padded", frozenset())
         for name, tensor in tensors(self):
-            mark(tensor, Membership(name, self._array.members, name not in self._array.comparison.shared))
+            mark(tensor, Membership(name, array.members, name not in array.comparison.shared, name in padded))
         # An export puts others in their place while it runs.
         self._real = weakref.WeakValueDictionary(tensors(self))
 

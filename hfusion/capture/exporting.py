@@ -28,6 +28,28 @@ class _InThisThread:
     def __bool__(self) -> bool:
         return threading.get_ident() == self._thread or bool(self._before)
 
+    # Who asks `torch.compiler.is_compiling()` gets this object, and computes with it as with a bool: as transformers,
+    # by ``found |= other``.
+    def __or__(self, other: Any) -> Any:
+        return bool(self) | other
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    def __xor__(self, other: Any) -> Any:
+        return bool(self) ^ other
+
+    __ror__, __rand__, __rxor__ = __or__, __and__, __xor__
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __index__(self) -> int:
+        return int(bool(self))
+
 
 @contextmanager
 def _as_before(owner: Any, names: Sequence[str]) -> Iterator[dict[str, Any]]:

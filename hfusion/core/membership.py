@@ -20,12 +20,14 @@ T = TypeVar("T", bound=torch.Tensor)
 class Membership:
     """What a tensor of a fused module is: ``name`` its key in the state dict, ``members`` B.
 
-    ``stacked``: the first dimension is the member; otherwise the tensor is one object for all members.
+    ``stacked``: the first dimension is the member; otherwise the tensor is one object for all members. ``padded``:
+    members' own may be smaller, and are filled up with zeros.
     """
 
     name: str
     members: int
     stacked: bool
+    padded: bool = False
 
 
 def mark(tensor: T, membership: Membership) -> T:

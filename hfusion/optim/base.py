@@ -25,6 +25,7 @@ from hfusion.core.errors import CheckpointError
 from hfusion.core.membership import mark, membership
 from hfusion.core.usage import any_absent
 from hfusion.optim import coupling, native
+from hfusion.optim.checks import check_padding
 from hfusion.optim.formula import Formula
 from hfusion.optim.group import Groups, State, membership_of, same_objects
 from hfusion.optim.hyper import own, plain, read, unchanged
@@ -264,6 +265,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     def _check_params(self, params: Sequence[Tensor]) -> None:
         for param in params:
             found = membership_of(param)
+            check_padding(found, self)
             self.check_param(found.name, param.shape[1:] if found.stacked else param.shape, param.dtype)
 
     def _check_shared(self, params: Sequence[Tensor], settings: Settings) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import Membership
+from hfusion.optim.formula import Formula
 
 _NUMBERS = {"step": "step counts"}
 
@@ -61,3 +62,13 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, torch.
 def _text(tensor: Tensor) -> str:
     layout = "" if tensor.layout is torch.strided else f" ({tensor.layout})"
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}{layout}"
+
+
+def check_padding(found: Membership, formula: Formula) -> None:
+    """Raise a ValueError where a member's own part of a tensor may be smaller, and a step depends on all of it."""
+    if found.padded and not formula.elementwise:
+        raise ValueError(
+            f"parameter {found.name!r} has zeros beside what a member trains, as its rank may be smaller, and a step "
+            f"of {type(formula).__name__} depends on a matrix as a whole; give it to another optimizer, such as "
+            "hf.optim.AdamW"
+        )

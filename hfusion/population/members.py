@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
+from hfusion.core.membership import membership
 
 
 class What(StrEnum):
@@ -158,3 +160,16 @@ class Models(Sequence[nn.Module | None]):
 
     def __iter__(self) -> Iterator[nn.Module | None]:
         return (self[row] for row in range(len(self)))
+
+
+def apart(fused: FusedModule, row: int) -> nn.Module:
+    """A copy of a member, around the frozen base that all members have."""
+    model = fused[row]
+    own = {name for name, parameter in fused.named_parameters() if _of_members(parameter)}
+    frozen = [p for name, p in model.named_parameters() if name not in own and not p.requires_grad]
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in frozen})
+
+
+def _of_members(parameter: Tensor) -> bool:
+    found = membership(parameter)
+    return found is not None and found.stacked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from hfusion.optim.rows import rearrange as rearrange_optimizer
 from hfusion.population.evaluate import evaluate
 from hfusion.population.guard import Buffers, Limits, OnNonfinite, bad_rows, check_common, stacked
 from hfusion.population.hparams import Hparams
-from hfusion.population.members import Models, Roll, What
+from hfusion.population.members import Models, Roll, What, apart
 from hfusion.population.saving import Saving
 from hfusion.population.widths import Widths
 from hfusion.step.train_step import call_arguments, check_losses, train_step
@@ -223,6 +222,8 @@ class Population(Saving):
     def stop(self, row: int | Sequence[int]) -> Any:
         """A member leaves: the model, or a list of them for several rows; the rows are free from here on.
 
+        The model has copies of its own tensors; a frozen base of all members stays the one that they have.
+
         Raises:
             ValueError: a row that is none, is free, or comes twice.
         """
@@ -230,7 +231,7 @@ class Population(Saving):
         check_once(rows)
         for one in rows:
             self._roll.tag(one)
-        models = [copy.deepcopy(self.fused[one]) for one in rows]
+        models = [apart(self.fused, one) for one in rows]
         for one in rows:
             self._roll.leave(one)
         return models if isinstance(row, Sequence) else models[0]

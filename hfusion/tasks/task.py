@@ -197,7 +197,7 @@ def _sliced(task: Task, make: Factory, array: FusedModule, members: Sequence[int
         assert found is not None
         shape = (task.members, *param.shape[1:]) if found.stacked else tuple(param.shape)
         stand_in = nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"), param.requires_grad)
-        mark(stand_in, Membership(found.name, task.members, found.stacked))
+        mark(stand_in, Membership(found.name, task.members, found.stacked, found.padded))
         real[id(stand_in)] = param
         stand_ins.append(stand_in)
     whole = _made(task, make, stand_ins)

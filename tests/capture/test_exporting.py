@@ -60,3 +60,25 @@ def test_other_threads_see_no_export() -> None:
         assert captured.result(60).shape == (2, 5, 3)
     assert torch.compiler._is_exporting_flag is False
     assert torch.compiler._is_compiling_flag is False
+
+
+class Asking(nn.Module):
+    """Computes with what torch tells of an export, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tracing = torch.compiler.is_compiling()
+        tracing |= isinstance(x, nn.Parameter)
+        if not tracing and bool((x > 1e9).all()):
+            return x
+        return self.fc(x) * (2 if tracing & True else 2.0) * (1 + (tracing ^ tracing))
+
+
+def test_what_torch_tells_of_an_export_is_as_a_bool() -> None:
+    models = [Asking() for _ in range(2)]
+    array, x = hf.fuse(models), normal(5, 4)
+    torch.testing.assert_close(array(x), torch.stack([model(x) for model in models]))
+    assert not array.report().loops

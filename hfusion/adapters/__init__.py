@@ -1,0 +1,1 @@
+"""Many adapters of one frozen base as one array, by peft."""

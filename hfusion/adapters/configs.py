@@ -1,0 +1,128 @@
+"""Which of peft's configurations can be trained side by side in one array, and in which they may differ."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from hfusion.core.errors import FusionError
+
+Config: TypeAlias = Any
+"""A `peft.LoraConfig`."""
+
+Change: TypeAlias = Mapping[str, Any]
+"""Fields of a LoraConfig by name."""
+
+# What members may differ in: it changes sizes, which are padded, a scale, a probability, or where training starts.
+OWN = frozenset(
+    (
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "rank_pattern",
+        "alpha_pattern",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "init_lora_weights",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    )
+)
+# What all members have alike: it changes which tensors and modules there are.
+COMMON = ("task_type", "bias", "use_rslora", "modules_to_save", "use_dora", "lora_bias", "fan_in_fan_out")
+# What says nothing of the adapter.
+_SILENT = frozenset(("peft_type", "auto_mapping", "peft_version", "runtime_config"))
+_INITS = (True, False, "gaussian", "orthogonal")
+
+
+def configs(config: Config, members: int | Sequence[Config | Change]) -> list[Config]:
+    """A configuration for every member: ``config``, but for what ``members`` say. Raises FusionError, ValueError."""
+    check(config, "config")
+    if isinstance(members, int):
+        if members < 1:
+            raise ValueError(f"members={members}: give their number, at least 1, or what each has of its own")
+        return [copy.deepcopy(config) for _ in range(members)]
+    if isinstance(members, str | Mapping) or not isinstance(members, Sequence):
+        raise ValueError(
+            f"members={members!r}: give their number, or a list with a LoraConfig, or a dict of its fields, for each"
+        )
+    if not members:
+        raise ValueError("members is an empty list; give at least one")
+    return [changed(config, one, f"member {index}") for index, one in enumerate(members)]
+
+
+def changed(config: Config, change: Config | Change, who: str) -> Config:
+    """``config`` with the fields of ``change``; or ``change`` itself, if it is a configuration.
+
+    Raises:
+        FusionError: it cannot be trained beside ``config``.
+    """
+    if not isinstance(change, Mapping):
+        check(change, who)
+        check_common(config, change, who)
+        return copy.deepcopy(change)
+    fields = {field.name for field in dataclasses.fields(config)}
+    for name in change:
+        if name not in fields:
+            raise ValueError(f"{who}: {name!r} is no field of LoraConfig; those of its own are {sorted(OWN)}")
+    found = dataclasses.replace(copy.deepcopy(config), **change)
+    check(found, who)
+    check_common(config, found, who)
+    return found
+
+
+def check(config: Config, who: str) -> None:
+    """Raise a FusionError for what has no array form, ValueError for what is no LoraConfig."""
+    from peft import LoraConfig
+
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"{who} is a {type(config).__name__}; give a peft.LoraConfig")
+    for field in dataclasses.fields(config):
+        if field.name in OWN or field.name in COMMON or field.name in _SILENT:
+            continue
+        value, plain = getattr(config, field.name), _default(field)
+        if value and value != plain:
+            raise FusionError(
+                f"{who}: LoraConfig.{field.name}={value!r} has no form for many adapters of one base in hf.lora; leave "
+                f"it at {plain!r}, or train these adapters one after another by peft"
+            )
+    if config.init_lora_weights not in _INITS:
+        raise FusionError(
+            f"{who}: init_lora_weights={config.init_lora_weights!r} computes the start of an adapter from the weights "
+            "of the base or from data, and most of these change the base, which the members share; take one of "
+            f"{', '.join(map(repr, _INITS))}, or prepare adapters by peft, save them as plain LoRA "
+            "(path_initial_model_for_weight_conversion) and give their folders to Adapters.load"
+        )
+    if config.inference_mode:
+        raise FusionError(f"{who}: inference_mode=True leaves nothing to train; give inference_mode=False")
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else None
+
+
+def check_common(config: Config, other: Config, who: str) -> None:
+    """Raise a FusionError where members would have other tensors or modules."""
+    for name in COMMON:
+        mine, theirs = getattr(config, name), getattr(other, name)
+        if _plain(mine) != _plain(theirs):
+            remedy = (
+                "write the scale into lora_alpha: alpha / sqrt(r) is what lora_alpha = alpha * sqrt(r) gives without it"
+                if name == "use_rslora"
+                else "make an array for each kind, by a call of hf.lora each"
+            )
+            raise FusionError(
+                f"{who} has {name}={theirs!r}, the array {mine!r}, and its members have one shape; {remedy}"
+            )
+
+
+def _plain(value: Any) -> Any:
+    """Lists of names without their order, in which peft names one twice."""
+    return frozenset(value) if isinstance(value, list | set | tuple) else value

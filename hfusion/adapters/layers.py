@@ -1,0 +1,167 @@
+"""Adapter layers of one size for all members: smaller ranks filled up with zeros, and cut back to what peft makes.
+
+Zeros stay zeros: of ``x A^T B^T``, the gradient of a row of A is a product with the column of B beside it, and the
+other way round. Zero gradients move nothing in any optimizer of hf.optim but Muon, whose step depends on the matrix as
+a whole, add nothing to a norm, and decay to zero. So a member of rank 4 in layers of rank 16 trains as it does alone.
+
+The scale of an adapter becomes a buffer, so that one program serves all members, those that join later among them; and
+a buffer each holds the rank and alpha, which so follow a member wherever its row goes.
+
+Private to peft, tried with 0.21: the attributes ``scaling``, ``r`` and ``lora_alpha`` of its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.core.errors import FusionError
+
+NAME = "default"
+"""What peft calls the adapter that each member has."""
+
+# The dim of the rank, by the name of the tensor within its layer.
+_RANK_DIMS = {
+    f"lora_A.{NAME}.weight": 0,
+    f"lora_B.{NAME}.weight": 1,
+    f"lora_embedding_A.{NAME}": 0,
+    f"lora_embedding_B.{NAME}": 1,
+}
+_SIZES = ("in_features", "in_channels", "out_features", "out_channels")
+
+
+def layers(model: nn.Module) -> dict[str, Any]:
+    """The adapter layers of a peft model by path. Raises FusionError for one that has no array form."""
+    from peft.tuners.lora import layer as kinds
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    known = (kinds.Linear, kinds.Embedding, kinds.Conv1d, kinds.Conv2d, kinds.Conv3d)
+    found = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        if type(module) not in known:
+            raise FusionError(
+                f"{path} is adapted by a {type(module).__module__}.{type(module).__name__}, which has no array form: "
+                "hf.lora adapts dense Linear, Conv1D, Embedding and convolution layers; choose target_modules without "
+                "it, or a base that is not quantized"
+            )
+        found[path] = module
+    return found
+
+
+def rank(layer: Any) -> int:
+    """Of a layer as peft makes it."""
+    return int(layer.r[NAME])
+
+
+def settle(layer: Any) -> None:
+    """Let the scale, rank and alpha of a layer be buffers of it."""
+    from peft.tuners._buffer_dict import BufferDict
+
+    device = next(layer.parameters()).device
+    layer.scaling = BufferDict({NAME: torch.zeros((), dtype=torch.float64, device=device)}, persistent=True)
+    layer.register_buffer("rank", torch.zeros((), dtype=torch.int64, device=device))
+    layer.register_buffer("alpha", torch.zeros((), dtype=torch.float64, device=device))
+
+
+@torch.no_grad()
+def fill(layer: Any, own: Any, where: str) -> None:
+    """Write into ``layer``, settled, what peft's layer ``own`` is. None: no adapter, rank 0.
+
+    Raises:
+        FusionError: its rank is larger.
+    """
+    given = {} if own is None else dict(own.named_parameters())
+    for name, dim in _RANK_DIMS.items():
+        room = _tensor(layer, name)
+        if room is None:
+            continue
+        room.zero_()
+        if own is not None:
+            _check_room(where, rank(own), room.shape[dim], layer)
+            room.narrow(dim, 0, rank(own)).copy_(given[name])
+    layer.rank.fill_(0 if own is None else rank(own))
+    layer.alpha.fill_(0.0 if own is None else own.lora_alpha[NAME])
+    layer.scaling[NAME].fill_(0.0 if own is None else own.scaling[NAME])
+    if own is not None:
+        _fill_dropout(layer, own, where)
+
+
+def _check_room(where: str, given: int, most: int, layer: Any) -> None:
+    if given > most:
+        raise FusionError(
+            f"{where}: an adapter of rank {given} does not fit an array whose largest rank is {most} there; make the "
+            f"array with room for it, hf.lora(..., max_rank={given})"
+        )
+    if given < most and getattr(layer.get_base_layer(), "groups", 1) > 1:
+        raise FusionError(
+            f"{where} is a convolution in groups, in each of which the rank is split: ranks {given} and {most} cannot "
+            "be padded to one; give all members one rank there (rank_pattern)"
+        )
+
+
+def _fill_dropout(layer: Any, own: Any, where: str) -> None:
+    room, p = layer.lora_dropout[NAME], dropout(own)
+    if isinstance(room, nn.Dropout):
+        room.p = p
+    elif p:
+        raise FusionError(
+            f"{where}: lora_dropout={p}, and the array was made without any; make it with a member that has dropout"
+        )
+
+
+def dropout(layer: Any) -> float:
+    return float(getattr(layer.lora_dropout[NAME], "p", 0.0))
+
+
+def lora_names(found: Mapping[str, Any]) -> frozenset[str]:
+    """The names of the tensors that `fill` writes, and of those that it settles."""
+    own = (*_RANK_DIMS, "rank", "alpha", f"scaling.{NAME}")
+    return frozenset(f"{path}.{name}" for path in found for name in own)
+
+
+def cut(layer: Any) -> tuple[int, float]:
+    """Make a settled layer peft's own again, of the rank that it has; its rank and alpha."""
+    size, alpha = int(layer.rank), float(layer.alpha)
+    for name, dim in _RANK_DIMS.items():
+        room = _tensor(layer, name)
+        if room is None:
+            continue
+        holder, key = _holder(layer, name)
+        part = room.detach().narrow(dim, 0, size).clone(memory_format=torch.contiguous_format)
+        setattr(holder, key, nn.Parameter(part, requires_grad=room.requires_grad))
+        for attribute in _size_names(holder, dim):
+            setattr(holder, attribute, size)
+    scale = float(layer.scaling[NAME])
+    del layer.rank, layer.alpha, layer.scaling
+    alpha = int(alpha) if alpha == int(alpha) else alpha
+    layer.r, layer.lora_alpha, layer.scaling = {NAME: size}, {NAME: alpha}, {NAME: scale}
+    if not dropout(layer):
+        layer.lora_dropout[NAME] = nn.Identity()
+    return size, alpha
+
+
+def _size_names(holder: nn.Module, dim: int) -> Iterator[str]:
+    """The attributes that tell the rank: of A what goes out, of B what comes in."""
+    half = _SIZES[2:] if dim == 0 else _SIZES[:2]
+    return (name for name in half if hasattr(holder, name))
+
+
+def _holder(layer: Any, name: str) -> tuple[Any, str]:
+    path, _, key = name.rpartition(".")
+    return layer.get_submodule(path), key
+
+
+def _tensor(layer: Any, name: str) -> Tensor | None:
+    path, _, key = name.rpartition(".")
+    holder: Any = layer
+    for part in path.split("."):
+        holder = holder._modules.get(part)
+        if holder is None:
+            return None
+    found: Tensor | None = holder._parameters.get(key)
+    return found

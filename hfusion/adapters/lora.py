@@ -1,0 +1,281 @@
+"""``hf.lora``: members that are adapters of one base, which the array keeps once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, cast, overload
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.adapters.configs import Change, Config, changed, check_common, configs
+from hfusion.adapters.configs import check as check_config
+from hfusion.adapters.layers import NAME, dropout, fill, layers, lora_names, rank, settle
+from hfusion.adapters.member import PREFIX, AdapterMember, member_class, patterns
+from hfusion.core.errors import FusionError
+from hfusion.device.backend import random_states_kept
+
+
+def lora(
+    base: nn.Module,
+    config: Config,
+    members: int | Sequence[Config | Change] = 1,
+    *,
+    seeds: Sequence[int] | None = None,
+    max_rank: int | None = None,
+    autocast_adapter_dtype: bool = True,
+) -> Adapters:
+    """Many LoRA adapters of one frozen base: a list of peft models for `hfusion.fuse`, `Population`, `Task`.
+
+    Member b begins as ``peft.get_peft_model(base, config_b)``, and trains as that does alone. The base's parameters
+    are the same objects in all members, so that an array keeps them once, where they lie; the base stays as it is.
+
+    Args:
+        base: any model that peft adapts, as of transformers. Its inputs go through it once for all members where they
+            are the same, and as one batch where they are stacked.
+        config: a `peft.LoraConfig`.
+        members: how many; or for each what differs from ``config``, a dict of its fields, or a LoraConfig. Members may
+            differ in r, lora_alpha, lora_dropout, rank_pattern, alpha_pattern, target_modules (and the other fields
+            that choose layers), init_lora_weights. Smaller ranks are filled up with zeros, which stay zeros.
+        seeds: one per member, whose adapter is drawn after ``torch.manual_seed(seed)``; the caller's random state is
+            then left as it was. None: adapters are drawn one after the other.
+        max_rank: room for members that join later with a larger rank than those that begin.
+        autocast_adapter_dtype: as of `peft.get_peft_model`.
+
+    Raises:
+        FusionError: a configuration that has no array form, or members that differ in more.
+        ValueError: no LoraConfig, fields that it does not have, numbers of members and seeds that differ.
+        ImportError: peft is not installed.
+    """
+    _check_peft()
+    made = configs(config, members)
+    if seeds is not None and len(seeds) != len(made):
+        raise ValueError(f"{len(seeds)} seeds for {len(made)} members: give one for each")
+    _check_base(base)
+    first = made[0]
+    for index, one in enumerate(made):
+        check_common(first, one, f"member {index}")
+    frozen = FrozenBase(base, autocast_adapter_dtype)
+    given: Sequence[int | None] = seeds or [None] * len(made)
+    adapted = [frozen.adapted(one, seed) for one, seed in zip(made, given, strict=True)]
+    return Adapters(frozen, _template(frozen, made[0], adapted, max_rank), config, adapted)
+
+
+class Adapters(Sequence[nn.Module]):
+    """The members that `hfusion.lora` made, each a peft model around one base; and those that join them later.
+
+    ``save_pretrained``, ``merge_and_unload`` and ``plain()`` of a member, of ``fused[b]``, of ``pop.models[row]`` and
+    of what ``pop.stop(row)`` gives, are of the adapter alone, in its own rank.
+    """
+
+    def __init__(
+        self, frozen: FrozenBase, template: AdapterMember, config: Config, adapted: Sequence[nn.Module]
+    ) -> None:
+        self._frozen, self._template, self._config = frozen, template, config
+        self._members = [self._padded(one, f"member {index}") for index, one in enumerate(adapted)]
+
+    @overload
+    def __getitem__(self, index: int) -> AdapterMember: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[AdapterMember]: ...
+    def __getitem__(self, index: int | slice) -> AdapterMember | list[AdapterMember]:
+        return self._members[index]
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __repr__(self) -> str:
+        ranks = [int(max(layer.rank for layer in layers(one).values())) for one in self]
+        return f"Adapters({len(self)} of one {type(self._frozen.base).__name__}, ranks {ranks})"
+
+    def member(self, config: Config | None = None, *, seed: int | None = None, **own: Any) -> AdapterMember:
+        """One more member, to join an array of these: ``pop.start(row, adapters.member(r=4, seed=7), lr=1e-3)``.
+
+        Args:
+            config: a LoraConfig; the one that the array was made with, if not given.
+            seed: as of `hfusion.lora`.
+            own: fields of it that are other.
+
+        Raises:
+            FusionError: it does not fit the array: a larger rank, layers that none of the first members adapts.
+        """
+        first = self._config
+        one = changed(first if config is None else config, own, "the member that joins")
+        check_common(first, one, "the member that joins")
+        return self._padded(self._frozen.adapted(one, seed), "the member that joins")
+
+    def load(self, directory: Any) -> AdapterMember:
+        """A member that goes on from an adapter that peft saved, or a member's ``save_pretrained``.
+
+        Raises:
+            FusionError: it does not fit the array, as of `member`.
+        """
+        from peft import LoraConfig, PeftModel
+
+        config = LoraConfig.from_pretrained(directory)
+        config.inference_mode = False
+        check_config(config, str(directory))
+        check_common(cast(Any, self._template).peft_config[NAME], config, str(directory))
+        with random_states_kept():
+            model = PeftModel.from_pretrained(self._frozen.copy(), directory, is_trainable=True)
+        return self._padded(self._frozen.part(model), str(directory))
+
+    @torch.no_grad()
+    def _padded(self, model: nn.Module, who: str) -> AdapterMember:
+        """A member that is what the peft model ``model`` is."""
+        member = cast(AdapterMember, self._frozen.copy_of(self._template))
+        room, own = layers(member), layers(model)
+        for path in own:
+            if path not in room:
+                raise FusionError(
+                    f"{who} adapts {path}, which none of the members adapts that the array was made with; make it with "
+                    "a member that does"
+                )
+        for path, layer in room.items():
+            fill(layer, own.get(path), f"{who}, {path}")
+        filled, mine = lora_names(room), dict(model.named_parameters()) | dict(model.named_buffers())
+        for name, tensor in [*member.named_parameters(), *member.named_buffers()]:
+            if name not in filled and name in mine and mine[name] is not tensor:
+                tensor.copy_(mine[name])
+        _check_trained(member, model, room.keys() - own.keys(), who)
+        return member
+
+
+def _check_trained(member: nn.Module, model: nn.Module, absent: set[str], who: str) -> None:
+    """Raise a FusionError where the layers that a member lacks would be trained, or others than alone."""
+    theirs = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
+    for name, tensor in member.named_parameters():
+        if not tensor.requires_grad or name in theirs:
+            continue
+        layer = next((path for path in absent if name.startswith(f"{path}.")), None)
+        if layer is None or name not in lora_names({layer: None}):
+            raise FusionError(
+                f"{who} does not train {name}, which others of the array do: with bias, lora_bias or use_dora all "
+                "members adapt the same layers; give them the same target_modules"
+            )
+
+
+class FrozenBase:
+    """A base whose parameters, frozen, are the same objects in every copy of it."""
+
+    def __init__(self, base: nn.Module, autocast: bool) -> None:
+        self._autocast = autocast
+        own = {id(buffer) for module in base.modules() if _writes(module) for buffer in module.buffers()}
+        memo: dict[int, Tensor] = {id(buffer): buffer for buffer in base.buffers() if id(buffer) not in own}
+        for parameter in base.parameters():
+            memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+        self._shared = {id(tensor): tensor for tensor in memo.values()}
+        # A copy of its modules, as peft changes those of a base that it is given.
+        self.base = copy.deepcopy(base, memo)
+        self.caches = {
+            path: bool(module.config.use_cache)
+            for path, module in cast(Any, base).named_modules()
+            if getattr(getattr(module, "config", None), "use_cache", None) is not None
+        }
+
+    def copy(self) -> Any:
+        """The base around these parameters."""
+        return self._without_cache(copy.deepcopy(self.base, dict(self._shared)))
+
+    def _without_cache(self, model: nn.Module) -> nn.Module:
+        """A cache of keys and values is of no use in training, and no tensor that a graph may return."""
+        for path in self.caches:
+            cast(Any, model.get_submodule(path)).config.use_cache = False
+        return model
+
+    def copy_of(self, model: Any) -> Any:
+        """A copy of a model made of `copy`, around the same parameters."""
+        return copy.deepcopy(model, dict(self._shared))
+
+    def adapted(self, config: Config, seed: int | None) -> nn.Module:
+        """What peft makes of the base and ``config``."""
+        from peft import get_peft_model
+
+        # peft writes into configurations.
+        config = copy.deepcopy(config)
+        with random_states_kept() if seed is not None else nullcontext():
+            if seed is not None:
+                torch.manual_seed(seed)
+            return self.part(get_peft_model(self.copy(), config, autocast_adapter_dtype=self._autocast))
+
+    def part(self, model: nn.Module) -> nn.Module:
+        """``model`` with parameters of its own where those of the base are trained in it, as by ``bias="all"``."""
+        own: dict[int, nn.Parameter] = {}
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in self._shared and parameter.requires_grad:
+                    if id(parameter) not in own:
+                        own[id(parameter)] = nn.Parameter(parameter.detach().clone())
+                    setattr(module, name, own[id(parameter)])
+        for tensor in self._shared.values():
+            if isinstance(tensor, nn.Parameter):
+                tensor.requires_grad_(False)
+        return model
+
+
+def _writes(module: nn.Module) -> bool:
+    """Whether a module keeps statistics of what goes through it, which are its member's own."""
+    return bool(getattr(module, "track_running_stats", False))
+
+
+def _template(frozen: FrozenBase, config: Config, adapted: Sequence[nn.Module], max_rank: int | None) -> AdapterMember:
+    """The model whose copies hold the members: every layer that one of them adapts, with room for the largest rank."""
+    found = [layers(model) for model in adapted]
+    ranks: dict[str, int] = {}
+    for one in found:
+        for path, layer in one.items():
+            ranks[path] = max(ranks.get(path, 0), rank(layer))
+    most = max(ranks.values())
+    if max_rank is not None:
+        if max_rank < most:
+            raise ValueError(f"max_rank={max_rank} is less than the rank {most} of a member")
+        ranks = dict.fromkeys(ranks, max_rank)
+    chosen = copy.deepcopy(config)
+    chosen.target_modules = {path.removeprefix(PREFIX) for path in ranks}
+    chosen.exclude_modules = chosen.layers_to_transform = chosen.layers_pattern = None
+    chosen.rank_pattern = patterns({path.removeprefix(PREFIX): size for path, size in ranks.items()})
+    chosen.lora_dropout = max(dropout(layer) for one in found for layer in one.values())
+    chosen.init_lora_weights = True
+    made = frozen.adapted(chosen, 0)
+    for layer in layers(made).values():
+        settle(layer)
+    # What a member's own is made of, but for what its buffers tell.
+    first = cast(Any, adapted[0]).peft_config[NAME]
+    alike = all(one.keys() == ranks.keys() for one in found)
+    cast(Any, made).base_model.peft_config[NAME] = _kept(first, None if alike else chosen.target_modules)
+    made.__class__ = member_class(type(made))
+    member = cast(AdapterMember, made)
+    member.caches = frozen.caches
+    return member
+
+
+def _kept(config: Config, targets: set[str] | None) -> Config:
+    found = copy.deepcopy(config)
+    if targets is not None:
+        found.target_modules = targets
+        found.exclude_modules = found.layers_to_transform = found.layers_pattern = None
+    return found
+
+
+def _check_peft() -> None:
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "hf.lora makes adapters by peft, which is not installed: pip install 'hfusion[lora]'"
+        ) from error
+
+
+def _check_base(base: nn.Module) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if not isinstance(base, nn.Module):
+        raise FusionError(f"base is a {type(base).__name__}, not a torch.nn.Module")
+    for path, module in base.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            raise FusionError(
+                f"base has an adapter already, in {path or '(root)'}; give the model without it: model.unload(), or "
+                "merge_and_unload() where the adapters are to be part of the base"
+            )

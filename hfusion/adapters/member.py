@@ -1,0 +1,125 @@
+"""A member of an array of adapters: a peft model whose layers have room for the largest rank of the array.
+
+It computes what the peft model with its own rank computes, and saves and merges as that.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NoReturn, cast
+
+from torch import nn
+
+from hfusion.adapters.layers import NAME, cut, dropout, layers, lora_names
+from hfusion.core.errors import FusionError
+
+PREFIX = "base_model.model."
+
+
+class AdapterMember(nn.Module):
+    """What a member does otherwise than the class of peft that it is made of."""
+
+    caches: Mapping[str, bool]
+    """Modules of the base whose configuration says ``use_cache``, and what it says: a member keeps no cache."""
+
+    @property
+    def padded(self) -> frozenset[str]:
+        """The names of the tensors that hold zeros where the rank is less than the largest of the array."""
+        return lora_names(layers(self))
+
+    def plain(self) -> nn.Module:
+        """The model that peft makes of this adapter: of its own rank, its tensors copied, the base's shared."""
+        return plain(self)
+
+    def save_pretrained(self, save_directory: Any, **options: Any) -> None:
+        """As peft's: what ``PeftModel.from_pretrained(base, save_directory)`` loads, in the adapter's own rank."""
+        cast(Any, plain(self)).save_pretrained(save_directory, **options)
+
+    def merge_and_unload(self, *args: Any, **kwargs: Any) -> Any:
+        """As peft's, in a copy of the base: that of the array stays as it is."""
+        return cast(Any, plain(self, own_base=True)).merge_and_unload(*args, **kwargs)
+
+    def merge_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: it would write into the base of all members."""
+        raise FusionError(
+            "merge_adapter would write into the base that all members of the array share; take merge_and_unload, which "
+            "copies it, or member.plain(), a peft model of its own"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Its class is made when needed, so that it has no name in any module.
+        return _blank, (kind_of(self),), self.__dict__
+
+
+_classes: dict[Any, Any] = {}
+
+
+def member_class(kind: Any) -> Any:
+    """``kind``, a class of peft models, as one of members."""
+    if kind not in _classes:
+        _classes[kind] = type(kind.__name__, (AdapterMember, kind), {"__doc__": AdapterMember.__doc__})
+    return _classes[kind]
+
+
+def kind_of(member: nn.Module) -> type[nn.Module]:
+    """The class of peft that a member is made of."""
+    found: type[nn.Module] = type(member).__mro__[2]
+    return found
+
+
+def _blank(kind: type[nn.Module]) -> Any:
+    made = member_class(kind)
+    return made.__new__(made)
+
+
+def plain(member: AdapterMember, own_base: bool = False) -> nn.Module:
+    """A peft model with this adapter alone, in its own rank."""
+    frozen = [] if own_base else [tensor for tensor in member.parameters() if not tensor.requires_grad]
+    model = copy.deepcopy(member, {id(tensor): tensor for tensor in frozen})
+    caches: Mapping[str, bool] = vars(model).pop("caches")
+    model.__class__ = kind_of(member)  # type: ignore[assignment]
+    for path, value in caches.items():
+        cast(Any, model.get_submodule(f"{PREFIX}{path}".rstrip("."))).config.use_cache = value
+    found = layers(model)
+    sizes = {path: cut(layer) for path, layer in found.items()}
+    for path, (size, _) in sizes.items():
+        if not size:
+            _take_out(model, path, found[path])
+    cast(Any, model).base_model.peft_config[NAME] = _own_config(model, found, sizes)
+    return model
+
+
+def _take_out(model: nn.Module, path: str, layer: Any) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, layer.base_layer)
+    names = cast(Any, model).base_model.targeted_module_names
+    names.remove(path.removeprefix(PREFIX))
+
+
+def _own_config(model: nn.Module, found: Mapping[str, Any], sizes: Mapping[str, tuple[int, float]]) -> Any:
+    """The configuration by which peft makes the layers that are there."""
+    config = copy.deepcopy(cast(Any, model).peft_config[NAME])
+    there = {path.removeprefix(PREFIX): terms for path, terms in sizes.items() if terms[0]}
+    if not there:
+        raise FusionError("this member has no adapter in any layer: there is nothing to save")
+    if len(there) < len(sizes):
+        config.target_modules = set(there)
+        config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    config.r, config.rank_pattern = _most({path: size for path, (size, _) in there.items()})
+    config.lora_alpha, config.alpha_pattern = _most({path: alpha for path, (_, alpha) in there.items()})
+    config.lora_dropout = max(dropout(found[PREFIX + path]) for path in there)
+    return config
+
+
+def _most(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The value that most have, and those of the others by path."""
+    common, _ = Counter(values.values()).most_common(1)[0]
+    return common, patterns({path: value for path, value in values.items() if value != common})
+
+
+def patterns(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What peft takes as a pattern of ranks or alphas: its keys are regular expressions, which begin anywhere."""
+    return {f"^{re.escape(path)}": value for path, value in values.items()}
