@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol, TypeAlias
 
 from torch import fx
@@ -55,12 +56,20 @@ class Pricing(Protocol):
         """Seconds for bringing ``value`` to another layout by ``convert``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Held:
-    """A value that is still used: its layout, and those of which there is a converted one."""
+    """A value that is still used: its layout, and those of which there is a converted one.
+
+    Equal ones are one object (`held`): states are compared more often than anything else here.
+    """
 
     layout: Layout
-    made: frozenset[Layout] = frozenset()
+    made: frozenset[Layout]
+
+
+@cache
+def held(layout: Layout, made: frozenset[Layout] = frozenset()) -> Held:
+    return Held(layout, made)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,14 +107,19 @@ def choose(
     Raises FusionError where no array can compute a node, whatever is chosen before it.
     """
     last = _last_uses(graph)
-    waiting = iter(layouts)
+    # Inputs are no part of a state before they are used: a deep network has hundreds.
+    waiting = dict(zip(graph.find_nodes(op="placeholder"), layouts, strict=True))
     alive: list[fx.Node] = []
     states: dict[State, Path] = {(): Path(0.0)}
     for index, node in enumerate(graph.nodes):
         if node.op == "placeholder":
-            layout = next(waiting)
-            states = {(*state, Held(layout)): path for state, path in states.items()}
-        elif node.op == "call_function":
+            continue
+        new = [source for source in node.all_input_nodes if source in waiting]
+        if new:
+            first = tuple([held(waiting.pop(source)) for source in new])
+            states = {(*state, *first): path for state, path in states.items()}
+            alive += new
+        if node.op == "call_function":
             states = _advance(node, alive, states, _Asked(node, members, rules, price))
         elif node.op == "output":
             return _decisions(min(_finished(node, alive, states, price), key=lambda path: path.cost))
@@ -193,7 +207,7 @@ def _advance(node: fx.Node, alive: Sequence[fx.Node], states: Mapping[State, Pat
         for option in options:
             after, cost = _converted(state, place, option.needs)
             cost += path.cost + option.choice.price.seconds
-            key = (*after, Held(option.layout))
+            key = (*after, held(option.layout))
             if key not in found or cost < found[key].cost:
                 found[key] = Path(cost, (node, option.choice), path)
     if not found and refusal is not None:
@@ -207,9 +221,9 @@ def _converted(
     """The state after the conversions that it lacks, and what these cost."""
     cost, after = 0.0, list(state)
     for node, layout, seconds in needs:
-        held = after[place[node]]
-        if layout not in held.made:
-            after[place[node]] = Held(held.layout, held.made | {layout})
+        there = after[place[node]]
+        if layout not in there.made:
+            after[place[node]] = held(there.layout, there.made | {layout})
             cost += seconds
     return tuple(after), cost
 
