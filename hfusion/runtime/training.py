@@ -53,7 +53,7 @@ class _PartGraph:
 class Training:
     """One task on its way through its units. One unit runs at a time; loading and putting away go on beside it.
 
-    ``losses [B]`` and ``evaluations [B]`` come one by one, per minibatch.
+    ``losses [B]`` and ``evaluations [B]`` come one by one, per minibatch. ``over``: nothing more of it is computed.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Training:
         self.state = state
         self.losses: list[Tensor] = []
         self.evaluations: list[Tensor] = []
+        self.over = False
         self._names = names
         self._source = source
         self._evaluation = evaluation

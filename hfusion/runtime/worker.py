@@ -227,6 +227,8 @@ class DeviceWorker:
 
     def _compute(self, task: int, unit: Unit, act: Act, device: torch.device) -> None:
         training = self._trainings[task]
+        if training.over:
+            return
         if act is Act.SAVE:
             training.state.settle()
             # What was leaving a device may not have arrived where a run breaks off.

@@ -23,7 +23,7 @@ def _sort(unit: Unit) -> tuple[Phase, int, bool]:
 class _Progress:
     """How far a task is: the unit that begins next, None if all have begun, and what the policy sees of it.
 
-    ``seconds``: of a unit, by its sort; ``left``: how many have not begun.
+    ``units``: of the task; ``seconds``: of a unit, by its sort; ``left``: how many have not begun.
     """
 
     plan: TaskPlan
@@ -31,6 +31,7 @@ class _Progress:
     candidate: Candidate
     seconds: dict[tuple[Phase, int, bool], float]
     left: dict[tuple[Phase, int, bool], int]
+    units: int
 
 
 def _begun(number: int, task: TaskPlan, first: int) -> _Progress:
@@ -41,7 +42,7 @@ def _begun(number: int, task: TaskPlan, first: int) -> _Progress:
         left[_sort(unit)] -= 1
     remaining = math.fsum(count * seconds[sort] for sort, count in left.items()) if first else task.seconds
     candidate = Candidate(number, first, remaining, max(seconds.values()), 0, task.device_bytes)
-    return _Progress(task, task.unit(first) if first < task.units else None, candidate, seconds, left)
+    return _Progress(task, task.unit(first) if first < task.units else None, candidate, seconds, left, task.units)
 
 
 class Dispatcher:
@@ -93,7 +94,7 @@ class Dispatcher:
         old = state.candidate
         number, remaining = old.unit + 1, max(0.0, old.remaining - seconds)
         state.candidate = Candidate(task, number, remaining, old.quantum, self._begun, old.need)
-        state.next = state.plan.unit(number) if number < state.plan.units else None
+        state.next = state.plan.unit(number) if number < state.units else None
         return unit
 
     def measured(self, task: int, unit: Unit, seconds: float) -> None:
@@ -114,7 +115,20 @@ class Dispatcher:
     def rest(self, task: int) -> Iterator[Unit]:
         """The units of a task that have not begun, in order."""
         state = self._tasks[task]
-        return map(state.plan.unit, range(state.candidate.unit, state.plan.units))
+        return map(state.plan.unit, range(state.candidate.unit, state.units))
+
+    def end(self, task: int, units: int) -> None:
+        """Let a task end after ``units`` more, and forget the others; it does not wait."""
+        state, old = self._tasks[task], self._tasks[task].candidate
+        last = min(state.units, old.unit + units)
+        rest = [_sort(state.plan.unit(number)) for number in range(old.unit, last)]
+        remaining = math.fsum(state.seconds[sort] for sort in rest)
+        self._work -= math.fsum(count * state.seconds[sort] for sort, count in state.left.items()) - remaining
+        self._units -= state.units - last
+        state.units, state.left = last, {sort: rest.count(sort) for sort in state.left}
+        state.candidate = old._replace(remaining=remaining)
+        if not rest:
+            state.next = None
 
     def wait(self, task: int) -> None:
         """Let a task wait: its unit ended and no device goes on with it. A task that is done does not wait."""

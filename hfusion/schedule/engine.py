@@ -8,7 +8,7 @@ one thread, between the ends of actions; nobody takes bytes that are not free.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -19,7 +19,7 @@ from hfusion.schedule.plan import Plan, TaskPlan, Unit
 from hfusion.schedule.policy import Policy
 from hfusion.schedule.task_plan import Turn
 from hfusion.schedule.timeline import Span, Timeline
-from hfusion.schedule.work import Hooks, Ticket, Worker
+from hfusion.schedule.work import Ticket, Worker
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class _Run:
 class _Visit:
     """A unit that a device runs, or runs next. ``tickets``: of what it computes, from when that begins to its end.
 
-    ``seconds``: of what has ended.
+    ``seconds``: of what has ended; ``empty``: nothing is computed, as its task was stopped.
     """
 
     run: _Run
@@ -64,6 +64,7 @@ class _Visit:
     begun: bool = False
     started: bool = False
     goes_on: bool = False
+    empty: bool = False
     seconds: float = 0.0
 
     @property
@@ -114,19 +115,25 @@ class _DeviceState:
 
 
 class Engine:
-    """One run of a plan. ``first``: how many units of each task ran before; None: nothing did."""
+    """One run of a plan.
+
+    Args:
+        over: whether a task, of which a unit has just ended, ends before the plan does; the worker does nothing for it
+            any longer but to load and to evict.
+        first: how many units of each task ran before; None: nothing did.
+    """
 
     def __init__(
         self,
         plan: Plan,
         policy: Policy,
         worker: Worker,
-        hooks: Hooks | None = None,
+        over: Callable[[int], bool] = lambda task: False,
         first: Sequence[int] | None = None,
     ) -> None:
         self._plan = plan
         self._worker = worker
-        self._hooks = hooks
+        self._over = over
         self._dispatcher = Dispatcher(plan, policy, first)
         self._runs = [_Run(number, task, task.unit(0)) for number, task in enumerate(plan.tasks)]
         self._devices = [_DeviceState(number, *device) for number, device in enumerate(plan.devices.items())]
@@ -171,10 +178,11 @@ class Engine:
         device, run, unit, action = self._begun.pop(ticket)
         size = max(action.takes, action.frees)
         name = (run.plan.name, action.shard, unit.step, device.name)
-        self._spans.append(Span(action.act, *name, ticket.started, ticket.ended, size))
+        visit, computes = device.current, action.act.lane == "compute"
+        if not (computes and visit is not None and visit.empty):
+            self._spans.append(Span(action.act, *name, ticket.started, ticket.ended, size))
         device.taken -= action.frees
-        visit = device.current
-        if action.act.lane == "compute":
+        if computes:
             assert visit is not None
             # Units of one sort compute the same, and some of them are saved.
             visit.seconds += ticket.seconds if action.act is not Act.SAVE else 0.0
@@ -191,8 +199,8 @@ class Engine:
     def _leave_visit(self, device: _DeviceState, visit: _Visit) -> None:
         """All that a unit computes has ended: its task waits, unless it goes on here."""
         self._dispatcher.measured(visit.run.number, visit.unit, visit.seconds)
-        if self._hooks is not None:
-            self._hooks.ended(visit.run.number, visit.unit)
+        if self._over(visit.run.number):
+            self._stop(device, visit.run)
         if not visit.goes_on:
             if visit.run.plan.resident and self._dispatcher.next(visit.run.number) is not None:
                 device.parked[visit.run] = None
@@ -203,6 +211,15 @@ class Engine:
         if device.current is None:
             heappush(self._idle, device.number)
         self._wake()
+
+    def _stop(self, device: _DeviceState, run: _Run) -> None:
+        """Let a task whose unit has ended end: what it has queued is empty and takes it away, else it leaves now."""
+        queued = device.queued is not None and device.queued.run is run
+        self._dispatcher.end(run.number, int(queued))
+        if device.queued is not None and queued:
+            device.queued.empty = True
+        elif run.held:
+            self._leave(device, run)
 
     def _promote(self, device: _DeviceState) -> None:
         """What was queued is next."""

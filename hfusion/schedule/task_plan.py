@@ -277,17 +277,21 @@ class TaskPlan:
         ended = step % self._epoch + 1
         return ended == self._epoch or ended % self.accumulate == 0
 
+    def trained(self, unit: Unit) -> bool:
+        """Whether a minibatch is trained with a unit: all gradients are there, and the optimizer has stepped."""
+        if self.clipped and self.closes(unit.step):
+            return unit.phase is Phase.UPDATE and unit.shard == len(self.shards) - 1
+        return unit.phase is Phase.BACKWARD and unit.shard == 0
+
     def ended(self, unit: Unit) -> int | None:
         """How many minibatches have ended with a unit: the optimizer has stepped, and the epoch, if over, is evaluated.
 
         None: with this unit none has.
         """
-        last = len(self.shards) - 1
         if unit.phase is Phase.EVALUATE:
             epoch, place = divmod(unit.step + 1, self.evaluated)
-            return None if place or unit.shard != last else epoch * self._epoch
-        closing = (Phase.UPDATE, last) if self.clipped else (Phase.BACKWARD, 0)
-        if (unit.phase, unit.shard) != closing or not self.closes(unit.step):
+            return None if place or unit.shard != len(self.shards) - 1 else epoch * self._epoch
+        if not self.closes(unit.step) or not self.trained(unit):
             return None
         steps = unit.step + 1
         return None if self.evaluated and not steps % self._epoch else steps

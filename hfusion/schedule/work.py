@@ -38,13 +38,6 @@ class Worker(Protocol):
         """Wait until at least one action has ended; those that have. Raises TaskFailed."""
 
 
-class Hooks(Protocol):
-    """Who is told how the run goes on."""
-
-    def ended(self, task: int, unit: Unit) -> None:
-        """All that a unit computes has ended."""
-
-
 class TaskFailed(Exception):
     """An action of the task numbered ``task`` raised ``__cause__``."""
 

@@ -12,13 +12,13 @@ from urllib.parse import quote, unquote
 import torch
 
 from hfusion.checkpoint import files
-from hfusion.checkpoint.parts import SaveReader, SaveWriter
+from hfusion.checkpoint.parts import OWN, SaveReader, SaveWriter
 from hfusion.core.errors import CheckpointError
-from hfusion.runtime.training import Training
 from hfusion.schedule.plan import TaskPlan
 from hfusion.tasks.arrange import Arrangement
+from hfusion.tasks.border import Border
 from hfusion.tasks.position import Position
-from hfusion.tasks.source import Stream
+from hfusion.tasks.scheduling import TaskScheduler
 
 # Saves of an array that are left in its folder.
 _KEEP = 3
@@ -74,8 +74,10 @@ class Checkpoints:
                 "folder, or delete those that are not to go on"
             )
 
-    def load(self, index: int, plan: TaskPlan) -> Mapping[str, Any] | None:
-        """Write what was saved last of an array into it and its optimizer; the rest for `resume`. None: nothing was.
+    def load(self, index: int, plan: TaskPlan, scheduler: TaskScheduler | None) -> Mapping[str, Any] | None:
+        """Write what was saved last of an array into it, its optimizer and schedule; the rest for `resume`.
+
+        None: nothing was.
 
         Raises:
             CheckpointError: a file is damaged, or it is of another task, or of other members or shapes.
@@ -102,26 +104,38 @@ class Checkpoints:
                     f"{reader.path} was saved after {kept['steps']} minibatches, and the task {one.task.name!r} has "
                     f"{plan.steps}: give it as many epochs as it had, or more"
                 )
-            for write in (reader.module(one.array), reader.optimizer(one.optimizer)):
+            writes = [reader.module(one.array), reader.optimizer(one.optimizer)]
+            if scheduler is not None:
+                writes.append(reader.schedule(scheduler.scheduler))
+            elif reader.agreed("schedule") is not None:
+                raise CheckpointError(
+                    f"{reader.path} was saved with a scheduler, and the task {one.task.name!r} has none: give it that "
+                    "scheduler, or a new folder"
+                )
+            for write in writes:
                 write()
         return kept
 
-    def save(self, index: int, plan: TaskPlan, steps: int, training: Training, streams: Sequence[Stream]) -> None:
-        """Save an array after so many minibatches; at its end it is on the disk then.
+    def save(self, index: int, border: Border) -> None:
+        """Save an array between units; at its end it is on the disk then.
 
         Raises:
             CheckpointError: it could not be written, or the save before this; the last one that was is there.
         """
+        steps = len(border.training.losses)
         one = self._arrays[index]
         writer = SaveWriter(range(len(one.members)), {"members": _names(one)}, {})
         writer.module(one.array)
         writer.optimizer(one.optimizer)
-        writer.body["task"] = writer.tree("task", _progress(one.task.name, plan, steps, training, streams))
+        border.stopped.write({key.removeprefix(OWN): stack for key, stack in writer.tensors.items()})
+        if border.scheduler is not None:
+            writer.schedule(border.scheduler.scheduler)
+        writer.body["task"] = writer.tree("task", _progress(border))
         self._wait(index)
         folder = self._root / _folder(one.plan.name)
         write = self._thread.submit(files.write, folder, writer.body, writer.tensors, step=steps, keep=_KEEP)
         self._writes[index] = write
-        if steps == plan.steps:
+        if border.training.over or steps == border.plan.steps:
             self._wait(index)
 
     def _wait(self, index: int) -> None:
@@ -141,26 +155,30 @@ def _shape(plan: TaskPlan) -> dict[str, int | bool | None]:
     return {name: getattr(plan, name) for name in names}
 
 
-def _progress(name: str, plan: TaskPlan, steps: int, training: Training, streams: Sequence[Stream]) -> dict[str, Any]:
-    positions = [stream.position for stream in streams]
+def _progress(border: Border) -> dict[str, Any]:
+    training, positions = border.training, [stream.position for stream in border.streams]
     return {
-        "name": name,
-        "shape": _shape(plan),
-        "steps": steps,
+        "name": border.one.task.name,
+        "shape": _shape(border.plan),
+        "steps": len(training.losses),
         "losses": torch.stack(training.losses),
         "evaluations": torch.stack(training.evaluations) if training.evaluations else None,
         "seed": training.generators.seed,
         "random": training.generators.states,
         "positions": [None if position is None else dict(vars(position)) for position in positions],
+        "stopped": [*border.stopped.steps.items()],
     }
 
 
-def resume(kept: Mapping[str, Any], training: Training, streams: Sequence[Stream]) -> None:
-    """Let a task that has not begun go on from what `Checkpoints.load` gave."""
+def resume(kept: Mapping[str, Any], border: Border) -> None:
+    """Let an array that has not begun go on from what `Checkpoints.load` gave."""
+    training = border.training
     training.losses.extend(kept["losses"].unbind())
     if kept["evaluations"] is not None:
         training.evaluations.extend(kept["evaluations"].unbind())
     training.generators.states.update(kept["random"])
-    for stream, position in zip(streams, kept["positions"], strict=True):
+    for stream, position in zip(border.streams, kept["positions"], strict=True):
         if position is not None:
             stream.resume(Position(**position))
+    # Saves made before members could stop have no such entry.
+    border.resume(dict(kept.get("stopped", [])))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from hfusion.array.module import FusedModule
 from hfusion.capture.compare import check_alone, check_pair
@@ -15,6 +16,7 @@ from hfusion.core.errors import FusionError, PlanError
 from hfusion.core.membership import Membership, mark, membership
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import HyperValue, MemberVector
+from hfusion.optim.lr_scheduler import Make, PerMember
 
 Factory: TypeAlias = Callable[[list[nn.Parameter]], FusedOptimizer]
 
@@ -70,6 +72,11 @@ class Task:
             smaller (as in Lightning).
         seed: of torch's random numbers for this task: it draws what a loop after ``torch.manual_seed(seed)`` would
             draw. None: drawn from torch's generator, so that ``torch.manual_seed`` settles it.
+        scheduler: a function that makes a scheduler of torch.optim.lr_scheduler from the optimizer of one member, or a
+            list with one such function per member; or, with an optimizer that exists, a scheduler of it.
+        scheduler_interval: when it steps: after every ``"epoch"``, and its evaluation, as in torch's examples; or after
+            every ``"step"`` of the optimizer. A ReduceLROnPlateau is told the member's mean loss of the evaluation, or
+            of the epoch where there is none; or the loss of the last minibatch.
         callbacks: called after every minibatch with a `Step`, and after the evaluation of an epoch with an
             `Evaluation`, in another thread.
 
@@ -87,6 +94,8 @@ class Task:
     clip: HyperValue | None = None
     accumulate: int = 1
     seed: int | None = None
+    scheduler: Make | Sequence[Make] | lr_scheduler.LRScheduler | None = None
+    scheduler_interval: Literal["epoch", "step"] = "epoch"
     callbacks: Sequence[Callable[[Step | Evaluation], None]] = field(default=())
 
     def __post_init__(self) -> None:
@@ -106,6 +115,27 @@ class Task:
                 f"task {self.name!r}: an optimizer that exists fits an array that exists; give a function that makes "
                 "one from the parameters, or fuse the models before"
             )
+        self._check_scheduler()
+
+    def _check_scheduler(self) -> None:
+        given, about = self.scheduler, f"task {self.name!r}: the scheduler"
+        if self.scheduler_interval not in ("epoch", "step"):
+            raise PlanError(f'task {self.name!r}: scheduler_interval={self.scheduler_interval!r}: "epoch" or "step"')
+        if isinstance(given, lr_scheduler.LRScheduler):
+            if given.optimizer is not self.optimizer:
+                raise PlanError(f"{about} drives another optimizer: give a function that makes one, or that optimizer")
+            if isinstance(given, lr_scheduler.ReduceLROnPlateau) and not isinstance(given, PerMember):
+                raise PlanError(
+                    f"{about} takes one metric for all members: use hf.optim.lr_scheduler.ReduceLROnPlateau"
+                )
+        elif given is not None and not callable(given):
+            if not isinstance(given, Sequence) or not all(map(callable, given)):
+                raise PlanError(
+                    f"{about} is a {type(given).__name__}; give a function that makes one from the optimizer of one "
+                    "member, such as lambda opt: torch.optim.lr_scheduler.StepLR(opt, 10), or a list with one for each"
+                )
+            if len(given) != self.members:
+                raise PlanError(f"{about} is {len(given)} functions for {self.members} members: give one, or as many")
 
     def _check_loader(self, role: str, loader: Iterable[Any]) -> None:
         kind = f"task {self.name!r}: the {role}, a {type(loader).__name__},"

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from time import perf_counter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.capture.named import tensors
 from hfusion.core.errors import CheckpointError, HFusionError, PlanError
@@ -26,16 +25,18 @@ from hfusion.runtime.state import TaskTensors, holdings
 from hfusion.runtime.training import Training
 from hfusion.runtime.worker import DeviceWorker
 from hfusion.schedule.engine import Engine
-from hfusion.schedule.plan import Phase, Plan, Unit
+from hfusion.schedule.plan import Plan, Unit
 from hfusion.schedule.policy import DEFAULT, Policy, named
-from hfusion.schedule.timeline import Timeline
 from hfusion.schedule.work import TaskFailed
 from hfusion.tasks.arrange import Arrangement, arrange
+from hfusion.tasks.border import Border
 from hfusion.tasks.checkpoints import Checkpoints
 from hfusion.tasks.checkpoints import resume as resume_from
+from hfusion.tasks.report import Report, TaskReport
+from hfusion.tasks.scheduling import TaskScheduler
 from hfusion.tasks.sharing import listed, turns
-from hfusion.tasks.source import Stream
-from hfusion.tasks.task import Evaluation, Step, Task
+from hfusion.tasks.stopping import OnResult, StoppedMembers
+from hfusion.tasks.task import Task
 
 # Seconds from one drawing of the progress bars to the next.
 _REDRAW = 0.1
@@ -47,48 +48,6 @@ class TrainError(HFusionError):
     def __init__(self, message: str, report: Report) -> None:
         super().__init__(message)
         self.report = report
-
-
-@dataclass(frozen=True, eq=False)
-class TaskReport:
-    """What a task gave, on the CPU.
-
-    ``losses``: float ``[steps, B]``, a row per minibatch. ``eval_losses``: float ``[epochs, minibatches, B]``, None
-    where the task has no eval loader.
-    """
-
-    losses: Tensor
-    eval_losses: Tensor | None
-    _arrays: tuple[tuple[tuple[int, ...], FusedModule], ...]
-
-    @cached_property
-    def models(self) -> list[nn.Module]:
-        """The trained members, of their original class, in the order of the task's models."""
-        found = {
-            index: model
-            for members, array in self._arrays
-            for index, model in zip(members, array.unfuse(), strict=True)
-        }
-        return [found[index] for index in sorted(found)]
-
-
-@dataclass(frozen=True, eq=False)
-class Report(Mapping[str, TaskReport]):
-    """What a run gave, by name of task. ``peak``: the most bytes that were accounted for at once, by device."""
-
-    tasks: Mapping[str, TaskReport]
-    plan: Plan
-    timeline: Timeline
-    peak: Mapping[str, int]
-
-    def __getitem__(self, name: str) -> TaskReport:
-        return self.tasks[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tasks)
-
-    def __len__(self) -> int:
-        return len(self.tasks)
 
 
 def plan(tasks: Task | Iterable[Task], machine: Machine) -> Plan:
@@ -109,6 +68,7 @@ def train(
     checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
     resume: bool = True,
+    on_result: OnResult | None = None,
 ) -> Report:
     """Train all tasks, each exactly as if alone, within the memory of every device.
 
@@ -124,6 +84,12 @@ def train(
         every: minibatches of a task from one save to the next, of which there is one at its end, too; where gradients
             are accumulated, at the next step of the optimizer. None: at the end of every epoch.
         resume: False: a folder with saves in it is an error.
+        on_result: asked after every minibatch (with a `Step`, once the optimizer has stepped, if it is to) and every
+            evaluation (`Evaluation`) who stops, by one device at a time. It gives None or False: all go on; True: all
+            ``result.members`` stop; or the members that do, or a bool tensor with a value for each of
+            ``result.members``. Who stops is what it was then, and has losses of NaN from there on; an array of which
+            all have stopped takes no more time. When a run goes on from a checkpoint it first hears again what was
+            before, and what it answers to that does not count.
 
     Raises:
         PlanError: the tasks fit the machine in no way, or cannot be trained at once, or not with their loss.
@@ -141,9 +107,13 @@ def train(
         if checkpoint is not None:
             saves = Checkpoints(checkpoint, arrangements, resume=resume)
             stack.callback(saves.close)
-        run = _TrainRun(arrangements, made, machine, stack, saves)
-        show = stack.enter_context(_bars(made, run.trainings)) if progress else None
+        run = _TrainRun(arrangements, made, machine, stack, saves, on_result)
+        show = stack.enter_context(_bars(made, run.trainings)) if progress else _unseen
         return run.run(chosen, show)
+
+
+def _unseen(index: int) -> None:
+    return
 
 
 def _checked(given: Plan, made: Plan) -> Plan:
@@ -178,26 +148,31 @@ class _TrainRun:
         machine: Machine,
         stack: ExitStack,
         saves: Checkpoints | None,
+        on_result: OnResult | None,
     ) -> None:
         self.arrangements = arrangements
         self.saves = saves
-        self._streams: list[list[Stream]] = []
+        self._on_result, self._asking = on_result, Lock()
         self.plan = plan
         self._devices = {device.name: device.physical for device in machine.devices}
         folder = SpillFolder(machine.disk)
         stack.callback(folder.close)
         self._turns = turns([(one.task.loader, one.task.eval_loader) for one in arrangements])
         self._room = machine.host - sum(s.boundary for t in plan.tasks if not t.resident for s in t.shards)
-        self.trainings = [self._prepared(index, folder, stack) for index in range(len(arrangements))]
+        self.borders = [self._prepared(index, folder, stack) for index in range(len(arrangements))]
 
-    def _prepared(self, index: int, folder: SpillFolder, stack: ExitStack) -> Training:
+    @property
+    def trainings(self) -> list[Training]:
+        return [border.training for border in self.borders]
+
+    def _prepared(self, index: int, folder: SpillFolder, stack: ExitStack) -> Border:
         try:
-            return self._training(index, folder, stack)
+            return self._border(index, folder, stack)
         except Exception as error:
             error.add_note(f"in the task {self.plan.tasks[index].name!r}")
             raise
 
-    def _training(self, index: int, folder: SpillFolder, stack: ExitStack) -> Training:
+    def _border(self, index: int, folder: SpillFolder, stack: ExitStack) -> Border:
         one, plan = self.arrangements[index], self.plan.tasks[index]
         own = dict(one.array.named_parameters()) | dict(one.array.named_buffers())
         first = {id(tensor): name for name, tensor in reversed(own.items())}
@@ -217,7 +192,9 @@ class _TrainRun:
             pairs = zip(recipe.parts, also.parts, strict=True)
             held = holdings([(*a.keys, *b.keys) for a, b in pairs], names, trained)
         one.optimizer.initialise()
-        kept = None if self.saves is None else self.saves.load(index, plan)
+        scheduler = None if one.task.scheduler is None else TaskScheduler(one.task, one.optimizer, one.members)
+        stopped = StoppedMembers(one.members, one.array, one.optimizer)
+        kept = None if self.saves is None else self.saves.load(index, plan, scheduler)
         # Gradients of what the user did before are none of this run's.
         one.optimizer.zero_grad()
         pinned = any(backend(device).pins for device in devices)
@@ -226,14 +203,16 @@ class _TrainRun:
         state = TaskTensors(
             own, held, one.optimizer, files, pinned=pinned, carried=plan.carried, together=plan.resident
         )
+        # When the tensors have memory of their own again.
+        stack.callback(stopped.put_back)
         stack.callback(state.close)
         seed = int(torch.randint(1 << 62, ())) if one.task.seed is None else one.task.seed
         streams = [stream] if evaluation is None else [stream, evaluation]
-        self._streams.append(streams)
         training = Training(plan, state, names, stream, evaluation, limits, seed if kept is None else kept["seed"])
+        border = Border(one, plan, training, streams, scheduler, stopped, self._on_result, self._asking)
         if kept is not None:
-            resume_from(kept, training, streams)
-        return training
+            resume_from(kept, border)
+        return border
 
     def _limits(self, one: Arrangement) -> Tensor | None:
         """The largest norms ``[width]`` of these members."""
@@ -259,11 +238,13 @@ class _TrainRun:
         self._room += size
         return folder.file(f"{task}-{shard}")
 
-    def run(self, policy: Policy, show: Callable[[int], None] | None) -> Report:
+    def run(self, policy: Policy, show: Callable[[int], None]) -> Report:
         devices = [(name, self._devices[name]) for name in self.plan.devices]
-        worker = DeviceWorker(devices, self.trainings, lambda index, unit: self._after(index, unit, show), self._save)
-        first = [plan.after(len(one.losses)) for plan, one in zip(self.plan.tasks, self.trainings, strict=True)]
-        engine = Engine(self._scheduled(), policy, worker, first=first)
+        worker = DeviceWorker(
+            devices, self.trainings, lambda index, unit: self._after(index, unit, show, worker), self._save
+        )
+        first = [border.units for border in self.borders]
+        engine = Engine(self._scheduled(), policy, worker, lambda index: self.borders[index].training.over, first)
         try:
             with worker:
                 engine.run()
@@ -290,29 +271,16 @@ class _TrainRun:
             tasks.append(replace(task, shards=tuple(shards)))
         return replace(self.plan, tasks=tuple(tasks))
 
-    def _after(self, index: int, unit: Unit, show: Callable[[int], None] | None) -> None:
-        """Tell callbacks and bars when a minibatch or the evaluation of an epoch is done."""
-        one, plan, training = self.arrangements[index], self.plan.tasks[index], self.trainings[index]
-        heard: Step | Evaluation | None = None
-        if unit.phase is Phase.BACKWARD and unit.shard == 0:
-            epoch, step = divmod(unit.step, one.task.epoch)
-            heard = Step(one.task.name, epoch, step, one.members, training.losses[unit.step])
-            if show is not None:
-                show(index)
-        elif unit.phase is Phase.EVALUATE and unit.shard == len(plan.shards) - 1:
-            epoch, step = divmod(unit.step, plan.evaluated)
-            if step == plan.evaluated - 1:
-                heard = Evaluation(one.task.name, epoch, one.members, torch.stack(training.evaluations[-step - 1 :]))
-        if heard is not None:
-            for callback in one.task.callbacks:
-                callback(heard)
+    def _after(self, index: int, unit: Unit, show: Callable[[int], None], worker: DeviceWorker) -> None:
+        """A unit has ended: do what is due there, and save what has stopped, of which no unit is to come."""
+        border = self.borders[index]
+        border.ended(unit, lambda: show(index), lambda: worker.stopping)
+        if border.training.over and self.saves is not None:
+            self.saves.save(index, border)
 
     def _save(self, index: int, unit: Unit) -> None:
-        plan, training = self.plan.tasks[index], self.trainings[index]
-        steps = plan.ended(unit)
         assert self.saves is not None
-        assert steps is not None
-        self.saves.save(index, plan, steps, training, self._streams[index])
+        self.saves.save(index, self.borders[index])
 
     def _report(self, engine: Engine, done: Sequence[int]) -> Report:
         tasks: dict[str, TaskReport] = {}
@@ -323,15 +291,26 @@ class _TrainRun:
         return Report(tasks, self.plan, engine.timeline, engine.peak)
 
     def _task_report(self, task: Task, indices: Sequence[int]) -> TaskReport:
-        members = [member for index in indices for member in self.arrangements[index].members]
-        order = torch.tensor(members).argsort()
-        losses = torch.cat([torch.stack(self.trainings[index].losses) for index in indices], 1)[:, order]
+        borders = [self.borders[index] for index in indices]
+        losses = _in_order([(one.one.members, one.training.losses) for one in borders])
         evaluated = None
         if task.eval_loader is not None:
-            rows = torch.cat([torch.stack(self.trainings[index].evaluations) for index in indices], 1)[:, order]
-            evaluated = rows.unflatten(0, (task.epochs, task.evaluated))
-        arrays = tuple((self.arrangements[index].members, self.arrangements[index].array) for index in indices)
-        return TaskReport(losses, evaluated, arrays)
+            rows = _in_order([(one.one.members, one.training.evaluations) for one in borders]).to(losses.dtype)
+            evaluated = rows.unflatten(0, (len(rows) // task.evaluated, task.evaluated))
+        arrays = tuple((one.one.members, one.one.array) for one in borders)
+        stopped = {member: steps for one in borders for member, steps in one.stopped.steps.items()}
+        return TaskReport(losses, evaluated, dict(sorted(stopped.items())), arrays)
+
+
+def _in_order(arrays: Sequence[tuple[Sequence[int], Sequence[Tensor]]]) -> Tensor:
+    """The losses ``[B]`` of arrays, by their members, as ``[steps, B]``; NaN where one ended before others."""
+    members = [member for own, _ in arrays for member in own]
+    steps = max(len(losses) for _, losses in arrays)
+    blocks = []
+    for own, losses in arrays:
+        missing = torch.full((steps - len(losses), len(own)), torch.nan, dtype=losses[0].dtype if losses else None)
+        blocks.append(torch.cat([torch.stack([*losses]), missing]) if losses else missing)
+    return torch.cat(blocks, 1)[:, torch.tensor(members).argsort()]
 
 
 @contextmanager

@@ -39,6 +39,30 @@ def test_every_unit_begins_once_and_in_order(plan: Plan, policy: str) -> None:
     assert begun == rest == [[each.unit(number) for number in range(each.units)] for each in plan.tasks]
 
 
+@given(plans(), st.sampled_from(sorted(POLICIES)), st.data())
+def test_who_ends_early_is_forgotten(plan: Plan, policy: str, data: st.DataObject) -> None:
+    dispatcher = Dispatcher(plan, POLICIES[policy])
+    budget = max(plan.devices.values())
+    stop = data.draw(st.integers(0, len(plan.tasks) - 1))
+    begins, more = data.draw(st.integers(1, plan.tasks[stop].units)), data.draw(st.integers(0, 1))
+    begun = [0] * len(plan.tasks)
+    running = dispatcher.choose(budget, None)
+    while running is not None:
+        dispatcher.begin(running)
+        begun[running] += 1
+        if running == stop and begun[running] == begins:
+            dispatcher.end(stop, more)
+            assert len([*dispatcher.rest(stop)]) == min(more, plan.tasks[stop].units - begins)
+        chosen = dispatcher.choose(budget, running)
+        if chosen != running:
+            dispatcher.wait(running)
+        running = chosen
+    assert not dispatcher.left()
+    wanted = [task.units for task in plan.tasks]
+    wanted[stop] = min(begins + more, wanted[stop])
+    assert begun == wanted
+
+
 def test_a_policy_sees_what_is_left_except_where_the_last_shard_turns() -> None:
     made = task("a", 2, steps=2, accumulate=2, clipped=True)
     seen: list[State] = []

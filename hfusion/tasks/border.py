@@ -1,0 +1,119 @@
+"""What is done between two units of an array: who listens hears, schedules step, who is to stop stops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any
+
+import torch
+
+from hfusion.runtime.training import Training
+from hfusion.schedule.plan import Phase, TaskPlan, Unit
+from hfusion.tasks.arrange import Arrangement
+from hfusion.tasks.scheduling import TaskScheduler
+from hfusion.tasks.source import Stream
+from hfusion.tasks.stopping import OnResult, StoppedMembers, answered
+from hfusion.tasks.task import Evaluation, Step
+
+
+class Border:
+    """The borders between the units of one array.
+
+    Args:
+        plan: of the array; ``streams`` give it its minibatches.
+        on_result: asked who stops, by one thread at a time, which holds ``asking``.
+    """
+
+    def __init__(
+        self,
+        one: Arrangement,
+        plan: TaskPlan,
+        training: Training,
+        streams: Sequence[Stream],
+        scheduler: TaskScheduler | None,
+        stopped: StoppedMembers,
+        on_result: OnResult | None,
+        asking: Lock,
+    ) -> None:
+        self.one, self.plan, self.training, self.streams = one, plan, training, streams
+        self.scheduler, self.stopped = scheduler, stopped
+        self._on_result, self._asking = on_result, asking
+
+    @property
+    def units(self) -> int:
+        """How many units have ended with the last minibatch."""
+        return self.plan.units if self.training.over else self.plan.after(len(self.training.losses))
+
+    def resume(self, stopped: dict[int, int]) -> None:
+        """Go on where a run before ended, of which ``stopped`` were no part any longer.
+
+        Whoever decides hears again what it has heard, so that it knows what it knew.
+        """
+        self.stopped.resume(stopped)
+        self.training.over = self.stopped.all
+        if self._on_result is None:
+            return
+        for step in range(len(self.training.losses)):
+            self._on_result(self._step(step))
+            epoch, rest = divmod(step + 1, self.one.task.epoch)
+            if not rest and epoch * self.plan.evaluated <= len(self.training.evaluations) and self.plan.evaluated:
+                self._on_result(self._evaluation(epoch - 1))
+
+    def ended(self, unit: Unit, show: Callable[[], None], broken: Callable[[], bool]) -> None:
+        """A unit has ended. ``show`` is called after each minibatch; ``broken``: whether the run breaks off."""
+        training, plan = self.training, self.plan
+        if unit.phase is Phase.BACKWARD and unit.shard == 0:
+            training.losses[unit.step] = self.stopped.hide(training.losses[unit.step])
+            self._tell(self._step(unit.step))
+            show()
+        if plan.trained(unit):
+            self._trained(unit.step, broken)
+        elif unit.phase is Phase.EVALUATE and unit.shard == len(plan.shards) - 1:
+            training.evaluations[unit.step] = self.stopped.hide(training.evaluations[unit.step])
+            epoch, step = divmod(unit.step, plan.evaluated)
+            if step == plan.evaluated - 1:
+                self._evaluated(epoch, broken)
+
+    def _trained(self, step: int, broken: Callable[[], bool]) -> None:
+        epoch, losses = self.one.task.epoch, self.training.losses
+        if self.scheduler is not None and self.plan.closes(step):
+            self.scheduler.stepped(losses[step], self.stopped.rows)
+        if self.scheduler is not None and not (step + 1) % epoch and not self.plan.evaluated:
+            self.scheduler.epoch(torch.stack(losses[step + 1 - epoch : step + 1]), self.stopped.rows)
+        self._ask(self._step(step), broken)
+
+    def _evaluated(self, epoch: int, broken: Callable[[], bool]) -> None:
+        found = self._evaluation(epoch)
+        if self.scheduler is not None:
+            self.scheduler.epoch(found.losses, self.stopped.rows)
+        self._tell(found)
+        self._ask(found, broken)
+
+    def _step(self, step: int) -> Step:
+        epoch, place = divmod(step, self.one.task.epoch)
+        return Step(self.one.task.name, epoch, place, self.one.members, self.training.losses[step])
+
+    def _evaluation(self, epoch: int) -> Evaluation:
+        count = self.plan.evaluated
+        losses = torch.stack(self.training.evaluations[epoch * count : (epoch + 1) * count])
+        return Evaluation(self.one.task.name, epoch, self.one.members, losses)
+
+    def _tell(self, heard: Step | Evaluation) -> None:
+        for callback in self.one.task.callbacks:
+            callback(heard)
+
+    def _ask(self, result: Step | Evaluation, broken: Callable[[], bool]) -> None:
+        """Let those stop whom the run's policy wants to."""
+        if self._on_result is None:
+            return
+        with self._asking:
+            answer: Any = self._on_result(result)
+        members = answered(answer, result)
+        if not members:
+            return
+        self.training.state.settle()
+        # What was leaving a device may not have arrived where a run breaks off.
+        if not broken():
+            self.stopped.stop(members, len(self.training.losses))
+            self.training.over = self.stopped.all

@@ -1,0 +1,154 @@
+"""Members that stop before their task ends: the rows that they had then are theirs, whatever is computed after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.array.module import FusedModule
+from hfusion.capture.named import tensors
+from hfusion.core.errors import PlanError
+from hfusion.core.membership import membership
+from hfusion.optim.base import FusedOptimizer
+from hfusion.optim.group import membership_of
+from hfusion.optim.hyper import read
+from hfusion.tasks.task import Evaluation, Step
+
+Answer: TypeAlias = "bool | Tensor | Iterable[int] | None"
+OnResult: TypeAlias = Callable[[Step | Evaluation], Answer]
+"""Who stops: None, False or nobody: all go on; True: all members of the result; else these members of the task, or a
+bool tensor with a value for each of ``result.members``."""
+
+
+def answered(answer: Any, result: Step | Evaluation) -> list[int]:
+    """The members that an answer stops. Raises PlanError for what is no answer, or is of others."""
+    if isinstance(answer, Tensor):
+        answer = answer.tolist() if answer.dtype is not torch.bool or not answer.dim() else _marked(answer, result)
+    if answer is None or answer is False:
+        return []
+    if answer is True:
+        return list(result.members)
+    try:
+        members = [int(member) for member in answer]
+        wrong = isinstance(answer, str | bytes) or any(isinstance(member, bool) for member in answer)
+    except (TypeError, ValueError):
+        wrong = True
+    if wrong:
+        raise PlanError(
+            f"on_result gave {answer!r} for the task {result.task!r}: give None or False to go on, True to stop, the "
+            "members that stop, or a bool tensor with a value for each of result.members"
+        )
+    for member in members:
+        if member not in result.members:
+            raise PlanError(
+                f"on_result stops member {member} of the task {result.task!r}, but was asked for members "
+                f"{list(result.members)}"
+            )
+    return members
+
+
+def _marked(answer: Tensor, result: Step | Evaluation) -> list[int]:
+    if answer.shape != (len(result.members),):
+        raise PlanError(
+            f"on_result gave a bool tensor of shape {list(answer.shape)} for {len(result.members)} members of the task "
+            f"{result.task!r}: give one value for each"
+        )
+    return [member for member, stops in zip(result.members, answer.tolist(), strict=True) if stops]
+
+
+class StoppedMembers:
+    """The members of an array that have stopped; ``steps``: each with the minibatches that it had.
+
+    They are computed on, since the rows of an array are computed together. A copy of their rows of parameters, buffers,
+    optimizer state and hyper-parameters is kept on the host, and written back in the end.
+    """
+
+    def __init__(self, members: Sequence[int], array: FusedModule, optimizer: FusedOptimizer) -> None:
+        self.steps: dict[int, int] = {}
+        self._members = list(members)
+        self._array = array
+        self._optimizer = optimizer
+        self._kept: list[tuple[list[int], dict[str, Tensor]]] = []
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows of those that go on."""
+        return [row for row, member in enumerate(self._members) if member not in self.steps]
+
+    @property
+    def all(self) -> bool:
+        return len(self.steps) == len(self._members)
+
+    def stop(self, members: Iterable[int], steps: int) -> None:
+        """Keep what members are now, after ``steps`` minibatches; the array's tensors are what training made of them.
+
+        Raises:
+            PlanError: some would go on with a tensor that all members train together.
+        """
+        fresh = dict.fromkeys(member for member in members if member not in self.steps)
+        self.steps |= dict.fromkeys(fresh, steps)
+        if not fresh:
+            return
+        if not self.all:
+            self._check_apart(list(fresh))
+        rows = [self._members.index(member) for member in fresh]
+        kept = {key: stack[rows].to("cpu", copy=True) for key, stack in self._stacks().items()}
+        self._kept.append((rows, kept))
+
+    def resume(self, steps: Mapping[int, int]) -> None:
+        """Members have stopped in a run before; the array holds what they are."""
+        for count in dict.fromkeys(steps.values()):
+            self.stop([member for member, own in steps.items() if own == count], count)
+
+    def hide(self, losses: Tensor) -> Tensor:
+        """``losses [..., B]`` with NaN for those that have stopped."""
+        if not self.steps:
+            return losses
+        hidden = torch.full_like(losses, torch.nan)
+        hidden[..., self.rows] = losses[..., self.rows]
+        return hidden
+
+    def write(self, stacks: Mapping[str, Tensor]) -> None:
+        """Write what they are into their rows of ``stacks``, of which some are theirs."""
+        for rows, kept in self._kept:
+            for key, values in kept.items():
+                stacks[key][rows] = values.to(stacks[key])
+
+    def put_back(self) -> None:
+        """Let the array and its optimizer hold what they are."""
+        if self._kept:
+            self.write(self._stacks())
+            self._optimizer.forget()
+
+    def _check_apart(self, members: Sequence[int]) -> None:
+        for name, param in self._array.named_parameters():
+            found = membership(param)
+            if param.requires_grad and found is not None and not found.stacked:
+                raise PlanError(
+                    f"on_result stops members {members} alone, but {name!r} is one tensor that all members train: stop "
+                    "all of them (True), freeze it, or give each member its own"
+                )
+
+    @torch.no_grad()
+    def _stacks(self) -> dict[str, Tensor]:
+        """Where the members' rows are that training changes, by the keys of a save."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors(self._array):
+            known = membership(tensor)
+            changes = tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+            if known is not None and known.stacked and changes:
+                found[f"module/{name}"] = tensor.detach()
+        optimizer = self._optimizer
+        for number, group in enumerate(optimizer.param_groups):
+            vectors, _ = read(group, optimizer.hypers, optimizer.members)
+            for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
+                found[f"optimizer/{number}/{hyper.label}"] = vector.as_subclass(Tensor)
+            for param in group["params"]:
+                known = membership_of(param)
+                if known.stacked:
+                    for entry, stack in optimizer.state.get(param, {}).items():
+                        found[f"optimizer/state/{known.name}/{entry}"] = stack
+        return found

@@ -1,0 +1,209 @@
+"""Schedulers of tasks: each member has the rates, and becomes, what it would alone with torch's scheduler."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import hfusion as hf
+from tests.trained import batches, machine, planned
+
+EPOCHS, LOADER = 4, batches(torch.float64, 3)
+RATES = [0.1, 0.05, 0.2]
+
+
+def step_lr(optimizer: Any) -> Any:
+    return lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def warm_up(optimizer: Any) -> Any:
+    return lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 5)],
+        [3],
+    )
+
+
+def cycle(optimizer: Any) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=20)
+
+
+def plateau(optimizer: Any) -> Any:
+    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
+
+
+SCHEDULES: dict[str, Any] = {
+    "StepLR": step_lr,
+    "SequentialLR": warm_up,
+    "OneCycleLR": cycle,
+    "ReduceLROnPlateau": plateau,
+    "of each member": [step_lr, plateau, warm_up],
+}
+
+
+def models() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double() for _ in RATES]
+
+
+def alone(
+    model: nn.Module, rate: float, make: Callable[[Any], Any], interval: str, accumulate: int, evaluated: bool
+) -> tuple[list[Tensor], float]:
+    """The loop that people write for one model; its parameters and last rate."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    scheduler = make(optimizer)
+    takes = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+    for _ in range(EPOCHS):
+        losses = []
+        for number, (x, y) in enumerate(LOADER, start=1):
+            loss = F.cross_entropy(model(x), y)
+            losses.append(loss.detach())
+            (loss / accumulate).backward()
+            if number % accumulate == 0 or number == len(LOADER):
+                optimizer.step()
+                optimizer.zero_grad()
+                if interval == "step":
+                    scheduler.step(loss.detach()) if takes else scheduler.step()
+        if interval == "epoch":
+            if evaluated:
+                with torch.no_grad():
+                    losses = [F.cross_entropy(model(x), y) for x, y in LOADER[:2]]
+            scheduler.step(torch.stack(losses).mean()) if takes else scheduler.step()
+    return [param.detach() for param in model.parameters()], optimizer.param_groups[0]["lr"]
+
+
+def trained(
+    name: str, interval: Any, accumulate: int, evaluated: bool, shards: int = 2, **options: Any
+) -> tuple[list[list[Tensor]], list[float]]:
+    optimizers: list[Any] = []
+
+    def make(params: Any) -> Any:
+        optimizers.append(hf.optim.SGD(params, lr=RATES, momentum=0.9))
+        return optimizers[-1]
+
+    one = hf.Task(
+        models(),
+        F.cross_entropy,
+        make,
+        LOADER,
+        epochs=EPOCHS,
+        eval_loader=LOADER[:2] if evaluated else None,
+        accumulate=accumulate,
+        scheduler=SCHEDULES[name],
+        scheduler_interval=interval,
+    )
+    plan = planned([one], machine(), [shards], [shards == 1])
+    report = hf.train(one, machine(), plan=plan, **options)
+    members = [[param.detach() for param in model.parameters()] for model in report["task"].models]
+    return members, optimizers[-1].param_groups[0]["lr"].tolist()
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_member_is_scheduled_as_alone(name: str, interval: str) -> None:
+    for accumulate, evaluated in ((1, False), (2, True)):
+        members, rates = trained(name, interval, accumulate, evaluated)
+        for row, (model, rate) in enumerate(zip(models(), RATES, strict=True)):
+            own = SCHEDULES[name] if callable(SCHEDULES[name]) else SCHEDULES[name][row]
+            params, last = alone(model, rate, own, interval, accumulate, evaluated)
+            assert rates[row] == pytest.approx(last, rel=1e-12)
+            assert last != rate
+            for ours, theirs in zip(members[row], params, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+@pytest.mark.parametrize("name", ["SequentialLR", "of each member"])
+def test_a_run_with_a_scheduler_goes_on_bit_for_bit(name: str, interval: str, tmp_path: Path) -> None:
+    class CutError(Exception):
+        pass
+
+    def ends(result: Any) -> list[int]:
+        if isinstance(result, hf.Step) and (result.epoch, result.step) == cut:
+            raise CutError
+        return [1] if isinstance(result, hf.Step) and (result.epoch, result.step) == (1, 1) else []
+
+    cut = (-1, -1)
+    expected = trained(name, interval, 1, True, on_result=ends)
+    for at in ((0, 2), (1, 2), (3, 0)):
+        cut = at
+        with pytest.raises(hf.TrainError, match="CutError"):
+            trained(name, interval, 1, True, shards=1, on_result=ends, checkpoint=tmp_path, every=1)
+    cut = (-1, -1)
+    found = trained(name, interval, 1, True, on_result=ends, checkpoint=tmp_path, every=1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_who_has_stopped_is_scheduled_no_longer() -> None:
+    def ends(result: hf.Step | hf.Evaluation) -> list[int]:
+        return [2] if isinstance(result, hf.Step) and result.epoch == 1 and result.step == 2 else []
+
+    _, rates = trained("StepLR", "epoch", 1, False, on_result=ends)
+    assert rates == pytest.approx([0.025, 0.0125, 0.1])
+
+
+def test_members_of_several_arrays_have_their_own() -> None:
+    torch.manual_seed(0)
+    found = [(nn.Linear(6, 3) if k % 2 else nn.Sequential(nn.Linear(6, 3))).double() for k in range(3)]
+    before = copy.deepcopy(found)
+    makes = [step_lr, warm_up, plateau]
+    one = hf.Task(
+        found,
+        F.cross_entropy,
+        lambda params: hf.optim.SGD(params, lr=RATES, momentum=0.9),
+        LOADER,
+        epochs=EPOCHS,
+        scheduler=makes,
+    )
+    after = hf.train(one, machine())["task"].models
+    for model, rate, make, ours in zip(before, RATES, makes, after, strict=True):
+        params, _ = alone(model, rate, make, "epoch", 1, False)
+        for mine, theirs in zip(ours.parameters(), params, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_scheduler_of_an_optimizer_that_exists() -> None:
+    fused = hf.fuse(models())
+    opt = hf.optim.SGD(fused.parameters(), lr=RATES)
+    for made in (hf.optim.lr_scheduler.PerMember(opt, step_lr), lr_scheduler.ExponentialLR(opt, 0.5)):
+        hf.train(hf.Task(fused, F.cross_entropy, opt, LOADER, epochs=2, scheduler=made), machine())
+    assert opt.param_groups[0]["lr"].tolist() == pytest.approx([rate / 8 for rate in RATES])
+
+
+WRONG: dict[str, tuple[Callable[[hf.FusedModule, Any], Any], str]] = {
+    "a number": (lambda fused, opt: 3, "the scheduler is a int; give a function that makes one"),
+    "too few": (lambda fused, opt: [step_lr], "is 1 functions for 3 members"),
+    "another optimizer": (lambda fused, opt: step_lr(hf.optim.SGD(fused.parameters(), lr=0.1)), "drives another"),
+    "one metric": (lambda fused, opt: plateau(opt), r"takes one metric for all.*hf\.optim\.lr_scheduler"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_schedulers_are_told(name: str) -> None:
+    fused = hf.fuse(models())
+    opt = hf.optim.SGD(fused.parameters(), lr=0.1)
+    make, message = WRONG[name]
+    with pytest.raises(hf.PlanError, match=message):
+        hf.Task(fused, F.cross_entropy, opt, LOADER, scheduler=make(fused, opt))
+    with pytest.raises(hf.PlanError, match='scheduler_interval=\'batch\': "epoch" or "step"'):
+        hf.Task(fused, F.cross_entropy, opt, LOADER, scheduler=step_lr, scheduler_interval="batch")  # type: ignore[arg-type]
+
+
+def test_a_save_with_a_scheduler_and_a_task_without_do_not_match(tmp_path: Path) -> None:
+    def once(scheduler: Any) -> None:
+        make = lambda params: hf.optim.SGD(params, lr=0.1)  # noqa: E731
+        one = hf.Task(models(), F.cross_entropy, make, LOADER, scheduler=scheduler)
+        hf.train(one, machine(), checkpoint=tmp_path / str(bool(first)))
+
+    for first, second, message in ((step_lr, None, "has none: give it that"), (None, step_lr, "holds no schedule")):
+        once(first)
+        with pytest.raises(hf.CheckpointError, match=message):
+            once(second)
