@@ -74,7 +74,7 @@ class FusedStep:
         return self.graph.fits(call.batch())
 
     def step(self, call: StepCall) -> Tensor:
-        _clear(self.params)
+        clear(self.params)
         own = self.tensors.all()
         with torch.no_grad():
             losses, *grads = self.run(*own, *call.batch())
@@ -85,7 +85,10 @@ class FusedStep:
 
 @dataclass(frozen=True, eq=False)
 class PerMemberStep:
-    """One program for every kind of block of ``size`` members, called once per block; ``kinds[k]`` is block k's."""
+    """One program for every kind of block of ``size`` members, called once per block; ``kinds[k]`` is block k's.
+
+    The last block is of the members that are left.
+    """
 
     graphs: tuple[StepGraph | KeptGraph, ...]
     runs: tuple[Run, ...]
@@ -102,15 +105,34 @@ class PerMemberStep:
     def how(self) -> str:
         count = len(self.graphs[0].operators)
         programs = "one program" if len(self.runs) == 1 else f"{len(self.runs)} programs"
-        whom, each = ("a member", "member") if self.size == 1 else (f"{self.size} members", f"{self.size}")
+        sizes = list(dict.fromkeys(len(rows) for rows in self.blocks))
+        each = "member" if self.size == 1 else f"{self.size}" if len(sizes) == 1 else "block"
+        whom = "a member" if self.size == 1 else f"{' and '.join(map(str, sizes))} members"
         return f"{programs} of {count} operators for {whom}, called once per {each}"
 
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """The numbers of the tensors that get a gradient."""
+        return self.graphs[0].trained
+
+    @property
+    def blocks(self) -> list[range]:
+        """The members of each block."""
+        return blocks_of(self.members, self.size)
+
+    @property
+    def members(self) -> int:
+        stacks = zip(self.tensors.all(), self.tensors.stacked, strict=True)
+        return next(len(tensor) for tensor, stacked in stacks if stacked)
+
     def fits(self, call: StepCall) -> bool:
-        batch = call.of_rows(range(self.size)).batch()
-        return all(graph.fits(batch) for graph in self.graphs)
+        firsts = [self.kinds.index(kind) for kind in range(len(self.graphs))]
+        blocks = self.blocks
+        pairs = zip(self.graphs, firsts, strict=True)
+        return all(graph.fits(call.of_rows(blocks[first]).batch()) for graph, first in pairs)
 
     def step(self, call: StepCall) -> Tensor:
-        _clear(self.params)
+        clear(self.params)
         own = self.tensors.all()
         pairs = [*zip(own, self.tensors.stacked, strict=True), *zip(call.batch(), call.stacked, strict=True)]
         columns = [t.detach().split(self.size) if stacked else (t,) * len(self.kinds) for t, stacked in pairs]
@@ -137,7 +159,7 @@ class Library:
     count: int = 0
 
 
-def _clear(params: Sequence[Place]) -> None:
+def clear(params: Sequence[Place]) -> None:
     # Before the step, so that the new gradients may lie where the old ones did, in memory that is warm.
     for holder, name in params:
         holder[name].grad = None
@@ -201,7 +223,7 @@ def _compile(
     if size is None and looped * members > MAX_LOOPED_CALLS:
         size = 1
     if size is not None:
-        size = 1 if members % size or looped * size > MAX_LOOPED_CALLS else size
+        size = 1 if looped * size > MAX_LOOPED_CALLS else min(size, members)
         return each(forward, loss, call, tensors, library, kind, size)
     graph = trace(forward, loss, call)
     _check_open(graph, forward, loss, call)
@@ -227,11 +249,11 @@ def step_of(
     tensors = Tensors.of(forward, loss)
     if found.size is None:
         return FusedStep(found.graphs[0], found.runs[0], tensors, params)
-    blocks = blocks_of(forward, loss, found.size)
+    ranges = blocks_of(forward.compiled.program.members, found.size)
     for number in set(found.kinds):
-        start = found.kinds.index(number)
-        rows = range(start * found.size, (start + 1) * found.size)
-        key = _block_key(forward, loss, blocks[start], tensors.of_rows(rows), call.of_rows(rows), found.size, kind)
+        rows = ranges[found.kinds.index(number)]
+        own, its_call = tensors.of_rows(rows), call.of_rows(rows)
+        key = _block_key(forward, loss, _scalars_of(forward, loss, rows), own, its_call, found.size, kind)
         library.blocks.setdefault(key, (found.graphs[number], found.runs[number]))
     return PerMemberStep(found.graphs, found.runs, found.kinds, found.size, tensors, params)
 
@@ -253,7 +275,8 @@ def each(
     size: int,
 ) -> Programs:
     """The step as a program per kind of block of ``size`` members; raises as `compile_programs`."""
-    blocks = blocks_of(forward, loss, size)
+    ranges = blocks_of(forward.compiled.program.members, size)
+    blocks = [_scalars_of(forward, loss, rows) for rows in ranges]
     kinds = list(dict.fromkeys(blocks))
     if len(kinds) > MAX_KINDS:
         raise Unprofitable(
@@ -262,8 +285,7 @@ def each(
         )
     found = []
     for scalars_there in kinds:
-        start = blocks.index(scalars_there) * size
-        rows = range(start, start + size)
+        rows = ranges[blocks.index(scalars_there)]
         own, its_call = tensors.of_rows(rows), call.of_rows(rows)
         key = _block_key(forward, loss, scalars_there, own, its_call, size, kind)
         known = library.blocks.get(key)
@@ -306,12 +328,15 @@ def traits(tensors: Sequence[Tensor]) -> Any:
     return tuple((tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors)
 
 
-def blocks_of(forward: BoundProgram, loss: BoundProgram, size: int) -> list[Any]:
-    """For each block of ``size`` members, the scalars in which members differ; equal ones share a program."""
-    members = forward.compiled.program.members
+def blocks_of(members: int, size: int) -> list[range]:
+    """Neighbouring members, ``size`` of them, or what is left in the last block."""
+    return [range(start, min(start + size, members)) for start in range(0, members, size)]
+
+
+def _scalars_of(forward: BoundProgram, loss: BoundProgram, rows: range) -> tuple[Any, ...]:
+    """For each of ``rows``, the scalars in which members differ; blocks with equal ones share a program."""
     values = [values for source in (forward, loss) for values in scalars(source.compiled.graph)]
-    rows = [tuple(map(repr, (each[member] for each in values))) for member in range(members)]
-    return [tuple(rows[start : start + size]) for start in range(0, members, size)]
+    return tuple(tuple(repr(each[member]) for each in values) for member in rows)
 
 
 def _check_open(graph: StepGraph, forward: BoundProgram, loss: BoundProgram, call: StepCall) -> None:

@@ -40,6 +40,12 @@ class NativeEntry:
             handles.alloc_tensors_by_stealing_from_void_ptrs,
         )
 
+    @property
+    def path(self) -> str:
+        """Of the library as it was loaded; it may be gone since."""
+        found: str = self._call.__self__.__file__  # type: ignore[attr-defined]
+        return found
+
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         found: Sequence[Tensor] = self._tensors(self._call(self._handles(list(tensors))))
         return found

@@ -37,6 +37,7 @@ from hfusion.passes.inductor.onehot import onehot
 from hfusion.passes.inductor.sink_transposes import sink_transposes
 from hfusion.passes.inductor.transpose_products import transpose_products
 from hfusion.step.entry import entry_of
+from hfusion.step.row_entry import with_row_entries
 
 _CONVOLUTION = torch.ops.aten.convolution.default
 
@@ -348,7 +349,8 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
     kind = graph.examples[0].device.type
     options = cpu_options(graph.module) if kind == "cpu" else {}
     with silence_tracers(), torch.no_grad(), torch.autocast(kind, enabled=False):
-        run: Callable[..., Sequence[Tensor]] = inductor(graph.module, [e.detach() for e in graph.examples], options)
+        with with_row_entries():
+            run: Callable[..., Sequence[Tensor]] = inductor(graph.module, [e.detach() for e in graph.examples], options)
         written = written_inputs(graph.module.graph)
         kept = [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
         with random_states_kept():

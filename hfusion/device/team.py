@@ -1,0 +1,114 @@
+"""Threads of this process, one for each core, that do the pieces of one work at the same time (``team.c``).
+
+Between works they sleep, and while they work they hold no lock of Python's. Steps that want as many threads share a
+team; it ends with the last of them. A forked process, which has no threads but one, makes its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+from threading import Event, Lock, Thread
+from weakref import WeakValueDictionary, finalize
+
+import torch
+
+from hfusion.device import native
+
+SOURCE = Path(__file__).with_name("team.c")
+
+# Of an error's text.
+_ROOM = 2048
+
+_INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+class PieceError(RuntimeError):
+    """``piece`` of a work failed, for the reason in the message."""
+
+    def __init__(self, piece: int, why: str) -> None:
+        super().__init__(why)
+        self.piece = piece
+
+
+def library() -> ctypes.CDLL | str:
+    """What runs the threads, or in words why there is none."""
+    return native.library(SOURCE)
+
+
+@cache
+def _functions() -> ctypes.CDLL:
+    found = library()
+    assert not isinstance(found, str), found
+    found.team_make.argtypes, found.team_make.restype = [_INTEGER], _POINTER
+    for function in (found.team_work, found.team_close):
+        function.argtypes, function.restype = [_POINTER], None
+    found.team_run.argtypes = [_POINTER, _POINTER, _POINTER, _INTEGER, ctypes.c_char_p, _INTEGER]
+    found.team_run.restype = _INTEGER
+    return found
+
+
+class Team:
+    """``threads`` threads, each of which computes with ``inner`` threads of torch's."""
+
+    def __init__(self, threads: int, inner: int) -> None:
+        functions = _functions()
+        address = functions.team_make(threads)
+        if not address:
+            raise MemoryError("no memory for a team of threads")
+        self._address = address
+        self._lock = Lock()
+        self._run = functions.team_run
+        ready = [Event() for _ in range(threads)]
+        before = torch.get_num_threads()
+        for number, event in enumerate(ready):
+            # The threads do not hold the team, so that it can go.
+            Thread(target=_stay, args=(address, inner, event), name=f"hfusion-{number}", daemon=True).start()
+        for event in ready:
+            event.wait()
+        # Each has set the number for itself, and with it the one that threads to come begin with.
+        torch.set_num_threads(before)
+        finalize(self, _close, address, os.getpid())
+
+    def run(self, piece: str, work: int, pieces: int) -> None:
+        """Do all ``pieces`` of the ``work`` at this address; ``piece`` names the function of `team.c` that does one.
+
+        Returns when no thread is at a piece any more, also where one failed. Raises PieceError.
+        """
+        message = ctypes.create_string_buffer(_ROOM)
+        with self._lock:
+            failed = self._run(self._address, _address(piece), work, pieces, message, _ROOM)
+        if failed >= 0:
+            raise PieceError(failed, message.value.decode(errors="replace"))
+
+
+def _stay(address: int, inner: int, ready: Event) -> None:
+    torch.set_num_threads(inner)
+    torch.set_grad_enabled(False)
+    ready.set()
+    _functions().team_work(address)
+
+
+def _close(address: int, process: int) -> None:
+    # A forked child has the team's memory, but none of its threads, one of which may have held the lock.
+    if os.getpid() == process:
+        _functions().team_close(address)
+
+
+_teams: WeakValueDictionary[tuple[int, int, int], Team] = WeakValueDictionary()
+
+
+def team(threads: int, inner: int = 1) -> Team:
+    """The team of this process with so many threads; the caller keeps it."""
+    key = os.getpid(), threads, inner
+    found = _teams.get(key)
+    if found is None:
+        found = _teams[key] = Team(threads, inner)
+    return found
+
+
+@cache
+def _address(function: str) -> int:
+    return ctypes.cast(_functions()[function], _POINTER).value or 0

@@ -1,0 +1,201 @@
+"""Steps in parts, on threads: the same bits as one part after the other."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+from tests.step.test_step_graph import arrays, loss_of
+from tests.step.test_train_step import ATTENTION, TINY, Pair, batch, needs_compiler
+from tests.zoo import Model
+
+
+def adam(array: hf.FusedModule) -> hf.optim.Adam:
+    return hf.optim.Adam(array.parameters(), lr=[0.01 * (1 + row) for row in range(len(array))], eps=1e-4)
+
+
+def parted(model: Model, count: int, parts: int) -> Pair:
+    ours, theirs = arrays(model, count)
+    step = hf.train_step(ours, loss_of, adam(ours), parts=parts)
+    return Pair(step, ours, theirs, hf.per_model(loss_of), adam(theirs))
+
+
+@needs_compiler
+@pytest.mark.parametrize("model", [TINY, ATTENTION], ids=str)
+def test_parts_equal_the_loop(model: Model) -> None:
+    """Blocks of unequal sizes, other numbers of samples, loaded state, other rates."""
+    both = parted(model, 5, 2)
+    for step, size in enumerate([4, 4, 3, 3, 5, 5]):
+        both.advance(*batch(model, size), f"after step {step}")
+    state = both.ours.state_dict()
+    for array in (both.ours, both.theirs):
+        array.load_state_dict({name: torch.ones_like(tensor) for name, tensor in state.items()})
+    for opt in (both.step._optimizer, both.other):
+        opt.param_groups[0]["lr"] = [0.3, 0.2, 0.1, 0.4, 0.5]
+    both.advance(*batch(model, 4), "after loading, at other rates")
+    (row,) = both.step.report().rows
+    assert row.how.endswith("for 3 and 2 members, called once per block, on 2 threads"), row.how
+
+
+def classifier(count: int, **settings: Any) -> Any:
+    """A step of members alike in all but their weights, with BatchNorm; B programs of one block each would be slow."""
+    torch.manual_seed(1)
+    models = [nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)) for _ in range(count)]
+    fused = hf.fuse(models)
+    return hf.train_step(fused, F.cross_entropy, adam(fused), **settings)
+
+
+def data(count: int = 0) -> tuple[Any, Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    x, target = torch.randn(max(count, 1), 5, 4, generator=draw), torch.randint(3, (5,), generator=draw)
+    return (hf.stacked(x) if count else x[0]), target
+
+
+def state(step: Any) -> list[Tensor]:
+    tensors = [*step._fused.state_dict().values(), *(p.grad for p in step._fused.parameters())]
+    moments = [value for entry in step._optimizer.state.values() for value in entry.values()]
+    return [tensor.clone() for tensor in (*tensors, *moments)]
+
+
+def advance(step: Any, *given: Any, times: int = 4) -> list[Tensor]:
+    losses = [step(*given) for _ in range(times)]
+    return [*losses, *state(step)]
+
+
+def same(these: list[Tensor], those: list[Tensor]) -> bool:
+    return len(these) == len(those) and all(map(torch.equal, these, those))
+
+
+@needs_compiler
+@pytest.mark.parametrize("stacked", [False, True])
+def test_threads_show_in_no_bit(stacked: bool) -> None:
+    """Blocks of two members, on one, two and four threads, and one after the other in this one."""
+    given = data(8 if stacked else 0)
+    results = []
+    for threads in (1, 2, 4, 0):
+        step = classifier(8, parts=4)
+        step.at_once = 2
+        advance(step, *given, times=2)
+        way = next(way for ways in step._ways.values() for way in ways)
+        assert "for 2 members, called once per 2, on 4 threads" in way.program.how
+        if threads:
+            way.program._threads = threads
+            way.program._process = 0
+        else:
+            way.program = way.program._program
+        results.append(advance(step, *given))
+    assert all(same(results[0], other) for other in results[1:])
+
+
+@needs_compiler
+def test_other_widths() -> None:
+    step, given = classifier(6, parts=2), data()
+    advance(step, *given)
+    step._fused.keep([0, 2, 3, 5])
+    step._optimizer.keep([0, 2, 3, 5])
+    advance(step, *given)
+    assert "for 2 members, called once per 2, on 2 threads" in str(step.report())
+    step._fused.keep([1])
+    step._optimizer.keep([1])
+    advance(step, *given)
+    assert "for a member, called once per member, on 1 threads" in str(step.report())
+
+
+@needs_compiler
+def test_an_error_of_one_part_is_raised_after_all_have_ended() -> None:
+    step, (x, target) = classifier(6, parts=3), data()
+    advance(step, x, target)
+    with pytest.raises(RuntimeError, match="the step of members 0 to 1 failed"):
+        step(x, target + 7)
+    before = [param.detach().clone() for param in step._fused.parameters()]
+    assert torch.isfinite(step(x, target)).all()
+    assert not same(before, list(step._fused.parameters()))
+
+
+@needs_compiler
+def test_a_trained_parameter_of_all_members_is_one_part() -> None:
+    base = nn.Linear(4, 4)
+    fused = hf.fuse([nn.Sequential(base, nn.Linear(4, 3)) for _ in range(4)])
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), parts=2)
+    advance(step, *data())
+    assert "in one part: all members share the trained 0.weight" in str(step.report())
+
+
+@needs_compiler
+def test_a_frozen_base_is_in_all_parts() -> None:
+    base = nn.Linear(4, 4).requires_grad_(False)
+    results = []
+    for parts in (1, 2):
+        torch.manual_seed(3)
+        fused = hf.fuse([nn.Sequential(base, nn.ReLU(), nn.Linear(4, 3)) for _ in range(4)])
+        step = hf.train_step(fused, F.cross_entropy, adam(fused), parts=parts)
+        results.append([step(*data()) for _ in range(4)])
+    torch.testing.assert_close(results[0], results[1])
+    assert "on 2 threads" in str(step.report())
+
+
+def threads_left(expected: int) -> int:
+    """How many threads of teams there are, once there are so many or a minute has passed."""
+    deadline = time.monotonic() + 60
+    while True:
+        gc.collect()
+        found = sum(thread.name.startswith("hfusion-") for thread in threading.enumerate())
+        if found == expected or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
+
+
+@needs_compiler
+def test_threads_end_with_the_last_step() -> None:
+    assert threads_left(0) == 0
+    step, other, given = classifier(6, parts=3), classifier(6, parts=3), data()
+    advance(step, *given)
+    advance(other, *given)
+    del step
+    assert threads_left(3) == 3
+    del other
+    assert threads_left(0) == 0
+
+
+@needs_compiler
+def test_steps_of_several_threads() -> None:
+    given = data()
+    steps = [classifier(6, parts=3) for _ in range(3)]
+    for step in steps:
+        advance(step, *given, times=2)
+    results: dict[int, list[Tensor]] = {}
+    threads = [
+        threading.Thread(target=lambda k=k: results.update({k: advance(steps[k], *given, times=20)})) for k in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+
+
+@needs_compiler
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    step, given = classifier(6, parts=3), data()
+    advance(step, *given)
+    process = os.fork()
+    if process == 0:
+        os._exit(0 if len(advance(step, *given)) > 4 else 1)
+    assert os.waitpid(process, 0)[1] == 0
+    advance(step, *given)
+
+
+@pytest.mark.parametrize("parts", [0, -1, 1.5, "two", True])
+def test_parts_are_a_number(parts: Any) -> None:
+    with pytest.raises(ValueError, match="parts"):
+        classifier(2, parts=parts)
