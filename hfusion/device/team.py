@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event, Lock, Thread, local
 from weakref import WeakValueDictionary, finalize
 
 import torch
@@ -58,6 +60,7 @@ class Team:
         address = functions.team_make(threads)
         if not address:
             raise MemoryError("no memory for a team of threads")
+        self.threads = threads
         self._address = address
         self._lock = Lock()
         self._run = functions.team_run
@@ -72,19 +75,21 @@ class Team:
         torch.set_num_threads(before)
         finalize(self, _close, address, os.getpid())
 
-    def run(self, piece: str, work: int, pieces: int) -> None:
-        """Do all ``pieces`` of the ``work`` at this address; ``piece`` names the function of `team.c` that does one.
+    def run(self, piece: int, work: int, pieces: int) -> None:
+        """Do all ``pieces`` of the ``work`` at this address; ``piece``: that of a function as `team.c` has them.
 
         Returns when no thread is at a piece any more, also where one failed. Raises PieceError.
         """
         message = ctypes.create_string_buffer(_ROOM)
         with self._lock:
-            failed = self._run(self._address, _address(piece), work, pieces, message, _ROOM)
+            failed = self._run(self._address, piece, work, pieces, message, _ROOM)
         if failed >= 0:
             raise PieceError(failed, message.value.decode(errors="replace"))
 
 
 def _stay(address: int, inner: int, ready: Event) -> None:
+    # A thread that was never asked takes, when it first is, the number that was last set anywhere.
+    torch.get_num_threads()
     torch.set_num_threads(inner)
     torch.set_grad_enabled(False)
     ready.set()
@@ -110,5 +115,28 @@ def team(threads: int, inner: int = 1) -> Team:
 
 
 @cache
-def _address(function: str) -> int:
-    return ctypes.cast(_functions()[function], _POINTER).value or 0
+def address_of(function: str) -> int:
+    """Where a function of `team.c` is."""
+    return ctypes.cast(getattr(_functions(), function), _POINTER).value or 0
+
+
+class _Active(local):
+    team: Team | None = None
+
+
+_active = _Active()
+
+
+def active_team() -> Team | None:
+    """The team that helps this thread just now."""
+    return _active.team
+
+
+@contextmanager
+def helped_by(team: Team | None) -> Iterator[None]:
+    """Kernels that this thread runs inside may be done by ``team``."""
+    before, _active.team = _active.team, team
+    try:
+        yield
+    finally:
+        _active.team = before

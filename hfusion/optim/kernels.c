@@ -11,6 +11,7 @@
                                 kernel needs them
      flags                      the optimizer's flags, the first in the lowest bit
      threads                    at most so many are used
+     share, shares              with several shares, only this one of the elements is computed, by this thread
 
    and returns 0, or 1 if there is no memory. Every element is computed by itself and, compiled with
    -ffp-contract=off, by the same operations in a vector and alone: a tensor may be cut anywhere, in threads
@@ -20,6 +21,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #ifdef _OPENMP
@@ -36,8 +38,8 @@
 #define ARGUMENTS                                                                                                  \
     int64_t tensors, int64_t members, int64_t stride, const int64_t *sizes, void *const *params,                    \
         void *const *grads, void *const *state, const double *columns, const float *const *counts, int64_t flags,   \
-        int64_t threads
-#define PASSED tensors, members, stride, sizes, params, grads, state, columns, counts, flags, threads
+        int64_t threads, int64_t share, int64_t shares
+#define PASSED tensors, members, stride, sizes, params, grads, state, columns, counts, flags, threads, share, shares
 
 /* Updates `n` neighbouring elements of members with equal scalars. `at`: parameters, gradients, state. */
 typedef void (*Row)(int64_t n, void *const *at, const void *scalars);
@@ -128,10 +130,14 @@ static void find_ends(int64_t members, const char *records, size_t record, int64
     }
 }
 
-/* Makes the step of `row` on all elements, with as many threads as pay. */
-static void walk_all(const Work *work, int64_t threads) {
+/* Makes the step of `row` on all elements, with as many threads as pay, or on a share of them. */
+static void walk_all(const Work *work, int64_t threads, int64_t share, int64_t shares) {
     int64_t total = 0;
     for (int64_t tensor = 0; tensor < work->tensors; tensor++) total += work->sizes[tensor] * work->members;
+    if (shares > 1) {
+        walk(work, total * share / shares, total * (share + 1) / shares);
+        return;
+    }
     if (threads > total / GRAIN) threads = total / GRAIN;
 #ifdef _OPENMP
     if (threads > 1) {
@@ -171,7 +177,7 @@ static int run(Work *work, size_t element, Row row, Fill fill, size_t record, AR
     work->scalars = records;
     work->record = record;
     work->ends = ends;
-    walk_all(work, threads);
+    walk_all(work, threads, share, shares);
     free(records);
     free(ends);
     return 0;
@@ -184,6 +190,25 @@ static Work work_of(int64_t tensors, int64_t members, const int64_t *sizes, void
     work.lists[1] = grads;
     for (int buffer = 0; buffer < buffers; buffer++) work.lists[2 + buffer] = state + buffer * tensors;
     return work;
+}
+
+typedef struct {
+    int (*kernel)(ARGUMENTS);
+    int64_t tensors, members, stride;
+    const int64_t *sizes;
+    void *const *params, *const *grads, *const *state;
+    const double *columns;
+    const float *const *counts;
+    int64_t flags, shares;
+} SharedStep;
+
+/* Share `index` of a step, as a piece of the work of a team (hfusion/device/team.c). */
+int step_share(void *work, int64_t index, char *message, int64_t room) {
+    const SharedStep *s = work;
+    const int failed = s->kernel(s->tensors, s->members, s->stride, s->sizes, s->params, s->grads, s->state, s->columns,
+                                 s->counts, s->flags, 1, index, s->shares);
+    if (failed) snprintf(message, room, "no memory for the scalars of %lld members", (long long)s->members);
+    return failed;
 }
 
 /* Whether `spans` pieces of memory hold what others hold, each so many bytes. */

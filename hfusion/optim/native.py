@@ -16,12 +16,16 @@ import torch
 from torch import Tensor
 
 from hfusion.device import native
+from hfusion.device.team import PieceError, Team, active_team
 from hfusion.optim.formula import Formula
 from hfusion.optim.settings import Settings
 
 Kernel: TypeAlias = Callable[..., int]
 
 SOURCE = Path(__file__).with_name("kernels.c")
+
+# Elements below which a further thread costs more than it saves, as in `kernels.c`.
+_GRAIN = 16384
 
 _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -38,7 +42,7 @@ def kernel(name: str, dtype: torch.dtype) -> Kernel | None:
         return None
     made: Kernel = found[f"{name}_{native.TYPES[dtype]}"]
     # params ... counts are addresses, the other arguments numbers (kernels.c).
-    made.argtypes = [*[_INTEGER] * 3, *[_POINTER] * 6, *[_INTEGER] * 2]  # type: ignore[attr-defined]
+    made.argtypes = [*[_INTEGER] * 3, *[_POINTER] * 6, *[_INTEGER] * 4]  # type: ignore[attr-defined]
     return made
 
 
@@ -62,8 +66,10 @@ class NativeStepper:
     def __init__(self, kernel: Kernel, stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> None:
         params = stacks[0]
         self._kernel = kernel
+        self._address = ctypes.cast(kernel, _POINTER).value  # type: ignore[arg-type]
         self._members = len(params[0])
         self._sizes = array("q", [param.numel() // self._members for param in params])
+        self._total = sum(self._sizes) * self._members
         self._addresses = _stack_addresses(stacks)
         self._counts = _addresses(counts)
         self._settings: Settings | None = None
@@ -86,9 +92,20 @@ class NativeStepper:
         fresh = _addresses(grads)
         if counting is not None:
             self._advance(*counting)
-        failed = self._kernel(*before, fresh.buffer_info()[0], *after, torch.get_num_threads())
-        if failed:
+        team = active_team()
+        shares = 1 if team is None else min(team.threads, self._total // _GRAIN)
+        if team is not None and shares > 1:
+            self._shared(team, shares, (*before, fresh.buffer_info()[0], *after))
+        elif self._kernel(*before, fresh.buffer_info()[0], *after, torch.get_num_threads(), 0, 1):
             raise MemoryError(f"no memory for the scalars of {self._members} members")
+
+    def _shared(self, team: Team, shares: int, arguments: Sequence[int | None]) -> None:
+        """The step as shares of the elements, one for a thread of the team."""
+        step = _SharedStep(self._address, *arguments, shares)
+        try:
+            team.run(_step_share(), ctypes.addressof(step), shares)
+        except PieceError as error:
+            raise MemoryError(str(error)) from None
 
     def _prepared(self, settings: Settings) -> tuple[tuple[int, ...], tuple[int | None, ...], tuple[int, ...] | None]:
         """What the kernel takes before the gradients and after them, and what counts a step."""
@@ -99,6 +116,24 @@ class NativeStepper:
         if counts is None:
             return before, after, None
         return before, after, (len(self._counts), self._members, counts, settings.advance.data_ptr())
+
+
+class _SharedStep(ctypes.Structure):
+    """As `kernels.c` has it."""
+
+    _fields_ = (
+        ("kernel", _POINTER),
+        *((name, _INTEGER) for name in ("tensors", "members", "stride")),
+        *((name, _POINTER) for name in ("sizes", "params", "grads", "state", "columns", "counts")),
+        *((name, _INTEGER) for name in ("flags", "shares")),
+    )
+
+
+@cache
+def _step_share() -> int:
+    found = library()
+    assert not isinstance(found, str), found
+    return ctypes.cast(found.step_share, _POINTER).value or 0
 
 
 class MemoryPairs:

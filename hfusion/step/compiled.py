@@ -18,6 +18,7 @@ from hfusion.capture.lengths import recurrent
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.compiler.graph_text import Unwritable
 from hfusion.core.layout import Layout
+from hfusion.device.team import Team
 from hfusion.passes.align import scalars
 from hfusion.step import kept
 from hfusion.step.kept import KeptGraph, NoProgram, Programs
@@ -47,6 +48,10 @@ class StepProgram(Protocol):
     def how(self) -> str:
         """In words."""
 
+    @property
+    def team(self) -> Team | None:
+        """The threads that it runs on, besides torch's."""
+
     def fits(self, call: StepCall) -> bool: ...
 
     def step(self, call: StepCall) -> Tensor:
@@ -61,6 +66,7 @@ class FusedStep:
     run: Run
     tensors: Tensors
     params: tuple[Place, ...]
+    team: Team | None = None
 
     @property
     def operators(self) -> Sequence[Any]:
@@ -96,6 +102,7 @@ class PerMemberStep:
     size: int
     tensors: Tensors
     params: tuple[Place, ...]
+    team: Team | None = None
 
     @property
     def operators(self) -> Sequence[Any]:

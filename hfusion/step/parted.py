@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind
-from hfusion.device.team import PieceError, team
+from hfusion.device.team import PieceError, Team, address_of, team
 from hfusion.device.team import library as team_library
 from hfusion.passes.candidates import by_name
 from hfusion.step.compiled import Library, PerMemberStep, StepProgram, clear, make
@@ -132,6 +132,8 @@ class PartedStep:
         self._losses: torch.dtype | None = None
         self._fixed: _Fixed | None = None
         self._process = 0
+        # Once there are steps on threads.
+        self.team: Team | None = None
 
     @property
     def how(self) -> str:
@@ -152,15 +154,15 @@ class PartedStep:
         fixed = self._fixed
         if fixed is None or fixed.addresses != list(map(Tensor.data_ptr, own)):
             fixed = self._fixed = _Fixed(self._program, self._entries, own, call, self._losses)
-        if self._process != os.getpid():
+        if self.team is None or self._process != os.getpid():
             # A forked process has no threads but one.
-            self._process, self._team = os.getpid(), team(self._threads)
+            self._process, self.team = os.getpid(), team(self._threads)
         losses = torch.empty(fixed.members, dtype=self._losses)
         fixed.outputs[0] = losses.data_ptr()
         handles = _Handles(call.batch())
         fixed.inputs[fixed.batch] = handles.addresses
         try:
-            self._team.run("step_block", addressof(fixed.step), len(fixed.blocks))
+            self.team.run(address_of("step_block"), addressof(fixed.step), len(fixed.blocks))
         except PieceError as error:
             rows = self._program.blocks[error.piece]
             raise RuntimeError(f"the step of members {rows.start} to {rows.stop - 1} failed: {error}") from None
@@ -177,6 +179,7 @@ class OnePart:
 
     program: StepProgram
     why: str
+    team: Team | None = None
 
     @property
     def how(self) -> str:

@@ -52,6 +52,8 @@ class RecordedStep:
         self._moves = 0
         self._why = _obstacle(program)
 
+    team: None = None
+
     @property
     def how(self) -> str:
         """In words."""

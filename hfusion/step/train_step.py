@@ -20,6 +20,7 @@ from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.compiler.compiler import MAX_KEYS
 from hfusion.core.fingerprint import read_state
 from hfusion.device.backend import random_states_kept, types
+from hfusion.device.team import helped_by
 from hfusion.optim import coupling
 from hfusion.step.compiled import StepProgram
 from hfusion.step.making import CompileMode, ProgramMaker
@@ -72,7 +73,8 @@ class TrainStep:
             return self._eager(args, kwargs, target)[0]
         with _without_autocast(situation[2]):
             losses = way.program.step(call)
-        self.update(losses)
+        with helped_by(way.program.team):
+            self.update(losses)
         return losses
 
     @property

@@ -16,6 +16,7 @@ from hfusion import optim
 from hfusion.bench import optim as bench
 from hfusion.core.membership import Membership, mark
 from hfusion.device import native as machine
+from hfusion.device.team import helped_by, team
 from hfusion.optim import native
 from tests.optim.arrays import CASES, Array, for_array, run, start
 
@@ -95,8 +96,10 @@ def test_threads_change_no_bit(name: str, options: dict[str, Any]) -> None:
         threaded = trained(name, values, shape, torch.float32, lambda tensor: [tensor])
     finally:
         torch.set_num_threads(1)
-    for (one,), (other,) in zip(serial, threaded, strict=True):
-        assert torch.equal(one, other)
+    with helped_by(team(3)):
+        shared = trained(name, values, shape, torch.float32, lambda tensor: [tensor])
+    for (one,), *others in zip(serial, threaded, shared, strict=True):
+        assert all(torch.equal(one, other) for (other,) in others)
 
 
 @pytest.mark.usefixtures("fresh")

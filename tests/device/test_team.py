@@ -1,0 +1,86 @@
+"""Threads that do the pieces of one work."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+import pytest
+import torch
+
+from hfusion.device.team import PieceError, active_team, helped_by, library, team
+
+needs_library = pytest.mark.skipif(isinstance(library(), str), reason=str(library()))
+
+Piece = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ctypes.c_char), ctypes.c_int64)
+
+
+def address(piece: object) -> int:
+    return ctypes.cast(piece, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+
+@needs_library
+@pytest.mark.parametrize("threads", [1, 3, 16])
+def test_every_piece_is_done_once(threads: int) -> None:
+    done: list[int] = []
+    piece = Piece(lambda work, index, message, room: done.append(index) or 0)
+    helpers = team(threads)
+    for pieces in (0, 1, 2, 40):
+        done.clear()
+        helpers.run(address(piece), 0, pieces)
+        assert sorted(done) == list(range(pieces))
+
+
+@needs_library
+def test_pieces_are_done_at_the_same_time() -> None:
+    meeting = threading.Barrier(4)
+    piece = Piece(lambda work, index, message, room: meeting.wait(60) * 0)
+    team(4).run(address(piece), 0, 4)
+
+
+@needs_library
+def test_the_first_piece_that_fails_is_told_when_all_have_ended() -> None:
+    ended: list[int] = []
+
+    def do(work: int, index: int, message: object, room: int) -> int:
+        if index == 1:
+            ctypes.memmove(message, b"no luck\0", 8)
+            return 1
+        time.sleep(0.05)
+        ended.append(index)
+        return 0
+
+    piece = Piece(do)
+    with pytest.raises(PieceError, match="no luck") as found:
+        team(2).run(address(piece), 0, 1000)
+    assert found.value.piece == 1
+    assert 0 in ended
+    assert len(ended) < 999
+
+
+@needs_library
+def test_threads_compute_alone_and_others_as_before() -> None:
+    found: list[int] = []
+    piece = Piece(lambda work, index, message, room: found.append(torch.get_num_threads()) or 0)
+    try:
+        torch.set_num_threads(5)
+        team(2).run(address(piece), 0, 3)
+        born: list[int] = []
+        other = threading.Thread(target=lambda: born.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert (found, torch.get_num_threads(), born) == ([1, 1, 1], 5, [5])
+    finally:
+        torch.set_num_threads(1)
+
+
+@needs_library
+def test_the_team_that_helps() -> None:
+    helpers = team(2)
+    with helped_by(helpers):
+        assert active_team() is helpers
+        with helped_by(None):
+            assert active_team() is None
+        assert active_team() is helpers
+    assert active_team() is None
