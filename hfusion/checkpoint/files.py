@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfusion.core.claimed import ClaimedFolder, remove_abandoned
 from hfusion.core.errors import CheckpointError
 
 FORMAT, VERSION = "hfusion checkpoint", 1
@@ -85,17 +86,15 @@ def write(
     folder = Path(root)
     with _told(folder, "could not write a checkpoint, and the last one stands"):
         folder.mkdir(parents=True, exist_ok=True)
-        _clean(folder)
-        number = max([_number(path) for path in saves(folder)], default=0) + 1
-        aside = folder / f"{_ASIDE}{os.getpid()}-{uuid.uuid4().hex}"
-        aside.mkdir()
+        remove_abandoned(folder, _ASIDE)
+        aside = ClaimedFolder(folder, _ASIDE)
         try:
-            _fill(aside, body, tensors, step, score)
-            made = folder / f"save-{number:012d}"
-            os.rename(aside, made)
+            _fill(aside.path, body, tensors, step, score)
+            made = _named(aside.path, folder)
             _sync(folder)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(aside.path, ignore_errors=True)
+            aside.drop()
         _prune(folder, keep)
     return made
 
@@ -153,25 +152,17 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def _clean(folder: Path) -> None:
-    """Delete what saves left that were cut off; of this process, they may go on in another thread."""
-    for path in folder.glob(f"{_ASIDE}*"):
-        owner = path.name.removeprefix(_ASIDE).partition("-")[0]
-        if owner.isdigit() and int(owner) != os.getpid() and not _runs(int(owner)):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _runs(process: int) -> bool:
-    if os.name != "posix":
-        # There a signal of 0 ends a process.
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+def _named(aside: Path, folder: Path) -> Path:
+    """Give a save the next name; another process may take that first."""
+    while True:
+        made = folder / f"save-{max([_number(path) for path in saves(folder)], default=0) + 1:012d}"
+        try:
+            os.rename(aside, made)
+        except OSError:
+            if not made.exists():
+                raise
+        else:
+            return made
 
 
 def _prune(folder: Path, keep: int) -> None:
@@ -181,7 +172,7 @@ def _prune(folder: Path, keep: int) -> None:
     for path in found[: -max(1, keep)]:
         if path != best:
             # Out of sight first: one that is half deleted would be found.
-            gone = folder / f"{_ASIDE}{os.getpid()}-{uuid.uuid4().hex}"
+            gone = folder / f"{_ASIDE}{uuid.uuid4().hex}"
             with suppress(OSError):
                 os.rename(path, gone)
                 shutil.rmtree(gone, ignore_errors=True)

@@ -1,4 +1,8 @@
-"""Runs that are killed at random instants and resumed: ``python -m tests.checkpoint.killed --kills 200``."""
+"""Runs that are killed at random instants and resumed: ``python -m tests.checkpoint.killed --kills 200``.
+
+A population that saves itself; and hf.train of three tasks on two devices: resident, spilled to the disk, and with a
+shard that stays; with evaluations, schedules, and members and tasks that stop.
+"""
 
 from __future__ import annotations
 
@@ -9,47 +13,111 @@ import select
 import signal
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import hfusion as hf
-from hfusion.checkpoint.files import digest, saves
+from hfusion.checkpoint.files import digest, read, saves
 from tests.checkpoint.living import OPTIONS, Batches, Net, population, train
+from tests.tasks.resumed import array, results, shuffled
+from tests.trained import Way, adamw, machine, momentum, planned, task
 
 STEPS, EVERY = 40, 2
 
+Run = Callable[[Path, int], None]
 
-def run(root: Path, out: int) -> None:
-    """Train to the end from wherever the last save is; tell of every save, and in the end of what there is."""
-    torch.set_num_threads(1)
+
+def living(root: Path, out: int) -> None:
+    """Train a population to the end from its last save; tell of every save, and in the end of what there is."""
     batches = Batches()
     if saves(root):
         pop = hf.Population.load(root, Net, loader=batches, **OPTIONS)
-        os.write(out, f"resumed {pop.steps}\n".encode())
+        tell(out, "resumed", pop.steps)
     else:
         pop = population(3)
     while pop.steps < STEPS:
-        os.write(out, f"at {pop.steps}\n".encode())
+        tell(out, "at", pop.steps)
         train(pop, batches, EVERY)
         pop.save(root, loader=batches)
-        os.write(out, f"saved {pop.steps}\n".encode())
+        tell(out, "saved", pop.steps)
     tensors = [*pop.fused.state_dict().values()]
     tensors += [value for entry in pop.optimizer.state.values() for _, value in sorted(entry.items())]
-    os.write(out, f"done {blake2b(' '.join(map(digest, tensors)).encode()).hexdigest()}\n".encode())
+    tell(out, "done", blake2b(" ".join(map(digest, tensors)).encode()).hexdigest())
 
 
-def start(root: Path, seconds: float | None) -> list[list[str]]:
-    """Run in a process of its own, killed after so many seconds; what it has told."""
+def tell(out: int, what: str, value: object) -> None:
+    os.write(out, f"{what} {value}\n".encode())
+
+
+@cache
+def planned_tasks() -> tuple[list[hf.Task], hf.Machine, Any]:
+    """Three tasks, captured once for all processes; nothing of torch's threads is started."""
+    ways = [Way(adamw), Way(momentum, 0.5, 2), Way(adamw, [0.1, 0.5, 2.0])]
+    tasks = []
+    for place, way in enumerate(ways):
+        fused = array(place)
+        own = way.optimizer(list(fused.parameters()))
+        one = Way(lambda params, own=own: own, way.clip, way.accumulate)
+        schedule = None if place == 1 else lambda optimizer: CosineAnnealingLR(optimizer, 7)
+        held_out = shuffled(9) if place == 2 else None
+        tasks.append(task(fused, one, shuffled(place), f"t{place}", epochs=3, eval_loader=held_out, scheduler=schedule))
+    on = machine(2)
+    return tasks, on, planned(tasks, on, [1, 3, 4], [True, False, False], [False, False, True])
+
+
+def stops(result: hf.Step | hf.Evaluation) -> list[int] | bool:
+    """One member of the first task, and all of the last."""
+    if isinstance(result, hf.Evaluation):
+        return result.epoch == 1
+    return [1] if (result.task, result.epoch, result.step) == ("t0", 1, 2) else False
+
+
+def scheduled(root: Path, out: int) -> None:
+    """Run the tasks to the end from their last saves; tell of every minibatch, and in the end of what there is."""
+    tasks, on, plan = planned_tasks()
+    saved = {path.name: read(path).step for path in root.glob("*") if saves(path)}
+    for name, steps in saved.items():
+        tell(out, f"resumed-{name}", steps)
+
+    def asked(result: hf.Step | hf.Evaluation) -> list[int] | bool:
+        if isinstance(result, hf.Step):
+            tell(out, f"at-{result.task}", result.epoch * 5 + result.step)
+        return stops(result)
+
+    disk = root.with_name(f"{root.name}-disk")
+    report = hf.train(
+        tasks, replace(on, host=2048, disk=disk), plan=plan, checkpoint=root, every=EVERY, on_result=asked
+    )
+    tensors = [tensor for one in tasks for tensor in results(report[one.name], one)]
+    tensors += [torch.tensor([*report[one.name].stopped.items()]) for one in tasks]
+    # A run that was killed may have made the folder.
+    left = [*disk.rglob("*")]
+    assert not left, f"{left} are left"
+    tell(out, "done", blake2b(" ".join(map(digest, tensors)).encode()).hexdigest())
+
+
+def start(run: Run, root: Path, seconds: float | None) -> list[list[str]]:
+    """``run`` in a process of its own, killed after so many seconds; what it has told."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(ours)
+        torch.set_num_threads(1)
         try:
             run(root, theirs)
-        finally:
             os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
     os.close(theirs)
     told, end = b"", None if seconds is None else time.monotonic() + seconds
     while True:
@@ -63,7 +131,8 @@ def start(root: Path, seconds: float | None) -> list[list[str]]:
             break
         told += got
     os.close(ours)
-    os.waitpid(child, 0)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert ended in (0, -signal.SIGKILL), "the run failed by itself"
     return [line.split() for line in told.decode().splitlines()]
 
 
@@ -71,31 +140,48 @@ def last(told: list[list[str]], what: str) -> int:
     return max((int(line[1]) for line in told if line[0] == what), default=0)
 
 
+def soak(run: Run, kills: int, draw: random.Random, folder: Path) -> str:
+    """Kill so many times; each run is killed and resumed until it has ended."""
+    killed, runs = 0, 0
+    begin = time.monotonic()
+    expected = start(run, folder / "whole", None)[-1]
+    whole = time.monotonic() - begin
+    assert expected[0] == "done", expected
+    while killed < kills:
+        root, told, runs = folder / f"run-{runs}", list[list[str]](), runs + 1
+        while not told or told[-1][0] != "done":
+            before, told = told, start(run, root, draw.uniform(0, whole) if killed < kills else None)
+            killed += told[-1:] == [] or told[-1][0] != "done"
+            for resumed in [line for line in told if line[0].startswith("resumed")]:
+                name = resumed[0].removeprefix("resumed")
+                reached, saved = last(before, f"at{name}"), last(before, f"saved{name}")
+                # Tasks are saved by a thread while the next minibatches are trained.
+                lost = EVERY if run is living else 2 * EVERY
+                assert saved <= int(resumed[1]), f"resumed at {resumed}, saved at {saved}"
+                assert reached - int(resumed[1]) <= lost, f"resumed at {resumed}, and {reached} was reached"
+        assert told[-1] == expected, "a resumed run is not the uninterrupted one"
+        left = [path for path in root.rglob("*") if path.name.startswith(".")]
+        assert not left, f"{left} are left"
+    return f"{killed} kills of {runs} runs"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    draw, killed, runs = random.Random(options.seed), 0, 0
-    with tempfile.TemporaryDirectory() as folder:
+    draw = random.Random(options.seed)
+    torch.set_num_threads(1)
+    planned_tasks()
+    for run, about in ((living, f"a population of {STEPS} steps"), (scheduled, "hf.train of 3 tasks on 2 devices")):
         begin = time.monotonic()
-        expected = start(Path(folder) / "whole", None)[-1]
-        whole = time.monotonic() - begin
-        assert expected[0] == "done"
-        while killed < options.kills:
-            root, saved, reached, runs = Path(folder) / f"run-{runs}", 0, 0, runs + 1
-            while True:
-                told = start(root, draw.uniform(0, whole) if killed < options.kills else None)
-                resumed = last(told, "resumed")
-                assert told == [] or last(told[:1], "resumed") == 0 or resumed >= saved, f"{resumed} after {saved}"
-                if any(line[0] == "resumed" for line in told):
-                    assert reached - resumed <= EVERY, f"resumed at {resumed}, and step {reached} was reached"
-                saved, reached = max(saved, last(told, "saved")), max(reached, last(told, "at"))
-                if told and told[-1][0] == "done":
-                    assert told[-1] == expected, "a resumed run is not the uninterrupted one"
-                    break
-                killed += 1
-    print(f"{killed} kills of {runs} runs of {STEPS} steps that save every {EVERY}: each resumed, and equal in the end")
+        with tempfile.TemporaryDirectory() as folder:
+            found = soak(run, options.kills, draw, Path(folder))
+        seconds = time.monotonic() - begin
+        print(
+            f"{found} of {about} that save every {EVERY}: each resumed, and equal in the end ({seconds:.0f} s)",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def test_a_killed_run_is_resumed_and_ends_the_same() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.killed", "--kills", "6"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("6 kills of")
+    assert [line.split(" of ")[0] for line in done.stdout.splitlines()] == ["6 kills", "6 kills"]
 
 
 def test_a_number_that_was_expanded_has_the_checksum_of_its_bytes() -> None:
@@ -79,7 +79,7 @@ except hf.CheckpointError as error:
 
 def test_what_a_killed_save_left_is_cleaned_up(tmp_path: Path) -> None:
     pop = population(2)
-    left = tmp_path / ".aside-999999999-abc"
+    left = tmp_path / ".aside-abc"
     left.mkdir()
     (left / "tensors.safetensors").write_bytes(b"torn")
     with pytest.raises(hf.CheckpointError, match="holds no save"):

@@ -77,7 +77,6 @@ def test_spill_files_that_are_deleted_in_a_run_are_not_missed(folder: bool, on: 
             path.unlink()
         if folder and on.disk.exists():
             for path in on.disk.iterdir():
-                (path / "lock").unlink()
                 path.rmdir()
             on.disk.rmdir()
 
