@@ -19,7 +19,8 @@ class FuseCase:
 
     ``make_batch`` returns (inputs, target); ``loss(output, target)`` is a scalar; ``tolerance`` is the
     relative difference of a loss, after a few float32 Adam steps, that still counts as agreement. ``make_base``
-    makes what all members share, frozen; it is handed to ``make_model``, which takes nothing otherwise.
+    makes what all members share, frozen; it is handed to ``make_model``, which takes nothing otherwise. ``attention``:
+    whether the model calls it.
     """
 
     name: str
@@ -29,6 +30,7 @@ class FuseCase:
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
     tolerance: float = 1e-3
     make_base: Callable[[], list[nn.Linear]] | None = None
+    attention: bool = False
 
 
 def classified(*shape: int) -> tuple[Tensor, Tensor]:
@@ -139,12 +141,14 @@ CASES = (
         "transformer LM d=64, 2 layers, 4 heads, sequence 32, batch 16",
         partial(models.TransformerLM, vocabulary=64, width=64, layers=2, heads=4, length=32),
         partial(tokens, 16, 32, 64),
+        attention=True,
     ),
     FuseCase(
         "bert",
         "BERT-like encoder d=64, 2 layers, 4 heads, sequence 32 with padding, batch 16",
         partial(models.Bert, vocabulary=64, width=64, layers=2, heads=4, length=32),
         partial(sentences, 16, 32, 64),
+        attention=True,
     ),
     FuseCase(
         "lstm",

@@ -16,10 +16,15 @@ from hfusion.bench import cuda_graph, processes, serial, vmapped
 from hfusion.bench.workload import Contender, Running, Workload
 
 
-def start_serial_compiled(workload: Workload) -> Running:
+def start_serial_compiled(workload: Workload, fused: bool = False) -> Running:
     """The loop with forward and loss compiled; models of one class share the compiled code."""
-    loop = serial.SerialLoop.of(workload, range(workload.members))
+    loop = serial.SerialLoop.of(workload, range(workload.members), fused)
     return Running(replace(loop, loss_of=torch.compile(loop.loss_of)).step)
+
+
+def start_serial_fused(workload: Workload) -> Running:
+    """The same with torch's fused Adam."""
+    return start_serial_compiled(workload, fused=True)
 
 
 def start_hfusion(workload: Workload) -> Running:
@@ -44,25 +49,32 @@ def eager_step(workload: Workload, fused: hf.FusedModule, optimizer: hf.optim.Ad
     return step
 
 
-def start_hfusion_compiled(workload: Workload) -> Running:
-    """The public way in one call: forward, losses and backward as one program, then the fused optimizer."""
+def start_hfusion_compiled(workload: Workload, parts: int | str = "auto") -> Running:
+    """The public way in one call: forward, losses and backward as programs, then the fused optimizer."""
     fused = hf.fuse(workload.models())
     optimizer = hf.optim.Adam(serial.trained(fused), lr=list(workload.rates))
-    train = hf.train_step(fused, workload.case.loss, optimizer)
+    train = hf.train_step(fused, workload.case.loss, optimizer, parts=parts)
     inputs, target = workload.batch()
 
     def step() -> Tensor:
         with workload.autocast():
             return train(inputs, target)
 
-    # What is compiled is known after two steps, which are taken back.
+    # What is compiled is known after two steps, and on how many threads after some more, which are taken back.
     states = copy.deepcopy(fused.state_dict()), optimizer.state_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step(), step()
+        while "being measured" in str(train.report()):
+            step()
     fused.load_state_dict(states[0])
     optimizer.load_state_dict(states[1])
     return Running(step, note="; ".join(f"eager: {row.why}" for row in train.report().rows if row.why))
+
+
+def start_hfusion_one_part(workload: Workload) -> Running:
+    """All members at once, each operator on all threads."""
+    return start_hfusion_compiled(workload, parts=1)
 
 
 def start_jax(workload: Workload) -> Running:
@@ -99,10 +111,14 @@ OPTIONAL = (
 CONTENDERS = (
     Contender("serial", "one member after the other, eager, torch.optim.Adam", serial.start),
     Contender("serial-compiled", "the same, forward and loss under torch.compile", start_serial_compiled),
+    Contender("serial-fused", "the same, with torch's fused Adam", start_serial_fused),
     Contender("vmap", "torch.func: vmap of the gradient, Adam over the stacks", vmapped.start),
     Contender("vmap-compiled", "the same, the whole step under torch.compile", vmapped.start_compiled),
-    Contender("two-processes", "two processes, each half of the members one by one", processes.start),
+    Contender("vmap-attention", "the same, attention written out, which vmap else loops over", vmapped.start_attention),
+    Contender("processes", "a process for each core, its share of the members one by one", processes.start),
+    Contender("processes-compiled", "the same, each as serial-fused", processes.start_compiled),
     *(contender for present, contender in OPTIONAL if present),
     Contender("hfusion", "hf.fuse, hf.per_model, hf.optim.Adam", start_hfusion),
-    Contender("hfusion-compiled", "the same by hf.train_step: one program and the optimizer", start_hfusion_compiled),
+    Contender("hfusion-compiled", "the same by hf.train_step: programs and the optimizer", start_hfusion_compiled),
+    Contender("hfusion-one-part", "the same, parts=1: operators divided among threads", start_hfusion_one_part),
 )

@@ -33,7 +33,8 @@ from hfusion.device.backend import backend
 STEPS = 2
 STEADY = "steady steps"
 # What torch's allocator in this process does not see.
-ELSEWHERE = {"two-processes": "its tensors lie in other processes", "jax": "its arrays are not torch's"}
+_PROCESSES = "its tensors lie in other processes"
+ELSEWHERE = {"processes": _PROCESSES, "processes-compiled": _PROCESSES, "jax": "its arrays are not torch's"}
 
 
 @dataclass(frozen=True)

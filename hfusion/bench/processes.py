@@ -1,8 +1,10 @@
-"""Two worker processes, each training half of the members one by one on one thread."""
+"""Worker processes, one for each core, each training its share of the members one by one on one thread."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
 
@@ -12,13 +14,18 @@ from torch import Tensor
 from hfusion.bench.serial import SerialLoop
 from hfusion.bench.workload import Running, Unavailable, Workload
 
-WORKERS = 2
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _work(pipe: Connection, workload: Workload, first: int, last: int) -> None:
+def _work(pipe: Connection, workload: Workload, first: int, last: int, compiled: bool) -> None:
     """Train members ``first`` to ``last - 1``: one step and a reply for each message, until it is False."""
     torch.set_num_threads(1)
-    loop = SerialLoop.of(workload, range(first, last))
+    loop = SerialLoop.of(workload, range(first, last), fused=compiled)
+    if compiled:
+        loop = replace(loop, loss_of=torch.compile(loop.loss_of))
     pipe.send(None)
     while pipe.recv():
         pipe.send([loss.item() for loss in loop.step()])
@@ -27,14 +34,14 @@ def _work(pipe: Connection, workload: Workload, first: int, last: int) -> None:
 class _Workers:
     """The processes, started once; a step is one message to each and one reply from each."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, workers: int, compiled: bool) -> None:
         context = multiprocessing.get_context("spawn")
-        bounds = [workload.members * i // WORKERS for i in range(WORKERS + 1)]
+        bounds = [workload.members * i // workers for i in range(workers + 1)]
         self.pipes: list[Connection] = []
         self.processes = []
         for first, last in pairwise(bounds):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, workload, first, last), daemon=True)
+            process = context.Process(target=_work, args=(theirs, workload, first, last, compiled), daemon=True)
             process.start()
             # Only the worker may hold its end, else its death would leave recv waiting for ever.
             theirs.close()
@@ -62,9 +69,18 @@ class _Workers:
             pipe.close()
 
 
-def start(workload: Workload) -> Running:
-    """Start the workers and wait until they are ready. Raises Unavailable for fewer members than workers."""
-    if workload.members < WORKERS:
-        raise Unavailable(f"needs at least {WORKERS} members")
-    workers = _Workers(workload)
-    return Running(workers.step, workers.close, cores=WORKERS)
+def start(workload: Workload, compiled: bool = False) -> Running:
+    """Start the workers and wait until they are ready. Raises Unavailable where there is work for one only.
+
+    ``compiled``: forward and loss under torch.compile, and torch's fused Adam.
+    """
+    workers = min(cores(), workload.members)
+    if workers == 1:
+        raise Unavailable("needs at least 2 members and 2 cores")
+    found = _Workers(workload, workers, compiled)
+    return Running(found.step, found.close, cores=workers)
+
+
+def start_compiled(workload: Workload) -> Running:
+    """The workers with all that torch has."""
+    return start(workload, compiled=True)

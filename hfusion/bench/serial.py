@@ -24,12 +24,12 @@ class SerialLoop:
     loss_of: LossOf
 
     @classmethod
-    def of(cls, workload: Workload, members: Iterable[int]) -> SerialLoop:
-        """The given members, in eager mode."""
+    def of(cls, workload: Workload, members: Iterable[int], fused: bool = False) -> SerialLoop:
+        """The given members, in eager mode, ``fused``: with torch's fused Adam."""
         chosen = tuple(members)
         models = tuple(workload.models(chosen))
         optimizers = tuple(
-            torch.optim.Adam(trained(model), lr=workload.rates[member])
+            torch.optim.Adam(trained(model), lr=workload.rates[member], fused=fused or None)
             for model, member in zip(models, chosen, strict=True)
         )
         return cls(models, optimizers, *workload.batch(), loss_of=_loss_of(workload))

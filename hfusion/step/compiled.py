@@ -285,11 +285,8 @@ def each(
     ranges = blocks_of(forward.compiled.program.members, size)
     blocks = [_scalars_of(forward, loss, rows) for rows in ranges]
     kinds = list(dict.fromkeys(blocks))
-    if len(kinds) > MAX_KINDS:
-        raise Unprofitable(
-            f"members run {'one by one' if size == 1 else f'{size} at once'}, each kind by a program of its own, and "
-            f"scalars differ in {len(kinds)} ways; at most {MAX_KINDS} are worth it"
-        )
+    if why := too_many_kinds(forward, loss, size):
+        raise Unprofitable(why)
     found = []
     for scalars_there in kinds:
         rows = ranges[blocks.index(scalars_there)]
@@ -305,6 +302,18 @@ def each(
         found.append(known)
     graphs, runs = zip(*found, strict=True)
     return Programs(graphs, runs, size, tuple(map(kinds.index, blocks)))
+
+
+def too_many_kinds(forward: BoundProgram, loss: BoundProgram, size: int) -> str:
+    """What speaks against programs for blocks of ``size`` members; nothing if they are few."""
+    blocks = blocks_of(forward.compiled.program.members, size)
+    found = len({_scalars_of(forward, loss, rows) for rows in blocks})
+    if found <= MAX_KINDS:
+        return ""
+    return (
+        f"members run {'one by one' if size == 1 else f'{size} at once'}, each kind by a program of its own, and "
+        f"scalars differ in {found} ways; at most {MAX_KINDS} are worth it"
+    )
 
 
 def _block_key(

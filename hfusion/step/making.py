@@ -22,7 +22,8 @@ from hfusion.step.compiled import (
     step_of,
 )
 from hfusion.step.order import Order
-from hfusion.step.recorded import recorded
+from hfusion.step.parting import AUTO, Parting, check_parts
+from hfusion.step.row_entry import Unparted
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.variants import StepVariant
 from hfusion.step.worker import BackgroundJob
@@ -33,7 +34,7 @@ MAX_PROGRAMS = 16
 
 @dataclass(frozen=True)
 class CompileMode:
-    """Whether steps are compiled, and by whom; ``eager_steps`` as of `hfusion.train_step`.
+    """Whether steps are compiled, and by whom; ``eager_steps`` and ``parts`` as of `hfusion.train_step`.
 
     Raises ValueError for what is neither.
     """
@@ -41,20 +42,22 @@ class CompileMode:
     compile: bool
     background: bool = False
     eager_steps: int | None = None
+    parts: int | str = AUTO
 
     @staticmethod
-    def of(compile: object, eager_steps: int | None) -> CompileMode:
+    def of(compile: object, eager_steps: int | None, parts: object = AUTO) -> CompileMode:
+        divided = check_parts(parts)
         if compile not in (True, False, "now", "background"):
             raise ValueError(f'compile is {compile!r}: give True or "now", "background", or False')
         if eager_steps is None:
-            return CompileMode(bool(compile), compile == "background")
+            return CompileMode(bool(compile), compile == "background", None, divided)
         if not compile:
             raise ValueError(
                 f"eager_steps is {eager_steps!r} where compile is False: no step will be compiled; omit it"
             )
         if isinstance(eager_steps, bool) or not isinstance(eager_steps, int) or eager_steps < 1:
             raise ValueError(f"eager_steps is {eager_steps!r}: give an integer from 1 on, as the first step is eager")
-        return CompileMode(True, compile == "background", eager_steps)
+        return CompileMode(True, compile == "background", eager_steps, divided)
 
     def __str__(self) -> str:
         if not self.compile:
@@ -135,20 +138,12 @@ class ProgramMaker:
             return
         assert way.sources is not None
         try:
-            order = order_for(*way.sources, call, size, autocast, always=self.mode.background)
-            with tracing:
-                known = None if order is None or not kept.keeping() else kept.find(order)
-            if known is not None:
-                self._use(way, call, known)
-            elif self.mode.background and order is not None:
-                way.job = PendingProgram(BackgroundJob(order, self._folder, self), order, call)
-                if due:
-                    self._take(way)
-            else:
-                with compiling():
-                    keep = order if kept.keeping() else None
-                    made = compile_programs(*way.sources, call, self.library, _kind(way, call), size, keep)
-                self._use(way, call, made)
+            if way.parting is None:
+                way.parting = Parting.of(self.mode.parts, *way.sources, size)
+            self._find_or_compile(way, call, way.parting, autocast, due)
+        except Unparted as error:
+            way.parting = Parting(size, why=str(error))
+            self._make(way, call, size, autocast, due)
         except (ProgramMismatch, BrokenProgram):
             raise
         except Unprofitable as error:
@@ -156,6 +151,25 @@ class ProgramMaker:
         except Exception as error:
             # Only what is traced and compiled here: the call itself has run eagerly, with the user's own errors.
             way.why = f"compilation failed: {told(error)}"
+
+    def _find_or_compile(self, way: StepVariant, call: StepCall, parting: Parting, autocast: Any, due: bool) -> None:
+        assert way.sources is not None
+        with parting.set_threads():
+            order = order_for(*way.sources, call, parting.size, autocast, always=self.mode.background)
+            with tracing:
+                known = None if order is None or not kept.keeping() else kept.find(order)
+            if known is None and not (self.mode.background and order is not None):
+                with compiling():
+                    keep = order if kept.keeping() else None
+                    kind = _kind(way, call)
+                    known = compile_programs(*way.sources, call, self.library, kind, parting.size, keep)
+        if known is not None:
+            self._use(way, call, known)
+            return
+        assert order is not None
+        way.job = PendingProgram(BackgroundJob(order, self._folder, self), order, call)
+        if due:
+            self._take(way)
 
     def _take(self, way: StepVariant) -> None:
         """What the other process has made of ``way``."""
@@ -172,6 +186,9 @@ class ProgramMaker:
         self.library.count += 0 if isinstance(found, kept.NoProgram) else len(found.runs)
         try:
             self._use(way, pending.call, found)
+        except Unparted as error:
+            # It is asked for anew, as one part, at the next call.
+            way.parting = Parting(None, why=str(error))
         except Unprofitable as error:
             way.why = str(error)
 
@@ -179,7 +196,9 @@ class ProgramMaker:
         if isinstance(found, kept.NoProgram):
             raise Unprofitable(found.why)
         assert way.sources is not None
-        way.program = recorded(step_of(found, *way.sources, call, way.places, self.library, _kind(way, call)))
+        assert way.parting is not None
+        step = step_of(found, *way.sources, call, way.places, self.library, _kind(way, call))
+        way.program = way.parting.applied(step)
 
     @cached_property
     def _folder(self) -> Path:
@@ -207,7 +226,9 @@ def _kind(way: StepVariant, call: StepCall) -> Any:
     """What a program hangs on besides those of forward and loss: all but the number of the members' arrangement, and
     the sizes."""
     (*modes, _), *others = way.situation
-    return (tuple(modes), *others, call.inputs.loose_key, call.target.loose_key)
+    parting = way.parting
+    threads = parting.inner if parting is not None and parting.threads > 1 else None
+    return (tuple(modes), *others, call.inputs.loose_key, call.target.loose_key, threads)
 
 
 def told(error: Exception) -> str:

@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
 from ctypes import addressof
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import finalize
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from hfusion.compiler.bound import BoundProgram, Place
-from hfusion.core.layout import Layout
-from hfusion.core.program import Kind
 from hfusion.device.team import PieceError, Team, address_of, team
-from hfusion.device.team import library as team_library
-from hfusion.passes.candidates import by_name
-from hfusion.step.compiled import Library, PerMemberStep, StepProgram, clear, make
-from hfusion.step.recorded import recorded
+from hfusion.step.compiled import PerMemberStep, clear
 from hfusion.step.row_entry import row_entry
 from hfusion.step.step_graph import StepCall
+
+# How often each way of a trial is taken; the machine may be busy with something else at some of them.
+TURNS = 5
 
 _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -122,13 +119,16 @@ def _array(values: Sequence[int]) -> Any:
 
 
 class PartedStep:
-    """``program`` with its blocks on ``threads`` threads; ``entries[k]`` is where that of its program k lies.
+    """``program`` with its blocks on ``threads`` threads, each of which computes with ``inner`` threads of torch's.
 
-    Gradients lie in the same memory at every step but the first, which runs block by block.
+    ``measured``: whether that is faster than one block after the other is measured, and what is faster kept. Gradients
+    lie in the same memory at every step on threads.
     """
 
-    def __init__(self, program: PerMemberStep, entries: Sequence[int], threads: int) -> None:
-        self._program, self._entries, self._threads = program, tuple(entries), threads
+    def __init__(self, program: PerMemberStep, threads: int, inner: int, measured: bool) -> None:
+        self._program, self._threads, self._inner = program, threads, inner
+        self._entries = list(map(row_entry, program.runs))
+        self._trial = Trial(("threads", "in turn")) if measured else None
         self._losses: torch.dtype | None = None
         self._fixed: _Fixed | None = None
         self._process = 0
@@ -138,7 +138,16 @@ class PartedStep:
     @property
     def how(self) -> str:
         """In words."""
-        return f"{self._program.how}, on {self._threads} threads"
+        ways = {"threads": f"on {self._threads} threads", "in turn": "one after the other"}
+        each = f", each with {self._inner} of torch's" if self._inner > 1 else ""
+        if self._trial is None:
+            return f"{self._program.how}, {ways['threads']}{each}"
+        best = self._trial.best
+        if best is None:
+            return f"{self._program.how}, {ways['threads']}{each} or {ways['in turn']}: being measured"
+        other = next(way for way in ways if way != best)
+        took = {way: f"{1e3 * self._trial.seconds(way):.3g} ms" for way in ways}
+        return f"{self._program.how}, {ways[best]}{each}, measured: {took[best]}, {ways[other]} {took[other]}"
 
     def fits(self, call: StepCall) -> bool:
         return self._program.fits(call)
@@ -149,15 +158,27 @@ class PartedStep:
             first = self._program.step(call)
             self._losses = first.dtype
             return first
+        if self._trial is None:
+            return self._on_threads(call, self._losses)
+        way = self._trial.best or self._trial.next
+        start = time.perf_counter()
+        losses = self._on_threads(call, self._losses) if way == "threads" else self._program.step(call)
+        if self._trial.best is None:
+            self._trial.note(way, time.perf_counter() - start)
+            if self._trial.best == "in turn":
+                self.team = self._fixed = None
+        return losses
+
+    def _on_threads(self, call: StepCall, dtype: torch.dtype) -> Tensor:
         clear(self._program.params)
         own = self._program.tensors.all()
         fixed = self._fixed
         if fixed is None or fixed.addresses != list(map(Tensor.data_ptr, own)):
-            fixed = self._fixed = _Fixed(self._program, self._entries, own, call, self._losses)
+            fixed = self._fixed = _Fixed(self._program, self._entries, own, call, dtype)
         if self.team is None or self._process != os.getpid():
             # A forked process has no threads but one.
-            self._process, self.team = os.getpid(), team(self._threads)
-        losses = torch.empty(fixed.members, dtype=self._losses)
+            self._process, self.team = os.getpid(), team(self._threads, self._inner)
+        losses = torch.empty(fixed.members, dtype=dtype)
         fixed.outputs[0] = losses.data_ptr()
         handles = _Handles(call.batch())
         fixed.inputs[fixed.batch] = handles.addresses
@@ -173,91 +194,29 @@ class PartedStep:
         return losses
 
 
-@dataclass(frozen=True, eq=False)
-class OnePart:
-    """``program``, which was asked for in parts and runs in one, and why."""
+@dataclass(eq=False)
+class Trial:
+    """Ways to do the same, in turns, until it is known which is fastest."""
 
-    program: StepProgram
-    why: str
-    team: Team | None = None
+    ways: tuple[str, ...]
+    taken: list[float] = field(default_factory=list)
 
     @property
-    def how(self) -> str:
-        """In words."""
-        return f"{self.program.how}, in one part: {self.why}"
+    def next(self) -> str:
+        """The way whose turn it is."""
+        return self.ways[len(self.taken) % len(self.ways)]
 
-    def fits(self, call: StepCall) -> bool:
-        return self.program.fits(call)
+    def note(self, way: str, seconds: float) -> None:
+        """How long ``way``, whose turn it was, has taken."""
+        assert way == self.next
+        self.taken.append(seconds)
 
-    def step(self, call: StepCall) -> Tensor:
-        """Write gradients and buffers; the losses ``[B]``."""
-        return self.program.step(call)
+    def seconds(self, way: str) -> float:
+        """The least that ``way`` has taken, after its first time, which finds nothing in place."""
+        own = self.taken[self.ways.index(way) :: len(self.ways)]
+        return min(own[1:])
 
-
-def parted(program: PerMemberStep, threads: int) -> PartedStep | OnePart:
-    """``program``, whose blocks were compiled for one thread each, on ``threads`` threads."""
-    found = team_library()
-    entries = [row_entry(run) for run in program.runs]
-    why = next((entry for entry in (found, *entries) if isinstance(entry, str)), "")
-    usable = [entry for entry in entries if isinstance(entry, int)]
-    return OnePart(program, why) if why else PartedStep(program, usable, threads)
-
-
-def single_part(forward: BoundProgram, loss: BoundProgram) -> str:
-    """Why a step cannot run in parts at the same time, in words; empty if it can."""
-    for source in (forward, loss):
-        slots = [slot for slot in source.compiled.program.slots if slot.kind is not Kind.INPUT]
-        for slot, layout, (holder, name) in zip(slots, source.layouts, source.places, strict=True):
-            tensor, shared = holder[name], layout is Layout.SHARED
-            if tensor.device.type != "cpu":
-                return f"{slot.name} lies on {tensor.device}, and parts are for the cores of a CPU"
-            if shared and tensor.requires_grad:
-                return f"all members share the trained {slot.name}, whose gradient is a sum over them"
-            if shared and slot.name in source.compiled.written:
-                return f"all members share {slot.name}, which forward writes to"
-        if operator := next(drawing(source.compiled.graph), None):
-            return f"{operator} draws numbers for all members, one after the other"
-    return ""
-
-
-def in_parts(
-    parts: int,
-    forward: BoundProgram,
-    loss: BoundProgram,
-    call: StepCall,
-    places: Sequence[Place],
-    library: Library,
-    kind: Any,
-    size: int | None,
-    autocast: Any,
-) -> StepProgram:
-    """As `make`, with blocks of members on ``parts`` threads at a time, where that is possible."""
-    if why := single_part(forward, loss):
-        return OnePart(recorded(make(forward, loss, call, places, library, kind, size, autocast)), why)
-    members = forward.compiled.program.members
-    size = -(-members // parts) if size is None else size
-    with one_thread():
-        program = make(forward, loss, call, places, library, (*kind, "one thread"), size, autocast)
-    assert isinstance(program, PerMemberStep), program
-    return parted(program, min(parts, members))
-
-
-def drawing(graph: fx.Graph) -> Iterator[Any]:
-    """The operators of a member's forward or loss that draw random numbers."""
-    tagged = (n for n in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()))
-    for node in tagged:
-        given = by_name(node.target, node.args, node.kwargs)
-        # Attention, and dropout in evaluation, are called with all that they may be given.
-        if given.get("dropout_p", given.get("p")) != 0 and given.get("train", True) is not False:
-            yield node.target
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Inductor writes for as many threads as it finds set."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    @property
+    def best(self) -> str | None:
+        """The fastest way, once each has had all its turns."""
+        return min(self.ways, key=self.seconds) if len(self.taken) >= TURNS * len(self.ways) else None

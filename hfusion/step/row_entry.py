@@ -95,12 +95,16 @@ def with_row_entries() -> Iterator[None]:
             CppWrapperCodeCache.load_pybinding = original  # type: ignore[method-assign]
 
 
-def row_entry(run: Callable[..., Any]) -> int | str:
-    """Where `hfusion_rows` of the program ``run`` is, which must be kept; or in words why it has none."""
+class Unparted(Exception):
+    """A program cannot be called by other threads; the message says why."""
+
+
+def row_entry(run: Callable[..., Any]) -> int:
+    """Where `hfusion_rows` of the program ``run`` is, which must be kept. Raises Unparted."""
     if not isinstance(run, NativeEntry):
-        return "the program holds more than its C++"
+        raise Unparted("its program is more than C++")
     # It may be a copy whose file is gone: what is loaded is found by its name.
     library = ctypes.CDLL(run.path)
     if not hasattr(library, "hfusion_rows"):
-        return "torch writes its programs in another way than expected"
+        raise Unparted("torch writes programs in another way than expected")
     return ctypes.cast(library.hfusion_rows, ctypes.c_void_p).value or 0

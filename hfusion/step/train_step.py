@@ -61,7 +61,7 @@ class TrainStep:
         if not self._mode.compile:
             return self._eager(args, kwargs, target)[0]
         call = StepCall(Arguments.of(args, kwargs), Arguments.of((target,), {}))
-        situation = (self._fused._pattern(), read_state(self._loss_fn), _autocast())
+        situation = (self._fused._pattern(), read_state(self._loss_fn), _autocast(), self._mode.parts)
         way = self._find(call, situation)
         if way is None and call.text in self.expected_calls:
             way = self._foreseen(call, situation, args, kwargs, target)
@@ -265,6 +265,7 @@ def train_step(
     *,
     compile: bool | str = True,
     eager_steps: int | None = None,
+    parts: int | str = "auto",
 ) -> TrainStep:
     """One training step of all members as a callable: ``losses = step(inputs, target)``, losses ``[B]``, detached.
 
@@ -292,6 +293,11 @@ def train_step(
         eager_steps: how many steps of a kind run eagerly; then they are compiled, with whatever wait that takes. So two
             runs with ``"background"`` change over at the same step, and agree to the bit. Not given: one, or with
             ``"background"`` as many as there are before the program.
+        parts: on a CPU, how many blocks of members compiled programs compute at the same time, each in a thread of its
+            own. ``"auto"`` takes as many as torch has threads (``torch.get_num_threads``), or members; the first steps
+            measure whether threads pay. 1 computes all members at once, and lets torch divide its operators. Which
+            members stand in a block may show in the last bit, the threads that compute it do not. What cannot be
+            divided, such as members that share a trained parameter, runs in one part, and ``step.report()`` says so.
 
     Returns:
         A callable ``step(inputs, target, **keywords)``. Inputs are the one argument of the fused module, a tuple or
@@ -299,8 +305,8 @@ def train_step(
         be `hfusion.stacked`.
 
     Raises:
-        ValueError: ``opt`` holds parameters that are none of ``fused``; ``compile`` or ``eager_steps`` is none of the
-            above; at a step, a loss that is not one number per
+        ValueError: ``opt`` holds parameters that are none of ``fused``; ``compile``, ``eager_steps`` or ``parts`` is
+            none of the above; at a step, a loss that is not one number per
             member.
         FusionError: ``opt`` is one that would couple the members, such as torch.optim.LBFGS.
 
@@ -320,4 +326,4 @@ def train_step(
             "make it of fused.parameters()"
         )
     coupling.check(opt)
-    return TrainStep(fused, loss_fn, opt, CompileMode.of(compile, eager_steps))
+    return TrainStep(fused, loss_fn, opt, CompileMode.of(compile, eager_steps, parts))

@@ -14,6 +14,7 @@ from torch._C._dynamo.guards import TensorGuards
 from hfusion.array.module import FusedModule
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.step.compiled import StepProgram
+from hfusion.step.parting import Parting
 from hfusion.step.step_graph import StepCall
 
 _TRAITS = attrgetter("shape", "dtype", "device", "requires_grad")
@@ -67,6 +68,8 @@ class StepVariant:
     sources: tuple[BoundProgram, BoundProgram] | None = None
     program: StepProgram | None = None
     why: str = ""
+    parting: Parting | None = None
+    """Into which parts its program is divided, once that is looked at."""
     steps: int = 1
     """How many of its calls have run."""
     job: Any = None

@@ -72,19 +72,39 @@ def test_vmap_says_what_it_leaves_out_of_batch_norm() -> None:
     check_agreement("vmap", losses(serial.start(chosen), STEPS), losses(running, STEPS), 1e-3)
 
 
-def test_two_processes_train_as_the_serial_loop() -> None:
+def test_processes_train_as_the_serial_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "cores", lambda: 2)
     chosen = workload()
     running = processes.start(chosen)
     try:
         assert running.cores == 2
-        check_agreement("two-processes", losses(serial.start(chosen), STEPS), losses(running, STEPS), 1e-6)
+        check_agreement("processes", losses(serial.start(chosen), STEPS), losses(running, STEPS), 1e-6)
     finally:
         running.close()
 
 
-def test_two_processes_need_two_members() -> None:
-    with pytest.raises(Unavailable, match="at least 2 members"):
-        processes.start(workload(members=1))
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_compiled_processes_train_as_the_serial_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "cores", lambda: 8)
+    chosen = workload(members=2)
+    running = processes.start_compiled(chosen)
+    try:
+        assert running.cores == 2
+        check_agreement("processes", losses(serial.start(chosen), STEPS), losses(running, STEPS), 1e-5)
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize(("members", "cores"), [(1, 4), (4, 1)])
+def test_processes_need_two_members_and_cores(members: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "cores", lambda: cores)
+    with pytest.raises(Unavailable, match="at least 2 members and 2 cores"):
+        processes.start(workload(members=members))
+
+
+def test_vmap_with_attention_is_for_models_that_have_it() -> None:
+    with pytest.raises(Unavailable, match="no attention"):
+        vmapped.start_attention(workload())
 
 
 def test_hfusion_trains_as_the_serial_loop() -> None:

@@ -124,12 +124,12 @@ def test_versus_best_takes_the_faster_of_ours() -> None:
     assert "hfusion vs best other" in " ".join(rendered([found], "serial", "vmap", "hfusion-compiled").split())
 
 
-def test_versus_best_counts_two_processes_per_core() -> None:
-    found = comparison(serial=(8.0,), two_processes=(5.0,), hfusion=(4.0,))
-    cells = tuple(replace(cell, cores=2) if cell.contender == "two-processes" else cell for cell in found.cells)
+def test_versus_best_counts_processes_per_core() -> None:
+    found = comparison(serial=(8.0,), processes=(5.0,), hfusion=(4.0,))
+    cells = tuple(replace(cell, cores=2) if cell.contender == "processes" else cell for cell in found.cells)
     assert replace(found, cells=cells).versus_best() == ("serial", 2.0)
-    assert replace(found, cells=cells, threads=2).versus_best() == ("two-processes", 1.25)
-    assert "[1] wall time on 2 cores" in rendered([replace(found, cells=cells)], "serial", "two-processes", "hfusion")
+    assert replace(found, cells=cells, threads=2).versus_best() == ("processes", 1.25)
+    assert "[1] wall time on 2 cores" in rendered([replace(found, cells=cells)], "serial", "processes", "hfusion")
 
 
 def test_the_plot_leaves_out_what_was_not_timed(tmp_path: Path) -> None:

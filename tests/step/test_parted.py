@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.step.parted import TURNS, Trial
 from tests.step.test_step_graph import arrays, loss_of
 from tests.step.test_train_step import ATTENTION, TINY, Pair, batch, needs_compiler
-from tests.zoo import Model
+from tests.zoo import Model, normal
 
 
 def adam(array: hf.FusedModule) -> hf.optim.Adam:
@@ -88,12 +91,55 @@ def test_threads_show_in_no_bit(stacked: bool) -> None:
         way = next(way for ways in step._ways.values() for way in ways)
         assert "for 2 members, called once per 2, on 4 threads" in way.program.how
         if threads:
-            way.program._threads = threads
-            way.program._process = 0
+            way.program._threads, way.program.team = threads, None
         else:
             way.program = way.program._program
         results.append(advance(step, *given))
     assert all(same(results[0], other) for other in results[1:])
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Of torch's."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("two_threads")
+def test_as_many_as_torch_has_threads() -> None:
+    """Whether threads pay is measured, and shows in no bit."""
+    results = []
+    for parts in ("auto", 2):
+        step = classifier(5, parts=parts)
+        results.append(advance(step, *data(), times=2 + 2 * TURNS + 3))
+        (row,) = step.report().rows
+        told = re.escape("2 programs of ") + r"\d+ operators for 3 and 2 members, called once per block, "
+        timed = r"(on 2 threads|one after the other), measured: [\d.]+ ms, (on 2 threads|one after the other) [\d.]+ ms"
+        assert re.fullmatch(told + (timed if parts == "auto" else "on 2 threads"), row.how), row.how
+    assert same(*results)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("two_threads")
+def test_one_part_of_many_kinds() -> None:
+    """As many programs as blocks would cost more to compile than they gain."""
+    made = iter(range(100))
+    slopes = Model("slopes", lambda: nn.Sequential(nn.Linear(4, 2), nn.LeakyReLU(next(made) / 100)), normal(4))
+    both = parted(slopes, 10, 5)
+    for step in range(3):
+        both.advance(*batch(slopes, 4), f"after step {step}")
+    assert "in one part: members run 2 at once" in str(both.step.report())
+
+
+def test_a_trial_keeps_the_fastest() -> None:
+    trial = Trial(("a", "b"))
+    for turn in range(TURNS):
+        assert trial.best is None
+        trial.note(trial.next, 1.0 if turn else 9.0)
+        trial.note(trial.next, 3.0 - turn if turn < 2 else 2.5)
+    assert (trial.best, trial.seconds("a"), trial.seconds("b")) == ("a", 1.0, 2.0)
 
 
 @needs_compiler
@@ -107,7 +153,7 @@ def test_other_widths() -> None:
     step._fused.keep([1])
     step._optimizer.keep([1])
     advance(step, *given)
-    assert "for a member, called once per member, on 1 threads" in str(step.report())
+    assert str(step.report()).splitlines()[-1].endswith("operators")
 
 
 @needs_compiler
@@ -195,7 +241,7 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
     advance(step, *given)
 
 
-@pytest.mark.parametrize("parts", [0, -1, 1.5, "two", True])
+@pytest.mark.parametrize("parts", [0, -1, 1.5, "two", True, None])
 def test_parts_are_a_number(parts: Any) -> None:
-    with pytest.raises(ValueError, match="parts"):
+    with pytest.raises(ValueError, match="parts is"):
         classifier(2, parts=parts)

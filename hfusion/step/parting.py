@@ -1,0 +1,137 @@
+"""Into which parts a step is divided: blocks of members, some of them computed at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from hfusion.compiler.bound import BoundProgram
+from hfusion.core.layout import Layout
+from hfusion.core.program import Kind
+from hfusion.device.team import Team, library
+from hfusion.passes.candidates import by_name
+from hfusion.step.compiled import FusedStep, PerMemberStep, StepProgram, too_many_kinds
+from hfusion.step.parted import PartedStep
+from hfusion.step.recorded import recorded
+from hfusion.step.step_graph import StepCall
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Programs compute ``size`` members, or all if None; ``threads`` of them at a time, each with ``inner`` of torch's.
+
+    ``measured``: whether that is faster than one after the other is to be measured. ``why``: why there is one part
+    where more were asked for.
+    """
+
+    size: int | None
+    threads: int = 1
+    inner: int = 1
+    measured: bool = False
+    why: str = ""
+
+    @staticmethod
+    def of(parts: int | str, forward: BoundProgram, loss: BoundProgram, size: int | None) -> Parting:
+        """For ``parts`` at a time, or for as many as torch has threads; ``size``: where it is given.
+
+        An operator that all threads compute together waits for the slowest of them, and the small ones gain nothing:
+        measured on two cores, 0.8 of the speed of threads that compute members of their own.
+        """
+        members, cores = forward.compiled.program.members, torch.get_num_threads()
+        threads = min(cores if isinstance(parts, str) else parts, members)
+        if threads == 1:
+            return Parting(size)
+        block = -(-members // threads) if size is None else size
+        why = obstacle(forward, loss) or too_many_kinds(forward, loss, block)
+        if why:
+            return Parting(size, why=why)
+        return Parting(block, threads, max(1, cores // threads), parts == AUTO)
+
+    @contextmanager
+    def set_threads(self) -> Iterator[None]:
+        """In which its programs are compiled: inductor writes for as many threads as it finds set."""
+        before = torch.get_num_threads()
+        if self.threads == 1 or before == self.inner:
+            yield
+            return
+        torch.set_num_threads(self.inner)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def applied(self, program: FusedStep | PerMemberStep) -> StepProgram:
+        """The step with its parts. Raises Unparted."""
+        if self.why:
+            return OnePart(recorded(program), self.why)
+        if self.threads == 1:
+            return recorded(program)
+        assert isinstance(program, PerMemberStep), program
+        return PartedStep(program, self.threads, self.inner, self.measured)
+
+
+@dataclass(frozen=True, eq=False)
+class OnePart:
+    """``program``, which was asked for in parts and runs in one, and why."""
+
+    program: StepProgram
+    why: str
+    team: Team | None = None
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        return f"{self.program.how}, in one part: {self.why}"
+
+    def fits(self, call: StepCall) -> bool:
+        return self.program.fits(call)
+
+    def step(self, call: StepCall) -> Any:
+        """Write gradients and buffers; the losses ``[B]``."""
+        return self.program.step(call)
+
+
+def check_parts(parts: object) -> int | str:
+    """``parts`` as `hfusion.train_step` takes it. Raises ValueError."""
+    if parts == AUTO and isinstance(parts, str):
+        return parts
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+        raise ValueError(
+            f'parts is {parts!r}: give "auto", or how many shall run at the same time, an integer from 1 on'
+        )
+    return parts
+
+
+def obstacle(forward: BoundProgram, loss: BoundProgram) -> str:
+    """Why a step cannot run in parts at the same time, in words; empty if it can."""
+    for source in (forward, loss):
+        slots = [slot for slot in source.compiled.program.slots if slot.kind is not Kind.INPUT]
+        for slot, layout, (holder, name) in zip(slots, source.layouts, source.places, strict=True):
+            tensor, shared = holder[name], layout is Layout.SHARED
+            if tensor.device.type != "cpu":
+                return f"{slot.name} lies on {tensor.device}, and parts are for the cores of a CPU"
+            if shared and tensor.requires_grad:
+                return f"all members share the trained {slot.name}, whose gradient is a sum over them"
+            if shared and slot.name in source.compiled.written:
+                return f"all members share {slot.name}, which forward writes to"
+        if operator := next(drawing(source.compiled.graph), None):
+            return f"{operator} draws numbers for all members, one after the other"
+    found = library()
+    return found if isinstance(found, str) else ""
+
+
+def drawing(graph: fx.Graph) -> Iterator[Any]:
+    """The operators of a member's forward or loss that draw random numbers."""
+    tagged = (n for n in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()))
+    for node in tagged:
+        given = by_name(node.target, node.args, node.kwargs)
+        # Attention, and dropout in evaluation, are called with all that they may be given.
+        if given.get("dropout_p", given.get("p")) != 0 and given.get("train", True) is not False:
+            yield node.target

@@ -1,0 +1,31 @@
+"""The example of all cores at a small size: its ways agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.step.test_train_step import needs_compiler
+
+pytest.importorskip("sklearn")
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("two_threads")
+def test_the_ways_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    from examples import all_cores
+
+    found = all_cores.main(["--members", "4", "--steps", "30"])
+    assert set(found) == {"1", "2", "auto"}
+    assert torch.equal(found["2"], found["auto"])
+    torch.testing.assert_close(found["1"], found["2"], rtol=1e-3, atol=1e-3)
+    assert "2 threads of torch's" in capsys.readouterr().out
