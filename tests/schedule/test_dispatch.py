@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hfusion.bench.policies import COMPARED
 from hfusion.schedule.dispatch import Dispatcher
 from hfusion.schedule.plan import Plan
-from hfusion.schedule.policy import Candidate, Policy, State
+from hfusion.schedule.policy import POLICIES, Candidate, Policy, State
 from tests.shards import plans, task
 
 FIFO, LONGEST = COMPARED["fifo"], COMPARED["sharded-lrtf"]
