@@ -20,15 +20,13 @@ from hfusion.device.backend import random_states_kept
 from hfusion.device.calibrate import Rates
 from hfusion.device.machine import Machine
 from hfusion.optim.base import FusedOptimizer
-from hfusion.passes.partition.shard import Sharding, sharding
+from hfusion.passes.partition.shard import Sharding, sharding, shards_at
 from hfusion.runtime.recipe import Recipe
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.reading import generators, reading
 from hfusion.tasks.sharing import check_loaders, check_tensors
 from hfusion.tasks.source import Evaluated, Minibatch, Stream, Trained
 from hfusion.tasks.task import Task, length, optimizer_of, shapes
-
-_UNLIMITED = 1 << 62
 
 Turn: TypeAlias = AbstractContextManager[Any] | None
 
@@ -93,7 +91,7 @@ class Arrangement:
 def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tuple[list[Arrangement], Plan]:
     """Fuse what can be fused as wide as it fits, and cut what does not fit the largest device.
 
-    ``keep``: what is spilled may keep its last shard on the device, see `prefetch_partition`.
+    ``keep``: what is spilled may keep its last shard on the device, see `choose_cuts`.
 
     Raises:
         PlanError: names that repeat, a task that fits in no way, a loader that cannot be used.
@@ -227,7 +225,8 @@ def _plan(
             kept=cut.kept,
         )
 
-    resident = planned(sharding(program, samples, _UNLIMITED, room.rates, state), resident=True)
+    whole = Sharding(shards_at(program, (), samples, room.rates, state), kept=False)
+    resident = planned(whole, resident=True)
     if resident.device_bytes <= room.budget:
         return resident
     cut = sharding(program, samples, room.budget, room.rates, state, carried=resident.carried, keep=room.keep)

@@ -14,12 +14,11 @@ from hfusion.array.fuse import fuse
 from hfusion.compiler.arguments import Arguments
 from hfusion.device.calibrate import Rates
 from hfusion.device.machine import Device
-from hfusion.passes.partition.shard import sharding
+from hfusion.passes.partition.shard import shards_at
 from hfusion.schedule.plan import TaskPlan
 from hfusion.step.train_step import call_arguments
 from hfusion.tune.space import MakeOptimizer
 
-_UNLIMITED = 1 << 62
 # Of the estimated time of a member in the width where that is least: narrower arrays that reach it are preferred, as
 # samplers and pruners then know of more trials when they choose. As in `hfusion.tasks.arrange`, but for the gain.
 _NEAR = 1.05
@@ -81,8 +80,8 @@ class Footprint:
     def _plan(self, rows: int) -> TaskPlan:
         if rows not in self._plans:
             program = replace(self._program, members=rows)
-            cut = sharding(program, self._samples, _UNLIMITED, self._rates, self._stacks)
-            self._plans[rows] = TaskPlan("sweep", cut.shards, 1, True, rows)
+            whole = shards_at(program, (), self._samples, self._rates, self._stacks)
+            self._plans[rows] = TaskPlan("sweep", whole, 1, True, rows)
         return self._plans[rows]
 
 

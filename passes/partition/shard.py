@@ -1,9 +1,4 @@
-"""Cut a program into shards that fit a budget, where few bytes are alive: Program -> shards of a plan.
-
-Every partition of the line into runs of steps is a path; dynamic programming finds the best one in O(n^2), and
-stops to extend a run as soon as it outgrows the budget (as Jia et al., "Beyond Data and Model Parallelism",
-arXiv:1807.05358, and Hydra's partitioner, arXiv:2110.08633, cut sequences). A storage that is alive at several
-cuts counts at each.
+"""Cut a program into shards that fit a budget: Program -> shards of a plan.
 
 Operators stay in the order in which they were captured: the gradients of a value are summed in the order of its users.
 Where branches stand side by side another order would leave fewer bytes alive at the cuts (greedy by what each operator
@@ -16,13 +11,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 from hfusion.core.errors import PlanError
 from hfusion.core.program import Program
 from hfusion.device.calibrate import Rates
 from hfusion.passes.cost.cost import line
-from hfusion.passes.partition.prefetch import prefetch_partition
+from hfusion.passes.partition.choose_cuts import choose_cuts, on_the_way
 from hfusion.passes.partition.segments import Segment, Segments
 from hfusion.schedule.plan import Shard
 
@@ -47,8 +43,7 @@ def sharding(
 ) -> Sharding:
     """Shards of ``program`` each of which trains within ``budget`` bytes when it is alone there, or with what is kept.
 
-    Cut so that the shard that comes next can be loaded while one runs, see `prefetch_partition`. Where no cut allows
-    that, the bytes alive at the cuts are fewest, and among the ways to cut where they are, the shards.
+    Cut as takes the fewest seconds, see `choose_cuts`.
 
     Args:
         batch: samples of a minibatch, in place of the dim that varies.
@@ -62,11 +57,10 @@ def sharding(
         PlanError: a bad argument; or no cut fits, which says the smallest budget that would do and which node needs it.
     """
     segments = _segments(program, batch, rates, optimizer_state, carried=carried)
-    way = prefetch_partition(segments, budget, rates, keep=keep)
-    cuts = cut(segments, budget) if way is None else way.cuts
-    if cuts is None:
+    way = choose_cuts(segments, budget, rates, partial(_between, segments, rates=rates), keep=keep)
+    if way is None:
         raise PlanError(_infeasible(program.name, segments, budget))
-    return Sharding(_between(segments, cuts, rates), way is not None and way.kept)
+    return Sharding(_between(segments, way.cuts, rates), way.kept)
 
 
 def shards_at(
@@ -99,26 +93,6 @@ def _between(segments: Segments, cuts: Sequence[int], rates: Rates) -> tuple[Sha
     return tuple(replace(part, borrows=found) for part, found in zip(parts, owners, strict=True))
 
 
-def cut(segments: Segments, budget: int) -> tuple[int, ...] | None:
-    """Where to cut, ascending, so that every run fits and the bytes alive at the cuts are fewest; None if none fits."""
-    best: list[tuple[int, int] | None] = [(0, 0), *[None] * segments.count]
-    came = [0] * (segments.count + 1)
-    for first in range(segments.count):
-        here, end = best[first], best[-1]
-        if here is None:
-            continue
-        reached = (here[0] + segments.alive[first], here[1] + 1)
-        if end is not None and reached >= end:
-            continue
-        for run in segments.starting(first):
-            if run.floor + segments.alive[first] > budget:
-                break
-            known = best[run.last]
-            if segments.need(first, run) <= budget and (known is None or reached < known):
-                best[run.last], came[run.last] = reached, first
-    return None if best[-1] is None else _back(came)
-
-
 def tightest(segments: Segments) -> tuple[int, int, int]:
     """The smallest budget that some cut fits, and the run ``[first, last)`` that needs it."""
     bound = max(map(segments.alone, range(segments.count)))
@@ -131,19 +105,9 @@ def tightest(segments: Segments) -> tuple[int, int, int]:
             reached = max(best[first], segments.need(first, run))
             if reached < best[run.last]:
                 best[run.last], came[run.last] = reached, first
-    places = [0, *_back(came), segments.count]
+    places = [0, *on_the_way(came.__getitem__, segments.count), segments.count]
     worst = max(pairwise(places), key=lambda place: segments.need(place[0], _segment(segments, *place)))
     return best[-1], *worst
-
-
-def _back(came: list[int]) -> tuple[int, ...]:
-    """The cuts on the way to the last place."""
-    cuts = []
-    place = came[-1]
-    while place:
-        cuts.append(place)
-        place = came[place]
-    return tuple(reversed(cuts))
 
 
 def _segment(segments: Segments, first: int, last: int) -> Segment:

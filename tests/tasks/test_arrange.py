@@ -16,7 +16,6 @@ import hfusion as hf
 from hfusion.core.errors import PlanError
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.arrange import arrange, batched_evenly
-from tests.shards import overlapped
 from tests.trained import EPOCHS, RATES, SEED, Way, machine, plain
 
 PAIR = (torch.ones(2, 3), torch.tensor([0, 1]))
@@ -185,7 +184,7 @@ def test_a_loader_that_shuffles_gives_what_it_gives_a_loop(own: bool, size: int)
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_shards_are_as_large_as_lets_the_next_one_be_loaded(clip: float | None) -> None:
+def test_less_memory_more_shards(clip: float | None) -> None:
     layers = [layer for _ in range(12) for layer in (nn.Linear(16, 16), nn.ReLU())]
     models = [nn.Sequential(*layers) for _ in range(2)]
     batch = (torch.ones(4, 16), torch.zeros(4, dtype=torch.int64))
@@ -198,12 +197,12 @@ def test_shards_are_as_large_as_lets_the_next_one_be_loaded(clip: float | None) 
     counts = []
     for part in (2, 3, 4, 6):
         made = planned(need // part)
-        assert overlapped(made) <= need // part
+        assert made.device_bytes <= need // part
         counts.append(len(made.shards))
     assert counts == sorted(counts)
     smallest = next(budget for budget in range(need // 14, need, 256) if fits(planned, budget))
     alone = planned(smallest)
-    assert alone.device_bytes <= smallest < overlapped(alone)
+    assert alone.device_bytes <= smallest
 
 
 def test_where_there_is_room_the_last_shard_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +220,7 @@ def test_where_there_is_room_the_last_shard_is_kept(monkeypatch: pytest.MonkeyPa
     on = machine(memory=f"{need * 3 // 4}B")
     made = hf.plan([one], on).tasks[0]
     assert made.kept
-    assert overlapped(made) <= need * 3 // 4
+    assert made.device_bytes <= need * 3 // 4
 
     def kept(tasks: list[hf.Task], policy: str) -> list[bool]:
         return [each.kept for each in hf.train(tasks, on, policy).plan.tasks]

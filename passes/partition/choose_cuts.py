@@ -1,0 +1,167 @@
+"""Choose where to cut a line: of some ways the one that takes the fewest seconds, as the engine foretells it.
+
+Few and large shards cut where the fewest bytes are alive, which is best where links are slow; smaller ones leave room
+to load the next shard beside the one that runs. And where the budget leaves room, the last shard is kept on the device,
+and only those before it come and go: what is kept moves never, and of all shards the last one recomputes nothing.
+
+Every way to cut the line into runs of steps is a path; dynamic programming finds the one with the fewest bytes alive at
+its cuts in O(n^2), and stops to extend a run as soon as it outgrows the budget (as Jia et al., "Beyond Data and Model
+Parallelism", arXiv:1807.05358, and Hydra's partitioner, arXiv:2110.08633, cut sequences). A storage that is alive at
+several cuts counts at each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from hfusion.device.calibrate import Rates
+from hfusion.passes.partition.segments import Segments
+from hfusion.schedule.lower import host_bytes
+from hfusion.schedule.plan import Plan, Shard, TaskPlan
+from hfusion.schedule.simulate import simulate
+
+# Ways are looked for whose shards take so much of what the device has for them.
+_PARTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+_PARTS_BESIDE = (1.0, 0.7, 0.5)
+# To begin and end a unit takes as long as so many calls of operators; where a call takes 3 us, it took 0.15 to 0.2 ms.
+_UNIT_CALLS = 60
+# Beyond so many places to cut, those where most is alive are left out: the time grows with their third power.
+_MAX_PLACES = 128
+# At so many places the shard that is kept may begin.
+_MAX_KEPT = 8
+# So often one cut more is tried at so many places, or one less.
+_ROUNDS = 3
+_MAX_MORE = 12
+# Minibatches that are foretold.
+_STEPS = 3
+
+
+class Way(NamedTuple):
+    """Where to cut, ascending; whether the last shard is kept on the device."""
+
+    cuts: tuple[int, ...]
+    kept: bool
+
+
+_Shards = Callable[[Sequence[int]], tuple[Shard, ...]]
+
+
+def choose_cuts(segments: Segments, budget: int, rates: Rates, shards: _Shards, *, keep: bool) -> Way | None:
+    """The best way to cut; None if none fits. ``shards`` makes them of cuts; ``keep``: the last one may be kept."""
+
+    def seconds(way: Way) -> float:
+        return _seconds(shards(way.cuts), way.kept, budget, rates, carried=segments.carried)
+
+    cost = {way: seconds(way) for way in dict.fromkeys(_ways(segments, budget, shards, keep))}
+    if not cost or min(cost.values()) == math.inf:
+        cuts = cut(segments, budget)
+        return None if cuts is None else Way(cuts, False)
+    best = min(cost, key=cost.__getitem__)
+    more = _fewest(segments, range(1, segments.count), _MAX_MORE)
+    for _ in range(_ROUNDS):
+        before = best
+        cost |= {way: seconds(way) for way in _beside(best, more) if way not in cost}
+        best = min(cost, key=cost.__getitem__)
+        if best == before:
+            break
+    return best
+
+
+def cut(segments: Segments, budget: int) -> tuple[int, ...] | None:
+    """Where to cut so that every run fits and the bytes alive at the cuts are fewest; None if none fits."""
+    end = segments.count
+    return fewest_alive(segments.alive, range(end), _running(segments, budget), end, budget)
+
+
+def _ways(segments: Segments, budget: int, shards: _Shards, keep: bool) -> Iterator[Way]:
+    end = segments.count
+    few = _fewest(segments, range(1, end), _MAX_PLACES)
+    running, ends = _running(segments, budget), {*few, end}
+    runs = {first: [run for run in running(first) if run[0] in ends] for first in (0, *few)}
+
+    def ways(end: int, budget: int, parts: Iterable[float]) -> Iterator[tuple[int, ...]]:
+        found = (fewest_alive(segments.alive, runs, runs.__getitem__, end, round(part * budget)) for part in parts)
+        return (cuts for cuts in found if cuts is not None)
+
+    for cuts in ways(end, budget, _PARTS):
+        yield Way(cuts, False)
+    if not keep:
+        return
+    yield Way((), True)
+    for start in _fewest(segments, [first for first in few if any(last == end for last, _ in runs[first])], _MAX_KEPT):
+        left = budget - host_bytes(shards((start,))[-1], carried=segments.carried)
+        for cuts in ways(start, left, _PARTS_BESIDE):
+            yield Way((*cuts, start), True)
+
+
+def _beside(way: Way, more: Sequence[int]) -> Iterator[Way]:
+    """The same way with one cut more, at some of ``more``, or one less."""
+    for place in more:
+        if place not in way.cuts:
+            yield Way(tuple(sorted((*way.cuts, place))), way.kept)
+    for place in way.cuts:
+        yield Way(tuple(each for each in way.cuts if each != place), way.kept)
+
+
+def _running(segments: Segments, budget: int) -> Callable[[int], Iterator[tuple[int, int]]]:
+    """The runs from a place that fit a budget: where each ends, and the bytes that it needs."""
+
+    def running(first: int) -> Iterator[tuple[int, int]]:
+        for run in segments.starting(first):
+            if run.floor + segments.alive[first] > budget:
+                break
+            if (need := segments.need(first, run)) <= budget:
+                yield run.last, need
+
+    return running
+
+
+def fewest_alive(
+    alive: Sequence[int],
+    places: Iterable[int],
+    running: Callable[[int], Iterable[tuple[int, int]]],
+    end: int,
+    budget: int,
+) -> tuple[int, ...] | None:
+    """The cuts at some of ``places`` before ``end`` where the fewest bytes are alive, and of those the fewest.
+
+    None if in no way all shards fit the budget. ``running``: the runs from a place, see `_running`.
+    """
+    best, came = {0: (0, 0)}, dict[int, int]()
+    for first in places:
+        if first not in best or first >= end:
+            continue
+        reached = best[first][0] + alive[first], best[first][1] + 1
+        if end in best and reached >= best[end]:
+            continue
+        for last, need in running(first):
+            if need <= budget and last <= end and (last not in best or reached < best[last]):
+                best[last], came[last] = reached, first
+    return None if end not in best else on_the_way(came.__getitem__, end)
+
+
+def on_the_way(before: Callable[[int], int], end: int) -> tuple[int, ...]:
+    """The cuts on the way to ``end``, by the one before each."""
+    cuts = list[int]()
+    while end := before(end):
+        cuts.append(end)
+    return tuple(reversed(cuts))
+
+
+def _fewest(segments: Segments, places: Sequence[int], most: int) -> list[int]:
+    """At ``most`` so many of ``places``: of neighbouring ones that where the fewest bytes are alive."""
+    size = max(1, math.ceil(len(places) / most))
+    groups = (places[start : start + size] for start in range(0, len(places), size))
+    return [min(group, key=segments.alive.__getitem__) for group in groups]
+
+
+def _seconds(shards: tuple[Shard, ...], kept: bool, budget: int, rates: Rates, *, carried: bool) -> float:
+    """Of some minibatches, foretold; without end where the shards do not fit."""
+    sums = 2 if carried else 1
+    task = TaskPlan("task", shards, _STEPS * sums, resident=False, accumulate=sums, kept=kept)
+    if task.device_bytes > budget:
+        return math.inf
+    plan = Plan((task,), {"device": budget}, rates.load, rates.evict)
+    return simulate(plan).makespan + task.units * _UNIT_CALLS / rates.calls

@@ -1,0 +1,115 @@
+"""Where to cut: what is chosen fits, and of the ways that are tried none takes fewer seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import combinations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hfusion.device.calibrate import Rates
+from hfusion.passes.cost.cost import Line, OperatorCost, Storage, Weight
+from hfusion.passes.partition.choose_cuts import _MAX_PLACES, Way, _seconds, choose_cuts, cut
+from hfusion.passes.partition.segments import Segments
+from hfusion.passes.partition.shard import _between, tightest
+from hfusion.schedule.plan import Shard, TaskPlan
+from tests.lines import lines
+
+RATES = Rates(flops=1.0, memory=9.0, load=2.0, evict=3.0, read=1.0, write=1.0, calls=1000.0)
+HUGE = 2**50
+
+
+def shards(segments: Segments, cuts: Sequence[int]) -> tuple[Shard, ...]:
+    return _between(segments, cuts, RATES)
+
+
+def chosen(segments: Segments, budget: int, *, keep: bool = True) -> Way | None:
+    return choose_cuts(segments, budget, RATES, partial(shards, segments), keep=keep)
+
+
+def seconds(segments: Segments, way: Way, budget: int) -> float:
+    return _seconds(shards(segments, way.cuts), way.kept, budget, RATES, carried=segments.carried)
+
+
+@given(lines(), st.integers(0, 200), st.sampled_from([0, 2]), st.booleans(), st.booleans())
+def test_what_is_chosen_fits_and_beats_the_fewest_bytes(
+    plain: Line, budget: int, state: float, carried: bool, keep: bool
+) -> None:
+    segments = Segments(plain, state, carried)
+    way, fewest = chosen(segments, budget, keep=keep), cut(segments, budget)
+    if way is None:
+        assert fewest is None
+        return
+    plan = TaskPlan("t", shards(segments, way.cuts), 2, False, accumulate=1 + carried, kept=way.kept)
+    assert plan.device_bytes <= budget
+    assert keep or not way.kept
+    if fewest is not None:
+        assert seconds(segments, way, budget) <= seconds(segments, Way(fewest, False), budget)
+
+
+@given(lines(), st.integers(20, 200))
+def test_near_the_best_of_all_ways(plain: Line, budget: int) -> None:
+    segments = Segments(plain, 2)
+    way = chosen(segments, budget)
+    if way is None:
+        return
+    places = range(1, segments.count)
+    ways = [
+        Way(cuts, kept)
+        for number in range(segments.count)
+        for cuts in combinations(places, number)
+        for kept in (False, True)
+    ]
+    best = min(seconds(segments, each, budget) for each in ways)
+    assert seconds(segments, way, budget) <= 1.5 * best
+
+
+def layers(count: int, weight: int, compute: float) -> Segments:
+    """Equal layers one after the other."""
+    steps = tuple(OperatorCost(f"s{k}", compute, 2 * compute) for k in range(count))
+    values = tuple(Storage(1, k, k + 1) for k in range(count - 1))
+    return Segments(Line(steps, values, tuple(Weight(weight, (k,)) for k in range(count))), 2)
+
+
+def test_where_computing_takes_longer_room_for_the_next_shard_is_left() -> None:
+    """A layer takes 404 bytes at most while it runs, and 302 while it waits: two layers fit, and one beside another."""
+    found = chosen(layers(4, 100, 1e3), 706, keep=False)
+    assert found == Way((1, 2, 3), False)
+
+
+def test_where_copies_take_longer_shards_are_few() -> None:
+    """Values at the cuts are as large as weights."""
+    steps = tuple(OperatorCost(f"s{k}", 1.0, 2.0) for k in range(4))
+    values = tuple(Storage(100, k, k + 1) for k in range(3))
+    segments = Segments(Line(steps, values, tuple(Weight(100, (k,)) for k in range(4))), 2)
+    found = chosen(segments, 1100, keep=False)
+    assert found is not None
+    assert len(found.cuts) < 3
+
+
+def test_where_there_is_room_the_last_layers_are_kept() -> None:
+    """Copies take most of the time."""
+    found = chosen(layers(8, 100, 1.0), 706 + 3 * 300)
+    assert found is not None
+    assert found.kept
+    assert found.cuts[-1] <= 5
+
+
+def test_of_many_places_those_with_few_bytes_are_tried() -> None:
+    """Of each two neighbouring places the second one is good."""
+    count = 2 * _MAX_PLACES
+    steps = tuple(OperatorCost(f"s{k}", 1e3, 2e3) for k in range(count))
+    values = [Storage(1, k, k + 1) for k in range(count - 1)] + [Storage(9, k, k + 1) for k in range(0, count, 2)]
+    segments = Segments(Line(steps, tuple(values), tuple(Weight(100, (k,)) for k in range(count))), 2)
+    found = chosen(segments, 20_000)
+    assert found is not None
+    assert {segments.alive[place] for place in found.cuts} == {min(segments.alive[1:-1])}
+    tight = chosen(segments, tightest(segments)[0])
+    assert tight is not None
+    assert len(tight.cuts) > _MAX_PLACES
+
+
+def test_nothing_fits() -> None:
+    assert chosen(layers(3, 100, 1.0), 300) is None
