@@ -83,7 +83,7 @@ def _rows(values: Any, members: Sequence[int]) -> Any:
     return pytree.tree_map(rows, values, is_leaf=is_stacked)
 
 
-class Programs(Protocol):
+class CutPrograms(Protocol):
     """Where the programs of minibatches come from, and their parts."""
 
     def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
@@ -152,7 +152,7 @@ class Stream:
         loader: Iterable[Any],
         members: Sequence[int],
         loss: PerModel,
-        programs: Programs,
+        programs: CutPrograms,
         samples: int,
         devices: Sequence[torch.device],
         turn: AbstractContextManager[Any] | None = None,

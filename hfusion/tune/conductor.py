@@ -19,7 +19,7 @@ from hfusion.tune.folder import SweepFolder
 from hfusion.tune.footprint import Footprint, fits
 from hfusion.tune.result import Best
 from hfusion.tune.shape_array import Seat, ShapeArray, SweepRecipe, first_inputs
-from hfusion.tune.space import Candidate, Maker, Suggestion
+from hfusion.tune.space import Maker, Suggestion, TrialModel
 from hfusion.tune.trials import Trials, Verdict
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Conductor:
         self.trials, self._maker, self._recipe, self._extent = trials, maker, recipe, extent
         self._device, self._rates, self._folder = device, rates, folder
         self._arrays: list[ShapeArray] = []
-        self._waiting: tuple[Candidate, ShapeArray] | None = None
+        self._waiting: tuple[TrialModel, ShapeArray] | None = None
         self._round = self._opened = 0
         self.best: Best | None = None
         self._inputs: Any = None
@@ -112,7 +112,7 @@ class Conductor:
             array.compact()
         self._arrays = [array for array in self._arrays if array.seats]
 
-    def _next(self) -> tuple[Candidate, ShapeArray] | None:
+    def _next(self) -> tuple[TrialModel, ShapeArray] | None:
         """The trial that comes next, and the array that takes it; None where all are asked."""
         found, self._waiting = self._waiting, None
         while found is None and len(self.trials.asked) < self._extent.trials:
@@ -136,7 +136,7 @@ class Conductor:
             _log.warning("trial %d failed: %r", number, error)
             return None
 
-    def _candidate(self, trial: Any) -> tuple[Candidate, ShapeArray]:
+    def _candidate(self, trial: Any) -> tuple[TrialModel, ShapeArray]:
         candidate = self._maker.candidate(trial.number, self._maker.suggestion(trial))
         for array in self._arrays:
             if array.takes(candidate):
@@ -152,7 +152,7 @@ class Conductor:
         self._opened += 1
         return candidate, array
 
-    def _array(self, name: str, first: Candidate) -> ShapeArray:
+    def _array(self, name: str, first: TrialModel) -> ShapeArray:
         if self._inputs is None:
             self._inputs = first_inputs(self._recipe.loader, self._recipe.device)
         # What is made with other seeds only in values is the same shape, and shares what models share.

@@ -19,7 +19,7 @@ from hfusion.optim import FusedOptimizer
 from hfusion.population.population import Population
 from hfusion.tasks.reading import generators, reading
 from hfusion.tune.footprint import Footprint
-from hfusion.tune.space import Candidate, MakeOptimizer, Suggestion
+from hfusion.tune.space import MakeOptimizer, Suggestion, TrialModel
 
 
 @dataclass
@@ -73,15 +73,15 @@ class ShapeArray:
     ``joining`` are those that get rows when `join` is called.
     """
 
-    def __init__(self, name: str, first: Candidate, footprint: Footprint, recipe: SweepRecipe) -> None:
+    def __init__(self, name: str, first: TrialModel, footprint: Footprint, recipe: SweepRecipe) -> None:
         self.name, self.footprint = name, footprint
         self._first, self._recipe = first, recipe
         self.population: Population | None = None
         self.seats: dict[str, Seat] = {}
-        self.joining: list[Candidate] = []
+        self.joining: list[TrialModel] = []
         self._fastest: int | None = None
 
-    def takes(self, candidate: Candidate) -> bool:
+    def takes(self, candidate: TrialModel) -> bool:
         """Whether the trial can be a member."""
         if candidate.suggestion.options != self._first.suggestion.options:
             return False

@@ -34,7 +34,7 @@ class Suggestion:
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
+class TrialModel:
     """A trial with its model, which waits for a row or has one."""
 
     number: int
@@ -78,9 +78,9 @@ class Maker:
         check_alone(0, model)
         return model.to(self._device)
 
-    def candidate(self, number: int, suggestion: Suggestion) -> Candidate:
+    def candidate(self, number: int, suggestion: Suggestion) -> TrialModel:
         """Raises as `model`."""
-        return Candidate(number, suggestion, self.model(number, suggestion))
+        return TrialModel(number, suggestion, self.model(number, suggestion))
 
     def _check_hypers(self, number: int, hypers: Mapping[str, Any]) -> None:
         for hyper in self._hypers:

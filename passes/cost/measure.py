@@ -38,7 +38,7 @@ Strides: TypeAlias = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class TimedCall:
     """A call on tensors of its own: ``run`` makes it, ``leaves`` get gradients, ``key`` is what its time depends on."""
 
     run: Callable[[], Any]
@@ -73,10 +73,10 @@ class Measured:
             self.times.found.update({trial.key: seconds for trial, seconds in zip(missing, found, strict=True)})
         return [Price(e.estimate, self.times.get(t.key)) for e, t in zip(estimates, trials, strict=True)]
 
-    def _trial(self, node: fx.Node, call: Call) -> Trial:
+    def _trial(self, node: fx.Node, call: Call) -> TimedCall:
         operands = _TrialTensors(self)
         args, kwargs = operands.fill(call.args), operands.fill(dict(call.kwargs))
-        return Trial(lambda: call.fn(*args, **kwargs), operands.leaves, self._key(node, call, operands.told))
+        return TimedCall(lambda: call.fn(*args, **kwargs), operands.leaves, self._key(node, call, operands.told))
 
     def move(self, value: Value, convert: Conversion) -> float:
         return self.model.move(value, convert)
@@ -170,7 +170,7 @@ class _TrialTensors:
         return made.expand(shape)
 
 
-def measure(trials: Sequence[Trial], device: torch.device) -> list[float]:
+def measure(trials: Sequence[TimedCall], device: torch.device) -> list[float]:
     """Seconds of each, with the gradients of all it returns: the least of some runs, the trials taking turns."""
     grads = [[torch.ones_like(x) for x in _differentiable(trial.run())] for trial in trials]
     best = [math.inf] * len(trials)
