@@ -78,7 +78,7 @@ class StackedStepper:
         columns: dict[str, list[Tensor | None]] = {name: [None] * places for name in found}
         if used:
             whole = torch.stack([value.expand(places, self._members) for value in used.values()])
-            for name, column in zip(used, whole.to(self._device, self._dtype), strict=True):
+            for name, column in zip(used, whole.to(self._device, self._dtype, non_blocking=True), strict=True):
                 columns[name] = list(column.unbind())
         return columns
 

@@ -201,7 +201,8 @@ class Training:
             saved = self._compute(shard, inputs, {}, device)
         self.state.wrote(shard, buffers)
         if saved.losses is not None:
-            self.losses.append(saved.losses.detach().cpu())
+            # There when the unit has ended, and so are norms: the host does not wait for each.
+            self.losses.append(saved.losses.detach().to("cpu", non_blocking=True))
         if keep:
             self._saved[shard] = saved
         self._boundary.keep(shard, saved.outputs, self._recipe.later[shard])
@@ -231,7 +232,7 @@ class Training:
         part, params, keys = self._recipe.parts[shard], {}, []
         for slot in part.keys:
             if slot.kind is Kind.CONSTANT:
-                keys.append(self._recipe.constants[slot.name].to(device))
+                keys.append(self._recipe.constants[slot.name].to(device, non_blocking=True))
                 continue
             name = self._names[slot.name]
             tensor = buffers[name] if name in buffers else self.state.tensor(shard, name)
@@ -285,7 +286,6 @@ class Training:
             for name in self.state.shards[shard].trained:
                 if name in self._started and self._gradient(shard, name).numel():
                     norms = grad_norms(self._gradient(shard, name), len(self._clip))
-                    # There when the unit has ended: the host does not wait for each.
                     self._norms[name] = norms.to("cpu", non_blocking=True)
         self._clean(shard)
 
@@ -346,9 +346,11 @@ class Training:
         if self._factors is None:
             norms = total_norm([self._norms[name] for name in self.state.order if name in self._norms])
             self._factors = clip_factors(norms, self._clip)
-        for grad in grads.values():
-            if grad.numel():
-                scale(grad, self._factors)
+        used = [grad for grad in grads.values() if grad.numel()]
+        if used:
+            factors = self._factors.to(used[0].device, non_blocking=True)
+            for grad in used:
+                scale(grad, factors)
 
     def _clean(self, shard: int) -> None:
         """Forget what only this minibatch's backward of the shard needed."""

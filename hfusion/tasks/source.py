@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -164,6 +164,7 @@ class Stream:
         self._programs = programs
         self._samples = samples
         self._devices = devices
+        self._pins = any(backend(device).pins for device in devices)
         self._turn = turn or nullcontext()
         self._open: Iterator[Any] | None = None
         self._resumed: Position | None = None
@@ -176,7 +177,11 @@ class Stream:
     def next(self, drawing: AbstractContextManager[None] | None = None) -> Batch:
         """The next minibatch. Raises PlanError if an epoch of the loader was not as long as it says."""
         self._latest = found = self._reader.next(_within(self._turn, drawing or nullcontext()))
-        return Batch(tuple(_detached(value) for value in found.arguments.values), found.target, found.key)
+        values, target = tuple(_detached(value) for value in found.arguments.values), found.target
+        if self._pins:
+            # Once, for all units that take them.
+            values, target = _each((values, target), _pinned)
+        return Batch(values, target, found.key)
 
     @property
     def position(self) -> Position | None:
@@ -274,7 +279,7 @@ class Stream:
     def _losses(self, program: Program, outputs: Sequence[Any], target: Any) -> Tensor:
         value = outputs[0] if program.out_spec.is_leaf() else pytree.tree_unflatten(list(outputs), program.out_spec)
         device = next(leaf.device for leaf in outputs if isinstance(leaf, Tensor))
-        losses = self._loss(value, _on(target, device))
+        losses = self._loss(value, _each(target, lambda tensor: tensor.to(device, non_blocking=True)))
         if not isinstance(losses, Tensor) or losses.shape != (len(self._members),):
             given = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
             raise PlanError(
@@ -296,13 +301,21 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _on(target: Any, device: torch.device) -> Any:
-    def move(leaf: Any) -> Any:
-        if is_stacked(leaf):
-            return StackedInput(leaf.tensor.to(device))
-        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A nest with its tensors changed, stacked ones too."""
 
-    return pytree.tree_map(move, target, is_leaf=is_stacked)
+    def one(leaf: Any) -> Any:
+        if is_stacked(leaf):
+            return StackedInput(change(leaf.tensor))
+        return change(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(one, value, is_leaf=is_stacked)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """A copy from which devices copy while the host goes on; of memory that lies as it is written."""
+    plain = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
+    return tensor.pin_memory() if plain else tensor
 
 
 def _examples(program: Program, samples: int, device: torch.device) -> list[Any]:

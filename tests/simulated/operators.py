@@ -204,6 +204,7 @@ def copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     stream, host = QUEUES.current(device), source.is_cpu or target.is_cpu
     pinned = all(QUEUES.block(tensor) is not None for tensor in (source, target) if tensor.is_cpu)
     # What is not pinned is first copied to where it is.
+    QUEUES.staged += source.is_cpu and not pinned
     into = _host(target) if target.is_cpu else alias(target)
     out = (_host(source) if pinned else source.clone()) if source.is_cpu else alias(source)
     with QUEUES.beside(stream, stream if host else QUEUES.current(target.device.index)):

@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.core.errors import FusionError
 from tests.simulated.device import install
-from tests.trained import adamw, batches, cross_entropy, fused, momentum
+from tests.simulated.queues import QUEUES
+from tests.trained import EPOCHS, Way, adamw, batches, cross_entropy, fused, momentum, planned, task
 
 LOADER = batches(torch.float64, 3)
 THERE = "sim:0"
@@ -61,10 +62,41 @@ def a_machine_knows_its_devices() -> None:
     assert all(device.memory < 1 << 30 for device in found.devices)
 
 
+class Scaled(nn.Module):
+    """With a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.first(x)) * torch.tensor([1.0, 2.0] * 4, dtype=x.dtype)
+        return self.out(torch.tanh(self.second(h)) + x[:, :1])
+
+
+def a_minibatch_keeps_the_host_waiting_for_nothing_but_the_ends_of_units() -> None:
+    def asked(count: int, way: Way, shards: int, resident: bool) -> tuple[int, int]:
+        """How often the host waited for a tensor, and copied one to where the device copies it from."""
+        one = task(fused(Scaled), way, batches(torch.float64, 1) * count)
+        on = hf.Machine([hf.Device(THERE, memory="1GiB")])
+        plan = planned([one], on, [shards], [resident])
+        QUEUES.start(0)
+        hf.train(one, on, plan=plan)
+        return QUEUES.reads, QUEUES.staged
+
+    for way in (Way(momentum), Way(adamw, 0.5)):
+        for shards, resident in ((1, True), (3, True), (3, False)):
+            few, many = (asked(count, way, shards, resident) for count in (2, 6))
+            assert many[0] == few[0]
+            # For each shard the numbers of the optimizer and what gradients are clipped by; and the constant, once.
+            assert many[1] - few[1] <= 4 * EPOCHS * (shards * (1 if way.clip is None else 2) + 2)
+
+
 PIECES: tuple[Callable[[], None], ...] = (
     a_loaded_state_goes_on_wherever_its_numbers_lie,
     an_array_that_moves_without_its_state_is_refused,
     a_machine_knows_its_devices,
+    a_minibatch_keeps_the_host_waiting_for_nothing_but_the_ends_of_units,
 )
 
 

@@ -98,7 +98,8 @@ class Fault:
 class Queues:
     """The queues and memory of all simulated devices.
 
-    ``trace``: what was asked for, as `tests.simulated.races` reads it. ``lag``: how far devices fall behind.
+    ``trace``: what was asked for, as `tests.simulated.races` reads it. ``lag``: how far devices fall behind. ``reads``:
+    how often the host waited for a queue to read a tensor; ``staged``: how often it copied memory that is not pinned.
     """
 
     def __init__(self) -> None:
@@ -120,7 +121,7 @@ class Queues:
             self.trace: list[tuple[Any, ...]] = []
             self.weights: dict[int, float] = {}
             self.serial = False
-            self.reads = self.operators = 0
+            self.reads = self.operators = self.staged = 0
             self.live = getattr(self, "live", {})
             self.taken = getattr(self, "taken", [0] * DEVICES)
             self.peak = list(self.taken)
