@@ -1,4 +1,4 @@
-"""``python -m hfusion.bench [fuse|optim|shard|schedule]``: see ``--help`` and ``--list``."""
+"""``python -m hfusion.bench [fuse|optim|shard|schedule|sweep]``: see ``--help`` and ``--list``."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from hfusion.bench import (
     shard_cases,
     shard_results,
     startup,
+    sweep,
+    sweep_contenders,
     table,
 )
 from hfusion.bench.arguments import (
@@ -34,6 +36,7 @@ from hfusion.bench.arguments import (
     parse,
     schedule_settings,
     shard_settings,
+    sweep_settings,
 )
 from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
@@ -62,6 +65,8 @@ def print_names(out: Console) -> None:
         "contenders of optim": optim.ABOUT,
         "cases of shard": {case.name: case.about for case in shard_cases.CASES},
         "contenders of shard": shard_results.ABOUT,
+        "models of sweep": {case.name: case.about for case in sweep.CASES},
+        "contenders of sweep": {contender.name: contender.about for contender in sweep_contenders.CONTENDERS},
         "policies of schedule": {policy.name: policy.about for policy in COMPARED.values()},
     }
     for title, names in sections.items():
@@ -168,11 +173,23 @@ def run_schedule(parsed: argparse.Namespace) -> BenchmarkResult:
     return BenchmarkResult(schedule.table(rows), footnotes, rows, interrupted, wrong=[])
 
 
+def run_sweep(parsed: argparse.Namespace) -> BenchmarkResult:
+    """Run the sub-benchmark ``sweep``."""
+    chosen = sweep_settings(parsed)
+    with meter(sweep.pieces(chosen)) as bar:
+        rows, interrupted = collect(sweep.run(chosen, bar))
+    missing = [contender.name for contender in chosen.contenders if contender.missing()]
+    footnotes = [f"{contender.name}: {contender.about}" for contender in chosen.contenders]
+    footnotes += [f"left out, as a package is not installed: {', '.join(missing)}"] if missing else []
+    return BenchmarkResult(sweep.table(rows), footnotes, rows, interrupted, wrong=[])
+
+
 RUN: dict[str, Callable[[argparse.Namespace], BenchmarkResult]] = {
     "fuse": run_fuse,
     "optim": run_optim,
     "shard": run_shard,
     "schedule": run_schedule,
+    "sweep": run_sweep,
 }
 
 

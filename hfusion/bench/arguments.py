@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
-from hfusion.bench import fuse, optim, schedule, shard, shard_cases
+from hfusion.bench import fuse, optim, schedule, shard, shard_cases, sweep
 from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
 from hfusion.bench.policies import COMPARED
 from hfusion.bench.results import kept_rows
+from hfusion.bench.sweep_contenders import CONTENDERS as SEARCHES
 from hfusion.device.backend import accelerators, types
 
 SUB_BENCHMARKS = {
@@ -22,9 +24,12 @@ SUB_BENCHMARKS = {
     "optim": "optimizers alone, in ns per parameter",
     "shard": "arrays that do not fit their device, in shards, against what one could do by hand",
     "schedule": "policies over many tasks and devices, makespan over the lower bound",
+    "sweep": "a search of hyper-parameters with Hyperband, in several ways",
 }
 MEMBERS = (4, 16, 64)
-NOT_FOR = {"schedule": ("members", "repeats"), "shard": ("members",)}
+NOT_FOR = {"schedule": ("members", "repeats"), "shard": ("members",), "sweep": ("members", "repeats")}
+CHOSEN_BY = {"models": ("fuse", "sweep"), "contenders": ("fuse", "sweep")}
+QUICK_SWEEP = (6, 3)
 AMP = {"bf16": torch.bfloat16}
 PICTURES = (".png", ".svg", ".pdf")
 WITHOUT = {"startup": ("contenders", "repeats", "plot"), "memory": ("repeats", "plot")}
@@ -58,14 +63,16 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("benchmark", nargs="?", default="fuse", help=f"one of {names} (default fuse)")
     made.add_argument("--list", action="store_true", help="print the sub-benchmarks, models and contenders")
-    made.add_argument("--models", metavar="A,B", help="fuse: these models only")
+    made.add_argument("--models", metavar="A,B", help="fuse and sweep: these models only")
     made.add_argument("--members", metavar="4,16", type=_counts, help="numbers of members (default 4,16,64)")
-    made.add_argument("--contenders", metavar="A,B", help="fuse: these contenders only")
+    made.add_argument("--contenders", metavar="A,B", help="fuse and sweep: these contenders only")
     made.add_argument("--repeats", type=_count, help="rounds, each timing every contender (default 7; shard 3)")
     made.add_argument("--threads", type=_count, default=1, help="threads of torch (default 1)")
     made.add_argument(
         "--device", type=_device, default=torch.device("cpu"), help="cpu (default), or the type of an accelerator"
     )
+    made.add_argument("--trials", type=_count, help="sweep: how many (default 256)")
+    made.add_argument("--epochs", type=_count, help="sweep: of a trial that is not pruned (default 9)")
     made.add_argument("--quick", action="store_true", help="few models, members, contenders and rounds")
     made.add_argument("--json", metavar="FILE", type=Path, help="write machine and rows to FILE")
     made.add_argument(
@@ -96,8 +103,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parsed = made.parse_args(arguments)
     _or_error(made, lambda: check_name("sub-benchmark", parsed.benchmark, SUB_BENCHMARKS))
     for name in ("models", "contenders", "plot", "amp", "startup", "memory"):
-        if parsed.benchmark != "fuse" and getattr(parsed, name):
+        if parsed.benchmark not in CHOSEN_BY.get(name, ("fuse",)) and getattr(parsed, name):
             made.error(f"--{name} belongs to fuse, not to {parsed.benchmark}: leave it out")
+    for name in ("trials", "epochs"):
+        if parsed.benchmark != "sweep" and getattr(parsed, name):
+            made.error(f"--{name} belongs to sweep, not to {parsed.benchmark}: leave it out")
     if parsed.earlier and parsed.benchmark != "fuse":
         made.error(f"--from belongs to fuse, not to {parsed.benchmark}: leave it out")
     for name, options in WITHOUT.items():
@@ -120,8 +130,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parsed.kept = _or_error(made, lambda: [row for path in parsed.earlier or [] for row in kept_rows(path)])
     if parsed.plot is not None and importlib.util.find_spec("matplotlib") is None:
         made.error("--plot needs matplotlib: pip install 'hfusion[examples]', or leave --plot out")
-    parsed.cases = _or_error(made, lambda: choose("model", parsed.models, CASES))
-    parsed.entrants = _or_error(made, lambda: choose("contender", parsed.contenders, CONTENDERS))
+    searching = parsed.benchmark == "sweep"
+    cases: Sequence[Any]
+    entrants: Sequence[Any]
+    cases, entrants = (sweep.CASES, SEARCHES) if searching else (CASES, CONTENDERS)
+    parsed.cases = _or_error(made, lambda: choose("model", parsed.models, cases))
+    parsed.entrants = _or_error(made, lambda: choose("contender", parsed.contenders, entrants))
     return parsed
 
 
@@ -168,6 +182,18 @@ def schedule_settings(parsed: argparse.Namespace) -> schedule.ScheduleSettings:
     """The settings of the sub-benchmark ``schedule``."""
     cases = schedule.QUICK_CASES if parsed.quick else schedule.CASES
     return schedule.ScheduleSettings(cases=cases, policies=tuple(COMPARED.values()))
+
+
+def sweep_settings(parsed: argparse.Namespace) -> sweep.SweepSettings:
+    """The settings of the sub-benchmark ``sweep``."""
+    trials, epochs = QUICK_SWEEP if parsed.quick else (256, 9)
+    return sweep.SweepSettings(
+        cases=parsed.cases[:1] if parsed.quick and not parsed.models else parsed.cases,
+        contenders=parsed.entrants,
+        trials=parsed.trials or trials,
+        epochs=parsed.epochs or epochs,
+        cores=os.cpu_count() or 1,
+    )
 
 
 def _members(parsed: argparse.Namespace) -> tuple[int, ...]:

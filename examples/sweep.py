@@ -1,0 +1,89 @@
+"""Search the hyper-parameters of a CNN on scikit-learn's handwritten digits, many trials at a time.
+
+    python examples/sweep.py --trials 64 --epochs 9 --directory runs/digits
+
+Learning rate, weight decay, betas and the number of channels are suggested by Optuna's TPE; Hyperband stops what does
+not get on. Trials with as many channels are one array, and each is trained exactly as if alone. With ``--directory``
+the sweep goes on after Ctrl-C, a crash or a kill: start it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import optuna
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+import hfusion as hf
+
+
+def load() -> tuple[Subset[Any], Subset[Any]]:
+    """Samples to train with, and to judge by."""
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0)).tolist()
+    samples = TensorDataset(images, torch.tensor(data.target))
+    return Subset(samples, order[:1347]), Subset(samples, order[1347:])
+
+
+def make_model(channels: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.Conv2d(channels, 2 * channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(2 * channels),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(2 * channels * 4 * 4, 10),
+    )
+
+
+def space(trial: optuna.Trial) -> dict[str, Any]:
+    return {
+        "lr": trial.suggest_float("lr", 1e-4, 1e-1, log=True),
+        "weight_decay": trial.suggest_float("weight_decay", 1e-5, 1e-1, log=True),
+        "betas": (trial.suggest_float("beta1", 0.5, 0.95), 0.999),
+        "channels": trial.suggest_categorical("channels", [4, 8]),
+    }
+
+
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    return (output.argmax(1) == target).double().mean()
+
+
+def main(arguments: Sequence[str] | None = None) -> hf.SweepResult:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=9)
+    parser.add_argument("--directory", help="where the sweep is saved, and goes on from")
+    options = parser.parse_args(arguments)
+    train, judge = load()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    result = hf.sweep(
+        make_model,
+        space,
+        F.cross_entropy,
+        DataLoader(train, batch_size=64, shuffle=True),
+        eval_loader=DataLoader(judge, batch_size=225),
+        metric=accuracy,
+        direction="maximize",
+        sampler=optuna.samplers.TPESampler(seed=0),
+        pruner=optuna.pruners.HyperbandPruner(1, options.epochs, 3),
+        trials=options.trials,
+        epochs=options.epochs,
+        directory=options.directory,
+    )
+    print(result)
+    return result
+
+
+if __name__ == "__main__":
+    main()
