@@ -16,12 +16,14 @@ from hfusion.schedule.simulate import simulate
 from hfusion.step.train_step import train_step
 from hfusion.tasks.task import Evaluation, Step, Task
 from hfusion.tasks.train import TrainError, plan, train
+from hfusion.tune.exploit import PBT
 from hfusion.tune.result import SweepResult
 from hfusion.tune.sweep import sweep
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "PBT",
     "Adapters",
     "CheckpointError",
     "Device",

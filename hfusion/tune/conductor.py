@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,12 +16,13 @@ from hfusion.core.errors import PlanError
 from hfusion.device.calibrate import Rates
 from hfusion.device.machine import Device
 from hfusion.tasks.task import length
+from hfusion.tune.exploit import PBT
 from hfusion.tune.folder import SweepFolder
 from hfusion.tune.footprint import Footprint, fits
 from hfusion.tune.result import Best
 from hfusion.tune.shape_array import Seat, ShapeArray, SweepRecipe, first_inputs
 from hfusion.tune.space import Maker, Suggestion, TrialModel
-from hfusion.tune.trials import Trials, Verdict
+from hfusion.tune.trials import COPIES, Trials, Verdict
 
 T = TypeVar("T")
 
@@ -36,6 +38,7 @@ class Extent:
     rows: int | None
     seed: int
     catch: tuple[type[BaseException], ...]
+    pbt: PBT | None
 
 
 class Conductor:
@@ -77,7 +80,8 @@ class Conductor:
 
     def _train(self, array: ShapeArray) -> None:
         """An epoch of an array; what its members come to is reported in the order of their rows."""
-        for tag, value in array.epoch(self._extent.seed + self._round).items():
+        values = array.epoch(self._extent.seed + self._round)
+        for tag, value in values.items():
             seat = array.seats[tag]
             seat.epochs += 1
             last = seat.epochs == self._extent.epochs
@@ -87,6 +91,44 @@ class Conductor:
             model = array.leave(tag)
             if verdict is Verdict.COMPLETE and self._is_best(seat.number, value):
                 self.best = Best(seat.number, value, model)
+        self._exploit(array, values)
+
+    def _exploit(self, array: ShapeArray, values: dict[str, float]) -> None:
+        """Population based training among the trials of an array that go on, after their reports."""
+        pbt = self._extent.pbt
+        if pbt is None:
+            return
+        sign = 1 if self.trials.study.direction.name == "MAXIMIZE" else -1
+        due = {tag: sign * values[tag] for tag, seat in array.seats.items() if not seat.epochs % pbt.interval}
+        draw = random.Random(f"{self.trials.base} {self._round} {array.name}")
+        pairs = pbt.pairs(due, draw)
+        if not pairs:
+            return
+        explored = [self._explored(array.seats[source], draw) for source, _ in pairs]
+        array.exploit(pairs, explored)
+        for (source, tag), (params, _) in zip(pairs, explored, strict=True):
+            seat = array.seats[tag]
+            self.trials.copied(seat.number, array.seats[source].number, seat.epochs, params)
+
+    def _explored(self, seat: Seat, draw: random.Random) -> tuple[dict[str, Any], Suggestion]:
+        """Other suggestions that lead to the same model as those of ``seat``, and to the same array."""
+        assert self._extent.pbt is not None
+
+        def allowed(params: dict[str, Any]) -> bool:
+            try:
+                found = self._fixed(params, seat.number)
+            except (ValueError, self.trials.optuna.TrialPruned):
+                # Another branch of the space, or what the optimizer does not take.
+                return False
+            return found.rest == seat.suggestion.rest and found.options == seat.suggestion.options
+
+        params, distributions = self.trials.suggested(seat.number)
+        found = self._extent.pbt.explored(seat.params or params, distributions, allowed, draw)
+        return found, self._fixed(found, seat.number)
+
+    def _fixed(self, params: dict[str, Any], number: int) -> Suggestion:
+        """What the space gives for these values."""
+        return self._maker.suggestion(self.trials.optuna.trial.FixedTrial(params, number))
 
     def _is_best(self, number: int, value: float) -> bool:
         """As Optuna ranks: of equal values that of the trial that was asked first."""
@@ -199,7 +241,7 @@ class Conductor:
                 "name": array.name,
                 "save": self._folder.save_array(array.name, array.population),
                 "seats": [
-                    [seat.number, seat.began, seat.epochs, attributes.get(seat.number, [])]
+                    [seat.number, seat.began, seat.epochs, attributes.get(seat.number, []), seat.params]
                     for seat in array.seats.values()
                 ],
             }
@@ -226,13 +268,16 @@ class Conductor:
         """Go on from what was written."""
         assert self._folder is not None
         self._round, self._opened = body["round"], body["opened"]
-        epochs = {number: done for one in body["arrays"] for number, _, done, _ in one["seats"]}
+        epochs = {number: done for one in body["arrays"] for number, _, done, *_ in one["seats"]}
         if body["waiting"] is not None:
             epochs[body["waiting"]] = 0
         found = self.trials.resume(epochs)
         suggestions = {number: self._maker.suggestion(trial) for number, trial in found.items()}
         for one in body["arrays"]:
-            seats = [Seat(number, suggestions[number], began, done) for number, began, done, _ in one["seats"]]
+            seats = [
+                Seat(number, self._copied(number, params) or suggestions[number], began, done, params)
+                for number, began, done, _, params in one["seats"]
+            ]
             self._arrays.append(self._restored(one["name"], self._folder.root / one["save"], seats))
         if body["waiting"] is not None:
             candidate = self._maker.candidate(body["waiting"], suggestions[body["waiting"]])
@@ -241,6 +286,10 @@ class Conductor:
         if body["best"] is not None:
             number, value = body["best"]
             self.best = self._kept(number, value, tensors)
+
+    def _copied(self, number: int, params: dict[str, Any] | None) -> Suggestion | None:
+        """What a trial has that became a copy of another."""
+        return None if params is None else self._fixed(params, number)
 
     def _restored(self, name: str, path: Path, seats: list[Seat]) -> ShapeArray:
         first = self._maker.candidate(seats[0].number, seats[0].suggestion)
@@ -251,7 +300,8 @@ class Conductor:
     def _kept(self, number: int, value: float, tensors: Mapping[str, Tensor]) -> Best:
         """The best trial of before, whose model is made again and written over."""
         trial = next(one for one in self.trials.study.get_trials(deepcopy=False) if one.number == number)
-        suggestion: Suggestion = self._maker.suggestion(self.trials.optuna.trial.FixedTrial(trial.params, number))
+        copies = trial.user_attrs.get(COPIES)
+        suggestion = self._fixed(copies[-1]["params"] if copies else trial.params, number)
         model = self._maker.model(number, suggestion).cpu()
         model.load_state_dict(dict(tensors))
         return Best(number, value, model)

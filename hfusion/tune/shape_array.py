@@ -24,12 +24,16 @@ from hfusion.tune.space import MakeOptimizer, Suggestion, TrialModel
 
 @dataclass
 class Seat:
-    """A trial in an array: ``began`` in which round of the sweep, ``epochs`` that it has trained."""
+    """A trial in an array: ``began`` in which round of the sweep, ``epochs`` that it has trained.
+
+    ``params``: what it has instead of its suggestions, once it became a copy of another.
+    """
 
     number: int
     suggestion: Suggestion
     began: int
     epochs: int = 0
+    params: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,15 +123,28 @@ class ShapeArray:
             free = [row for row, tag in enumerate(self.population.tags) if tag is None]
             self.population.start(free[: len(new)], models, tag=tags)
         self.seats |= {one.tag: Seat(one.number, one.suggestion, round_) for one in new}
-        hparams = self.population.hparams
         for one in new:
-            row = self.population.row(one.tag)
-            for key, value in one.suggestion.hypers.items():
-                vectors = hparams[key]
-                pairs = zip(vectors, value, strict=True) if isinstance(vectors, tuple) else [(vectors, value)]
-                for vector, own in pairs:
-                    vector[row] = torch.as_tensor(own, dtype=torch.float64)
+            self._write(one.tag, one.suggestion.hypers)
         return [one.number for one in new]
+
+    def _write(self, tag: str, hypers: dict[str, Any]) -> None:
+        """Give a member hyper-parameters."""
+        assert self.population is not None
+        row, hparams = self.population.row(tag), self.population.hparams
+        for key, value in hypers.items():
+            vectors = hparams[key]
+            pairs = zip(vectors, value, strict=True) if isinstance(vectors, tuple) else [(vectors, value)]
+            for vector, own in pairs:
+                vector[row] = torch.as_tensor(own, dtype=torch.float64)
+
+    def exploit(self, pairs: Sequence[tuple[str, str]], explored: Sequence[tuple[dict[str, Any], Suggestion]]) -> None:
+        """Let each second become a copy of the first, with what was explored from its suggestions."""
+        assert self.population is not None
+        rows = [[self.population.row(pair[place]) for pair in pairs] for place in range(2)]
+        self.population.copy(*rows)
+        for (_, tag), (params, suggestion) in zip(pairs, explored, strict=True):
+            self.seats[tag].params, self.seats[tag].suggestion = params, suggestion
+            self._write(tag, suggestion.hypers)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from hfusion.core.errors import CheckpointError
 from hfusion.device.machine import Machine
 from hfusion.optim import AdamW
 from hfusion.tune.conductor import Conductor, Extent
+from hfusion.tune.exploit import PBT
 from hfusion.tune.folder import SweepFolder
 from hfusion.tune.result import SweepResult
 from hfusion.tune.shape_array import SweepRecipe
 from hfusion.tune.space import MakeModel, MakeOptimizer, Maker, Space
-from hfusion.tune.study import Draws, open_study
+from hfusion.tune.study import Draws, import_optuna, open_study
 from hfusion.tune.trials import Trials, Verdict
 
 
@@ -42,6 +43,7 @@ def sweep(
     rows: int | None = None,
     seed: int = 0,
     catch: type[BaseException] | tuple[type[BaseException], ...] = (),
+    pbt: PBT | None = None,
     compile: bool = False,
 ) -> SweepResult:
     """Search hyper-parameters with Optuna, many trials at a time in one array, each trained as if alone.
@@ -64,10 +66,12 @@ def sweep(
         storage: as optuna.create_study takes it. By default a journal in ``directory``, or memory.
         machine: on whose largest device the arrays are; never in more bytes than it has there. By default this one.
         directory: where the sweep is saved after every round, and goes on after it was killed.
-        rows: the most trials at once; by default so many as make a trial cheaper by the machine's rates.
+        rows: the most trials at once; by default so many as make a trial cheaper by the machine's rates;
+            with ``pbt`` all.
         seed: in round r every array trains an epoch, and reads the loaders after ``torch.manual_seed(seed + r)``.
         catch: errors of ``space`` and ``make_model`` that fail their trial, as study.optimize has it; others end the
             sweep.
+        pbt: population based training among the trials of each array; by default no pruner goes with it.
         compile: as of `hfusion.train_step`; worth it for long sweeps of few shapes.
 
     Raises:
@@ -80,7 +84,12 @@ def sweep(
     for name, value, least in (("trials", trials, 0), ("epochs", epochs, 1), ("rows", 1 if rows is None else rows, 1)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name}={value!r}: give a whole number of at least {least}")
-    extent = Extent(trials, epochs, rows, seed, kinds)
+    if pbt is not None and pruner is None and study is None:
+        pruner = import_optuna().pruners.NopPruner()
+    if pbt is not None and rows is None:
+        # They are compared with one another.
+        rows = max(1, trials)
+    extent = Extent(trials, epochs, rows, seed, kinds, pbt)
     machine = machine or Machine.detect()
     device = max(machine.devices, key=lambda one: one.memory)
     recipe = SweepRecipe(optimizer, loss, loader, eval_loader, metric, device.physical, compile)
@@ -95,7 +104,7 @@ def sweep(
         body = {} if before is None else before[0]
         _check_same(body, extent)
         draws = Draws(found, body.get("base"))
-        attributes = {number: names for one in body.get("arrays", ()) for number, _, _, names in one["seats"]}
+        attributes = {number: names for one in body.get("arrays", ()) for number, _, _, names, _ in one["seats"]}
         asked = Trials(
             found,
             body.get("run") or uuid.uuid4().hex,

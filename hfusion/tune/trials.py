@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from optuna import Study, Trial
     from optuna.trial import FrozenTrial
 
-RUN, ROUND = "hfusion:run", "hfusion:round"
+RUN, ROUND, COPIES = "hfusion:run", "hfusion:round", "hfusion:copies"
 
 
 class Verdict(StrEnum):
@@ -173,6 +173,17 @@ class Trials:
         else:
             self.end(number, verdict)
         self._live.pop(number, None)
+
+    def suggested(self, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a trial suggested, and from which distributions."""
+        trial = self._live[number]
+        return trial.params, trial.distributions
+
+    def copied(self, number: int, source: int, epoch: int, params: Mapping[str, Any]) -> None:
+        """Note that a trial became a copy of another after so many epochs, and what it goes on with."""
+        trial = self._live[number]
+        before = [one for one in trial.user_attrs.get(COPIES, []) if one["epoch"] < epoch]
+        trial.set_user_attr(COPIES, [*before, {"epoch": epoch, "source": source, "params": dict(params)}])
 
     def end(self, number: int, verdict: Verdict) -> None:
         """Tell a trial that has no value."""
