@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from hfusion.core.screen import Tenths, redraws
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -168,7 +170,7 @@ class MemberLogger:
 
 
 class MemberProgress:
-    """A progress bar with the best and the worst member, in terminals and notebooks.
+    """A progress bar with the best and the worst member, in terminals and notebooks; else ten lines.
 
     ``total``: how many calls of `update` there will be. ``name`` is that of the number told of, ``mode`` whether less
     or more of it is better.
@@ -187,6 +189,7 @@ class MemberProgress:
             raise ValueError(f"mode={mode!r}: it is min or max")
         self._name, self._least = name, mode == "min"
         # Imported late: not everybody looks at bars.
+        from rich.console import Console
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -197,7 +200,11 @@ class MemberProgress:
         )
 
         columns = [BarColumn(), TaskProgressColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-        self._progress = Progress(*columns, TextColumn("{task.description}"), console=console)
+        self._console, self._total, self._done = Console() if console is None else console, total, 0
+        self._lines = None if redraws(self._console) else Tenths(0, total)
+        self._progress = Progress(
+            *columns, TextColumn("{task.description}"), console=self._console, disable=self._lines is not None
+        )
         self._task = self._progress.add_task("", total=total)
         self.text = ""
 
@@ -213,7 +220,10 @@ class MemberProgress:
         if ranked:
             (_, best, low), (_, worst, high) = ranked[0], ranked[-1]
             self.text = f"{self._name}: best {best} {low:.4g}, worst {worst} {high:.4g}"
+        self._done += 1
         self._progress.update(self._task, advance=1, description=self.text)
+        if self._lines is not None and self._done <= self._total and self._lines.reached(self._done, self._total):
+            self._console.print(f"{self._done}/{self._total} {self.text}", highlight=False, soft_wrap=True)
 
     def __enter__(self) -> MemberProgress:
         self._progress.start()

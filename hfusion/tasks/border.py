@@ -60,13 +60,12 @@ class Border:
             if not rest and epoch * self.plan.evaluated <= len(self.training.evaluations) and self.plan.evaluated:
                 self._on_result(self._evaluation(epoch - 1))
 
-    def ended(self, unit: Unit, show: Callable[[], None], broken: Callable[[], bool]) -> None:
-        """A unit has ended. ``show`` is called after each minibatch; ``broken``: whether the run breaks off."""
+    def ended(self, unit: Unit, broken: Callable[[], bool]) -> None:
+        """A unit has ended. ``broken``: whether the run breaks off."""
         training, plan = self.training, self.plan
         if unit.phase is Phase.BACKWARD and unit.shard == 0:
             training.losses[unit.step] = self.stopped.hide(training.losses[unit.step])
             self._tell(self._step(unit.step))
-            show()
         if plan.trained(unit):
             self._trained(unit.step, broken)
         elif unit.phase is Phase.EVALUATE and unit.shard == len(plan.shards) - 1:

@@ -1,16 +1,19 @@
-"""What a run of `hfusion.train` gave."""
+"""What a run of `hfusion.train` gave, and how that prints: on one screen, of 24 lines and 100 columns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
-from hfusion.schedule.plan import Plan
+from hfusion.schedule.plan import Plan, readable
 from hfusion.schedule.timeline import Timeline
+
+_COLUMNS, _MAX_ROWS, _MAX_DEVICES, _MAX_NAME = 100, 18, 3, 24
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +40,43 @@ class TaskReport:
         }
         return [found[index] for index in sorted(found)]
 
+    @cached_property
+    def final_losses(self) -> Tensor:
+        """The loss that each member had last, ``[B]``: the mean of its last evaluation, or that of a minibatch.
+
+        NaN where a member stopped before it was evaluated.
+        """
+        steps = torch.tensor([self.stopped.get(member, len(self.losses)) for member in range(self.losses.shape[1])])
+        if self.eval_losses is None:
+            return self.losses.gather(0, steps.sub(1).unsqueeze(0))[0]
+        means = self.eval_losses.mean(1)
+        return torch.stack([_last(column, column.isnan()) for column in means.unbind(1)])
+
+    @property
+    def ranked(self) -> list[int]:
+        """The members by their final losses, the least first; whoever has none comes last."""
+        values = self.final_losses.nan_to_num(torch.inf, torch.inf).tolist()
+        return sorted(range(len(values)), key=values.__getitem__)
+
+    def __str__(self) -> str:
+        order = self.ranked
+        rows = [[str(m), _short(self.losses[0, m]), _short(self.final_losses[m]), self._end(m)] for m in order]
+        evaluated = "" if self.eval_losses is None else " (evaluated)"
+        head = ["member", "first loss", f"last loss{evaluated}", "minibatches"]
+        made = _aligned([head, *_shortened(rows, last=5)])
+        return "\n".join([f"{len(order)} members, the best first", *made])
+
+    __repr__ = __str__
+
+    def _end(self, member: int) -> str:
+        return f"stopped after {self.stopped[member]}" if member in self.stopped else str(len(self.losses))
+
+
+def _last(column: Tensor, missing: Tensor) -> Tensor:
+    """The last number of a member, of which some at the end are missing."""
+    found = column[~missing]
+    return found[-1] if len(found) else column.new_tensor(torch.nan)
+
 
 @dataclass(frozen=True, eq=False)
 class Report(Mapping[str, TaskReport]):
@@ -55,3 +95,58 @@ class Report(Mapping[str, TaskReport]):
 
     def __len__(self) -> int:
         return len(self.tasks)
+
+    def __str__(self) -> str:
+        members = sum(task.losses.shape[1] for task in self.values())
+        line = self.timeline
+        head = (
+            f"{_count(len(self), 'task')}, {_count(members, 'member')}, {_count(len(self.peak), 'device')}: "
+            f"{line.makespan:.1f} s, computing {line.utilisation:.0%} of the time"
+        )
+        peaks = [f"{_cut(n)} {readable(size)} of {readable(self.plan.devices[n])}" for n, size in self.peak.items()]
+        rest = f", and {len(peaks) - _MAX_DEVICES} more" if len(peaks) > _MAX_DEVICES else ""
+        titles = ["task", "members", "stopped", "minibatches", "first loss", "best", "median", "worst"]
+        rows = [_task_row(name, task) for name, task in self.items()]
+        made = _aligned([titles, *_shortened(rows, last=1)]) if rows else []
+        lines = [head, f"peak: {', '.join(peaks[:_MAX_DEVICES])}{rest}", *made]
+        return "\n".join(one[:_COLUMNS] for one in lines)
+
+    __repr__ = __str__
+
+
+def _task_row(name: str, task: TaskReport) -> list[str]:
+    final, order = task.final_losses, task.ranked
+    best, middle, worst = (order[place] for place in (0, (len(order) - 1) // 2, -1))
+    counts = [str(number) for number in (len(order), len(task.stopped), len(task.losses))]
+    ends = [f"{_short(final[member])} ({member})" for member in (best, worst)]
+    first = _short(task.losses[0].nanmedian())
+    return [_cut(name), *counts, first, ends[0], _short(final[middle]), ends[1]]
+
+
+def _short(value: Tensor) -> str:
+    return f"{float(value):.4g}"
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 3]}..."
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _shortened(rows: Sequence[list[str]], last: int) -> list[list[str]]:
+    """At most as many rows as fit a screen, the first and the ``last``."""
+    if len(rows) <= _MAX_ROWS:
+        return list(rows)
+    left_out = [f"... {len(rows) - _MAX_ROWS + 1} more", *[""] * (len(rows[0]) - 1)]
+    return [*rows[: _MAX_ROWS - 1 - last], left_out, *rows[-last:]]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(_placed, row, widths, range(len(row)))).rstrip() for row in rows]
+
+
+def _placed(cell: str, width: int, column: int) -> str:
+    return cell.rjust(width) if column else cell.ljust(width)

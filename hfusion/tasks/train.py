@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -25,10 +24,11 @@ from hfusion.runtime.state import TaskTensors, holdings
 from hfusion.runtime.training import Training
 from hfusion.runtime.worker import DeviceWorker
 from hfusion.schedule.engine import Engine
-from hfusion.schedule.plan import Plan, Unit
+from hfusion.schedule.plan import Phase, Plan, Unit
 from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.schedule.work import TaskFailed
 from hfusion.tasks.arrange import Arrangement, arrange
+from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.border import Border
 from hfusion.tasks.checkpoints import Checkpoints
 from hfusion.tasks.checkpoints import resume as resume_from
@@ -37,9 +37,6 @@ from hfusion.tasks.scheduling import TaskScheduler
 from hfusion.tasks.sharing import listed, turns
 from hfusion.tasks.stopping import OnResult, StoppedMembers
 from hfusion.tasks.task import Task
-
-# Seconds from one drawing of the progress bars to the next.
-_REDRAW = 0.1
 
 
 class TrainError(HFusionError):
@@ -78,7 +75,7 @@ def train(
         policy: which unit a device runs next; one of `hfusion.schedule.policy.POLICIES` or its name. Of more tasks than
             devices none keeps a shard on its device unless the policy is patient.
         plan: what `plan` gave for these tasks and this machine, possibly changed; None: plan now.
-        progress: show a bar per task.
+        progress: show a bar per task; where nothing can be drawn over, as in a file, ten lines.
         checkpoint: a folder in which each task is saved as it goes, and from which it goes on if it was saved there;
             what had ended is not trained again. None: nothing is saved.
         every: minibatches of a task from one save to the next, of which there is one at its end, too; where gradients
@@ -108,12 +105,8 @@ def train(
             saves = Checkpoints(checkpoint, arrangements, resume=resume)
             stack.callback(saves.close)
         run = _TrainRun(arrangements, made, machine, stack, saves, on_result)
-        show = stack.enter_context(_bars(made, run.trainings)) if progress else _unseen
-        return run.run(chosen, show)
-
-
-def _unseen(index: int) -> None:
-    return
+        bars = stack.enter_context(TaskBars(made, [len(one.losses) for one in run.trainings])) if progress else None
+        return run.run(chosen, bars)
 
 
 def _checked(given: Plan, made: Plan) -> Plan:
@@ -238,10 +231,10 @@ class _TrainRun:
         self._room += size
         return folder.file(f"{task}-{shard}")
 
-    def run(self, policy: Policy, show: Callable[[int], None]) -> Report:
+    def run(self, policy: Policy, bars: TaskBars | None) -> Report:
         devices = [(name, self._devices[name]) for name in self.plan.devices]
         worker = DeviceWorker(
-            devices, self.trainings, lambda index, unit: self._after(index, unit, show, worker), self._save
+            devices, self.trainings, lambda index, unit: self._after(index, unit, bars, worker), self._save
         )
         first = [border.units for border in self.borders]
         engine = Engine(self._scheduled(), policy, worker, lambda index: self.borders[index].training.over, first)
@@ -271,12 +264,17 @@ class _TrainRun:
             tasks.append(replace(task, shards=tuple(shards)))
         return replace(self.plan, tasks=tuple(tasks))
 
-    def _after(self, index: int, unit: Unit, show: Callable[[int], None], worker: DeviceWorker) -> None:
+    def _after(self, index: int, unit: Unit, bars: TaskBars | None, worker: DeviceWorker) -> None:
         """A unit has ended: do what is due there, and save what has stopped, of which no unit is to come."""
         border = self.borders[index]
-        border.ended(unit, lambda: show(index), lambda: worker.stopping)
-        if border.training.over and self.saves is not None:
-            self.saves.save(index, border)
+        border.ended(unit, lambda: worker.stopping)
+        if bars is not None and unit.phase is Phase.BACKWARD and unit.shard == 0:
+            bars.advance(index)
+        if border.training.over:
+            if bars is not None:
+                bars.advance(index, over=True)
+            if self.saves is not None:
+                self.saves.save(index, border)
 
     def _save(self, index: int, unit: Unit) -> None:
         assert self.saves is not None
@@ -311,24 +309,3 @@ def _in_order(arrays: Sequence[tuple[Sequence[int], Sequence[Tensor]]]) -> Tenso
         missing = torch.full((steps - len(losses), len(own)), torch.nan, dtype=losses[0].dtype if losses else None)
         blocks.append(torch.cat([torch.stack([*losses]), missing]) if losses else missing)
     return torch.cat(blocks, 1)[:, torch.tensor(members).argsort()]
-
-
-@contextmanager
-def _bars(plan: Plan, trainings: Sequence[Training]) -> Iterator[Callable[[int], None]]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # rich's own thread, which would draw them, is not awaited in the end.
-    with Progress(*columns, auto_refresh=False) as bars:
-        pairs = zip(plan.tasks, trainings, strict=True)
-        rows = [bars.add_task(task.name, total=task.steps, completed=len(one.losses)) for task, one in pairs]
-        drawn = perf_counter()
-
-        def show(index: int) -> None:
-            nonlocal drawn
-            bars.advance(rows[index])
-            if perf_counter() - drawn > _REDRAW:
-                drawn = perf_counter()
-                bars.refresh()
-
-        yield show

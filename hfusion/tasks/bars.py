@@ -1,0 +1,86 @@
+"""What a run shows while it trains: a bar for each task, or a few lines where nothing can be drawn over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from hfusion.core.screen import Tenths, redraws
+from hfusion.schedule.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Seconds from one drawing of the bars to the next; a notebook sends each to a browser.
+_REDRAW, _REDRAW_NOTEBOOK = 0.1, 0.5
+# More bars than this fit no screen.
+_MAX_BARS = 12
+
+
+class TaskBars:
+    """Bars for the minibatches of a plan's tasks, of which ``begun`` were trained before.
+
+    Of many tasks those are shown that have begun and not ended, below a bar for all of them.
+    """
+
+    def __init__(self, plan: Plan, begun: Sequence[int], console: Console | None = None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._console = Console() if console is None else console
+        self._names, self._totals = [one.name for one in plan.tasks], [one.steps for one in plan.tasks]
+        self._done = [*begun]
+        self._lines = None if redraws(self._console) else Tenths(sum(begun), sum(self._totals))
+        self._pause = _REDRAW_NOTEBOOK if self._console.is_jupyter else _REDRAW
+        self._start = self._drawn = perf_counter()
+        self._lock = Lock()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        # rich's own thread, which would draw them, is not awaited in the end.
+        self._bars = Progress(*columns, console=self._console, auto_refresh=False, disable=self._lines is not None)
+        self._many = len(plan.tasks) > _MAX_BARS
+        self._all = self._bars.add_task(
+            f"{len(plan.tasks)} tasks", total=sum(self._totals), completed=sum(begun), visible=self._many
+        )
+        self._rows = [
+            self._bars.add_task(name, total=total, completed=done, visible=not self._many)
+            for name, total, done in zip(self._names, self._totals, self._done, strict=True)
+        ]
+        self._shown = 0
+
+    def __enter__(self) -> TaskBars:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bars.stop()
+
+    def advance(self, index: int, *, over: bool = False) -> None:
+        """A task has trained one more minibatch; ``over``: it stops there."""
+        with self._lock:
+            before, total = self._done[index], self._totals[index]
+            if over:
+                self._totals[index] = total = before
+            else:
+                self._done[index] = before + 1
+            done = sum(self._done)
+            if self._lines is None:
+                self._draw(index, ended=self._done[index] == total, done=done)
+            elif self._lines.reached(done, sum(self._totals)):
+                shown = ", ".join(self._names[:3]) + (f" and {len(self._names) - 3} more" if self._names[3:] else "")
+                seconds = perf_counter() - self._start
+                line = f"{done}/{sum(self._totals)} minibatches of {shown}, {seconds:.0f} s"
+                self._console.print(line, highlight=False, soft_wrap=True)
+
+    def _draw(self, index: int, *, ended: bool, done: int) -> None:
+        row = self._rows[index]
+        visible = self._bars.tasks[row].visible
+        if self._many:
+            visible = not ended and (visible or self._shown < _MAX_BARS)
+            self._shown += visible - self._bars.tasks[row].visible
+        self._bars.update(row, completed=self._done[index], total=self._totals[index], visible=visible)
+        self._bars.update(self._all, completed=done, total=sum(self._totals))
+        if perf_counter() - self._drawn > self._pause:
+            self._bars.refresh()
+            self._drawn = perf_counter()
