@@ -86,7 +86,7 @@ def write(
     folder = Path(root)
     with _told(folder, "could not write a checkpoint, and the last one stands"):
         folder.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(folder, _ASIDE)
+        clean(folder)
         aside = ClaimedFolder(folder, _ASIDE)
         try:
             _fill(aside.path, body, tensors, step, score)
@@ -163,6 +163,11 @@ def _named(aside: Path, folder: Path) -> Path:
                 raise
         else:
             return made
+
+
+def clean(folder: Path) -> None:
+    """Remove what killed processes have left in the folder of a checkpoint."""
+    remove_abandoned(folder, _ASIDE)
 
 
 def _prune(folder: Path, keep: int) -> None:

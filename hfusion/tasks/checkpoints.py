@@ -84,6 +84,8 @@ class Checkpoints:
         """
         one = self._arrays[index]
         folder = self._root / _folder(one.plan.name)
+        # What has ended is not saved again.
+        files.clean(folder)
         if not files.saves(folder):
             return None
         reader = SaveReader.of([files.read(folder)], None)

@@ -230,6 +230,13 @@ def test_saves_stand_in_the_timeline(every: int | None, steps: list[int], tmp_pa
     assert not [span for span in again.timeline.actions if span.act is Act.SAVE]
 
 
+def test_what_a_killed_run_left_of_a_task_that_ended_is_removed(tmp_path: Path) -> None:
+    hf.train(small(), machine(), checkpoint=tmp_path)
+    (tmp_path / "task" / ".aside-left").mkdir()
+    hf.train(small(), machine(), checkpoint=tmp_path)
+    assert not list(tmp_path.rglob(".*"))
+
+
 def test_a_damaged_save_is_named(tmp_path: Path) -> None:
     hf.train(small(), machine(), checkpoint=tmp_path)
     file = saves(tmp_path / "task")[-1] / "tensors.safetensors"
