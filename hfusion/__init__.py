@@ -6,6 +6,7 @@ from hfusion.array.fuse import build, fuse
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.checkpoint.save import load, save
+from hfusion.cluster.ranks import gather_rows, rows
 from hfusion.core.calls import stacked
 from hfusion.core.errors import CheckpointError, FusionError, HFusionError, NonFiniteError, PlanError, SpillError
 from hfusion.device.machine import Device, Machine
@@ -45,11 +46,13 @@ __all__ = [
     "TrainError",
     "build",
     "fuse",
+    "gather_rows",
     "load",
     "lora",
     "optim",
     "per_model",
     "plan",
+    "rows",
     "save",
     "simulate",
     "stacked",

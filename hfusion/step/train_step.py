@@ -305,9 +305,8 @@ def train_step(
         be `hfusion.stacked`.
 
     Raises:
-        ValueError: ``opt`` holds parameters that are none of ``fused``; ``compile``, ``eager_steps`` or ``parts`` is
-            none of the above; at a step, a loss that is not one number per
-            member.
+        ValueError: ``fused`` is no array, or ``opt`` holds parameters that are none of it; ``compile``,
+            ``eager_steps`` or ``parts`` is none of the above; at a step, a loss that is not one number per member.
         FusionError: ``opt`` is one that would couple the members, such as torch.optim.LBFGS.
 
     Example:
@@ -318,6 +317,11 @@ def train_step(
         >>> step(torch.zeros(4, 2), torch.ones(4, 1)).shape
         torch.Size([3])
     """
+    if not isinstance(fused, FusedModule):
+        raise ValueError(
+            f"train_step got a {type(fused).__name__}: give what hf.fuse or hf.build gave. A step computes gradients "
+            "past the hooks of DistributedDataParallel and other wrappers: write forward, backward and opt.step()"
+        )
     own = set(map(id, fused.parameters()))
     strange = sum(id(p) not in own for group in opt.param_groups for p in group["params"])
     if strange:

@@ -1,0 +1,1 @@
+"""Arrays on several processes and machines: ranks of torch.distributed, and the nodes of a Ray cluster."""

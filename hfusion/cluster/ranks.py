@@ -1,0 +1,79 @@
+"""The members of an array over the ranks of torch.distributed: each rank trains its own, and steps alone."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+
+def rows(members: int, rank: int | None = None, world: int | None = None) -> slice:
+    """Which of ``members`` members this rank trains: ``models[hf.rows(len(models))]``.
+
+    Ranks have neighbouring members in the order of the ranks, and as many as each other, or one more. A step of such
+    an array needs no other rank.
+
+    Args:
+        rank, world: None: those of torch.distributed's default group; before `init_process_group` what torchrun says in
+            RANK and WORLD_SIZE; and where neither is, one process has all members.
+
+    Raises:
+        ValueError: fewer members than ranks, so that a rank would have none; a rank that is none.
+    """
+    if (rank is None) != (world is None):
+        raise ValueError(f"rows({members}, rank={rank}, world={world}): give rank and world both, or neither")
+    if rank is None or world is None:
+        rank, world = _here()
+    if world < 1 or not 0 <= rank < world:
+        raise ValueError(f"rank={rank} of world={world}: ranks are 0 to {max(world, 1) - 1}")
+    if members < world:
+        most = max(members, 1)
+        raise ValueError(
+            f"{members} members for {world} ranks: {world - max(members, 0)} would have none; start at most {most} "
+            f"processes, such as by torchrun --nproc-per-node {most}, or train more members"
+        )
+    small, large = divmod(members, world)
+    start = rank * small + min(rank, large)
+    return slice(start, start + small + (rank < large))
+
+
+def gather_rows(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The values ``[rows, ...]`` of all ranks' members, on every rank: ``[B, ...]`` in the order of the ranks.
+
+    For losses and metrics at rungs. All ranks of ``group`` call it; they may have different numbers of rows. The
+    tensors lie where the backend wants them: for nccl on the GPU. In one process, without torch.distributed, it gives
+    what it gets.
+
+    Raises:
+        ValueError: a tensor without a dim of rows, or ranks whose values differ in dtype or in the other dims.
+    """
+    if not values.dim():
+        raise ValueError("gather_rows got a tensor without dims: its first dim is that of this rank's rows")
+    if not _running():
+        return values
+    values = values.detach()
+    kinds: list[tuple[int, tuple[int, ...], torch.dtype]] = [(0, (), values.dtype)] * dist.get_world_size(group)
+    dist.all_gather_object(kinds, (len(values), tuple(values.shape[1:]), values.dtype), group)
+    if len({kind[1:] for kind in kinds}) > 1:
+        said = ", ".join(f"rank {rank}: {[count, *shape]} {dtype}" for rank, (count, shape, dtype) in enumerate(kinds))
+        raise ValueError(f"gather_rows got {said}: all but the first dim are the same on all ranks")
+    most = max(count for count, _, _ in kinds)
+    # Collectives want one size on all ranks.
+    padded = values.new_zeros(most, *values.shape[1:])
+    padded[: len(values)] = values
+    found = [torch.empty_like(padded) for _ in kinds]
+    dist.all_gather(found, padded, group)
+    return torch.cat([each[:count] for each, (count, _, _) in zip(found, kinds, strict=True)])
+
+
+def _running() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _here() -> tuple[int, int]:
+    """The rank of this process, and how many there are."""
+    if _running():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

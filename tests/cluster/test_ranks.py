@@ -1,0 +1,186 @@
+"""Members over ranks, and arrays under PyTorch's ways to train with several processes: two give what one does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hfusion as hf
+from tests.cluster.ranks import Ranks, ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with ranks(2) as found:
+        yield found
+
+
+@pytest.mark.parametrize(("members", "world"), [(1, 1), (5, 1), (5, 2), (5, 5), (16, 3), (1000, 7)])
+def test_rows_are_all_members_once_and_balanced(members: int, world: int) -> None:
+    parts = [list(range(members))[hf.rows(members, rank, world)] for rank in range(world)]
+    assert [row for part in parts for row in part] == list(range(members))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert min(map(len, parts)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((3, 0, 4), "3 members for 4 ranks: 1 would have none; start at most 3 processes"),
+        ((0, 0, 1), "0 members for 1 ranks"),
+        ((4, 2, 2), "rank=2 of world=2: ranks are 0 to 1"),
+        ((4, -1, 2), "rank=-1 of world=2"),
+        ((4, 0, 0), "rank=0 of world=0"),
+        ((4, 1), "give rank and world both, or neither"),
+    ],
+)
+def test_rows_that_cannot_be(arguments: tuple[int, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        hf.rows(*arguments)
+
+
+def test_rows_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hf.rows(4) == slice(0, 4)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert hf.rows(4) == slice(2, 3)
+
+
+def test_one_process_gathers_what_it_has() -> None:
+    values = torch.randn(3)
+    assert hf.gather_rows(values) is values
+    with pytest.raises(ValueError, match="without dims"):
+        hf.gather_rows(values[0])
+
+
+def mlp(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(6, 8, 4, dtype=torch.double, generator=generator), torch.randint(3, (6, 8), generator=generator)
+
+
+def trained(rates: list[float], seeds: Sequence[int]) -> tuple[hf.FusedModule, Tensor]:
+    fused = hf.fuse([mlp(seed) for seed in seeds])
+    opt = hf.optim.Adam(fused.parameters(), lr=rates)
+    step = hf.train_step(fused, F.cross_entropy, opt, compile=False)
+    return fused, torch.stack([step(x, y) for x, y in zip(*data(), strict=True)])
+
+
+RATES = [1e-2, 3e-3, 1e-3, 3e-2, 1e-4]
+
+
+def own_rows() -> Any:
+    mine = hf.rows(5)
+    _, losses = trained(RATES[mine], range(5)[mine])
+    everybody = hf.gather_rows(losses.T.contiguous())
+    try:
+        hf.gather_rows(torch.zeros(2, 3 + mine.start))
+    except ValueError as error:
+        said = str(error)
+    return everybody.tolist(), said
+
+
+def test_members_over_two_ranks_are_those_of_one(two: Ranks) -> None:
+    _, losses = trained(RATES, range(5))
+    for found, said in two(own_rows):
+        torch.testing.assert_close(torch.tensor(found, dtype=torch.double), losses.T, rtol=1e-9, atol=0)
+        assert said.startswith("gather_rows got rank 0: [2, 3] torch.float32, rank 1: [2, 6] torch.float32")
+
+
+class Branching(nn.Module):
+    """Has a parameter that no forward uses, and a buffer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.used, self.unused = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
+        self.register_buffer("count", torch.zeros((), dtype=torch.double))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.used(x)
+
+
+def data_parallel(kind: str, rank: int, world: int) -> Any:
+    """Half of every minibatch for each of two ranks; all of it in one process."""
+    models = [Branching(seed) for seed in range(5)] if kind == "unused" else [mlp(seed).eval() for seed in range(5)]
+    fused = hf.fuse(models)
+    wrapped = DistributedDataParallel(fused, find_unused_parameters=kind == "unused") if world > 1 else fused
+    opt = hf.optim.Adam(fused.parameters(), lr=RATES)
+    if world > 1:
+        with pytest.raises(ValueError, match="train_step got a DistributedDataParallel"):
+            hf.train_step(wrapped, F.cross_entropy, opt)
+    loss = hf.per_model(F.cross_entropy)
+    for x, y in zip(*data(), strict=True):
+        opt.zero_grad()
+        losses = loss(wrapped(x.chunk(world)[rank]), y.chunk(world)[rank])
+        losses.sum().backward()
+        opt.step()
+    return {name: value.tolist() for name, value in fused.state_dict().items()}
+
+
+def on_half(kind: str) -> Any:
+    return data_parallel(kind, torch.distributed.get_rank(), 2)
+
+
+@pytest.mark.parametrize("kind", ["used", "unused"])
+def test_an_array_under_distributed_data_parallel(kind: str, two: Ranks) -> None:
+    alone = data_parallel(kind, 0, 1)
+    for found in two(on_half, kind):
+        for name, value in alone.items():
+            torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(value), rtol=1e-9, atol=1e-12, msg=name)
+
+
+class Headed(nn.Module):
+    """A base that all members have, frozen, and a head of each one's own."""
+
+    def __init__(self, base: nn.Module, seed: int) -> None:
+        super().__init__()
+        self.base = base
+        torch.manual_seed(seed)
+        self.adapter = nn.Linear(4, 4).double()
+        self.head = nn.Linear(8, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The gradient of the adapter flows through the base.
+        return self.head(self.base(self.adapter(x)))
+
+
+def on_sharded_base(world: int) -> Any:
+    """Members' own parameters after some steps, in order; and the share of the base that this rank holds then."""
+    torch.manual_seed(7)
+    base = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8)).double().requires_grad_(False)
+    mine = slice(None) if world == 1 else hf.rows(5)
+    fused = hf.fuse([Headed(base, seed) for seed in range(5)[mine]])
+    own = [param for param in fused.parameters() if param.requires_grad]
+    whole = sum(param.numel() for param in fused.base.parameters())
+    if world > 1:
+        fully_shard(fused, mesh=init_device_mesh("cpu", (world,)), ignored_params=set(own))
+    opt = hf.optim.Adam(own, lr=RATES[mine])
+    step = hf.train_step(fused, F.cross_entropy, opt)
+    for x, y in zip(*data(), strict=True):
+        step(x, y)
+    held = sum(getattr(param, "to_local", lambda param=param: param)().numel() for param in fused.base.parameters())
+    stacks = {name: param for name, param in fused.named_parameters() if param.requires_grad}
+    return [{name: stack[row].tolist() for name, stack in stacks.items()} for row in range(len(fused))], held / whole
+
+
+def test_a_frozen_base_in_pieces_on_two_ranks(two: Ranks) -> None:
+    alone, _ = on_sharded_base(1)
+    found = two(on_sharded_base, 2)
+    assert [held for _, held in found] == [0.5, 0.5]
+    for ours, theirs in zip([member for own, _ in found for member in own], alone, strict=True):
+        for name, value in theirs.items():
+            torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(value), rtol=1e-9, atol=1e-12, msg=name)
