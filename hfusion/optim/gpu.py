@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,11 @@ from torch import Tensor
 from hfusion.device.backend import backend
 from hfusion.optim.formula import Formula
 from hfusion.optim.settings import Settings
+
+# Bytes that a thread loads or stores at once, if they lie at a multiple of as many.
+_WIDTH = 16
+# Places of tensors that a group remembers.
+_MAX_TOLD = 64
 
 
 def library() -> Any:
@@ -55,14 +60,18 @@ class TritonStepper:
         self._buffers = len(stacks) - 1
         sizes = [param.numel() // self._members for param in stacks[0]]
         self._sizes = torch.tensor(sizes, device=self._device)
-        self._spots = _spots(sizes, self._members, kernels.BLOCK).to(self._device)
+        lanes = _WIDTH // self._dtype.itemsize
+        self._launches = [
+            (size, _spots(sizes, which, self._members, kernels.BLOCK).to(self._device))
+            for size, which in _by_width(sizes, lanes).items()
+        ]
         self._constants = {"BUFFERS": self._buffers, "dtype": kernels.REALS[self._dtype], "BLOCK": kernels.BLOCK}
-        self._grads: tuple[list[int], Tensor] | None = None
+        self._told: dict[tuple[int, ...], _Addresses] = {}
         self.move(stacks)
 
     def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
         """The same stacks lie elsewhere now."""
-        self._params = torch.tensor([_addresses(stack) for stack in stacks], device=self._device)
+        self._params = self._at([tensor for stack in stacks for tensor in stack])
 
     def release(self) -> None:
         """Nothing: this knows where tensors lie, and holds none."""
@@ -72,24 +81,24 @@ class TritonStepper:
         if self._counts:
             advance = settings.advance[: self._members]
             torch._foreach_add_(list(self._counts), [advance] * len(self._counts))
-        scalars, begins = self._scalars(settings)
-        if not len(self._spots):
-            return
-        # Triton launches on the current device.
-        with backend(self._device).current():
-            self._kernel[(len(self._spots),)](
-                self._spots,
-                self._sizes,
-                len(self._sizes),
-                self._members,
-                self._params,
-                self._at(grads),
-                scalars.to(self._device, non_blocking=True),
-                begins.to(self._device, non_blocking=True),
-                **self._constants,
-                # As in C: every operation rounds.
-                enable_fp_fusion=False,
-            )
+        found = [numbers.to(self._device, non_blocking=True) for numbers in self._scalars(settings)]
+        own = self._at(grads)
+        for lanes, spots in self._launches:
+            # Triton launches on the current device.
+            with backend(self._device).current():
+                self._kernel[(len(spots),)](
+                    spots,
+                    self._sizes,
+                    len(self._sizes),
+                    self._members,
+                    self._params.there,
+                    own.there,
+                    *found,
+                    **self._constants,
+                    LANES=lanes if self._params.wide and own.wide else 1,
+                    # As in C: every operation rounds.
+                    enable_fp_fusion=False,
+                )
 
     def _scalars(self, settings: Settings) -> tuple[Tensor, Tensor]:
         """What the kernel takes of numbers ``[counts, number, members]``, and where those of each tensor begin."""
@@ -106,22 +115,38 @@ class TritonStepper:
         scalars = torch.stack(whole, dim=1).to(self._dtype)
         return scalars, which * (scalars.numel() // len(own))
 
-    def _at(self, grads: Sequence[Tensor]) -> Tensor:
-        """Where the gradients lie, which is often where they lay before."""
-        found = _addresses(grads)
-        if self._grads is None or self._grads[0] != found:
-            self._grads = found, torch.tensor(found).to(self._device, non_blocking=True)
-        return self._grads[1]
+    def _at(self, tensors: Sequence[Tensor]) -> _Addresses:
+        """Where tensors lie; the device is told once, as memory that was let go is often taken again."""
+        addresses = tuple(map(Tensor.data_ptr, tensors))
+        found = self._told.get(addresses)
+        if found is None:
+            if len(self._told) == _MAX_TOLD:
+                self._told.clear()
+            there = torch.tensor(addresses, dtype=torch.int64).to(self._device, non_blocking=True)
+            found = self._told[addresses] = _Addresses(there, not any(address % _WIDTH for address in addresses))
+        return found
 
 
-def _spots(sizes: Sequence[int], members: int, block: int) -> Tensor:
-    """Tensor, member and block of each program: int32 ``[programs, 3]``."""
+class _Addresses(NamedTuple):
+    """Addresses, on the device; ``wide``: multiples of `_WIDTH`."""
+
+    there: Tensor
+    wide: bool
+
+
+def _by_width(sizes: Sequence[int], lanes: int) -> dict[int, list[int]]:
+    """The tensors that are not empty, by how many elements of a member's row are moved at once."""
+    found: dict[int, list[int]] = {}
+    for index, size in enumerate(sizes):
+        if size:
+            found.setdefault(1 if size % lanes else lanes, []).append(index)
+    return found
+
+
+def _spots(sizes: Sequence[int], which: Sequence[int], members: int, block: int) -> Tensor:
+    """Tensor, member and block of each program for the tensors ``which``: int32 ``[programs, 3]``."""
     pieces = [
-        torch.cartesian_prod(torch.tensor([index]), torch.arange(members), torch.arange(-(-size // block)))
-        for index, size in enumerate(sizes)
+        torch.cartesian_prod(torch.tensor([index]), torch.arange(members), torch.arange(-(-sizes[index] // block)))
+        for index in which
     ]
     return torch.cat(pieces).to(torch.int32)
-
-
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))

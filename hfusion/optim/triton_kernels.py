@@ -8,6 +8,7 @@ The arithmetic is that of ``kernels.c``. Every kernel takes
   grads      int64 ``[tensors]``: those of the gradients
   scalars    ``[counts, number, members]``, in the order in which the kernel reads them
   begins     int64 ``[tensors]``: where in them those of each tensor begin
+  LANES      how many elements lie together: addresses are multiples of so many, and so are sizes
 """
 
 # Triton reads annotations, and knows its own only.
@@ -27,19 +28,21 @@ REALS = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 @triton.jit
-def _spot(spots, sizes, BLOCK: tl.constexpr):
+def _spot(spots, sizes, BLOCK: tl.constexpr, LANES: tl.constexpr):
     """Which tensor and member a program updates, the places of its elements in the stack, and which there are."""
     row = spots + 3 * tl.program_id(0)
     tensor, member, block = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    size = tl.load(sizes + tensor)
+    # By it the compiler moves as many elements at once.
+    size = tl.multiple_of(tl.load(sizes + tensor), LANES)
     within = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return tensor, member, member.to(tl.int64) * size + within, within < size
 
 
 @triton.jit
-def _at(addresses, tensor, places, dtype: tl.constexpr):
+def _at(addresses, tensor, places, dtype: tl.constexpr, LANES: tl.constexpr):
     """Where the elements lie."""
-    return tl.load(addresses + tensor).to(tl.pointer_type(dtype)) + places
+    first = tl.load(addresses + tensor).to(tl.pointer_type(dtype))
+    return tl.multiple_of(first, LANES * dtype.primitive_bitwidth // 8) + places
 
 
 @triton.jit
@@ -62,19 +65,19 @@ def _decayed(grad, param, sign, decay):
 @triton.jit
 def sgd(
     spots, sizes, tensors, members, params, grads, scalars, begins,
-    BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr,
+    BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Scalars: sign, lr, decay, momentum, fresh, first, nesterov."""
-    tensor, member, places, there = _spot(spots, sizes, BLOCK)
+    tensor, member, places, there = _spot(spots, sizes, BLOCK, LANES)
     mine = scalars + tl.load(begins + tensor) + member
     sign, lr, decay = tl.load(mine), tl.load(mine + members), tl.load(mine + 2 * members)
-    at = _at(params, tensor, places, dtype)
+    at = _at(params, tensor, places, dtype, LANES)
     param = tl.load(at, there)
-    step = _decayed(tl.load(_at(grads, tensor, places, dtype), there), param, sign, decay)
+    step = _decayed(tl.load(_at(grads, tensor, places, dtype, LANES), there), param, sign, decay)
     if BUFFERS:
         momentum, fresh = tl.load(mine + 3 * members), tl.load(mine + 4 * members)
         first, nesterov = tl.load(mine + 5 * members), tl.load(mine + 6 * members)
-        buffer = _at(params + tensors, tensor, places, dtype)
+        buffer = _at(params + tensors, tensor, places, dtype, LANES)
         old = tl.load(buffer, there)
         mean = tl.where(first != 0, step, momentum * old + fresh * step)
         # Members without momentum keep what they have.
@@ -86,20 +89,20 @@ def sgd(
 @triton.jit
 def adam(
     spots, sizes, tensors, members, params, grads, scalars, begins,
-    BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr,
+    BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Scalars: sign, decay, shrink, near, toward, beta2, fresh, scale, eps, step; a third buffer is amsgrad's."""
-    tensor, member, places, there = _spot(spots, sizes, BLOCK)
+    tensor, member, places, there = _spot(spots, sizes, BLOCK, LANES)
     mine = scalars + tl.load(begins + tensor) + member
     sign, decay, shrink = tl.load(mine), tl.load(mine + members), tl.load(mine + 2 * members)
     near, toward = tl.load(mine + 3 * members), tl.load(mine + 4 * members)
     beta2, fresh, scale = tl.load(mine + 5 * members), tl.load(mine + 6 * members), tl.load(mine + 7 * members)
     eps, step = tl.load(mine + 8 * members), tl.load(mine + 9 * members)
-    at = _at(params, tensor, places, dtype)
-    mean_at = _at(params + tensors, tensor, places, dtype)
-    square_at = _at(params + 2 * tensors, tensor, places, dtype)
+    at = _at(params, tensor, places, dtype, LANES)
+    mean_at = _at(params + tensors, tensor, places, dtype, LANES)
+    square_at = _at(params + 2 * tensors, tensor, places, dtype, LANES)
     param = tl.load(at, there)
-    grad = _decayed(tl.load(_at(grads, tensor, places, dtype), there), param, sign, decay)
+    grad = _decayed(tl.load(_at(grads, tensor, places, dtype, LANES), there), param, sign, decay)
     mean, square = tl.load(mean_at, there), tl.load(square_at, there)
     # torch.lerp: from the nearer end.
     mean = tl.where(near != 0, mean, grad) + toward * (grad - mean)
@@ -107,7 +110,7 @@ def adam(
     tl.store(mean_at, mean, there)
     tl.store(square_at, square, there)
     if BUFFERS > 2:
-        highest_at = _at(params + 3 * tensors, tensor, places, dtype)
+        highest_at = _at(params + 3 * tensors, tensor, places, dtype, LANES)
         highest = tl.load(highest_at, there)
         # torch.maximum: a NaN on either side stays.
         square = tl.where((square > highest) | (square != square), square, highest)
@@ -122,18 +125,18 @@ adamw = adam
 @triton.jit
 def adadelta(
     spots, sizes, tensors, members, params, grads, scalars, begins,
-    BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr,
+    BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Scalars: sign, lr, decay, rho, fresh, eps."""
-    tensor, member, places, there = _spot(spots, sizes, BLOCK)
+    tensor, member, places, there = _spot(spots, sizes, BLOCK, LANES)
     mine = scalars + tl.load(begins + tensor) + member
     sign, lr, decay = tl.load(mine), tl.load(mine + members), tl.load(mine + 2 * members)
     rho, fresh, eps = tl.load(mine + 3 * members), tl.load(mine + 4 * members), tl.load(mine + 5 * members)
-    at = _at(params, tensor, places, dtype)
-    square_at = _at(params + tensors, tensor, places, dtype)
-    moved_at = _at(params + 2 * tensors, tensor, places, dtype)
+    at = _at(params, tensor, places, dtype, LANES)
+    square_at = _at(params + tensors, tensor, places, dtype, LANES)
+    moved_at = _at(params + 2 * tensors, tensor, places, dtype, LANES)
     param = tl.load(at, there)
-    grad = _decayed(tl.load(_at(grads, tensor, places, dtype), there), param, sign, decay)
+    grad = _decayed(tl.load(_at(grads, tensor, places, dtype, LANES), there), param, sign, decay)
     square, moved = tl.load(square_at, there), tl.load(moved_at, there)
     square = rho * square + fresh * grad * grad
     delta = _over(_root(moved + eps, dtype), _root(square + eps, dtype), dtype) * grad

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import hfusion as hf
 from hfusion.optim import gpu, group
 from tests.optim.arrays import CASES, Array, Per, beside_a_bad_member, run, run_shared, start
 
@@ -120,6 +121,27 @@ def test_memory_that_moves(name: str, options: dict[str, Any]) -> None:
     array.assert_equal()
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+def test_the_device_is_told_once_where_tensors_lie(offset: int) -> None:
+    """Rows of 8, 6 and 0 elements, at multiples of 16 bytes and not."""
+    stacks = [
+        [
+            torch.zeros(2 * size + offset, dtype=torch.float32, device=DEVICE)[offset:].view(2, size)
+            for size in (8, 6, 0)
+        ]
+        for _ in range(2)
+    ]
+    counts = [torch.zeros(2) for _ in stacks[0]]
+    stepper = gpu.TritonStepper(hf.optim.Adam, [stacks[0], stacks[1], stacks[0]], counts)
+    first = stepper._params
+    assert first.wide == (offset == 0)
+    stepper.move([stacks[1], stacks[0], stacks[1]])
+    assert stepper._params is not first
+    stepper.move([stacks[0], stacks[1], stacks[0]])
+    assert stepper._params is first
+    assert [lanes for lanes, _ in stepper._launches] == [4, 1]
+
+
 COMPILES = """
 import itertools
 import re
@@ -141,13 +163,18 @@ def resources(cubin):
 
 WAYS = [(kernels.sgd, 0), (kernels.sgd, 1), (kernels.adam, 2), (kernels.adam, 3), (kernels.adadelta, 2)]
 for (kernel, buffers), (real, kind) in itertools.product(WAYS, zip(kernels.REALS.values(), ("*fp32", "*fp64"))):
-    constants = {"BUFFERS": buffers, "dtype": real, "BLOCK": kernels.BLOCK}
+    lanes = 16 // (real.primitive_bitwidth // 8)
+    constants = {"BUFFERS": buffers, "dtype": real, "BLOCK": kernels.BLOCK, "LANES": lanes}
     signature = {"spots": "*i32", "sizes": "*i64", "tensors": "i32", "members": "i32", "params": "*i64"}
     signature |= {"grads": "*i64", "scalars": kind, "begins": "*i64"} | dict.fromkeys(constants, "constexpr")
     for capability in (80, 90, 100):
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
         assert "fma" not in made.asm["ptx"]
+        # Of the gradient, the parameter and each buffer 16 bytes at once.
+        wide = f".v{lanes}.b{real.primitive_bitwidth}"
+        assert len(re.findall("ld.global" + re.escape(wide), made.asm["ptx"])) >= 2 + buffers
+        assert len(re.findall("st.global" + re.escape(wide), made.asm["ptx"])) >= 1 + buffers
         used = resources(made.asm["cubin"])
         print(kernel.fn.__name__, buffers, kind, capability, used)
         # What does not fit the registers is spilled there.
