@@ -9,7 +9,7 @@ import random
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -27,6 +27,7 @@ from hfusion.capture.kept import restored
 from hfusion.capture.lengths import open_lengths
 from hfusion.capture.memo import rehearse
 from hfusion.capture.rehearse import ALIKE, Outcome, difference, run_graph, runnable, twin
+from hfusion.capture.repeated import capture_key, find_capture, forget_capture, keep_capture
 from hfusion.core.copies import contiguous_aliases
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
@@ -79,8 +80,34 @@ def _capture(
     attempts: Sequence[_Open],
 ) -> Capture:
     real = rehearse(module, args, kwargs) if runnable(module) else None
-    if real is not None and real.outside:
+    if real is None:
+        return _exported(module, args, kwargs, attempts, {})
+    if real.outside:
         raise FusionError(real.outside)
+    key = capture_key(module, args, kwargs, [(attempt.first, attempt.dims) for attempt in attempts])
+    known = find_capture(key)
+    if known is not None:
+        found = replace(known, modes=real.modes)
+        try:
+            _check_faithful(found, module, args, kwargs, real.outcome)
+        except FusionError:
+            # Forward hangs on what cannot be seen from here.
+            forget_capture(key)
+        else:
+            return found
+    found = _exported(module, args, kwargs, attempts, real.modes)
+    _check_faithful(found, module, args, kwargs, real.outcome)
+    keep_capture(key, found)
+    return found
+
+
+def _exported(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    attempts: Sequence[_Open],
+    modes: Mapping[str, bool],
+) -> Capture:
     exported = _drawless(lambda: _export(module, args, kwargs, attempts))
     slots = tuple(_slot(spec, k) for k, spec in _numbered(exported.graph_signature.input_specs))
     trained = _trained(exported.graph_module.graph, slots, pytree.tree_leaves((args, dict(kwargs)), _is_none))
@@ -103,11 +130,7 @@ def _capture(
     constants: dict[str, Tensor] = {
         slot.name: exported.constants[slot.name] for slot in slots if slot.kind is Kind.CONSTANT
     }
-    modes = {} if real is None else real.modes
-    found = Capture(graph, slots, constants, exported.call_spec.out_spec, _guards(placeholders, slots), modes)
-    if real is not None:
-        _check_faithful(found, module, args, kwargs, real.outcome)
-    return found
+    return Capture(graph, slots, constants, exported.call_spec.out_spec, _guards(placeholders, slots), modes)
 
 
 def _check_faithful(

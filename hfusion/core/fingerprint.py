@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,6 +80,17 @@ def read_state(function: Callable[..., Any]) -> Any:
         return None
 
 
+def read_model(module: nn.Module, *more: Any) -> Any:
+    """As `read_state`, everything that a model's forward can read, the code of its classes and of what they use too.
+
+    With ``more``, such as the arguments of a call. Modules of torch and Python's own are taken to stay as they are.
+    """
+    try:
+        return _ClosureReader(classes=True).read((module, more))
+    except TooMuch:
+        return None
+
+
 def tensors_of(state: Any) -> Iterator[Tensor]:
     """The tensors that count in a state and are still there."""
     if isinstance(state, tuple):
@@ -98,15 +111,16 @@ def root(function: Callable[..., Any]) -> Any:
 
 @dataclass
 class _ClosureReader:
-    """``met`` keeps what was read, so that no id is used again meanwhile."""
+    """``met`` keeps what was read, so that no id is used again meanwhile. ``classes``: also what their code reads."""
 
     met: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    classes: bool = False
 
     def read(self, value: Any) -> Any:
         if isinstance(value, float | complex):
             # 0.0 equals -0.0, and a NaN nothing.
             return (type(value), repr(value))
-        if value is None or isinstance(value, _PLAIN):
+        if value is None or (isinstance(value, _PLAIN) and not (self.classes and _is_read(value))):
             return (type(value), value)
         if isinstance(value, Tensor):
             return (_Alive.of(value), 0 if value.is_inference() else value._version, value.requires_grad)
@@ -120,6 +134,8 @@ class _ClosureReader:
     def _read_new(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType):
             return self._function(value)
+        if isinstance(value, type):
+            return self._class(value)
         if isinstance(value, nn.Module):
             return self._modules(value)
         if isinstance(value, Mapping):
@@ -130,7 +146,7 @@ class _ClosureReader:
             return (value.__func__.__code__, self.read(value.__func__), self.read(value.__self__))
         if isinstance(value, functools.partial):
             return self.read((value.func, value.args, value.keywords))
-        if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket | logging.Logger):
             return _Same(value)
         if not hasattr(value, "__dict__") or isinstance(value, types.ModuleType) or _has_slots(type(value)):
             raise TooMuch
@@ -141,8 +157,21 @@ class _ClosureReader:
             self.read(vars(value)),
         )
 
+    def _class(self, kind: type) -> Any:
+        """A class, and what it and those it derives from hold: functions, and variables."""
+        bases = [base for base in kind.__mro__ if not _installed(base.__module__)]
+        held = [
+            (name, value)
+            for base in bases
+            for name, value in list(vars(base).items())
+            if (callable(value) or not name.startswith("__")) and not isinstance(value, _DESCRIPTORS)
+            # What makes a model has been done.
+            if not (name == "__init__" and issubclass(kind, nn.Module))
+        ]
+        return (kind, tuple([(name, self.read(_plain_function(value))) for name, value in held]))
+
     def _function(self, function: types.FunctionType) -> Any:
-        if _fixed(function.__module__):
+        if _fixed(function.__module__) or (self.classes and _installed(function.__module__)):
             return _Same(function)
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         outside = list(_outside(names_in(function.__code__), function.__globals__, set()))
@@ -164,7 +193,8 @@ class _ClosureReader:
         attributes = {name: value for name, value in vars(module).items() if name not in _OWN}
         kinds = tuple((n, t.dtype, t.device, t.shape, t.requires_grad) for n, t in own)
         hooks = [hook for name in _HOOKS for hook in getattr(module, name).values()]
-        forward = None if _fixed(type(module).__module__) else self.read(type(module).forward)
+        own_code = type(module) if self.classes else type(module).forward
+        forward = None if _fixed(type(module).__module__) else self.read(own_code)
         return (module.training, kinds, forward, self.read(hooks), self.read(attributes))
 
 
@@ -179,8 +209,37 @@ def _outside(names: Sequence[str], space: Mapping[str, Any], met: set[int]) -> I
             yield from _outside(names, vars(value), met)
 
 
+class _Bare:
+    """Of its objects all is in their ``__dict__``."""
+
+
+_PLAIN_SIZE = _Bare.__basicsize__
+
+
+def _is_read(value: object) -> bool:
+    return isinstance(value, type) and not _installed(value.__module__)
+
+
+def _installed(module: str | None) -> bool:
+    """Whether it is torch's, or Python's own."""
+    return _fixed(module) or (module or "").partition(".")[0] in sys.stdlib_module_names
+
+
+# What a class has for every object of it, and what has no content to be read.
+_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType)
+
+
+def _plain_function(value: Any) -> Any:
+    """The functions that a member of a class stands for."""
+    if isinstance(value, staticmethod | classmethod):
+        return value.__func__
+    return [value.fget, value.fset] if isinstance(value, property) else value
+
+
 def _has_slots(kind: type) -> bool:
-    """Whether its objects have attributes beside their ``__dict__``."""
+    """Whether its objects have attributes, or content in C, beside their ``__dict__``."""
+    if kind.__basicsize__ > _PLAIN_SIZE or kind.__itemsize__:
+        return True
     return any(name not in ("__dict__", "__weakref__") for base in kind.__mro__ for name in _slots(base))
 
 

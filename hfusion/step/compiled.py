@@ -21,7 +21,7 @@ from hfusion.core.layout import Layout
 from hfusion.device.team import Team
 from hfusion.passes.align import scalars
 from hfusion.step import kept
-from hfusion.step.kept import KeptGraph, NoProgram, Programs
+from hfusion.step.kept import KeptGraph, NoProgram, StepPrograms
 from hfusion.step.order import Order, write_order
 from hfusion.step.step_graph import StepCall, StepGraph, Tensors, build, captured_dims, trace, trace_rows
 
@@ -29,7 +29,7 @@ from hfusion.step.step_graph import StepCall, StepGraph, Tensors, build, capture
 MAX_OPERATORS = 4000
 # Calls in a forward's loops over members that are still compiled together with the rest.
 MAX_LOOPED_CALLS = 32
-# Programs for members that differ in scalars.
+# StepPrograms for members that differ in scalars.
 MAX_KINDS = 4
 # oneDNN's kernel gives an undefined tensor in training, on which inductor's code fails when it runs.
 _NOT_COMPILED = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
@@ -197,7 +197,7 @@ def compile_programs(
     size: int | None,
     order: Order | None = None,
     folder: Path | None = None,
-) -> Programs:
+) -> StepPrograms:
     """The programs of calls like ``call``, traced and compiled, and kept where there is an ``order``.
 
     ``kind`` is what a program hangs on besides the programs of forward and loss; ``size`` as of `order_for`.
@@ -219,7 +219,7 @@ def compile_programs(
 
 def _compile(
     forward: BoundProgram, loss: BoundProgram, call: StepCall, library: Library, kind: Any, size: int | None
-) -> Programs:
+) -> StepPrograms:
     if recurrent(forward.compiled.graph) or recurrent(loss.compiled.graph):
         raise Unprofitable(
             "a program writes out every step of a recurrent layer, and it has a recurrent layer over a length that "
@@ -239,11 +239,11 @@ def _compile(
         return each(forward, loss, call, tensors, library, kind, 1)
     _check(graph)
     library.count += 1
-    return Programs((graph,), (build(graph, tensors.all(), call.batch()),))
+    return StepPrograms((graph,), (build(graph, tensors.all(), call.batch()),))
 
 
 def step_of(
-    found: Programs,
+    found: StepPrograms,
     forward: BoundProgram,
     loss: BoundProgram,
     call: StepCall,
@@ -280,7 +280,7 @@ def each(
     library: Library,
     kind: Any,
     size: int,
-) -> Programs:
+) -> StepPrograms:
     """The step as a program per kind of block of ``size`` members; raises as `compile_programs`."""
     ranges = blocks_of(forward.compiled.program.members, size)
     blocks = [_scalars_of(forward, loss, rows) for rows in ranges]
@@ -301,7 +301,7 @@ def each(
             known = library.blocks[key] = graph, build(graph, own, its_call.batch())
         found.append(known)
     graphs, runs = zip(*found, strict=True)
-    return Programs(graphs, runs, size, tuple(map(kinds.index, blocks)))
+    return StepPrograms(graphs, runs, size, tuple(map(kinds.index, blocks)))
 
 
 def too_many_kinds(forward: BoundProgram, loss: BoundProgram, size: int) -> str:

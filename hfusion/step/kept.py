@@ -50,7 +50,7 @@ class KeptGraph:
 
 
 @dataclass(frozen=True, eq=False)
-class Programs:
+class StepPrograms:
     """The programs of a step: of all members if ``size`` is None, else of blocks of ``size``, of which block k runs
     program ``kinds[k]``."""
 
@@ -73,7 +73,7 @@ def keeping() -> bool:
     return asked and os.environ.get("HFUSION_CHECK") != "1" and not os.environ.get("HFUSION_DUMP")
 
 
-def find(order: Order, folder: Path | None = None) -> Programs | NoProgram | None:
+def find(order: Order, folder: Path | None = None) -> StepPrograms | NoProgram | None:
     """What was kept of such an order; None if nothing was, or a UserWarning says why it is of no use."""
     path = _path(order, folder or cache_folder())
     try:
@@ -87,7 +87,7 @@ def find(order: Order, folder: Path | None = None) -> Programs | NoProgram | Non
         return None
 
 
-def keep(order: Order, found: Programs | NoProgram, folder: Path | None = None) -> bool:
+def keep(order: Order, found: StepPrograms | NoProgram, folder: Path | None = None) -> bool:
     """Keep what an order came to; whether that was possible. A UserWarning says so of a folder that takes nothing."""
     path = _path(order, folder or cache_folder())
     try:
@@ -110,7 +110,7 @@ def _path(order: Order, folder: Path) -> Path:
     return folder / f"{_PREFIX}{order.key(circumstances())[:32]}.json"
 
 
-def _write(found: Programs, path: Path) -> dict[str, Any] | None:
+def _write(found: StepPrograms, path: Path) -> dict[str, Any] | None:
     """What is told of programs, whose libraries are kept; None where one has none."""
     rows = []
     for place, (graph, run) in enumerate(zip(found.graphs, found.runs, strict=True)):
@@ -134,7 +134,7 @@ def _write(found: Programs, path: Path) -> dict[str, Any] | None:
     return {"programs": rows, "size": found.size, "kinds": list(found.kinds)}
 
 
-def _read(told: Mapping[str, Any], path: Path) -> Programs | NoProgram:
+def _read(told: Mapping[str, Any], path: Path) -> StepPrograms | NoProgram:
     if "refused" in told:
         return NoProgram(str(told["refused"]))
     graphs, runs = [], []
@@ -145,7 +145,7 @@ def _read(told: Mapping[str, Any], path: Path) -> Programs | NoProgram:
         if hashlib.sha256(content).hexdigest() != row["library"]:
             raise ValueError("its library is of another step")
         runs.append(load_entry(content, row["takes"], _library(path, place)))
-    return Programs(tuple(graphs), tuple(runs), told["size"], tuple(told["kinds"]))
+    return StepPrograms(tuple(graphs), tuple(runs), told["size"], tuple(told["kinds"]))
 
 
 def _library(path: Path, place: int) -> Path:

@@ -192,7 +192,7 @@ class ProgramMaker:
         except Unprofitable as error:
             way.why = str(error)
 
-    def _use(self, way: StepVariant, call: StepCall, found: kept.Programs | kept.NoProgram) -> None:
+    def _use(self, way: StepVariant, call: StepCall, found: kept.StepPrograms | kept.NoProgram) -> None:
         if isinstance(found, kept.NoProgram):
             raise Unprofitable(found.why)
         assert way.sources is not None

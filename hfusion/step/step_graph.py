@@ -202,7 +202,7 @@ def _trace(
         reached.extend(k for k, grad in zip(trained, grads, strict=True) if grad is not None)
         return _separate(given, [losses.detach(), *(grad for grad in grads if grad is not None)])
 
-    # Programs pick their ways by strides and sizes, which the fake tensors have.
+    # StepPrograms pick their ways by strides and sizes, which the fake tensors have.
     with silence_tracers(), torch.enable_grad(), _attention(given), mode, enable_python_dispatcher():
         module = make_fx(step, decomposition_table=DECOMPOSITIONS)(*own, *batch)
         for rewrite in _REWRITES:

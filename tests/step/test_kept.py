@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.step import kept
-from hfusion.step.kept import NoProgram, Programs
+from hfusion.step.kept import NoProgram, StepPrograms
 from hfusion.step.order import Order
 from hfusion.step.train_step import TrainStep
 
@@ -91,7 +91,7 @@ def test_a_file_that_is_not_believed(what: str, folder: Path) -> None:
 
 def test_nothing_is_kept_of_what_is_no_library(folder: Path) -> None:
     graph = kept.KeptGraph((), (), kept.Assumptions(()))
-    assert not kept.keep(order(), Programs((graph,), (lambda *tensors: [],)))
+    assert not kept.keep(order(), StepPrograms((graph,), (lambda *tensors: [],)))
     assert not list(folder.glob("step-*"))
 
 

@@ -1,0 +1,80 @@
+"""Captures of this process: a model that is alike in all that forward can read has the graph that another had.
+
+So a sweep that fuses one class again and again exports it once. A graph that was found is checked against the code as
+a new one is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.core.fingerprint import read_model, tensors_of
+from hfusion.core.program import Capture
+
+# Those that are kept, the latest.
+MAX_CAPTURES = 64
+
+_captures: OrderedDict[Any, Capture] = OrderedDict()
+
+
+def capture_key(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opened: Sequence[tuple[bool, Any]]
+) -> Any:
+    """By which a capture of ``module`` for such arguments is known; None where what forward reads cannot be told.
+
+    ``opened``: for each attempt, whether the first dim varies, and which others of each leaf.
+    """
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    places = [id(leaf) for leaf in leaves]
+    kinds = [_kind(leaf) for leaf in leaves]
+    state = read_model(module, [leaf for leaf in leaves if not isinstance(leaf, Tensor)])
+    # Tensors that a model holds besides its parameters and buffers are its own, and end with it.
+    if state is None or any(True for _ in tensors_of(state)):
+        return None
+    # Two arguments that are one tensor may be written to as such.
+    ties = [places.index(place) for place in places]
+    return (
+        state,
+        str(spec),
+        tuple(kinds),
+        tuple(ties),
+        tuple((first, tuple(map(_dims, dims))) for first, dims in opened),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _dims(dims: Collection[int]) -> tuple[int, ...]:
+    return tuple(sorted(dims))
+
+
+def _kind(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return type(leaf)
+    kind = (type(leaf), tuple(leaf.shape), leaf.dtype, leaf.device, leaf.layout, leaf.requires_grad)
+    return (*kind, leaf.stride() if leaf.layout is torch.strided else None, leaf.is_conj(), leaf.is_neg())
+
+
+def find_capture(key: Any) -> Capture | None:
+    if key is None or key not in _captures:
+        return None
+    _captures.move_to_end(key)
+    return _captures[key]
+
+
+def keep_capture(key: Any, found: Capture) -> None:
+    if key is not None:
+        _captures[key] = found
+        if len(_captures) > MAX_CAPTURES:
+            _captures.popitem(last=False)
+
+
+def forget_capture(key: Any) -> None:
+    _captures.pop(key, None)
