@@ -16,6 +16,7 @@ from hfusion.array.per_model import per_model
 from hfusion.capture.named import tensors
 from hfusion.core.errors import CheckpointError, HFusionError, PlanError
 from hfusion.core.membership import membership
+from hfusion.core.resuming import resume_folder
 from hfusion.device.backend import backend, memory_of
 from hfusion.device.machine import Machine
 from hfusion.optim.hyper import member_vector
@@ -96,6 +97,7 @@ def train(
             what happened.
     """
     chosen, tasks = named(policy), listed(tasks)
+    checkpoint = resume_folder("train") if checkpoint is None else checkpoint
     # Tasks that take turns would load and evict what they keep at every turn.
     arrangements, made = arrange(tasks, machine, keep=chosen.patient or len(tasks) <= len(machine.devices))
     made = _saving(made if plan is None else _checked(plan, made), every, saves=checkpoint is not None)

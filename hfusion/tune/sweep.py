@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hfusion.core.errors import CheckpointError
+from hfusion.core.resuming import resume_folder
 from hfusion.device.machine import Machine
 from hfusion.optim import AdamW
 from hfusion.tune.conductor import Conductor, Extent
@@ -91,6 +92,7 @@ def sweep(
         rows = max(1, trials)
     extent = Extent(trials, epochs, rows, seed, kinds, pbt)
     machine = machine or Machine.detect()
+    directory = resume_folder("sweep") if directory is None else directory
     device = max(machine.devices, key=lambda one: one.memory)
     recipe = SweepRecipe(optimizer, loss, loader, eval_loader, metric, device.physical, compile)
     maker = Maker(make_model, space, optimizer, device.physical)
