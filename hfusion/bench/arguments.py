@@ -181,7 +181,8 @@ def shard_settings(parsed: argparse.Namespace) -> shard.ShardSettings:
 def schedule_settings(parsed: argparse.Namespace) -> schedule.ScheduleSettings:
     """The settings of the sub-benchmark ``schedule``."""
     cases = schedule.QUICK_CASES if parsed.quick else schedule.CASES
-    return schedule.ScheduleSettings(cases=cases, policies=tuple(COMPARED.values()))
+    placements = schedule.PLACEMENT_CASES[: 1 if parsed.quick else None]
+    return schedule.ScheduleSettings(cases, tuple(COMPARED.values()), placements)
 
 
 def sweep_settings(parsed: argparse.Namespace) -> sweep.SweepSettings:

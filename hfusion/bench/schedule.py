@@ -1,7 +1,8 @@
 """The sub-benchmark ``schedule``: the makespan of policies over the lower bound, in simulation.
 
 Hydra's study (arXiv:2110.08633): many tasks on few devices, all alike or of different lengths and sizes. A load
-takes less than the computing it is hidden behind, so what is lost is lost by the policy.
+takes less than the computing it is hidden behind, so what is lost is lost by the policy. The rows of ``placement`` are
+of a cluster, where arrays are placed on the devices of nodes, and each device trains one after the other.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from hfusion.bench.placement import placed
 from hfusion.bench.progress import Meter
 from hfusion.schedule.dispatch import Dispatcher
 from hfusion.schedule.plan import Plan, Shard, TaskPlan
@@ -52,6 +54,8 @@ CASES = (
     ScheduleCase(10_000, 1024),
 )
 QUICK_CASES = CASES[:2]
+# Arrays on the devices of a cluster, each device a node.
+PLACEMENT_CASES = (ScheduleCase(100, 10), ScheduleCase(10_000, 1_000))
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class ScheduleSettings:
 
     cases: tuple[ScheduleCase, ...]
     policies: tuple[Policy, ...]
+    placements: tuple[ScheduleCase, ...] = PLACEMENT_CASES
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ def us_per_decision(plan: Plan, policy: Policy) -> float:
 
 def pieces(settings: ScheduleSettings) -> int:
     """How many pieces of work ``run`` reports: one per case, mix and policy."""
-    return len(settings.cases) * len(MIXES) * len(settings.policies)
+    return (len(settings.cases) * len(settings.policies) + len(settings.placements)) * len(MIXES)
 
 
 def run(settings: ScheduleSettings, meter: Meter) -> Iterator[ScheduleRow]:
@@ -146,6 +151,11 @@ def run(settings: ScheduleSettings, meter: Meter) -> Iterator[ScheduleRow]:
                 meter.say(f"{case.name} devices, {mix}, {policy.name}")
                 yield _row(case, mix, plan, policy)
                 meter.advance(1)
+    for case in settings.placements:
+        for mix in MIXES:
+            meter.say(f"{case.name} nodes, {mix}, placement")
+            yield _placed_row(case, mix)
+            meter.advance(1)
 
 
 def _row(case: ScheduleCase, mix: str, plan: Plan, policy: Policy) -> ScheduleRow:
@@ -159,6 +169,20 @@ def _row(case: ScheduleCase, mix: str, plan: Plan, policy: Policy) -> ScheduleRo
         timeline.lower_bound,
         timeline.makespan / timeline.lower_bound,
         us_per_decision(plan, policy),
+    )
+
+
+def _placed_row(case: ScheduleCase, mix: str) -> ScheduleRow:
+    found = placed(case.tasks, case.devices, alike=mix == "homogeneous")
+    return ScheduleRow(
+        case.tasks,
+        case.devices,
+        mix,
+        "placement",
+        found.makespan,
+        found.lower_bound,
+        found.makespan / found.lower_bound,
+        found.us_per_decision,
     )
 
 

@@ -17,7 +17,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["schedule", "--quick", "--json", str(target)]) == 0
     assert "makespan" in capsys.readouterr().out
     rows = json.loads(target.read_text())["rows"]
-    assert len(rows) == len(schedule.QUICK_CASES) * len(schedule.MIXES) * len(COMPARED)
+    policies = [*COMPARED] * len(schedule.QUICK_CASES) + ["placement"]
+    assert len(rows) == len(schedule.MIXES) * len(policies)
+    assert {row["policy"] for row in rows} == set(policies)
     names = "tasks devices mix policy makespan lower_bound ratio us_per_decision"
     assert list(rows[0]) == names.split()
     for row in rows:
