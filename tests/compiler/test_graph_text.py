@@ -70,7 +70,14 @@ def test_programs_come_back(model: Model) -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("target", [lambda x: x, "os:system", "hfusion.core.errors:FusionError.missing"], ids=str)
+NO_OPERATORS = {
+    "lambda": lambda x: x,
+    "another module": "os:system",
+    "absent": "hfusion.core.errors:FusionError.missing",
+}
+
+
+@pytest.mark.parametrize("target", NO_OPERATORS.values(), ids=NO_OPERATORS)
 def test_what_is_no_operator_is_refused(target: Any) -> None:
     if callable(target):
         graph = fx.Graph()
