@@ -207,7 +207,9 @@ def _check_noise(subject: CheckedArray, suspects: Sequence[Suspect]) -> None:
 def _array_outcome(subject: CheckedArray) -> Outcome:
     given, leaves = _program_inputs(subject)
     program = subject.compiled.program
-    return _outcome(program.run(*given), leaves, program.members, nullcontext())
+    own = set(map(id, leaves.values()))
+    inputs = [value for value in given if id(value) not in own]
+    return _outcome(program.run(*given), leaves, inputs, program.members, nullcontext())
 
 
 def _program_inputs(subject: CheckedArray) -> tuple[list[Any], dict[str, Tensor]]:
@@ -236,18 +238,23 @@ def _own_leaf(tensor: Tensor) -> Tensor:
 def _outcome(
     outputs: Sequence[Any],
     leaves: Mapping[str, Tensor],
+    inputs: Sequence[Any],
     members: int | None,
     backward: AbstractContextManager[Any],
 ) -> Outcome:
-    """Outputs, buffers after the run, and gradients, by name; ``members`` is None for one member alone."""
+    """Outputs, buffers after the run, and gradients, by name; ``members`` is None for one member alone.
+
+    Gradients of ``inputs`` are computed where the user's backward computes them, too: on the way to the parameters
+    alone, torch 2.13 ends the process in the backward of a channels_last GroupNorm.
+    """
     found = {f"output {k}": o for k, o in enumerate(outputs) if isinstance(o, Tensor) and o.is_floating_point()}
     total = sum(
         (_projected(o, members) for o in found.values() if o.requires_grad), start=torch.zeros((), device="cpu")
     )
     trained = {name: t for name, t in leaves.items() if t.requires_grad}
+    asked = [*trained.values(), *(t for t in inputs if isinstance(t, Tensor) and t.requires_grad)]
     with backward:
-        found_any = total.requires_grad and trained
-        grads = torch.autograd.grad(total, list(trained.values()), allow_unused=True) if found_any else ()
+        grads = torch.autograd.grad(total, asked, allow_unused=True) if total.requires_grad and trained else ()
     outcome = {name: o.detach() for name, o in found.items()}
     outcome |= {
         f"gradient of {n}": g.to_dense() if g.is_sparse else g
@@ -288,7 +295,7 @@ def _member_outcome(subject: CheckedArray, member: int, draws: Sequence[Tensor],
     with repeating(model, islands, member):
         with replay.forward(), repeatable():
             outputs = pytree.tree_leaves(model(*args, **kwargs))
-        return _outcome(outputs, dict(tensors(model)), None, replay.backward())
+        return _outcome(outputs, dict(tensors(model)), pytree.tree_leaves((args, kwargs)), None, replay.backward())
 
 
 def _repeats(subject: CheckedArray, member: int) -> bool:
