@@ -97,6 +97,9 @@ class TaskTensors:
         self._tensors = tensors
         self._trained = frozenset(name for shard in shards for name in shard.trained)
         self._lock = Lock()
+        # Held while a shard is loaded, and while another one writes what that may read.
+        self._crossing = Lock()
+        self._loading: int | None = None
         self._here: dict[int, _LoadedShard] = {}
         self._leaving: dict[int, tuple[Copy, Event]] = {}
         # What training does not change keeps the memory it had, for afterwards.
@@ -172,6 +175,8 @@ class TaskTensors:
         ``borrows``: what kinds of tensors are fetched from these. Returns what must be copied before it is used;
         `loaded` tells that it has been.
         """
+        self._crossing.acquire()
+        self._loading = shard
         copy = self._homes[shard].load(sections, device)
         moves = copy.moves
         borrowed: dict[str, Tensor] = {}
@@ -190,6 +195,9 @@ class TaskTensors:
         with self._lock:
             if shard in self._here:
                 self._here[shard].filled.set()
+        if self._loading == shard:
+            self._loading = None
+            self._crossing.release()
 
     def _source(self, name: str, owner: int) -> Tensor:
         """A tensor of another shard, where it lies now."""
@@ -229,14 +237,14 @@ class TaskTensors:
             if name not in here.borrowed:
                 self._here[owner].changed.add((Section.WEIGHTS, name))
                 continue
-            self._wait_for(owner)
-            self._homes[owner].views[Section.WEIGHTS][name].copy_(here.borrowed[name])
-            with self._lock:
-                there = self._here.get(owner)
-            if there is not None:
-                # Else the copy under way might come after this one.
-                there.filled.wait()
-                there.copy.views[Section.WEIGHTS][name].copy_(here.borrowed[name])
+            with self._crossing:
+                self._wait_for(owner)
+                with self._lock:
+                    there = self._here.get(owner)
+                if there is not None:
+                    there.copy.views[Section.WEIGHTS][name].copy_(here.borrowed[name])
+                # The last one: with it the host waits for both.
+                self._homes[owner].views[Section.WEIGHTS][name].copy_(here.borrowed[name])
 
     def gradient(self, shard: int, name: str) -> Tensor:
         """Where the loaded shard keeps the gradient of a parameter from unit to unit."""
@@ -294,9 +302,10 @@ class TaskTensors:
                 here = self._here.get(shard)
             if here is None:
                 continue
-            for section, name in here.changed:
-                if section is Section.WEIGHTS and name not in self._trained:
-                    home.views[section][name].copy_(here.copy.views[section][name])
+            with self._crossing:
+                for section, name in here.changed:
+                    if section is Section.WEIGHTS and name not in self._trained:
+                        home.views[section][name].copy_(here.copy.views[section][name])
 
     def close(self) -> None:
         """Give every tensor memory of its own again, and drop the homes; a run that broke off keeps what it reached."""
