@@ -152,9 +152,19 @@ class FusedModule(Rows, Tree):
         self._leave(compiled)
         return compiled
 
-    def fix_sizes(self) -> None:
-        """From here on capture calls of other sizes anew: so their programs have the operators that a plan counts."""
-        self._compiler.opens = False
+    def planned_for(self, device: torch.device) -> None:
+        """From here on capture calls of other sizes anew: so their programs have the operators that a plan counts.
+
+        They are lowered as is best on ``device``, wherever the tensors lie by now.
+        """
+        compiler, here = self._compiler, {tensor.device.type for _, tensor in tensors(self)}
+        compiler.opens = False
+        other = None if here <= {device.type} else device
+        if compiler.subject.device != other:
+            compiler.subject = replace(compiler.subject, device=other)
+            compiler.clear()
+            self._bound.clear()
+            self._checks.clear()
 
     def find(self, arguments: Arguments) -> Compiled | None:
         """The program for such a call in the present training pattern, if there is one already."""

@@ -23,6 +23,7 @@ from hfusion.core.guards import AllHold
 from hfusion.core.layout import Layout
 from hfusion.core.program import Capture, Kind, Program, Slot, describe_graph, input_dims
 from hfusion.core.stages import stage
+from hfusion.device.calibrate import compute_rates
 from hfusion.ops import RULES as ATEN_RULES
 from hfusion.ops.rule import merge
 from hfusion.passes.align import align, select
@@ -46,7 +47,8 @@ class ArraySpec:
     """What is compiled: ``member(b)`` gives member b as a live module.
 
     ``loops``: what cannot be captured runs in a loop over members, at the smallest submodule; otherwise it is an error.
-    ``tune``: ways to run operators are measured, not estimated.
+    ``tune``: ways to run operators are measured, not estimated. ``device``: on which they will run, where that is not
+    the one on which the tensors lie.
     """
 
     name: str
@@ -56,6 +58,7 @@ class ArraySpec:
     member: Callable[[int], nn.Module]
     loops: bool = True
     tune: bool = False
+    device: torch.device | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
 
 def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compiled:
     graph, layouts, first = captured.graph, captured.layouts, captured.first
-    choices = choose_ways(graph, layouts, subject.members, subject.tune)
+    choices = choose_ways(graph, layouts, subject.members, subject.tune, subject.device)
     module = batch(graph, layouts, subject.members, RULES, choices)
     code = regions(module, subject.members)
     program = Program(subject.name, subject.members, training, module, code, first.slots, layouts, first.out_spec)
@@ -174,10 +177,12 @@ def look_at(program: Program) -> None:
     stage(program.name, "gathered", told, lambda: check_code(program))
 
 
-def choose_ways(graph: fx.Graph, layouts: Sequence[Layout], members: int, tune: bool) -> dict[fx.Node, Choice]:
-    """How each operator runs in an array of ``members``."""
-    model = Model.of(graph, members)
-    if not tune:
+def choose_ways(
+    graph: fx.Graph, layouts: Sequence[Layout], members: int, tune: bool, device: torch.device | None = None
+) -> dict[fx.Node, Choice]:
+    """How each operator runs in an array of ``members``; on another ``device`` than the graph's nothing is measured."""
+    model = Model.of(graph, members, None if device is None else compute_rates(device))
+    if not tune or device is not None:
         return choose(graph, layouts, members, RULES, model)
     with times_on(model.device) as times:
         return choose(graph, layouts, members, RULES, Measured(model, times))

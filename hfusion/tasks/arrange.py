@@ -43,6 +43,7 @@ class First:
 class Room:
     """The device that arrays are planned for: its bytes and rates; ``keep``: a spilled one may keep its last shard."""
 
+    device: torch.device
     budget: int
     rates: Rates
     keep: bool
@@ -100,7 +101,7 @@ def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tu
     check_tensors(tasks)
     rates = machine.calibrate()
     largest = max(machine.devices, key=lambda device: device.memory)
-    room = Room(largest.memory, rates[largest.name], keep)
+    room = Room(largest.physical, largest.memory, rates[largest.name], keep)
     found = [one for task in tasks for one in _arrays(task, room)]
     check_loaders([(one.plan.name, (one.task.loader, one.task.eval_loader)) for one in found])
     loads = [rate.load for rate in rates.values()]
@@ -164,7 +165,7 @@ def _width(task: Task, whole: FusedModule, group: Sequence[int], first: First, r
     A resident array costs its computing; a spilled one its computing or its transfers, whichever take longer.
     """
     minibatch = Minibatch.of(task, first.trained, group)
-    whole.fix_sizes()
+    whole.planned_for(room.device)
     program = whole.compiled(minibatch.arguments).program
     optimizer = optimizer_of(task, whole, group)
     best: tuple[float, int] | None = None
@@ -198,7 +199,7 @@ def _arranged(
     task: Task, array: FusedModule, members: Sequence[int], first: First, room: Room, name: str
 ) -> Arrangement:
     minibatch = Minibatch.of(task, first.trained, members)
-    array.fix_sizes()
+    array.planned_for(room.device)
     program = array.compiled(minibatch.arguments).program
     optimizer = optimizer_of(task, array, members)
     plan = _plan(task, program, minibatch.samples, optimizer, room, name, len(members))

@@ -50,7 +50,7 @@ class Footprint:
         fused = fuse(models)
         args, kwargs = call_arguments(inputs, {})
         arguments = Arguments.of(args, kwargs)
-        fused.fix_sizes()
+        fused.planned_for(device.physical)
         self._program = fused.compiled(arguments).program
         self._stacks = optimizer(fused.parameters()).state_stacks
         self._samples, self._rates = _samples(arguments.leaves), rates

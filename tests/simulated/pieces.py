@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.compiler.arguments import Arguments
 from hfusion.core.errors import FusionError
+from hfusion.passes.cost.cost import operators
+from hfusion.tasks.arrange import arrange
 from tests.simulated.device import install
 from tests.simulated.queues import QUEUES
 from tests.trained import EPOCHS, Way, adamw, batches, cross_entropy, fused, momentum, planned, task
@@ -92,11 +97,40 @@ def a_minibatch_keeps_the_host_waiting_for_nothing_but_the_ends_of_units() -> No
             assert many[1] - few[1] <= 4 * EPOCHS * (shards * (1 if way.clip is None else 2) + 2)
 
 
+class Convolved(nn.Module):
+    """Convolutions, which a CPU computes member by member."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.second(self.first(x).relu()).mean((2, 3)))
+
+
+def an_array_is_lowered_for_the_device_that_it_is_planned_for() -> None:
+    x, y = torch.randn(32, 3, 32, 32), torch.zeros(32, dtype=torch.int64)
+
+    def lowered(array: hf.FusedModule, x: Tensor) -> list[str]:
+        return [node.meta["lowering"].text for node in operators(array.compiled(Arguments.of((x,), {})).program)]
+
+    with mock.patch.dict(os.environ, {"HFUSION_RATES": "standard"}):
+        here, there, planned_there = (fused(Convolved, torch.float32) for _ in range(3))
+        one = task(planned_there, Way(adamw), [(x, y)])
+        (made,), _ = arrange([one], hf.Machine([hf.Device(THERE, memory="1GiB")]))
+        assert made.array is planned_there
+        assert lowered(planned_there, x) == lowered(there.to(THERE), x.to(THERE)) != lowered(here, x)
+        # And again for the CPU.
+        arrange([one], hf.Machine([hf.Device("cpu", memory="1GiB")]))
+        assert lowered(planned_there, x) == lowered(here, x)
+
+
 PIECES: tuple[Callable[[], None], ...] = (
     a_loaded_state_goes_on_wherever_its_numbers_lie,
     an_array_that_moves_without_its_state_is_refused,
     a_machine_knows_its_devices,
     a_minibatch_keeps_the_host_waiting_for_nothing_but_the_ends_of_units,
+    an_array_is_lowered_for_the_device_that_it_is_planned_for,
 )
 
 
