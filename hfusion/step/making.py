@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 from hfusion.core.exclusive import compiling, tracing
@@ -14,10 +16,12 @@ from hfusion.core.stages import BrokenProgram
 from hfusion.device.cache import cache_folder
 from hfusion.step import kept
 from hfusion.step.compiled import (
+    MAX_LOOPED_CALLS,
     Library,
     StepProgram,
     Unprofitable,
     compile_programs,
+    looped_calls,
     order_for,
     step_of,
 )
@@ -27,6 +31,7 @@ from hfusion.step.row_entry import Unparted
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.variants import StepVariant
 from hfusion.step.worker import BackgroundJob
+from hfusion.step.worth import CompileRecord, add_record, judge, read_records, spare_core
 
 # Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
 MAX_PROGRAMS = 16
@@ -34,7 +39,7 @@ MAX_PROGRAMS = 16
 
 @dataclass(frozen=True)
 class CompileMode:
-    """Whether steps are compiled, and by whom; ``eager_steps`` and ``parts`` as of `hfusion.train_step`.
+    """Whether steps are compiled, and by whom; ``eager_steps``, ``parts`` and ``steps`` as of `hfusion.train_step`.
 
     Raises ValueError for what is neither.
     """
@@ -43,14 +48,21 @@ class CompileMode:
     background: bool = False
     eager_steps: int | None = None
     parts: int | str = AUTO
+    steps: int | None = None
 
     @staticmethod
-    def of(compile: object, eager_steps: int | None, parts: object = AUTO) -> CompileMode:
+    def of(compile: object, eager_steps: int | None, parts: object = AUTO, steps: object = None) -> CompileMode:
         divided = check_parts(parts)
         if compile not in (True, False, "now", "background"):
             raise ValueError(f'compile is {compile!r}: give True or "now", "background", or False')
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
+            raise ValueError(f"steps is {steps!r}: give the number of steps that will be made")
         if eager_steps is None:
-            return CompileMode(bool(compile), compile == "background", None, divided)
+            return CompileMode(bool(compile), compile == "background", None, divided, steps)
+        if steps is not None:
+            raise ValueError(
+                "steps and eager_steps are both given: one leaves open when steps change over, one says it"
+            )
         if not compile:
             raise ValueError(
                 f"eager_steps is {eager_steps!r} where compile is False: no step will be compiled; omit it"
@@ -91,8 +103,34 @@ class ProgramMaker:
             self._begin(way, call, size, autocast)
             return
         way.program = self._fitting(way, call)
-        if way.program is None and not self._waits(way, call, steps):
-            self._make(way, call, size, autocast, self.mode.due(steps))
+        if way.program is not None or self._waits(way, call, steps):
+            return
+        if self.mode.steps is not None and way.job is None and not self._pays(way, call, size, autocast, steps):
+            return
+        self._make(way, call, size, autocast, self.mode.due(steps) and not way.behind)
+
+    def _pays(self, way: StepVariant, call: StepCall, size: int | None, autocast: Any, steps: int) -> bool:
+        """Whether to compile ``way`` now that ``steps`` of its kind were made: not before one was timed."""
+        assert self.mode.steps is not None
+        if any(holder[name].device.type != "cpu" for holder, name in way.places):
+            # An accelerator's steps go on when their calls are over.
+            return True
+        if not way.clock.eager:
+            # One that is there already costs nothing.
+            self._make(way, call, size, autocast, due=False, find_only=True)
+            return False
+        operators, looped = _extent(way)
+        spare = spare_core()
+        left = max(0, self.mode.steps - steps)
+        found = judge(left, median(way.clock.eager), operators, looped, read_records(), spare)
+        way.behind, way.why, way.chosen = found.behind, found.why, bool(found.why)
+        return not found.why
+
+    def remember(self, way: StepVariant) -> None:
+        """Keep what was measured of ``way``, for those after it."""
+        if way.compiling is not None:
+            behind = way.behind or self.mode.background
+            add_record(CompileRecord(*_extent(way), behind, way.compiling, way.clock.speedup))
 
     def _variants(self) -> Iterator[StepVariant]:
         return (way for ways in self._ways.values() for way in ways)
@@ -111,7 +149,7 @@ class ProgramMaker:
         """Whether this step is eager as a program that may serve it is being made."""
         for other in self._variants():
             if other is not way and other.job is not None and other.like(way):
-                if not self.mode.due(steps):
+                if other.behind or not self.mode.due(steps):
                     return True
                 self._take(other)
                 way.program = self._fitting(way, call)
@@ -125,7 +163,15 @@ class ProgramMaker:
             # It may be there too early.
             way.kept_back, way.program = way.program, None
 
-    def _make(self, way: StepVariant, call: StepCall, size: int | None, autocast: Any, due: bool) -> None:
+    def _make(
+        self,
+        way: StepVariant,
+        call: StepCall,
+        size: int | None,
+        autocast: Any,
+        due: bool,
+        find_only: bool = False,
+    ) -> None:
         if way.kept_back is not None:
             way.program, way.kept_back = way.kept_back, None
             return
@@ -140,10 +186,10 @@ class ProgramMaker:
         try:
             if way.parting is None:
                 way.parting = Parting.of(self.mode.parts, *way.sources, size)
-            self._find_or_compile(way, call, way.parting, autocast, due)
+            self._find_or_compile(way, call, way.parting, autocast, due, find_only)
         except Unparted as error:
             way.parting = Parting(size, why=str(error))
-            self._make(way, call, size, autocast, due)
+            self._make(way, call, size, autocast, due, find_only)
         except (ProgramMismatch, BrokenProgram):
             raise
         except Unprofitable as error:
@@ -152,24 +198,29 @@ class ProgramMaker:
             # Only what is traced and compiled here: the call itself has run eagerly, with the user's own errors.
             way.why = f"compilation failed: {told(error)}"
 
-    def _find_or_compile(self, way: StepVariant, call: StepCall, parting: Parting, autocast: Any, due: bool) -> None:
+    def _find_or_compile(
+        self, way: StepVariant, call: StepCall, parting: Parting, autocast: Any, due: bool, find_only: bool
+    ) -> None:
         assert way.sources is not None
+        behind = self.mode.background or way.behind
+        began = perf_counter()
         with parting.set_threads():
-            order = order_for(*way.sources, call, parting.size, autocast, always=self.mode.background)
+            order = order_for(*way.sources, call, parting.size, autocast, always=behind)
             with tracing:
                 known = None if order is None or not kept.keeping() else kept.find(order)
-            if known is None and not (self.mode.background and order is not None):
+            if known is None and not find_only and not (behind and order is not None):
                 with compiling():
                     keep = order if kept.keeping() else None
                     kind = _kind(way, call)
                     known = compile_programs(*way.sources, call, self.library, kind, parting.size, keep)
+                    way.compiling = perf_counter() - began
         if known is not None:
             self._use(way, call, known)
-            return
-        assert order is not None
-        way.job = PendingProgram(BackgroundJob(order, self._folder, self), order, call)
-        if due:
-            self._take(way)
+        elif not find_only:
+            assert order is not None
+            way.job = PendingProgram(BackgroundJob(order, self._folder, self), order, call)
+            if due:
+                self._take(way)
 
     def _take(self, way: StepVariant) -> None:
         """What the other process has made of ``way``."""
@@ -183,6 +234,7 @@ class ProgramMaker:
         if found is None:
             way.why = f"its compilation in the background failed: {trouble or 'what was made cannot be read'}"
             return
+        way.compiling = pending.job.seconds
         self.library.count += 0 if isinstance(found, kept.NoProgram) else len(found.runs)
         try:
             self._use(way, pending.call, found)
@@ -220,6 +272,13 @@ class PendingProgram:
 
     def ready(self) -> bool:
         return self.job.ready()
+
+
+def _extent(way: StepVariant) -> tuple[int, bool]:
+    """How many operators a member has, and whether the array loops over members."""
+    assert way.sources is not None
+    count = sum(len(source.compiled.graph.nodes) for source in way.sources)
+    return count, looped_calls(way.sources[0]) > MAX_LOOPED_CALLS
 
 
 def _kind(way: StepVariant, call: StepCall) -> Any:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -69,12 +70,17 @@ class TrainStep:
             losses, outputs = self._eager(args, kwargs, target)
             self._note(call, situation, outputs, target)
             return losses
+        began = perf_counter()
         if way.program is None or _hooked(self._fused):
-            return self._eager(args, kwargs, target)[0]
+            losses = self._eager(args, kwargs, target)[0]
+            way.clock.note_eager(perf_counter() - began)
+            return losses
         with _without_autocast(situation[2]):
             losses = way.program.step(call)
         with helped_by(way.program.team):
             self.update(losses)
+        if way.clock.note_compiled(perf_counter() - began):
+            self._maker.remember(way)
         return losses
 
     @property
@@ -162,7 +168,7 @@ class TrainStep:
                 self._maker.prepare(way, call, self.at_once, way.situation[2])
             except ProgramMismatch:
                 return False
-            if way.why:
+            if way.why and not way.chosen:
                 self._refused(way)
         return True
 
@@ -266,6 +272,7 @@ def train_step(
     compile: bool | str = True,
     eager_steps: int | None = None,
     parts: int | str = "auto",
+    steps: int | None = None,
 ) -> TrainStep:
     """One training step of all members as a callable: ``losses = step(inputs, target)``, losses ``[B]``, detached.
 
@@ -298,6 +305,9 @@ def train_step(
             measure whether threads pay. 1 computes all members at once, and lets torch divide its operators. Which
             members stand in a block may show in the last bit, the threads that compute it do not. What cannot be
             divided, such as members that share a trained parameter, runs in one part, and ``step.report()`` says so.
+        steps: how many steps will be made, if that is known. They are compiled only if it pays: if a program is there
+            already, or by what compilations and their steps took on this machine before; by another process where steps
+            leave it a core, or where nothing is known yet. Unless a program is there, two steps at least are eager.
 
     Returns:
         A callable ``step(inputs, target, **keywords)``. Inputs are the one argument of the fused module, a tuple or
@@ -306,7 +316,8 @@ def train_step(
 
     Raises:
         ValueError: ``fused`` is no array, or ``opt`` holds parameters that are none of it; ``compile``,
-            ``eager_steps`` or ``parts`` is none of the above; at a step, a loss that is not one number per member.
+            ``eager_steps``, ``parts`` or ``steps`` is none of the above; at a step, a loss that is not one number per
+            member.
         FusionError: ``opt`` is one that would couple the members, such as torch.optim.LBFGS.
 
     Example:
@@ -330,4 +341,4 @@ def train_step(
             "make it of fused.parameters()"
         )
     coupling.check(opt)
-    return TrainStep(fused, loss_fn, opt, CompileMode.of(compile, eager_steps, parts))
+    return TrainStep(fused, loss_fn, opt, CompileMode.of(compile, eager_steps, parts, steps))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +16,7 @@ from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.step.compiled import StepProgram
 from hfusion.step.parting import Parting
 from hfusion.step.step_graph import StepCall
+from hfusion.step.worth import StepClock
 
 _TRAITS = attrgetter("shape", "dtype", "device", "requires_grad")
 
@@ -76,6 +77,13 @@ class StepVariant:
     """The program while it is being made elsewhere."""
     kept_back: StepProgram | None = None
     """A program that is there before it is to be used."""
+    behind: bool = False
+    """Whether another process makes its program."""
+    chosen: bool = False
+    """Whether it is eager for no trouble: its program would not be worth its time."""
+    clock: StepClock = field(default_factory=StepClock)
+    compiling: float | None = None
+    """Seconds until its program was there, where that was compiled for it."""
     _seen: Seen | None = None
 
     def holds(self) -> bool:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,6 +39,9 @@ class BackgroundJob:
     def __init__(self, order: Order, folder: Path, owner: object) -> None:
         self.folder = folder
         self._told = ""
+        self._began = time.time()
+        self.seconds = 0.0
+        """Until it was ready, once it was waited for."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         handle, name = tempfile.mkstemp(prefix="hfusion-order-")
         with open(handle, "w") as file:
@@ -75,7 +79,10 @@ class BackgroundJob:
         assert self._process.stdout is not None
         lines = self._process.stdout.read().decode(errors="replace").splitlines()
         if lines:
-            return str(json.loads(lines[-1])["told"])
+            told = json.loads(lines[-1])
+        # Not until it was asked: steps may be long.
+        self.seconds = max(0.0, told["ended"] - self._began)
+        return str(told["told"])
         self._log.seek(0)
         last = self._log.read()[-_TAIL:].decode(errors="replace").strip().splitlines()
         return f"it ended with code {self._process.returncode}: {last[-1] if last else 'without a word'}"
@@ -130,7 +137,7 @@ def main(arguments: Sequence[str]) -> None:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     told = _carried_out(json.loads(Path(arguments[0]).read_text()), Path(arguments[1]))
-    answer.write(json.dumps({"told": told}) + "\n")
+    answer.write(json.dumps({"told": told, "ended": time.time()}) + "\n")
     answer.flush()
     # Without what torch does at its end.
     os._exit(0)

@@ -1,0 +1,141 @@
+"""Whether a step is worth its compilation: by what compilations, and steps before and after them, took on this machine.
+
+What was measured is kept in the user's cache folder, a row for each program that was compiled. Nothing is assumed of a
+machine that has compiled nothing yet: there another process compiles, and steps do not wait.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from hfusion.device.cache import cache_file, number, read_json, write_json
+from hfusion.device.calibrate import describe
+
+# Rows that a file has, the latest, and those of the nearest size that an estimate is made of.
+MAX_ROWS = 128
+_NEAREST = 5
+# Steps that are timed: eager ones, and compiled ones after the first, which touches memory that is cold.
+_TIMED = 3
+_PLAUSIBLE = (1e-6, 1e6)
+
+
+@dataclass(eq=False)
+class StepClock:
+    """Seconds of the first steps of a kind, but for the very first, which captures."""
+
+    eager: list[float] = field(default_factory=list)
+    compiled: list[float] = field(default_factory=list)
+
+    def note_eager(self, seconds: float) -> None:
+        if len(self.eager) < _TIMED:
+            self.eager.append(seconds)
+
+    def note_compiled(self, seconds: float) -> bool:
+        """Whether with this one there are enough."""
+        if len(self.compiled) <= _TIMED:
+            self.compiled.append(seconds)
+            return len(self.compiled) > _TIMED
+        return False
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times as fast a compiled step is, if both were timed."""
+        if not self.eager or len(self.compiled) <= _TIMED:
+            return None
+        return median(self.eager) / median(self.compiled[1:])
+
+
+@dataclass(frozen=True)
+class CompileRecord:
+    """A step that was compiled: the operators of its members' graphs, whether the array loops over members, whether
+    another process compiled it, seconds until it was there, and how much faster steps became, if that was seen."""
+
+    operators: int
+    looped: bool
+    behind: bool
+    seconds: float
+    speedup: float | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether to compile, and whether by another process; ``why`` not, in words, if it is not worth it."""
+
+    behind: bool = False
+    why: str = ""
+
+
+def judge(left: int, eager: float, size: int, looped: bool, records: Sequence[CompileRecord], spare: bool) -> Verdict:
+    """What to do about a step of ``size`` operators that runs ``left`` more times, in ``eager`` seconds each.
+
+    ``spare``: whether there is a core that steps do not use.
+    """
+    known = [record for record in records if record.looped is looped]
+    alike = [record for record in known if record.behind is spare] or known
+    if not alike:
+        return Verdict(behind=True)
+    # A larger step may take more in proportion; that a smaller one takes less is not known.
+    cost = median(r.seconds * max(1.0, size / r.operators) for r in _nearest(alike, size))
+    seen = [record for record in known if record.speedup is not None]
+    faster = median(r.speedup or 1.0 for r in _nearest(seen, size)) if seen else None
+    ahead = left * eager
+    told = f"{left} more steps take {ahead:.2g} s eagerly, and its compilation about {cost:.2g} s"
+    if faster is not None and faster <= 1.0:
+        return Verdict(why=f"compiled steps like it were no faster on this machine ({faster:.2f} times as fast)")
+    if spare:
+        # Nobody waits for it, so that all that counts is whether it is there in time.
+        return Verdict(behind=True) if cost < ahead else Verdict(why=told)
+    gain = ahead * (1.0 - 1.0 / (faster if faster is not None else float("inf")))
+    return Verdict() if cost < gain else Verdict(why=told)
+
+
+def _nearest(records: Sequence[CompileRecord], size: int) -> list[CompileRecord]:
+    return sorted(records, key=lambda r: max(r.operators, size) / min(r.operators, size))[:_NEAREST]
+
+
+def spare_core() -> bool:
+    """Whether this process may use more cores than torch does."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores > torch.get_num_threads()
+
+
+def read_records() -> list[CompileRecord]:
+    """What is known of this machine; nothing where a file cannot be read or tells no such thing."""
+    try:
+        return [_record(row) for row in read_json(_path())["steps"]]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+
+
+def add_record(record: CompileRecord) -> None:
+    """Keep a row more, if the folder takes it: what is not known there is only estimated worse."""
+    rows = [*read_records(), record][-MAX_ROWS:]
+    try:
+        write_json(_path(), {"machine": _machine(), "steps": [asdict(row) for row in rows]})
+    except OSError:
+        return
+
+
+def _record(row: Mapping[str, Any]) -> CompileRecord:
+    speedup = row["speedup"]
+    return CompileRecord(
+        int(number(row["operators"], 1, 1e9)),
+        bool(row["looped"]),
+        bool(row["behind"]),
+        number(row["seconds"], *_PLAUSIBLE),
+        None if speedup is None else number(speedup, *_PLAUSIBLE),
+    )
+
+
+def _machine() -> dict[str, str]:
+    return describe(torch.device("cpu"))
+
+
+def _path() -> Any:
+    return cache_file("compiling", _machine())
