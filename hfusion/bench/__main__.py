@@ -1,4 +1,4 @@
-"""``python -m hfusion.bench [fuse|optim|shard|schedule|sweep]``: see ``--help`` and ``--list``."""
+"""``python -m hfusion.bench [fuse|optim|shard|schedule|short|sweep]``: see ``--help`` and ``--list``."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from hfusion.bench import (
     shard,
     shard_cases,
     shard_results,
+    short,
     startup,
     sweep,
     sweep_contenders,
@@ -36,6 +37,7 @@ from hfusion.bench.arguments import (
     parse,
     schedule_settings,
     shard_settings,
+    short_settings,
     sweep_settings,
 )
 from hfusion.bench.cases import CASES
@@ -65,6 +67,8 @@ def print_names(out: Console) -> None:
         "contenders of optim": optim.ABOUT,
         "cases of shard": {case.name: case.about for case in shard_cases.CASES},
         "contenders of shard": shard_results.ABOUT,
+        "models of short": {name: f"{steps} steps" for name, steps in short.STEPS.items()},
+        "contenders of short": short.ABOUT,
         "models of sweep": {case.name: case.about for case in sweep.CASES},
         "contenders of sweep": {contender.name: contender.about for contender in sweep_contenders.CONTENDERS},
         "policies of schedule": {policy.name: policy.about for policy in COMPARED.values()},
@@ -184,11 +188,21 @@ def run_sweep(parsed: argparse.Namespace) -> BenchmarkResult:
     return BenchmarkResult(sweep.table(rows), footnotes, rows, interrupted, wrong=[])
 
 
+def run_short(parsed: argparse.Namespace) -> BenchmarkResult:
+    """Run the sub-benchmark ``short``."""
+    chosen = short_settings(parsed)
+    with meter(short.pieces(chosen)) as bar:
+        rows, interrupted = collect(short.run(chosen, bar))
+    footnotes = [f"{name}: {about}" for name, about in short.ABOUT.items()]
+    return BenchmarkResult(short.table(rows), footnotes, rows, interrupted, wrong=[])
+
+
 RUN: dict[str, Callable[[argparse.Namespace], BenchmarkResult]] = {
     "fuse": run_fuse,
     "optim": run_optim,
     "shard": run_shard,
     "schedule": run_schedule,
+    "short": run_short,
     "sweep": run_sweep,
 }
 

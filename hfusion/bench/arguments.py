@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
-from hfusion.bench import fuse, optim, schedule, shard, shard_cases, sweep
+from hfusion.bench import fuse, optim, schedule, shard, shard_cases, short, sweep
 from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
 from hfusion.bench.policies import COMPARED
@@ -24,11 +24,12 @@ SUB_BENCHMARKS = {
     "optim": "optimizers alone, in ns per parameter",
     "shard": "arrays that do not fit their device, in shards, against what one could do by hand",
     "schedule": "policies over many tasks and devices, makespan over the lower bound",
+    "short": "jobs of some seconds, from process start to end, with cold and warm caches",
     "sweep": "a search of hyper-parameters with Hyperband, in several ways",
 }
 MEMBERS = (4, 16, 64)
 NOT_FOR = {"schedule": ("members", "repeats"), "shard": ("members",), "sweep": ("members", "repeats")}
-CHOSEN_BY = {"models": ("fuse", "sweep"), "contenders": ("fuse", "sweep")}
+CHOSEN_BY = {"models": ("fuse", "short", "sweep"), "contenders": ("fuse", "sweep")}
 QUICK_SWEEP = (6, 3)
 AMP = {"bf16": torch.bfloat16}
 PICTURES = (".png", ".svg", ".pdf")
@@ -63,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("benchmark", nargs="?", default="fuse", help=f"one of {names} (default fuse)")
     made.add_argument("--list", action="store_true", help="print the sub-benchmarks, models and contenders")
-    made.add_argument("--models", metavar="A,B", help="fuse and sweep: these models only")
+    made.add_argument("--models", metavar="A,B", help="fuse, short and sweep: these models only")
     made.add_argument("--members", metavar="4,16", type=_counts, help="numbers of members (default 4,16,64)")
     made.add_argument("--contenders", metavar="A,B", help="fuse and sweep: these contenders only")
     made.add_argument("--repeats", type=_count, help="rounds, each timing every contender (default 7; shard 3)")
@@ -134,6 +135,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     cases: Sequence[Any]
     entrants: Sequence[Any]
     cases, entrants = (sweep.CASES, SEARCHES) if searching else (CASES, CONTENDERS)
+    if parsed.benchmark == "short":
+        cases = named(CASES, tuple(short.STEPS))
     parsed.cases = _or_error(made, lambda: choose("model", parsed.models, cases))
     parsed.entrants = _or_error(made, lambda: choose("contender", parsed.contenders, entrants))
     return parsed
@@ -183,6 +186,17 @@ def schedule_settings(parsed: argparse.Namespace) -> schedule.ScheduleSettings:
     cases = schedule.QUICK_CASES if parsed.quick else schedule.CASES
     placements = schedule.PLACEMENT_CASES[: 1 if parsed.quick else None]
     return schedule.ScheduleSettings(cases, tuple(COMPARED.values()), placements)
+
+
+def short_settings(parsed: argparse.Namespace) -> short.ShortSettings:
+    """The settings of the sub-benchmark ``short``."""
+    models = tuple(case.name for case in parsed.cases)
+    return short.ShortSettings(
+        models=models[:1] if parsed.quick and not parsed.models else models,
+        members=parsed.members or short.MEMBERS,
+        rounds=parsed.repeats or (1 if parsed.quick else 3),
+        threads=parsed.threads,
+    )
 
 
 def sweep_settings(parsed: argparse.Namespace) -> sweep.SweepSettings:
