@@ -16,6 +16,7 @@ from hfusion.core.errors import PlanError
 from hfusion.device.calibrate import Rates
 from hfusion.device.machine import Device
 from hfusion.tasks.task import length
+from hfusion.tune.beats import Beats
 from hfusion.tune.exploit import PBT
 from hfusion.tune.folder import SweepFolder
 from hfusion.tune.footprint import Footprint, fits
@@ -53,9 +54,10 @@ class Conductor:
         device: Device,
         rates: Rates,
         folder: SweepFolder | None,
+        beats: Beats,
     ) -> None:
         self.trials, self._maker, self._recipe, self._extent = trials, maker, recipe, extent
-        self._device, self._rates, self._folder = device, rates, folder
+        self._device, self._rates, self._folder, self._beats = device, rates, folder, beats
         self._arrays: list[ShapeArray] = []
         self._waiting: tuple[TrialModel, ShapeArray] | None = None
         self._round = self._opened = 0
@@ -74,6 +76,7 @@ class Conductor:
             for array in self._arrays:
                 self._train(array)
             self._round += 1
+            self._beats.beat()
             self.trials.caught_up()
             self._refill()
         self.save()

@@ -13,6 +13,7 @@ from hfusion.core.errors import CheckpointError
 from hfusion.core.resuming import resume_folder
 from hfusion.device.machine import Machine
 from hfusion.optim import AdamW
+from hfusion.tune.beats import Beats, dead_runs
 from hfusion.tune.conductor import Conductor, Extent
 from hfusion.tune.exploit import PBT
 from hfusion.tune.folder import SweepFolder
@@ -115,7 +116,9 @@ def sweep(
             attributes=attributes,
             alone=own,
         )
-        conductor = Conductor(asked, maker, recipe, extent, device, machine.calibrate()[device.name], folder)
+        asked.bury(dead_runs(found))
+        beats = Beats(found, asked.run, None if folder is None else folder.root)
+        conductor = Conductor(asked, maker, recipe, extent, device, machine.calibrate()[device.name], folder, beats)
         try:
             if before is None:
                 conductor.save()
@@ -127,7 +130,9 @@ def sweep(
                 # Nobody can go on with them.
                 for number in asked.live:
                     asked.end(number, Verdict.FAILED)
+                beats.end()
             raise
+        beats.end()
         return SweepResult(found, tuple(asked.asked), conductor.best)
 
 

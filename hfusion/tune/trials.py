@@ -72,6 +72,13 @@ class Trials:
         self._adopted = deque(sorted(found, key=lambda one: (one.datetime_start, one.number)))
         self._ahead = {one.number: one for one in trials if one.number in self._attributes}
 
+    def bury(self, dead: set[str]) -> None:
+        """Tell FAIL for what sweeps that died have left in training."""
+        states = self.optuna.trial.TrialState
+        for one in self.study.get_trials(deepcopy=False, states=(states.RUNNING,)):
+            if one.user_attrs.get(RUN) in dead - {self.run}:
+                self.end(one.number, Verdict.FAILED)
+
     @property
     def base(self) -> int:
         """What the sampler's seeds come from."""
