@@ -167,7 +167,7 @@ def _progress(border: Border) -> dict[str, Any]:
         "evaluations": torch.stack(training.evaluations) if training.evaluations else None,
         "seed": training.generators.seed,
         "random": training.generators.states,
-        "positions": [None if position is None else dict(vars(position)) for position in positions],
+        "positions": [dict(vars(position)) for position in positions],
         "stopped": [*border.stopped.steps.items()],
     }
 
@@ -180,6 +180,7 @@ def resume(kept: Mapping[str, Any], border: Border) -> None:
         training.evaluations.extend(kept["evaluations"].unbind())
     training.generators.states.update(kept["random"])
     for stream, position in zip(border.streams, kept["positions"], strict=True):
+        # Saves of before have None where nothing was read.
         if position is not None:
             stream.resume(Position(**position))
     # Saves made before members could stop have no such entry.

@@ -17,16 +17,23 @@ from hfusion.tasks.reading import generators, reading
 class Position:
     """``given`` minibatches of ``epoch`` were read.
 
-    ``random`` is torch's random state with which the epoch began; ``begun`` are those of the generators of the loader's
-    own with which it began, ``own`` those of now. ``state`` is what a loader with a ``state_dict`` says of itself.
+    ``random`` is torch's random state with which the epoch began, None where nothing was read; ``begun`` are those of
+    the generators of the loader's own with which it began, ``own`` those of now. ``state`` is what a loader with a
+    ``state_dict`` says of itself.
     """
 
     epoch: int
     given: int
-    random: Tensor
+    random: Tensor | None
     begun: list[Tensor]
     own: list[Tensor]
     state: Any
+
+    @staticmethod
+    def unread(loader: Any) -> Position:
+        """Before the first epoch: a loader's generators may have been seeded when it was made."""
+        own = [each.get_state() for each in generators(loader)]
+        return Position(0, 0, None, own, own, None)
 
     @staticmethod
     def begin(epoch: int, loader: Iterable[Any]) -> Position:
@@ -38,6 +45,11 @@ class Position:
         """Later in this epoch."""
         state = loader.state_dict() if _tells(loader) else None
         return replace(self, given=given, own=[each.get_state() for each in generators(loader)], state=state)
+
+    def restore(self, loader: Any) -> None:
+        """Let the generators of a loader's own go on from here."""
+        for each, state in zip(generators(loader), self.own, strict=True):
+            each.set_state(state)
 
 
 def _tells(loader: Any) -> bool:
@@ -51,9 +63,10 @@ def rereading(loader: Any, position: Position) -> Iterator[Iterator[Any]]:
     A loader with a ``state_dict`` is told its state; another one is read up to there with the random state with which
     the epoch began. Torch's random state is afterwards the present one.
     """
-    present, own = torch.get_rng_state(), generators(loader)
+    present = torch.get_rng_state()
+    assert position.random is not None
     torch.set_rng_state(position.random)
-    for each, state in zip(own, position.begun, strict=True):
+    for each, state in zip(generators(loader), position.begun, strict=True):
         each.set_state(state)
     told = position.state is not None and _tells(loader)
     if told:
@@ -62,6 +75,5 @@ def rereading(loader: Any, position: Position) -> Iterator[Iterator[Any]]:
         for _ in range(0 if told else position.given):
             next(given, None)
         torch.set_rng_state(present)
-        for each, state in zip(own, position.own, strict=True):
-            each.set_state(state)
+        position.restore(loader)
         yield given

@@ -184,9 +184,12 @@ class Stream:
         return Batch(values, target, found.key)
 
     @property
-    def position(self) -> Position | None:
-        """Where reading stands; None: it has not begun. Between minibatches only."""
-        return None if self._began is None else self._began.at(self._given, self._loader)
+    def position(self) -> Position:
+        """Where reading stands. Between minibatches only."""
+        if self._began is None:
+            # It may have been read in a run before.
+            return self._resumed or Position.unread(self._loader)
+        return self._began.at(self._given, self._loader)
 
     def resume(self, position: Position) -> None:
         """Read on from there, before anything was read."""
@@ -238,6 +241,9 @@ class Stream:
     def _read(self) -> Generator[Minibatch, None, None]:
         said = length(self._loader)
         resumed, self._resumed = self._resumed, None
+        if resumed is not None and resumed.random is None:
+            resumed.restore(self._loader)
+            resumed = None
         for epoch in range(0 if resumed is None else resumed.epoch, self._task.epochs):
             self._began = Position.begin(epoch, self._loader) if resumed is None else resumed
             # To its very end, as a plain loop does: a loader may draw random numbers there.
