@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 # Reentrant, as a trace may call what traces.
 tracing = threading.RLock()
+
+
+class _CompilingThread(threading.local):
+    within: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+_here = _CompilingThread()
+
+
+@contextmanager
+def compiling_within(alone: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Whatever this thread compiles inside, it compiles within ``alone()``, before which it holds none of our locks."""
+    before, _here.within = _here.within, alone
+    try:
+        yield
+    finally:
+        _here.within = before
 
 
 @contextmanager
@@ -15,5 +32,5 @@ def compiling() -> Iterator[None]:
     """Trace and compile. Who compiles under Dynamo holds its lock when it asks for ours, so that one comes first."""
     from torch._dynamo.convert_frame import compile_lock
 
-    with compile_lock, tracing:
+    with _here.within(), compile_lock, tracing:
         yield

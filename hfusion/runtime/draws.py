@@ -26,14 +26,14 @@ _KEY = "TESTING_ONLY_GenericMode"
 Swapped: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 
 
-class _Here(threading.local):
+class _ReadingThread(threading.local):
     """``own``: what this thread draws from on the host. ``swapped``: in which torch's generators stand for its own."""
 
     own: torch.Generator | None = None
     swapped: Swapped | None = None
 
 
-_here = _Here()
+_here = _ReadingThread()
 _first = threading.Lock()
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from hfusion.core.program import Part
@@ -15,11 +16,15 @@ from hfusion.core.program import Part
 
 @dataclass(frozen=True)
 class Batch:
-    """One minibatch on the host: the flat inputs of the program, and the target of the loss."""
+    """One minibatch on the host: the flat inputs of the program, and the target of the loss.
+
+    ``call``: the same as whoever made it calls the whole array with it.
+    """
 
     inputs: tuple[Any, ...]
     target: Any
     key: Any
+    call: Any = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,23 @@ class Recipe:
             frozenset(name for after in self.parts[index:] for name in after.takes)
             for index in range(1, len(self.parts) + 1)
         )
+
+
+class WholeStep(Protocol):
+    """Forward and backward of a whole array, on its own tensors."""
+
+    @property
+    def known_calls(self) -> list[str]:
+        """The kinds of calls that are compiled already, or at their next."""
+
+    def expect(self, calls: Sequence[str]) -> None:
+        """Go on where these are known, before anything was computed."""
+
+    def prepare(self, batch: Batch, device: torch.device) -> Any:
+        """What `run` is given, once; it may compile."""
+
+    def run(self, prepared: Any) -> Tensor:
+        """The losses ``[B]``; the gradients are those of the parameters then."""
 
 
 class Source(Protocol):

@@ -59,12 +59,18 @@ def holdings(parts: Sequence[Sequence[Slot]], names: Mapping[str, str], trained:
 
 @dataclass
 class _LoadedShard:
-    """A shard's tensors on a device, and which of them changed there. ``filled``: they are there."""
+    """A shard's tensors on a device, and which of them ``changed`` there. ``filled``: they are there.
+
+    ``updated``: the trained ones that the optimizer changed, of which all that changes is among ``changed``.
+    ``bound``: the trained ones are the array's own meanwhile; ``whole``: the others, too.
+    """
 
     copy: Copy
     borrowed: dict[str, Tensor]
     changed: set[tuple[Section, str]] = field(default_factory=set)
+    updated: set[str] = field(default_factory=set)
     bound: bool = False
+    whole: bool = False
     filled: Event = field(default_factory=Event)
 
 
@@ -156,6 +162,10 @@ class TaskTensors:
     def order(self) -> tuple[str, ...]:
         """The trained parameters in the order of the module."""
         return tuple(name for name in self._tensors if name in self._trained)
+
+    def parameter(self, name: str) -> Tensor:
+        """The array's own."""
+        return self._tensors[name]
 
     def trains(self, name: str) -> bool:
         """Whether a parameter gets gradients."""
@@ -254,20 +264,37 @@ class TaskTensors:
         """The gradient of a parameter changed and must outlive the unit."""
         self._here[shard].changed.add((Section.GRADIENTS, name))
 
-    def update(self, shard: int, gradients: Mapping[str, Tensor]) -> None:
-        """One step of the optimizer for the parameters of a loaded shard."""
+    def bind(self, shard: int) -> None:
+        """Let all tensors of the array that a loaded shard holds be those there, until it is evicted."""
         here = self._here[shard]
+        if not here.whole:
+            self._bind_trained(shard, here)
+            self._bind_others(shard, here.copy.views)
+            here.whole = True
+
+    def _bind_trained(self, shard: int, here: _LoadedShard) -> None:
         if not here.bound:
             for name in self.shards[shard].trained:
                 self._bind(name, here.copy.views)
             here.bound = True
+
+    def _bind_others(self, shard: int, views: Mapping[Section, Mapping[str, Tensor]]) -> None:
+        for name in self.shards[shard].own:
+            if name not in self._trained:
+                self._tensors[name].data = views[Section.WEIGHTS][name]
+
+    def update(self, shard: int, gradients: Mapping[str, Tensor]) -> None:
+        """One step of the optimizer for the parameters of a loaded shard."""
+        here = self._here[shard]
+        self._bind_trained(shard, here)
         params = [self._tensors[name] for name in gradients]
         for param, gradient in zip(params, gradients.values(), strict=True):
             param.grad = gradient
         self.optimizer.step()
         for param in params:
             param.grad = None
-        for name in gradients:
+        for name in gradients.keys() - here.updated:
+            here.updated.add(name)
             here.changed.add((Section.WEIGHTS, name))
             here.changed.update((Section.OPTIMIZER, key) for _, key in self._stacks[name])
 
@@ -280,6 +307,8 @@ class TaskTensors:
             for name in self.shards[shard].trained:
                 self._bind(name, home.views)
             self.optimizer.forget()
+        if here.whole:
+            self._bind_others(shard, home.views)
         changed: dict[Section, list[str]] = {section: [] for section in here.copy.buffers}
         for section, name in here.changed:
             changed[section].append(name)

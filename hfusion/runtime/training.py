@@ -9,14 +9,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from hfusion.core.program import Kind
 from hfusion.core.usage import absent_rows, leave_out, mark_absent, mark_found, never_reached, taken, watched
@@ -26,7 +25,7 @@ from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.process import Gate, Generators
 from hfusion.runtime.recipe import Batch, Recipe, Source
 from hfusion.runtime.state import TaskTensors
-from hfusion.runtime.values import Bundle, restore, spill, tracked
+from hfusion.runtime.values import Bundle, forgetting, restore, spill, tracked
 from hfusion.schedule.actions import Section
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
 
@@ -90,11 +89,35 @@ class Training:
         self._left_out: dict[str, Tensor] = {}
         self._norms: dict[str, Tensor] = {}
         self._factors: Tensor | None = None
+        # Called when a unit of a minibatch has ended, and to save the task with one where that is due.
+        self.ended: Callable[[Unit], None] = lambda unit: None
+        self.save = self.ended
+
+    @property
+    def scheduled(self) -> TaskPlan:
+        """The plan whose units are run."""
+        return self.plan
+
+    def begun(self, steps: int) -> int:
+        """How many units have run if so many minibatches have ended."""
+        return self.plan.after(steps)
+
+    def ran(self, unit: Unit) -> None:
+        """A unit that was scheduled has ended, as the optimizer's step with which it ends."""
+        self.ended(unit)
 
     @property
     def generators(self) -> Generators:
         """Of the task's random numbers. Between units only."""
         return self._generators
+
+    @property
+    def known_calls(self) -> list[str]:
+        """The kinds of minibatches that are compiled already, or at their next."""
+        return []
+
+    def expect(self, calls: Sequence[str]) -> None:
+        """Go on where ``calls`` are known."""
 
     def stop(self) -> None:
         """Wait for no minibatch any longer."""
@@ -179,13 +202,17 @@ class Training:
     def _is_last(self, shard: int) -> bool:
         return shard == len(self.plan.shards) - 1
 
-    def _next_batch(self, source: Source, device: torch.device, gate: Gate) -> None:
+    def _read(self, source: Source, device: torch.device, gate: Gate) -> Recipe:
         self._batch = source.next(self._generators.apart(device))
         recipe = source.find(self._batch)
         if recipe is None:
             with gate.exclusive():
                 recipe = source.make(self._batch)
         self._recipe = recipe
+        return recipe
+
+    def _next_batch(self, source: Source, device: torch.device, gate: Gate) -> None:
+        recipe = self._read(source, device, gate)
         self._boundary.begin(dict(zip(recipe.inputs, self._batch.inputs, strict=True)), recipe.makers)
 
     def _forward(self, shard: int, device: torch.device) -> None:
@@ -197,7 +224,7 @@ class Training:
             self._before[shard] = {name: self.state.tensor(shard, name).clone() for name in buffers}
             self._drawn[shard] = self._generators.copy()
         inputs = self._boundary.take(part.takes, device)
-        with self._drawing(self._generators, device), nullcontext() if keep else _forgetting():
+        with self._drawing(self._generators, device), nullcontext() if keep else forgetting():
             saved = self._compute(shard, inputs, {}, device)
         self.state.wrote(shard, buffers)
         if saved.losses is not None:
@@ -282,12 +309,17 @@ class Training:
                 else:
                     mark_found(wanted[place], grad)
             self._collect(shard, grads)
+        self._note_norms(unit)
+        self._clean(shard)
+
+    def _note_norms(self, unit: Unit) -> None:
+        """Keep the norms of a shard's gradients, where they are all there and will be clipped."""
+        shard = unit.shard
         if self.plan.closes(unit.step) and self._clip is not None:
             for name in self.state.shards[shard].trained:
                 if name in self._started and self._gradient(shard, name).numel():
                     norms = grad_norms(self._gradient(shard, name), len(self._clip))
                     self._norms[name] = norms.to("cpu", non_blocking=True)
-        self._clean(shard)
 
     def _recomputed(self, shard: int, device: torch.device) -> _PartGraph:
         inputs = self._boundary.entry(shard, self._recipe.parts[shard].takes, device)
@@ -360,12 +392,3 @@ class Training:
 
     def _drawing(self, generators: Generators, device: torch.device) -> AbstractContextManager[None]:
         return generators.active(device) if self._recipe.random else nullcontext()
-
-
-def _forgetting() -> saved_tensors_hooks:
-    """Autograd saves nothing: this graph will not be walked."""
-    return saved_tensors_hooks(lambda tensor: None, _never)
-
-
-def _never(packed: object) -> Tensor:
-    raise AssertionError("a graph that kept nothing was walked")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from hfusion.core.tree import change, holds, leaves
 from hfusion.runtime.copying import Move
@@ -109,3 +110,12 @@ def tracked(values: Mapping[str, Any]) -> dict[str, Tensor]:
         for index, leaf in enumerate(leaves(value, Tensor))
         if leaf.requires_grad
     }
+
+
+def forgetting() -> saved_tensors_hooks:
+    """In which autograd saves nothing: a graph that is made inside will not be walked."""
+    return saved_tensors_hooks(lambda tensor: None, _never)
+
+
+def _never(packed: object) -> Tensor:
+    raise AssertionError("a graph that kept nothing was walked")

@@ -136,6 +136,11 @@ class DeviceWorker:
             for name, device in devices
         ]
 
+    @property
+    def began(self) -> float:
+        """By `time.perf_counter`."""
+        return self._start
+
     def now(self) -> float:
         """Seconds since the run began."""
         return perf_counter() - self._start
@@ -225,15 +230,19 @@ class DeviceWorker:
         left, copies = partial(training.left, action.shard), partial(copy_now, moves)
         return self._submit(lanes["out"], _Job(task, copies, (settled,), self._heard, left, always=True))
 
+    def save(self, task: int, unit: Unit) -> None:
+        """Save a task, in its compute lane."""
+        self._trainings[task].state.settle()
+        # What was leaving a device may not have arrived where a run breaks off.
+        if not self.stopping:
+            self._save(task, unit)
+
     def _compute(self, task: int, unit: Unit, act: Act, device: torch.device) -> None:
         training = self._trainings[task]
         if training.over:
             return
         if act is Act.SAVE:
-            training.state.settle()
-            # What was leaving a device may not have arrived where a run breaks off.
-            if not self.stopping:
-                self._save(task, unit)
+            self.save(task, unit)
             return
         if act is Act.RECOMPUTE:
             training.recompute(unit, device, self._gate)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from hfusion.array.per_model import per_model
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.compiler.compiler import MAX_KEYS
+from hfusion.core.exclusive import compiling
 from hfusion.core.fingerprint import read_state
 from hfusion.device.backend import random_states_kept, types
 from hfusion.device.team import helped_by
@@ -39,6 +40,17 @@ class StepReport:
         return "\n".join(map(str, self.rows)) or "no step so far"
 
 
+class PreparedStep(NamedTuple):
+    """A call of a step. ``way``: how it runs; None: eagerly, and from that it is to be seen for those to come."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    call: StepCall | None = None
+    situation: Any = None
+    way: StepVariant | None = None
+
+
 class TrainStep:
     """What `train_step` gives; see there."""
 
@@ -46,6 +58,8 @@ class TrainStep:
         self._fused, self._loss_fn, self._optimizer = fused, loss_fn, opt
         self._loss = per_model(loss_fn)
         self._mode = mode
+        # Tells of calls of a kind, in words, why they run eagerly; a caller may put its own in place.
+        self.tell: Callable[[str, str], object] = self._warn
         # Makes the update, with the losses known; a caller may put its own in place.
         self.update: Callable[[Tensor], object] = lambda losses: opt.step()
         # Kinds of calls that a program would serve already, had this step gone on and not begun anew.
@@ -58,17 +72,29 @@ class TrainStep:
         self._maker = ProgramMaker(mode, self._ways)
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
+        return self.run(self.prepare(inputs, target, **keywords))
+
+    def prepare(self, inputs: Any, target: Any, **keywords: Any) -> PreparedStep:
+        """All of a step that comes before it computes, such as to compile it; `run` does the rest, once."""
         args, kwargs = call_arguments(inputs, keywords)
         if not self._mode.compile:
-            return self._eager(args, kwargs, target)[0]
+            return PreparedStep(args, kwargs, target)
         call = StepCall(Arguments.of(args, kwargs), Arguments.of((target,), {}))
         situation = (self._fused._pattern(), read_state(self._loss_fn), _autocast(), self._mode.parts)
         way = self._find(call, situation)
         if way is None and call.text in self.expected_calls:
             way = self._foreseen(call, situation, args, kwargs, target)
-        if way is None or not self._ready(way, call):
+        if way is not None and not self._ready(way, call):
+            way = None
+        return PreparedStep(args, kwargs, target, call, situation, way)
+
+    def run(self, prepared: PreparedStep) -> Tensor:
+        """The step that was prepared."""
+        args, kwargs, target, call, situation, way = prepared
+        if call is None or way is None:
             losses, outputs = self._eager(args, kwargs, target)
-            self._note(call, situation, outputs, target)
+            if call is not None:
+                self._note(call, situation, outputs, target)
             return losses
         began = perf_counter()
         if way.program is None or _hooked(self._fused):
@@ -94,7 +120,7 @@ class TrainStep:
         """How such a call runs, found by a forward that leaves no trace."""
         self.expected_calls.discard(call.text)
         kept = [(buffer, buffer.detach().clone()) for buffer in self._fused.buffers()]
-        with random_states_kept(), torch.enable_grad():
+        with compiling(), random_states_kept(), torch.enable_grad():
             outputs = self._fused(*args, **kwargs)
             self._loss(outputs, target)
         for buffer, before in kept:
@@ -201,12 +227,15 @@ class TrainStep:
         """Tell once, for every reason, that calls run eagerly."""
         if way.why not in self._warned:
             self._warned.add(way.why)
-            warnings.warn(
-                f"train_step of {self._fused._original} with ({way.call}) runs eagerly, exact but slower: {way.why}. "
-                "train_step(..., compile=False) does so without this warning",
-                stacklevel=5,
-            )
+            self.tell(way.call, way.why)
         return way
+
+    def _warn(self, call: str, why: str) -> None:
+        warnings.warn(
+            f"train_step of {self._fused._original} with ({call}) runs eagerly, exact but slower: {why}. "
+            "train_step(..., compile=False) does so without this warning",
+            stacklevel=7,
+        )
 
     def _programs(self) -> list[StepProgram]:
         return self._maker.programs()

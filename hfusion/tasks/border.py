@@ -43,7 +43,8 @@ class Border:
     @property
     def units(self) -> int:
         """How many units have ended with the last minibatch."""
-        return self.plan.units if self.training.over else self.plan.after(len(self.training.losses))
+        training = self.training
+        return training.scheduled.units if training.over else training.begun(len(training.losses))
 
     def resume(self, stopped: dict[int, int]) -> None:
         """Go on where a run before ended, of which ``stopped`` were no part any longer.

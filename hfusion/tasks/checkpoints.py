@@ -167,6 +167,7 @@ def _progress(border: Border) -> dict[str, Any]:
         "evaluations": torch.stack(training.evaluations) if training.evaluations else None,
         "seed": training.generators.seed,
         "random": training.generators.states,
+        "calls": training.known_calls,
         "positions": [dict(vars(position)) for position in positions],
         "stopped": [*border.stopped.steps.items()],
     }
@@ -179,6 +180,7 @@ def resume(kept: Mapping[str, Any], border: Border) -> None:
     if kept["evaluations"] is not None:
         training.evaluations.extend(kept["evaluations"].unbind())
     training.generators.states.update(kept["random"])
+    training.expect(kept.get("calls", []))
     for stream, position in zip(border.streams, kept["positions"], strict=True):
         # Saves of before have None where nothing was read.
         if position is not None:

@@ -12,8 +12,30 @@ from torch import Tensor, nn
 from hfusion.array.module import FusedModule
 from hfusion.schedule.plan import Plan, readable
 from hfusion.schedule.timeline import Timeline
+from hfusion.step.variants import CallReport
 
-_COLUMNS, _MAX_ROWS, _MAX_DEVICES, _MAX_NAME = 100, 18, 3, 24
+_COLUMNS, _MAX_ROWS, _MAX_DEVICES, _MAX_NAME, _MAX_ARRAYS = 100, 18, 3, 24, 3
+
+
+@dataclass(frozen=True)
+class ArrayReport:
+    """How members that were trained as one array were computed.
+
+    ``calls``: how each kind of minibatch ran that was a step of `hfusion.train_step`; empty where all ran eagerly,
+    bit for bit as the plain loop, ``why``: since it was asked for otherwise.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    resident: bool
+    shards: int
+    calls: tuple[CallReport, ...] = ()
+    why: str = ""
+
+    def __str__(self) -> str:
+        where = "resident" if self.resident else f"spilled in {_count(self.shards, 'shard')}"
+        how = "; ".join(map(str, self.calls)) or ("eager" + (f": {self.why}" if self.why else ""))
+        return f"{_cut(self.name)}: {_count(len(self.members), 'member')}, {where}, {how}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,13 +44,15 @@ class TaskReport:
 
     ``losses``: float ``[steps, B]``, a row per minibatch. ``eval_losses``: float ``[epochs, minibatches, B]``, None
     where the task has no eval loader. Both end where the last member stopped. ``stopped``: the members that stopped
-    before the task ended, each with how many minibatches it had; from there on its losses are NaN.
+    before the task ended, each with how many minibatches it had; from there on its losses are NaN. ``arrays``: how its
+    members were computed.
     """
 
     losses: Tensor
     eval_losses: Tensor | None
     stopped: Mapping[int, int]
     _arrays: tuple[tuple[tuple[int, ...], FusedModule], ...]
+    arrays: tuple[ArrayReport, ...] = ()
 
     @cached_property
     def models(self) -> list[nn.Module]:
@@ -64,7 +88,9 @@ class TaskReport:
         evaluated = "" if self.eval_losses is None else " (evaluated)"
         head = ["member", "first loss", f"last loss{evaluated}", "minibatches"]
         made = _aligned([head, *_shortened(rows, last=5)])
-        return "\n".join([f"{len(order)} members, the best first", *made])
+        arrays = [str(each)[:_COLUMNS] for each in self.arrays[:_MAX_ARRAYS]]
+        more = [f"... {len(self.arrays) - _MAX_ARRAYS} more"] if len(self.arrays) > _MAX_ARRAYS else []
+        return "\n".join([*arrays, *more, f"{len(order)} members, the best first", *made])
 
     __repr__ = __str__
 

@@ -68,6 +68,8 @@ class Minibatch:
     @property
     def key(self) -> Any:
         """Hashable; minibatches with one key have one recipe."""
+        if isinstance(self.target, Tensor):
+            return self.arguments.key, ((tuple(self.target.shape), self.target.dtype),)
         leaves = pytree.tree_leaves(self.target, is_leaf=is_stacked)
         tensors = [leaf.tensor if is_stacked(leaf) else leaf for leaf in leaves]
         shapes = tuple((tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t) for t in tensors)
@@ -170,18 +172,24 @@ class Stream:
         self._resumed: Position | None = None
         self._began: Position | None = None
         self._given = 0
-        self._reader = Reader(self._read(), f"{task.name} reads", lambda: end_workers(self._open))
+        self._items = self._read()
+        self._reader = Reader(self._items, f"{task.name} reads", lambda: end_workers(self._open))
         self._latest: Minibatch
         self._recipes: dict[Any, Recipe] = {}
 
     def next(self, drawing: AbstractContextManager[None] | None = None) -> Batch:
         """The next minibatch. Raises PlanError if an epoch of the loader was not as long as it says."""
-        self._latest = found = self._reader.next(_within(self._turn, drawing or nullcontext()))
-        values, target = tuple(_detached(value) for value in found.arguments.values), found.target
+        if type(self._loader) in (list, tuple):
+            # It never waits and draws nothing: to ask another thread would cost more than to read.
+            self._latest = found = next(self._items)
+        else:
+            self._latest = found = self._reader.next(_within(self._turn, drawing or nullcontext()))
+        key = found.key
         if self._pins:
             # Once, for all units that take them.
-            values, target = _each((values, target), _pinned)
-        return Batch(values, target, found.key)
+            leaves, target = _each((found.arguments.leaves, found.target), _pinned)
+            found = Minibatch(Arguments(tuple(leaves), found.arguments.spec), target)
+        return Batch(tuple(_detached(value) for value in found.arguments.values), found.target, key, found)
 
     @property
     def position(self) -> Position:

@@ -77,6 +77,10 @@ class Task:
         scheduler_interval: when it steps: after every ``"epoch"``, and its evaluation, as in torch's examples; or after
             every ``"step"`` of the optimizer. A ReduceLROnPlateau is told the member's mean loss of the evaluation, or
             of the epoch where there is none; or the loss of the last minibatch.
+        compile: a minibatch is a step of `hfusion.train_step`, forward and backward by one program, where the task
+            stays on its device and can be compiled; else it runs eagerly, and a UserWarning says why, as does the
+            report. Compiled, results are those of a loop over `hfusion.train_step`, and those of the plain loop but
+            for rounding, and for other random draws, as of dropout. False: bit for bit those of the plain loop.
         callbacks: called after every minibatch with a `Step`, and after the evaluation of an epoch with an
             `Evaluation`, in another thread.
 
@@ -96,12 +100,15 @@ class Task:
     seed: int | None = None
     scheduler: Make | Sequence[Make] | lr_scheduler.LRScheduler | None = None
     scheduler_interval: Literal["epoch", "step"] = "epoch"
+    compile: bool = False
     callbacks: Sequence[Callable[[Step | Evaluation], None]] = field(default=())
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.accumulate < 1:
             given = f"epochs={self.epochs}, accumulate={self.accumulate}"
             raise PlanError(f"task {self.name!r} has {given}: give whole numbers of at least 1")
+        if not isinstance(self.compile, bool):
+            raise PlanError(f"task {self.name!r} has compile={self.compile!r}: give True or False")
         if not self.members:
             raise PlanError(f"task {self.name!r} has no models: give at least one")
         for role, loader in (("loader", self.loader), ("eval_loader", self.eval_loader)):

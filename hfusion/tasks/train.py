@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -23,19 +25,24 @@ from hfusion.optim.hyper import member_vector
 from hfusion.runtime.spill import SpillFolder
 from hfusion.runtime.state import TaskTensors, holdings
 from hfusion.runtime.training import Training
+from hfusion.runtime.whole import WholeTraining
 from hfusion.runtime.worker import DeviceWorker
 from hfusion.schedule.engine import Engine
 from hfusion.schedule.plan import Phase, Plan, Unit
 from hfusion.schedule.policy import DEFAULT, Policy, named
+from hfusion.schedule.slices import Slices
+from hfusion.schedule.timeline import Timeline
 from hfusion.schedule.work import TaskFailed
 from hfusion.tasks.arrange import Arrangement, arrange
 from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.border import Border
 from hfusion.tasks.checkpoints import Checkpoints
 from hfusion.tasks.checkpoints import resume as resume_from
-from hfusion.tasks.report import Report, TaskReport
+from hfusion.tasks.report import ArrayReport, Report, TaskReport
 from hfusion.tasks.scheduling import TaskScheduler
 from hfusion.tasks.sharing import listed, turns
+from hfusion.tasks.source import Stream
+from hfusion.tasks.stepping import ArrayStep, eagerly, obstacle
 from hfusion.tasks.stopping import OnResult, StoppedMembers
 from hfusion.tasks.task import Task
 
@@ -107,6 +114,8 @@ def train(
             saves = Checkpoints(checkpoint, arrangements, resume=resume)
             stack.callback(saves.close)
         run = _TrainRun(arrangements, made, machine, stack, saves, on_result)
+        for index, why in run.refused.items():
+            warnings.warn(eagerly(made.tasks[index].name, why), stacklevel=2)
         bars = stack.enter_context(TaskBars(made, [len(one.losses) for one in run.trainings])) if progress else None
         return run.run(chosen, bars)
 
@@ -149,6 +158,9 @@ class _TrainRun:
         self.saves = saves
         self._on_result, self._asking = on_result, Lock()
         self.plan = plan
+        self._steps: dict[int, ArrayStep] = {}
+        # Why arrays run eagerly that were to be compiled.
+        self.refused: dict[int, str] = {}
         self._devices = {device.name: device.physical for device in machine.devices}
         folder = SpillFolder(machine.disk)
         stack.callback(folder.close)
@@ -203,11 +215,30 @@ class _TrainRun:
         stack.callback(state.close)
         seed = int(torch.randint(1 << 62, ())) if one.task.seed is None else one.task.seed
         streams = [stream] if evaluation is None else [stream, evaluation]
-        training = Training(plan, state, names, stream, evaluation, limits, seed if kept is None else kept["seed"])
+        training = self._training(index, state, names, streams, limits, seed if kept is None else kept["seed"])
         border = Border(one, plan, training, streams, scheduler, stopped, self._on_result, self._asking)
         if kept is not None:
             resume_from(kept, border)
         return border
+
+    def _training(
+        self,
+        index: int,
+        state: TaskTensors,
+        names: Mapping[str, str],
+        streams: Sequence[Stream],
+        limits: Tensor | None,
+        seed: int,
+    ) -> Training:
+        """By the steps of `hfusion.train_step`, if that is asked for and nothing is against it."""
+        one, plan, (stream, *evaluation) = self.arrangements[index], self.plan.tasks[index], streams
+        given = (plan, state, names, stream, evaluation[0] if evaluation else None, limits, seed)
+        why = obstacle(plan)
+        if not one.task.compile or why:
+            self.refused |= {index: why} if one.task.compile else {}
+            return Training(*given)
+        self._steps[index] = ArrayStep(one, plan.name)
+        return WholeTraining(*given, step=self._steps[index], slices=Slices.of(plan))
 
     def _limits(self, one: Arrangement) -> Tensor | None:
         """The largest norms ``[width]`` of these members."""
@@ -235,9 +266,13 @@ class _TrainRun:
 
     def run(self, policy: Policy, bars: TaskBars | None) -> Report:
         devices = [(name, self._devices[name]) for name in self.plan.devices]
-        worker = DeviceWorker(
-            devices, self.trainings, lambda index, unit: self._after(index, unit, bars, worker), self._save
-        )
+
+        def after(index: int, unit: Unit) -> None:
+            self._after(index, unit, bars, worker)
+
+        worker = DeviceWorker(devices, self.trainings, lambda index, unit: self.trainings[index].ran(unit), self._save)
+        for index, training in enumerate(self.trainings):
+            training.ended, training.save = partial(after, index), partial(worker.save, index)
         first = [border.units for border in self.borders]
         engine = Engine(self._scheduled(), policy, worker, lambda index: self.borders[index].training.over, first)
         try:
@@ -248,20 +283,21 @@ class _TrainRun:
             # A callback may have failed after the last unit.
             others = [index for index in range(len(self.trainings)) if index != failed.task]
             done = [index for index in others if engine.done(index)]
-            report = self._report(engine, done)
+            report = self._report(engine, worker, done)
             cause = failed.__cause__
             names = ", ".join(report) or "none"
             raise TrainError(
                 f"task {name!r} failed: {type(cause).__name__}: {cause}; finished before: {names} (error.report)",
                 report,
             ) from cause
-        return self._report(engine, list(range(len(self.trainings))))
+        return self._report(engine, worker, list(range(len(self.trainings))))
 
     def _scheduled(self) -> Plan:
         """The plan, with what only the parts of the programs tell: from which shards each one borrows tensors."""
         tasks = []
-        for task, training in zip(self.plan.tasks, self.trainings, strict=True):
-            owners = [tuple(sorted({*holding.borrowed.values()})) for holding in training.state.shards]
+        for training in self.trainings:
+            task, holdings = training.scheduled, training.state.shards
+            owners = [tuple(sorted({*holding.borrowed.values()})) for holding in holdings]
             shards = [replace(shard, borrows=found) for shard, found in zip(task.shards, owners, strict=True)]
             tasks.append(replace(task, shards=tuple(shards)))
         return replace(self.plan, tasks=tuple(tasks))
@@ -282,13 +318,23 @@ class _TrainRun:
         assert self.saves is not None
         self.saves.save(index, self.borders[index])
 
-    def _report(self, engine: Engine, done: Sequence[int]) -> Report:
+    def _timeline(self, engine: Engine, worker: DeviceWorker) -> Timeline:
+        """What ran, by minibatches."""
+        own = {one.plan.name: one for one in self.trainings if isinstance(one, WholeTraining)}
+        found = [span for span in engine.timeline.actions if span.task not in own]
+        for name, training in own.items():
+            spans = [span for span in engine.timeline.actions if span.task == name]
+            found += training.spans(spans, worker.began)
+        found.sort(key=lambda span: span.start)
+        return replace(engine.timeline, actions=tuple(found))
+
+    def _report(self, engine: Engine, worker: DeviceWorker, done: Sequence[int]) -> Report:
         tasks: dict[str, TaskReport] = {}
         for task in dict.fromkeys(one.task for one in self.arrangements):
             indices = [index for index, one in enumerate(self.arrangements) if one.task is task]
             if all(index in done for index in indices):
                 tasks[task.name] = self._task_report(task, indices)
-        return Report(tasks, self.plan, engine.timeline, engine.peak)
+        return Report(tasks, self.plan, self._timeline(engine, worker), engine.peak)
 
     def _task_report(self, task: Task, indices: Sequence[int]) -> TaskReport:
         borders = [self.borders[index] for index in indices]
@@ -299,7 +345,14 @@ class _TrainRun:
             evaluated = rows.unflatten(0, (len(rows) // task.evaluated, task.evaluated))
         arrays = tuple((one.one.members, one.one.array) for one in borders)
         stopped = {member: steps for one in borders for member, steps in one.stopped.steps.items()}
-        return TaskReport(losses, evaluated, dict(sorted(stopped.items())), arrays)
+        found = tuple(map(self._array_report, indices))
+        return TaskReport(losses, evaluated, dict(sorted(stopped.items())), arrays, found)
+
+    def _array_report(self, index: int) -> ArrayReport:
+        one, plan, step = self.arrangements[index], self.plan.tasks[index], self._steps.get(index)
+        calls = () if step is None else step.calls
+        members, shards = one.members, len(plan.shards)
+        return ArrayReport(plan.name, members, plan.resident, shards, calls, self.refused.get(index, ""))
 
 
 def _in_order(arrays: Sequence[tuple[Sequence[int], Sequence[Tensor]]]) -> Tensor:

@@ -1,0 +1,113 @@
+"""Steps of tasks by `hfusion.train_step`: which tasks take them, and how each has run."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hfusion.compiler.arguments import Arguments
+from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.runtime.recipe import Batch
+from hfusion.schedule.plan import TaskPlan
+from hfusion.step.step_graph import StepCall
+from hfusion.step.train_step import PreparedStep, train_step
+from hfusion.step.variants import CallReport
+from hfusion.tasks.arrange import Arrangement
+from hfusion.tasks.source import Minibatch
+
+
+class ArrayStep:
+    """The compiled steps of one array; gradients stay with its parameters, and no update is made."""
+
+    def __init__(self, one: Arrangement, name: str) -> None:
+        self._name = name
+        self._step = train_step(one.array, one.task.loss, one.optimizer, compile=one.task.compile)
+        self._step.update = _no_update
+        self._step.tell = self._tell
+        # What the kinds of calls that were known to the run that is gone on with have in common.
+        self._before: set[str] = set()
+
+    def _tell(self, call: str, why: str) -> None:
+        warnings.warn(eagerly(self._name, f"with ({call}), {why}"), stacklevel=2)
+
+    def prepare(self, batch: Batch, device: torch.device) -> PreparedStep:
+        """As `hfusion.runtime.recipe.WholeStep`."""
+        inputs, target = _on(batch.call, device)
+        if self._before:
+            # The program of a kind serves minibatches with another number of samples, too.
+            text = StepCall(batch.call.arguments, Arguments.of((target,), {})).text
+            if any_samples(text) in self._before:
+                self._step.expected_calls.add(text)
+        return self._step.prepare(inputs, target)
+
+    def run(self, prepared: PreparedStep) -> Tensor:
+        """As `hfusion.runtime.recipe.WholeStep`."""
+        return self._step.run(prepared)
+
+    @property
+    def known_calls(self) -> list[str]:
+        """As `hfusion.runtime.recipe.WholeStep`."""
+        return sorted({*map(any_samples, self._step.known_calls), *self._before})
+
+    def expect(self, calls: Sequence[str]) -> None:
+        """As `hfusion.runtime.recipe.WholeStep`."""
+        self._before = set(calls)
+
+    @property
+    def calls(self) -> tuple[CallReport, ...]:
+        """How each kind of call has run."""
+        return self._step.report().rows
+
+
+def eagerly(name: str, why: str) -> str:
+    """The warning that a task runs eagerly that was to be compiled."""
+    return f"task {name!r} runs eagerly, exact but slower: {why}. hf.Task(compile=False) does so without this warning"
+
+
+def _no_update(losses: Tensor) -> None:
+    return
+
+
+def _on(minibatch: Minibatch, device: torch.device) -> tuple[Any, Any]:
+    """A minibatch on a device, as a step takes it."""
+    arguments = minibatch.arguments
+    leaves = [_moved(leaf, device) for leaf in arguments.leaves]
+    target = minibatch.target
+    if not isinstance(target, Tensor):
+        target = pytree.tree_map(lambda leaf: _moved(leaf, device), target, is_leaf=is_stacked)
+    else:
+        target = _moved(target, device)
+    if isinstance(arguments.spec, int):
+        return tuple(leaves), target
+    args, kwargs = pytree.tree_unflatten(leaves, arguments.spec)
+    return kwargs or args, target
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, StackedInput):
+        return StackedInput(_moved(leaf.tensor, device))
+    return leaf.detach().to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+
+def obstacle(plan: TaskPlan) -> str:
+    """Why a task that is to be compiled runs eagerly; empty if nothing keeps it from being compiled."""
+    if not plan.resident:
+        return f"it is spilled, in {len(plan.shards)} shards, which run one by one"
+    if len(plan.shards) > 1:
+        return f"its plan cuts it into {len(plan.shards)} shards, which run one by one"
+    return ""
+
+
+def any_samples(call: str) -> str:
+    """A kind of call in words, for any number of samples but one, for which a program may be another.
+
+    >>> any_samples("f32[32,64], stacked i64[3,32]"), any_samples("f32[1,64], f32[]")
+    ('f32[*,64], stacked i64[3,*]', 'f32[1,64], f32[]')
+    """
+    return re.sub(r"(stacked \w+\[\d+,|(?<!stacked )\b\w+\[)(?!1\b)\d+", r"\1*", call)

@@ -1,0 +1,285 @@
+"""Tasks that are compiled train as a loop over `hfusion.train_step`, and, but for rounding, as the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hfusion as hf
+from hfusion.core.errors import PlanError
+from hfusion.schedule.actions import Act
+from tests.tasks.test_unused import Skipping
+from tests.tasks.test_unused import loader as skipped
+from tests.trained import (
+    EPOCHS,
+    SEED,
+    Way,
+    adamw,
+    batches,
+    cross_entropy,
+    fused,
+    machine,
+    momentum,
+    plain,
+    planned,
+    task,
+)
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+class Normed(nn.Module):
+    """A buffer that is written to, a parameter that nothing uses, one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.out = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.frozen(self.norm(self.first(x)).relu()))  # type: ignore[no-any-return]
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.dropout(self.first(x), 0.3, self.training))  # type: ignore[no-any-return]
+
+
+def array(make: Callable[[], nn.Module] = Normed, seed: int = 0) -> hf.FusedModule:
+    """A new one: of the steps of an array before only the first ever is eager."""
+    torch.manual_seed(seed)
+    return fused(make)
+
+
+def stepped(one: hf.FusedModule, loader: Any, after: Callable[[Any], None] = lambda optimizer: None) -> list[Tensor]:
+    """A loop over `hf.train_step`: its losses, and the state after it."""
+    optimizer = adamw(list(one.parameters()))
+    step = hf.train_step(one, cross_entropy, optimizer)
+    torch.manual_seed(SEED)
+    losses = []
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            losses.append(step(x, y))
+            after(optimizer)
+    return [torch.stack(losses), *one.state_dict().values()]
+
+
+def trained(one: hf.FusedModule, loader: Any, way: Way | None = None, **more: Any) -> tuple[list[Tensor], Any]:
+    """The same by a compiled task, and the report."""
+    given = task(one, way or Way(), loader, compile=True, **more)
+    on = machine()
+    report = hf.train(given, on)
+    report.timeline.validate(report.plan)
+    assert all(param.grad is None for param in one.parameters())
+    assert all(tensor.is_contiguous() for tensor in one.state_dict().values())
+    return [report["task"].losses, *one.state_dict().values()], report
+
+
+def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_steps_are_those_of_train_step() -> None:
+    """Also of the last minibatch, which is smaller; and what is evaluated is what has been trained."""
+    one, loader = array(), batches(torch.float64)
+    expected = stepped(array(), loader)
+    found, report = trained(one, loader, eval_loader=loader[:2])
+    assert_equal(found, expected)
+    losses, state = plain(array(), Way(), loader)
+    for ours, theirs in zip(found, [losses, *state.values()], strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+    one.eval()
+    with torch.no_grad():
+        wanted = torch.stack([hf.per_model(cross_entropy)(one(x), y) for x, y in loader[:2]])
+    one.train()
+    assert torch.equal(report["task"].eval_losses[-1], wanted)
+    (told,) = report["task"].arrays
+    assert [call.how.split(" of ")[0] for call in told.calls] == ["one program"]
+    assert str(told) in str(report["task"])
+    assert str(told).startswith("task: 3 members, resident, f64[6,6], i64[6]: one program of")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("clip", [None, [0.5, 0.05, 1.0]])
+@pytest.mark.parametrize("optimizer", [momentum, adamw])
+def test_clipped_and_accumulated(optimizer: Any, clip: Any, accumulate: int) -> None:
+    """The last group of an epoch is smaller."""
+    way, loader = Way(optimizer, clip, accumulate), batches(torch.float64)
+    losses, state = plain(array(), way, loader)
+    heard: list[hf.Step] = []
+    found, report = trained(array(), loader, way, callbacks=[heard.append])
+    for ours, theirs in zip(found, [losses, *state.values()], strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+    assert [(step.epoch, step.step) for step in heard] == [(e, s) for e in range(EPOCHS) for s in range(len(loader))]
+    assert torch.equal(torch.stack([step.losses for step in heard]), report["task"].losses)
+
+
+def test_draws_are_those_of_the_loop() -> None:
+    """Of dropout, and of the loader."""
+    x, y = (torch.cat(parts) for parts in zip(*batches(torch.float64), strict=True))
+    loader = DataLoader(TensorDataset(x, y), 6, shuffle=True)
+    expected = stepped(array(Dropping), loader)
+    found, _ = trained(array(Dropping), loader)
+    assert_equal(found, expected)
+
+
+def test_hyper_parameters_may_change_on_the_way() -> None:
+    one, loader = array(), batches(torch.float64)
+
+    def slower(optimizer: Any) -> None:
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 0.9
+
+    expected = stepped(array(), loader, slower)
+    optimizer = adamw(list(one.parameters()))
+    given = hf.Task(
+        one, cross_entropy, optimizer, loader, EPOCHS, compile=True, callbacks=[lambda _: slower(optimizer)]
+    )
+    report = hf.train(given, machine())
+    assert_equal([report["task"].losses, *one.state_dict().values()], expected)
+
+
+# At the second minibatch, of which the first is the only one that was eager; before one of another size; later.
+@pytest.mark.parametrize(("cut", "every"), [(1, 1), (4, 2), (7, 3)])
+def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(tmp_path: Path, cut: int, every: int) -> None:
+    loader = batches(torch.float64)
+    expected, _ = trained(array(), loader, eval_loader=loader[:1])
+
+    def fail(heard: Any) -> None:
+        if isinstance(heard, hf.Step) and heard.epoch * len(loader) + heard.step == cut:
+            raise OSError("cut off")
+
+    one = array()
+    with pytest.raises(hf.TrainError, match="cut off"):
+        hf.train(
+            task(one, Way(), loader, compile=True, callbacks=[fail], eval_loader=loader[:1]),
+            machine(),
+            checkpoint=tmp_path,
+            every=every,
+        )
+    again = array()
+    given = task(again, Way(), loader, compile=True, eval_loader=loader[:1])
+    report = hf.train(given, machine(), checkpoint=tmp_path, every=every)
+    assert_equal([report["task"].losses, *again.state_dict().values()], expected)
+
+
+def test_tasks_in_turns_and_at_once() -> None:
+    """More of them than devices, one eager: each as if alone."""
+    loaders = [batches(torch.float64, count) for count in (3, 4, 5)]
+    expected = [trained(array(seed=seed), loaders[seed], eval_loader=loaders[seed][:1])[0] for seed in range(2)]
+    expected.append(_plain(array(seed=2), loaders[2]))
+    for devices in (1, 2):
+        arrays, on = [array(seed=seed) for seed in range(3)], machine(devices)
+        tasks = [
+            task(one, Way(), loader, f"t{number}", compile=number < 2, eval_loader=loader[:1])
+            for number, (one, loader) in enumerate(zip(arrays, loaders, strict=True))
+        ]
+        report = hf.train(tasks, on)
+        report.timeline.validate(report.plan)
+        for one, given, wanted in zip(tasks, arrays, expected, strict=True):
+            assert_equal([report[one.name].losses, *given.state_dict().values()], wanted)
+
+
+def _plain(one: hf.FusedModule, loader: Any) -> list[Tensor]:
+    losses, state = plain(one, Way(), loader)
+    return [losses, *state.values()]
+
+
+def test_members_stop_where_they_are() -> None:
+    """One after four minibatches, in the midst of a slice, all after seven; rates are scheduled."""
+    loader = batches(torch.float64)
+    step = [0, 0]
+    found: list[list[Tensor]] = []
+
+    def halved(optimizer: Any) -> None:
+        step[0] += 1
+        if step[0] in (4, 7):
+            found.append([tensor.clone() for tensor in ours.state_dict().values()])
+        if step[0] == len(loader):
+            optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 0.5
+
+    def stops(result: Any) -> Any:
+        step[1] += 1
+        return [1] if step[1] == 4 else step[1] == 7
+
+    ours = array()
+    losses = stepped(ours, loader, halved)[0]
+    one = array()
+    given = task(one, Way(), loader, compile=True, scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1, 0.5))
+    report = hf.train(given, machine(), on_result=stops)
+    assert report["task"].stopped == {0: 7, 1: 4, 2: 7}
+    losses[4:, 1] = torch.nan
+    assert torch.equal(report["task"].losses.nan_to_num(7.0), losses[:7].nan_to_num(7.0))
+    for tensor, early, late in zip(one.state_dict().values(), *found, strict=True):
+        expected = late.clone()
+        expected[1] = early[1]
+        assert torch.equal(tensor, expected)
+
+
+def test_what_cannot_be_compiled_runs_eagerly_and_says_why() -> None:
+    """Bit for bit as the plain loop."""
+    loader = batches(torch.float64)
+    for counts, resident, words in (
+        ([3], [False], r"'task' runs eagerly, exact but slower: it is spilled, in 3 shards.*hf.Task\(compile=False\)"),
+        ([2], [True], "its plan cuts it into 2 shards"),
+    ):
+        one = array()
+        given = task(one, Way(), loader, compile=True)
+        plan = planned([given], machine(), counts, resident)
+        with pytest.warns(UserWarning, match=words):
+            report = hf.train(given, machine(), plan=plan)
+        assert_equal([report["task"].losses, *one.state_dict().values()], _plain(array(), loader))
+        assert "eager: it" in str(report["task"])
+
+
+def test_a_loop_over_members_runs_eagerly_and_says_why() -> None:
+    """A member that does not use a parameter leaves it alone."""
+    one, loader = fused(Skipping), skipped()
+    losses, state = plain(one, Way(), loader, F.mse_loss)
+    given = task(one, Way(), loader, loss=F.mse_loss, compile=True)
+    with pytest.warns(UserWarning, match="'task'.*runs eagerly.*exit runs in a loop over members"):
+        report = hf.train(given, machine())
+    assert_equal([report["task"].losses, *one.state_dict().values()], [losses, *state.values()])
+    assert "exit runs in a loop over members" in str(report["task"])
+
+
+def test_a_frozen_base_of_several_tasks() -> None:
+    base = nn.Linear(6, 6).double().requires_grad_(False)
+    loader = batches(torch.float64)
+
+    def arrays() -> list[hf.FusedModule]:
+        torch.manual_seed(0)
+        return [fused(lambda: nn.Sequential(base, nn.Linear(6, 3))) for _ in range(2)]
+
+    expected = [trained(one, loader)[0] for one in arrays()]
+    found = arrays()
+    tasks = [task(one, Way(), loader, f"t{number}", compile=True) for number, one in enumerate(found)]
+    report = hf.train(tasks, machine(2))
+    for one, given, wanted in zip(tasks, found, expected, strict=True):
+        assert_equal([report[one.name].losses, *given.state_dict().values()], wanted)
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_other_values_are_refused(value: Any) -> None:
+    with pytest.raises(PlanError, match=f"'task' has compile={value!r}: give True or False"):
+        task(array(), Way(), batches(torch.float64), compile=value)
+
+
+def test_spans_follow_one_another() -> None:
+    _, report = trained(array(), batches(torch.float64))
+    computed = [span for span in report.timeline.actions if span.act.lane == "compute"]
+    assert all(before.end <= after.start for before, after in pairwise(computed))
+    assert [span.act for span in computed[:4]] == [Act.FORWARD, Act.BACKWARD, Act.STEP, Act.FORWARD]
