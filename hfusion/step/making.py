@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -258,8 +260,15 @@ class ProgramMaker:
         if kept.keeping():
             return cache_folder()
         # Kept as long as this.
-        self._private = tempfile.TemporaryDirectory(prefix="hfusion-programs-")
-        return Path(self._private.name)
+        private = tempfile.mkdtemp(prefix="hfusion-programs-")
+        weakref.finalize(self, shutil.rmtree, private, ignore_errors=True)
+        return Path(private)
+
+    def close(self) -> None:
+        """End the processes that make programs; what they were to make is asked for anew, if it is needed."""
+        for way in self._variants():
+            if way.job is not None:
+                way.job.job.cancel()
 
 
 @dataclass(frozen=True, eq=False)

@@ -109,6 +109,10 @@ class TrainStep:
             self._maker.remember(way)
         return losses
 
+    def close(self) -> None:
+        """End what compiles in the background; a further step begins it anew."""
+        self._maker.close()
+
     @property
     def known_calls(self) -> set[str]:
         """The kinds of calls that would not be eager at their next."""

@@ -27,7 +27,8 @@ class ArrayStep:
 
     def __init__(self, one: Arrangement, name: str) -> None:
         self._name = name
-        self._step = train_step(one.array, one.task.loss, one.optimizer, compile=one.task.compile)
+        options: Any = {"compile": one.task.compile, "parts": one.task.parts}
+        self._step = train_step(one.array, one.task.loss, one.optimizer, **options)
         self._step.update = _no_update
         self._step.tell = self._tell
         # What the kinds of calls that were known to the run that is gone on with have in common.
@@ -58,6 +59,10 @@ class ArrayStep:
     def expect(self, calls: Sequence[str]) -> None:
         """As `hfusion.runtime.recipe.WholeStep`."""
         self._before = set(calls)
+
+    def close(self) -> None:
+        """No other process compiles any longer."""
+        self._step.close()
 
     @property
     def calls(self) -> tuple[CallReport, ...]:

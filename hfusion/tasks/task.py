@@ -17,6 +17,7 @@ from hfusion.core.membership import Membership, mark, membership
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import HyperValue, MemberVector
 from hfusion.optim.lr_scheduler import Make, PerMember
+from hfusion.step.making import CompileMode
 
 Factory: TypeAlias = Callable[[list[nn.Parameter]], FusedOptimizer]
 
@@ -81,6 +82,8 @@ class Task:
             stays on its device and can be compiled; else it runs eagerly, and a UserWarning says why, as does the
             report. Compiled, results are those of a loop over `hfusion.train_step`, and those of the plain loop but
             for rounding, and for other random draws, as of dropout. False: bit for bit those of the plain loop.
+            ``True``, ``"now"`` and ``"background"`` are those of `hfusion.train_step`.
+        parts: as of `hfusion.train_step`, where the task is compiled.
         callbacks: called after every minibatch with a `Step`, and after the evaluation of an epoch with an
             `Evaluation`, in another thread.
 
@@ -100,15 +103,18 @@ class Task:
     seed: int | None = None
     scheduler: Make | Sequence[Make] | lr_scheduler.LRScheduler | None = None
     scheduler_interval: Literal["epoch", "step"] = "epoch"
-    compile: bool = False
+    compile: bool | str = False
+    parts: int | str = "auto"
     callbacks: Sequence[Callable[[Step | Evaluation], None]] = field(default=())
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.accumulate < 1:
             given = f"epochs={self.epochs}, accumulate={self.accumulate}"
             raise PlanError(f"task {self.name!r} has {given}: give whole numbers of at least 1")
-        if not isinstance(self.compile, bool):
-            raise PlanError(f"task {self.name!r} has compile={self.compile!r}: give True or False")
+        try:
+            CompileMode.of(self.compile, None, self.parts)
+        except ValueError as error:
+            raise PlanError(f"task {self.name!r}: {error}") from None
         if not self.members:
             raise PlanError(f"task {self.name!r} has no models: give at least one")
         for role, loader in (("loader", self.loader), ("eval_loader", self.eval_loader)):

@@ -216,6 +216,8 @@ class _TrainRun:
         seed = int(torch.randint(1 << 62, ())) if one.task.seed is None else one.task.seed
         streams = [stream] if evaluation is None else [stream, evaluation]
         training = self._training(index, state, names, streams, limits, seed if kept is None else kept["seed"])
+        if index in self._steps:
+            stack.callback(self._steps[index].close)
         border = Border(one, plan, training, streams, scheduler, stopped, self._on_result, self._asking)
         if kept is not None:
             resume_from(kept, border)

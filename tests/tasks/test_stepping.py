@@ -88,6 +88,12 @@ def trained(one: hf.FusedModule, loader: Any, way: Way | None = None, **more: An
     return [report["task"].losses, *one.state_dict().values()], report
 
 
+def trained_by(compile: str, loader: Any) -> tuple[list[Tensor], Any]:
+    one = array()
+    report = hf.train(task(one, Way(), loader, compile=compile), machine())
+    return [report["task"].losses, *one.state_dict().values()], report
+
+
 def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
@@ -272,10 +278,21 @@ def test_a_frozen_base_of_several_tasks() -> None:
         assert_equal([report[one.name].losses, *given.state_dict().values()], wanted)
 
 
-@pytest.mark.parametrize("value", ["yes", 1, None])
-def test_other_values_are_refused(value: Any) -> None:
-    with pytest.raises(PlanError, match=f"'task' has compile={value!r}: give True or False"):
-        task(array(), Way(), batches(torch.float64), compile=value)
+@pytest.mark.parametrize("options", [{"compile": "yes"}, {"compile": None}, {"compile": True, "parts": 0}])
+def test_other_values_are_refused(options: dict[str, Any]) -> None:
+    name, value = list(options.items())[-1]
+    with pytest.raises(PlanError, match=f"'task': {name} is {value!r}"):
+        hf.Task(nn.Linear(2, 2), F.mse_loss, hf.optim.SGD, [(torch.ones(1, 2), torch.ones(1, 2))], **options)
+
+
+def test_programs_are_compiled_while_steps_run() -> None:
+    """By another process, which ends with the run, and is seen at a minibatch that nobody knows before."""
+    loader = batches(torch.float64)
+    losses, state = plain(array(), Way(), loader)
+    found, report = trained_by("background", loader)
+    for ours, theirs in zip(found, [losses, *state.values()], strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+    assert report["task"].arrays[0].calls
 
 
 def test_spans_follow_one_another() -> None:
