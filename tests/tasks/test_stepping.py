@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hfusion as hf
 from hfusion.core.errors import PlanError
 from hfusion.schedule.actions import Act
+from tests.step.test_train_step import needs_compiler
 from tests.tasks.test_unused import Skipping
 from tests.tasks.test_unused import loader as skipped
 from tests.trained import (
@@ -33,6 +34,7 @@ from tests.trained import (
     task,
 )
 
+pytestmark = needs_compiler
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 
