@@ -1,5 +1,8 @@
 """Train many PyTorch models at once, each exactly as if alone."""
 
+import importlib
+from typing import Any
+
 from hfusion import optim
 from hfusion.adapters.lora import Adapters, lora
 from hfusion.array.fuse import build, fuse
@@ -60,3 +63,10 @@ __all__ = [
     "train",
     "train_step",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``hf.lightning`` and ``hf.sklearn``, loaded when first used: they need Lightning and scikit-learn."""
+    if name in ("lightning", "sklearn"):
+        return importlib.import_module(f"hfusion.{name}")
+    raise AttributeError(f"module 'hfusion' has no attribute {name!r}")

@@ -177,7 +177,7 @@ LAYERS = (
     ),
 )
 
-# Without Hardsigmoid, whose eager gradient takes a sixth as float32 has it, in float64, too, and a compiled one does not.
+# Without Hardsigmoid: its eager gradient takes a sixth rounded to float32 in float64, too, and a compiled one does not.
 ACTIVATIONS = (
     *(
         piece(name, f"{kind}->{kind}", module=f"nn.{name}()")

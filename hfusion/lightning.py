@@ -1,0 +1,196 @@
+"""Arrays in Lightning: one LightningModule that trains B members, each with its own losses, limits and schedule.
+
+``hfusion.lightning`` needs Lightning, which the extra ``hfusion[lightning]`` installs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.array.fuse import fuse
+from hfusion.array.module import FusedModule
+from hfusion.array.per_model import per_model
+from hfusion.core.calls import stacked
+from hfusion.core.errors import FusionError
+from hfusion.optim import FusedOptimizer, clip_grad_norm_, clip_grad_value_
+from hfusion.optim.hyper import HyperValue
+
+try:
+    import lightning
+except ImportError as error:
+    raise ImportError("hfusion.lightning needs Lightning: pip install 'hfusion[lightning]'") from error
+
+
+class LightningArray(lightning.LightningModule):  # type: ignore[misc]
+    """B members as one LightningModule, by manual optimization: what Lightning does by itself is for one model.
+
+    A batch is ``(inputs, target)``. Logged are the mean over the members, ``train_loss``, ``val_loss`` and so on, for
+    callbacks such as EarlyStopping; the best of them, ``val_loss_best``; and each, ``val_loss/<name>``.
+
+    Args:
+        models: as of `hfusion.fuse`, or a fused module.
+        loss: any functional loss, see `hfusion.per_model`.
+        optimizer: gives an optimizer of hf.optim for the parameters that it gets.
+        schedule: gives for that optimizer a scheduler of torch, or of hf.optim.lr_scheduler.
+        interval: when the scheduler steps: after every ``"epoch"`` or every ``"step"``, an update.
+        clip_norm, clip_value: limits of the gradients, one or one per member. ``Trainer(gradient_clip_val=...)`` would
+            clip all members by one norm, and is refused by Lightning for manual optimization.
+        accumulate: so many batches make one update, of the mean of their gradients.
+        metrics: functions of one member's output and the target that are logged at validation and test, by name.
+        own_batches: whether inputs and target are ``[B, ...]``, of each member its own; else all see the same.
+        names: of the members, for the logs; their numbers if not given.
+
+    Raises:
+        FusionError: models that cannot be fused.
+        ValueError: another number of names than members, an ``accumulate`` below 1.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module] | FusedModule,
+        *,
+        loss: Callable[..., Any],
+        optimizer: Callable[[Any], FusedOptimizer],
+        schedule: Callable[[Any], Any] | None = None,
+        interval: Literal["epoch", "step"] = "epoch",
+        clip_norm: HyperValue | None = None,
+        clip_value: HyperValue | None = None,
+        accumulate: int = 1,
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
+        own_batches: bool = False,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if accumulate < 1:
+            raise ValueError(f"accumulate={accumulate}: at least one batch makes an update")
+        if interval not in ("epoch", "step"):
+            raise ValueError(f'interval={interval!r}: it is "epoch" or "step"')
+        self.automatic_optimization = False
+        self.fused = models if isinstance(models, FusedModule) else fuse(models)
+        self.names = [str(member) for member in range(len(self.fused))] if names is None else list(names)
+        if len(self.names) != len(self.fused):
+            raise ValueError(f"{len(self.names)} names for {len(self.fused)} members: give one for each")
+        self._losses = per_model(loss)
+        self._metrics = {name: per_model(metric) for name, metric in (metrics or {}).items()}
+        self._optimizer, self._schedule, self._interval = optimizer, schedule, interval
+        self._clip_norm, self._clip_value = clip_norm, clip_value
+        self._accumulate, self._own = accumulate, own_batches
+
+    def __len__(self) -> int:
+        return len(self.fused)
+
+    @property
+    def members(self) -> list[nn.Module]:
+        """The members as models of their own class, with copies of the tensors."""
+        return self.fused.unfuse()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the members give for inputs that all of them see: each tensor ``[B, ...]``."""
+        return self.fused(*args, **kwargs)
+
+    def configure_optimizers(self) -> Any:
+        """As Lightning asks; both become part of its checkpoints."""
+        made = self._optimizer([parameter for parameter in self.fused.parameters() if parameter.requires_grad])
+        if not isinstance(made, FusedOptimizer):
+            raise ValueError(f"optimizer gave a {type(made).__name__}, one for all members: give one of hf.optim")
+        return made if self._schedule is None else ([made], [self._schedule(made)])
+
+    def on_fit_start(self) -> None:
+        """Refuse what would clip gradients that are scaled."""
+        if getattr(self.trainer.precision_plugin, "scaler", None) is not None and (
+            self._clip_norm is not None or self._clip_value is not None
+        ):
+            raise FusionError(
+                'clip_norm and clip_value would limit gradients that precision="16-mixed" has scaled; take '
+                'precision="bf16-mixed", or write the loop with hf.optim.GradScaler'
+            )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Forward, losses, backward, and an update of every member."""
+        optimizer: Any = self.optimizers()
+        last = (batch_idx + 1) % self._accumulate == 0 or self.trainer.is_last_batch
+        if batch_idx % self._accumulate == 0:
+            optimizer.zero_grad()
+        inputs, target = self._arguments(batch)
+        losses = self._losses(self._outputs(inputs), target)
+        self.manual_backward(losses.sum() / self._accumulate)
+        if last:
+            self._clip()
+            optimizer.step()
+            if self._interval == "step":
+                self._step_schedule()
+        self._log("train_loss", losses.detach(), _samples(batch, self._own))
+        found: Tensor = losses.detach()
+        return found
+
+    def on_train_epoch_end(self) -> None:
+        """Step the schedule."""
+        if self._interval == "epoch":
+            self._step_schedule()
+
+    def _step_schedule(self) -> None:
+        if self._schedule is not None:
+            schedule: Any = self.lr_schedulers()
+            schedule.step()
+
+    def _clip(self) -> None:
+        params = [parameter for parameter in self.fused.parameters() if parameter.grad is not None]
+        if self._clip_value is not None:
+            clip_grad_value_(params, self._clip_value)
+        if self._clip_norm is not None:
+            clip_grad_norm_(params, self._clip_norm)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log every member's loss and metrics."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """As `validation_step`."""
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """What the members give: ``[B, ...]``. A batch is inputs, or inputs and target."""
+        return self._outputs(self._arguments(batch)[0] if _is_pair(batch) else self._own_if(batch))
+
+    def _evaluate(self, what: str, batch: Any) -> None:
+        inputs, target = self._arguments(batch)
+        output, samples = self._outputs(inputs), _samples(batch, self._own)
+        for name, function in {"loss": self._losses, **self._metrics}.items():
+            self._log(f"{what}_{name}", function(output, target), samples)
+
+    def _arguments(self, batch: Any) -> tuple[Any, Any]:
+        if not _is_pair(batch):
+            raise ValueError(f"a batch is (inputs, target), this one is a {type(batch).__name__}: override the steps")
+        return self._own_if(batch[0]), self._own_if(batch[1])
+
+    def _own_if(self, value: Any) -> Any:
+        return stacked(value) if self._own and isinstance(value, Tensor) else value
+
+    def _outputs(self, inputs: Any) -> Any:
+        if isinstance(inputs, Mapping):
+            return self.fused(**{key: self._own_if(value) for key, value in inputs.items()})
+        return self.fused(inputs)
+
+    def _log(self, name: str, values: Tensor, samples: int) -> None:
+        """The mean over members for callbacks, and each."""
+        values = values.detach()
+        each = {f"{name}/{member}": value for member, value in zip(self.names, values.unbind(), strict=True)}
+        self.log(name, values.mean(), prog_bar=True, batch_size=samples)
+        if name.endswith("loss"):
+            self.log(f"{name}_best", values.min(), batch_size=samples)
+        self.log_dict(each, batch_size=samples)
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, list | tuple) and len(batch) == 2
+
+
+def _samples(batch: Any, own: bool) -> int:
+    """How many samples each member sees in a batch."""
+    found = next((leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), None)
+    place = 1 if own else 0
+    return 1 if found is None or found.dim() <= place else found.shape[place]

@@ -1,0 +1,254 @@
+"""Ensembles of networks as estimators of scikit-learn: every member its own start and its own order of samples.
+
+``hfusion.sklearn`` needs scikit-learn, which the extra ``hfusion[sklearn]`` installs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hfusion.array.fuse import build, fuse
+from hfusion.array.module import FusedModule
+from hfusion.core.calls import stacked
+from hfusion.optim import AdamW
+from hfusion.step.train_step import train_step
+
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.utils import check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+except ImportError as error:
+    raise ImportError("hfusion.sklearn needs scikit-learn: pip install 'hfusion[sklearn]'") from error
+
+MakeModule = Callable[[int, int], nn.Module]
+
+# What is predicted at once: ``[members, samples, outputs]`` stays small.
+_SAMPLES = 4096
+
+
+def mlp(inputs: int, outputs: int, hidden: Sequence[int]) -> nn.Module:
+    """Linear layers with ReLU between them."""
+    sizes = [inputs, *hidden]
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(sizes):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
+
+
+class _Ensemble(BaseEstimator):  # type: ignore[misc]
+    """What the two estimators have in common. Inputs, and targets of regression, are standardised inside."""
+
+    def __init__(
+        self,
+        module: MakeModule | None = None,
+        *,
+        n_estimators: int = 10,
+        hidden_layer_sizes: Sequence[int] = (100,),
+        learning_rate_init: float | Sequence[float] = 1e-3,
+        weight_decay: float | Sequence[float] = 1e-4,
+        batch_size: int | str = "auto",
+        max_iter: int = 200,
+        bootstrap: bool = False,
+        random_state: Any = None,
+        device: Any = "cpu",
+        compile: bool = False,
+    ) -> None:
+        self.module = module
+        self.n_estimators = n_estimators
+        self.hidden_layer_sizes = hidden_layer_sizes
+        self.learning_rate_init = learning_rate_init
+        self.weight_decay = weight_decay
+        self.batch_size = batch_size
+        self.max_iter = max_iter
+        self.bootstrap = bootstrap
+        self.random_state = random_state
+        self.device = device
+        self.compile = compile
+
+    def _train(self, x: Any, target: Tensor, outputs: int, loss: Callable[..., Any]) -> None:
+        """Make and train the members on ``x [N, features]``, an array of floats."""
+        for name, least in (("n_estimators", 1), ("max_iter", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or value < least:
+                raise ValueError(f"{name}={value!r}: it must be a whole number of at least {least}")
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        self._mean, self._scale = x.mean(0), _scale(x)
+        inputs = self._tensor(x)
+        make = self.module or (lambda features, outs: mlp(features, outs, self.hidden_layer_sizes))
+        dtype = inputs.dtype
+        fused = build(
+            lambda: make(x.shape[1], outputs).to(self.device, dtype), [seed + b for b in range(self.n_estimators)]
+        )
+        self.n_iter_ = self.max_iter
+        fused.train()
+        self.loss_curve_ = self._epochs(fused, inputs, target.to(self.device), loss, seed)
+        self.members_ = _finite(fused).eval()
+
+    def _epochs(self, fused: FusedModule, x: Tensor, y: Tensor, loss: Callable[..., Any], seed: int) -> Any:
+        """Train; the members' mean losses ``[epochs, members]``."""
+        generator = torch.Generator().manual_seed(seed)
+        members, count = len(fused), len(x)
+        optimizer = AdamW(fused.parameters(), lr=self.learning_rate_init, weight_decay=self.weight_decay)
+        step = train_step(fused, loss, optimizer, compile=self.compile)
+        own = torch.arange(count).expand(members, count)
+        if self.bootstrap:
+            own = torch.randint(count, (members, count), generator=generator)
+        parts = -(-count // self._batch(count))
+        curve = []
+        for _ in range(self.max_iter):
+            order = torch.rand(members, count, generator=generator).argsort(1)
+            losses = torch.zeros(members, dtype=torch.float64)
+            for chosen in torch.tensor_split(own.gather(1, order), parts, dim=1):
+                rows = chosen.to(x.device)
+                losses += step(stacked(x[rows]), stacked(y[rows])).double().cpu() * chosen.shape[1]
+            curve.append(losses / count)
+        return torch.stack(curve).numpy()
+
+    def _batch(self, count: int) -> int:
+        if self.batch_size == "auto":
+            return min(200, count)
+        if not isinstance(self.batch_size, int | np.integer) or self.batch_size < 1:
+            raise ValueError(f'batch_size={self.batch_size!r}: it must be "auto" or a whole number of at least 1')
+        return min(int(self.batch_size), count)
+
+    def _tensor(self, x: Any) -> Tensor:
+        return torch.tensor((x - self._mean) / self._scale, dtype=_dtype(x), device=self.device)
+
+    @torch.no_grad()
+    def _outputs(self, x: Any) -> Tensor:
+        """What each member gives: ``[members, N, outputs]``, float64 on the CPU."""
+        check_is_fitted(self)
+        inputs = self._tensor(validate_data(self, x, reset=False, dtype=[np.float64, np.float32], order="C"))
+        parameter = next(self.members_.parameters())
+        parts = [self.members_(part.to(parameter.dtype)).double().cpu() for part in inputs.split(_SAMPLES)]
+        return torch.cat(parts, 1)
+
+
+class EnsembleClassifier(ClassifierMixin, _Ensemble):  # type: ignore[misc]
+    """A deep ensemble as a classifier: the mean of its members' probabilities (Lakshminarayanan et al., 2017).
+
+    Args:
+        module: ``module(n_features, n_classes)`` gives a network, logits ``[N, n_classes]``; None: an MLP.
+        n_estimators: the members.
+        hidden_layer_sizes: of the MLP.
+        learning_rate_init: of AdamW; one value, or one per member. So with ``weight_decay``.
+        batch_size: "auto" is 200, or all samples if there are fewer.
+        max_iter: epochs.
+        bootstrap: every member has its own sample of the data; else all of it, in its own order.
+        random_state: as of scikit-learn; an int makes a fit repeatable.
+        device: where it is trained.
+        compile: see `hfusion.train_step`; worth it for long fits.
+
+    Attributes: ``classes_``, ``members_`` (the fused module), ``loss_curve_`` ``[epochs, members]``, ``n_iter_``.
+
+    Example:
+        >>> import numpy as np
+        >>> from hfusion.sklearn import EnsembleClassifier
+        >>> x = np.array([[-2.0], [-1.0], [1.0], [2.0]])
+        >>> model = EnsembleClassifier(n_estimators=2, max_iter=30, learning_rate_init=0.05, random_state=0)
+        >>> model.fit(x, ["no", "no", "yes", "yes"]).predict([[-1.5], [1.5]]).tolist()
+        ['no', 'yes']
+    """
+
+    def fit(self, X: Any, y: Any) -> EnsembleClassifier:
+        """Train on ``X [N, features]`` and labels ``y [N]`` of any type. Returns itself."""
+        X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], order="C")
+        check_classification_targets(y)
+        self.classes_, target = np.unique(column_or_1d(y, warn=True), return_inverse=True)
+        self._train(X, torch.tensor(target), len(self.classes_), F.cross_entropy)
+        return self
+
+    def member_probabilities(self, X: Any) -> Any:
+        """Each member's own: ``[members, N, classes]``."""
+        return self._outputs(X).softmax(-1).numpy()
+
+    def predict_proba(self, X: Any) -> Any:
+        """The mean of the members' probabilities: ``[N, classes]``."""
+        return self.member_probabilities(X).mean(0)
+
+    def predict(self, X: Any) -> Any:
+        """The most probable labels: ``[N]``."""
+        best = self.predict_proba(X).argmax(1)
+        return self.classes_[best]
+
+    def uncertainty(self, X: Any) -> Any:
+        """How much the members disagree, in nats: ``[N]``.
+
+        The mutual information of label and member: the entropy of the mean minus the mean of the entropies.
+        """
+        each = torch.from_numpy(self.member_probabilities(X))
+        found = torch.special.entr(each.mean(0)).sum(-1) - torch.special.entr(each).sum(-1).mean(0)
+        return found.clamp(min=0).numpy()
+
+
+class EnsembleRegressor(MultiOutputMixin, RegressorMixin, _Ensemble):  # type: ignore[misc]
+    """A deep ensemble as a regressor: the mean of its members. Arguments as of `EnsembleClassifier`.
+
+    ``module(n_features, n_targets)`` gives a network ``[N, n_targets]``, trained with the squared error of targets that
+    are standardised.
+    """
+
+    def fit(self, X: Any, y: Any) -> EnsembleRegressor:
+        """Train on ``X [N, features]`` and ``y [N]`` or ``[N, targets]``. Returns itself."""
+        X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], order="C", multi_output=True, y_numeric=True)
+        self._flat = y.ndim == 1
+        wide = y.reshape(len(y), -1).astype(np.float64)
+        self._shift, self._spread = wide.mean(0), _scale(wide)
+        target = torch.tensor((wide - self._shift) / self._spread, dtype=_dtype(X))
+        self._train(X, target, wide.shape[1], F.mse_loss)
+        return self
+
+    def member_predictions(self, X: Any) -> Any:
+        """Each member's own: ``[members, N]`` or ``[members, N, targets]``."""
+        found = self._outputs(X).numpy() * self._spread + self._shift
+        return found[..., 0] if self._flat else found
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """The mean of the members, ``[N]`` or ``[N, targets]``; with ``return_std`` their spread, too."""
+        found = self.member_predictions(X)
+        return (found.mean(0), found.std(0)) if return_std else found.mean(0)
+
+    def uncertainty(self, X: Any) -> Any:
+        """How much the members disagree: their standard deviation, in units of ``y``."""
+        return self.predict(X, return_std=True)[1]
+
+
+def _scale(x: Any) -> Any:
+    found = x.std(0)
+    # As scikit-learn: what does not vary is not scaled.
+    return np.where(found > 10 * np.finfo(found.dtype).eps * np.abs(x).max(0), found, 1.0).astype(found.dtype)
+
+
+def _dtype(x: Any) -> torch.dtype:
+    return torch.float32 if x.dtype == np.float32 else torch.float64
+
+
+def _finite(fused: FusedModule) -> FusedModule:
+    """The members that training has left whole."""
+    whole = torch.ones(len(fused), dtype=torch.bool)
+    for parameter in fused.parameters():
+        whole &= parameter.detach().flatten(1).isfinite().all(1).cpu()
+    if whole.all():
+        return fused
+    if not whole.any():
+        raise ValueError(
+            "every member's training diverged: a smaller learning_rate_init, or targets and features of a usual size, "
+            "may help"
+        )
+    lost = (~whole).nonzero().reshape(-1).tolist()
+    warnings.warn(
+        f"the training of members {lost} diverged; the ensemble is the other {int(whole.sum())}",
+        ConvergenceWarning,
+        stacklevel=4,
+    )
+    return fuse([fused[b] for b in whole.nonzero().reshape(-1).tolist()])

@@ -1,0 +1,149 @@
+"""The estimators of hfusion.sklearn: scikit-learn's own checks, and what they promise beyond."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytest.importorskip("sklearn")
+
+from sklearn.base import clone
+from sklearn.datasets import load_digits
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from sklearn.model_selection import GridSearchCV, train_test_split
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from hfusion.sklearn import EnsembleClassifier, EnsembleRegressor
+
+SMALL: dict[str, Any] = {"n_estimators": 2, "hidden_layer_sizes": (16,), "max_iter": 25, "learning_rate_init": 0.03}
+
+
+@parametrize_with_checks([EnsembleClassifier(**SMALL), EnsembleRegressor(**SMALL)])
+def test_what_scikit_learn_checks(estimator: Any, check: Any) -> None:
+    check(estimator)
+
+
+def _data() -> tuple[Any, Any]:
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(60, 3))
+    return x, np.where(x[:, 0] * x[:, 1] > 0, "same", "other")
+
+
+def test_digits() -> None:
+    x, y = load_digits(return_X_y=True)
+    seen, unseen, labels, wanted = train_test_split(x, y, random_state=0)
+    model = EnsembleClassifier(n_estimators=4, max_iter=15, learning_rate_init=3e-3, random_state=0).fit(seen, labels)
+    assert model.score(unseen, wanted) > 0.93
+    right = model.predict(unseen) == wanted
+    doubt = model.uncertainty(unseen)
+    assert doubt[~right].mean() > 2 * doubt[right].mean()
+    noise = np.random.default_rng(0).permuted(unseen, axis=1)
+    assert model.uncertainty(noise).mean() > 3 * doubt.mean()
+
+
+def test_labels_of_any_kind_and_probabilities() -> None:
+    x, y = _data()
+    model = EnsembleClassifier(**SMALL, random_state=3).fit(x, y)
+    assert set(model.predict(x)) <= {"same", "other"}
+    probabilities = model.predict_proba(x)
+    assert np.allclose(probabilities.sum(1), 1)
+    assert np.allclose(probabilities, model.member_probabilities(x).mean(0))
+    objects = np.array([None, ("a",)], dtype=object)[(y == "same").astype(int)]
+    with pytest.raises((ValueError, TypeError)):
+        EnsembleClassifier(**SMALL).fit(x, objects)
+
+
+def test_a_fit_repeats_and_is_pickled() -> None:
+    x, y = _data()
+    model = EnsembleClassifier(**SMALL, bootstrap=True, random_state=3).fit(x, y)
+    again = clone(model).fit(x, y)
+    assert np.array_equal(model.predict_proba(x), again.predict_proba(x))
+    assert np.array_equal(pickle.loads(pickle.dumps(model)).predict_proba(x), model.predict_proba(x))
+    other = clone(model).set_params(random_state=4).fit(x, y)
+    assert not np.allclose(other.predict_proba(x), model.predict_proba(x))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    clone(model).fit(x, y)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_members_are_those_of_the_plain_loop() -> None:
+    x, _ = _data()
+    y = x[:, :1] ** 2
+    rates = [0.01, 0.03]
+    model = EnsembleRegressor(
+        lambda features, outputs: nn.Linear(features, outputs),
+        n_estimators=2,
+        max_iter=4,
+        learning_rate_init=rates,
+        weight_decay=0.1,
+        random_state=0,
+    ).fit(x, y)
+    seed = int(np.random.RandomState(0).randint(2**31 - 1))
+    inputs = torch.tensor((x - x.mean(0)) / x.std(0))
+    target = torch.tensor((y - y.mean(0)) / y.std(0))
+    for member, rate in enumerate(rates):
+        torch.manual_seed(seed + member)
+        network = nn.Linear(3, 1).double()
+        optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            F.mse_loss(network(inputs), target).backward()
+            optimizer.step()
+        wanted = network(inputs).detach().numpy() * y.std(0) + y.mean(0)
+        assert np.allclose(model.member_predictions(x)[member], wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_spread_is_of_the_members_and_grows_far_from_data() -> None:
+    x = np.linspace(-1, 1, 40)[:, None]
+    model = EnsembleRegressor(**{**SMALL, "n_estimators": 5, "max_iter": 80}, random_state=0).fit(
+        x, np.sin(3 * x[:, 0])
+    )
+    mean, spread = model.predict(x, return_std=True)
+    assert np.allclose(spread, model.member_predictions(x).std(0))
+    assert np.allclose(mean, model.predict(x))
+    assert model.score(x, np.sin(3 * x[:, 0])) > 0.9
+    assert model.uncertainty([[6.0]])[0] > 5 * spread.mean()
+
+
+def test_it_is_searched_like_others() -> None:
+    x, y = _data()
+    search = GridSearchCV(EnsembleClassifier(**SMALL, random_state=0), {"weight_decay": [0.0, 1.0]}, cv=2)
+    assert search.fit(x, y).best_params_["weight_decay"] in (0.0, 1.0)
+
+
+def test_a_member_that_diverges_is_left_out() -> None:
+    x, _ = _data()
+    y = x[:, 0]
+    model = EnsembleRegressor(**{**SMALL, "learning_rate_init": [1e-2, 1e200]}, random_state=0)
+    with pytest.warns(ConvergenceWarning, match=r"members \[1\] diverged; the ensemble is the other 1"):
+        model.fit(x, y)
+    assert np.isfinite(model.predict(x)).all()
+    model.set_params(learning_rate_init=1e200)
+    with pytest.raises(ValueError, match="every member's training diverged"):
+        model.fit(x, y)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"n_estimators": 0}, "n_estimators=0: it must be a whole number"),
+        ({"max_iter": 1.5}, "max_iter=1.5"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"learning_rate_init": [0.1, 0.2, 0.3]}, "lr has 3 values for an array of 2 members"),
+    ],
+)
+def test_wrong_arguments(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EnsembleClassifier(**{**SMALL, **wrong}).fit(*_data())
+
+
+def test_what_is_not_fitted_says_so() -> None:
+    with pytest.raises(NotFittedError):
+        EnsembleRegressor().predict([[1.0]])
