@@ -48,9 +48,9 @@ def place(
         PlanError: an array fits no device that is there.
     """
     heaps: dict[int, list[tuple[float, int]]] = {}
-    for device, (kind, seconds) in enumerate(zip(kinds, busy, strict=True)):
-        if seconds is not None:
-            heaps.setdefault(kind, []).append((seconds, device))
+    for device, (kind, free) in enumerate(zip(kinds, busy, strict=True)):
+        if free is not None:
+            heaps.setdefault(kind, []).append((free, device))
     for heap in heaps.values():
         heapify(heap)
     found: list[list[int]] = [[] for _ in kinds]
@@ -162,7 +162,7 @@ class Placement:
         The array that ran there waits again, and all that waits is placed anew.
         """
         waiting = [number for queue in self._queues for number in queue]
-        lost = []
+        lost: list[int] = []
         if device in self._running:
             number = self.end(device)
             self.failures[number] += 1
