@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.bound import BoundProgram
 from hfusion.core.errors import FusionError
 from hfusion.passes.cost.cost import operators
+from hfusion.passes.inductor.decompositions import DECOMPOSITIONS
+from hfusion.step.step_graph import StepCall, trace
 from hfusion.tasks.arrange import arrange
 from tests.simulated.device import install
 from tests.simulated.queues import QUEUES
@@ -125,12 +128,39 @@ def an_array_is_lowered_for_the_device_that_it_is_planned_for() -> None:
         assert lowered(planned_there, x) == lowered(here, x)
 
 
+class Normed(nn.Module):
+    """Biases, and statistics of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.out = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(self.first(x)).relu())
+
+
+def what_was_measured_on_a_cpu_is_rewritten_there_only() -> None:
+    def rewritten(device: str) -> set[object]:
+        """The operators that are rewritten on a CPU, as far as they stand in a traced step."""
+        array, loss = fused(Normed).to(device), hf.per_model(cross_entropy)
+        x, y = (tensor.to(device) for tensor in LOADER[0])
+        outputs = array(x)
+        loss(outputs, y)
+        call = StepCall(Arguments.of((x,), {}), Arguments.of((y,), {}))
+        found = trace(BoundProgram.of(array.find(call.inputs), array), loss.found(outputs, y), call)
+        return {target for target in DECOMPOSITIONS if target in found.operators}
+
+    assert rewritten("cpu") == set()
+    assert rewritten(THERE) == set(DECOMPOSITIONS)
+
+
 PIECES: tuple[Callable[[], None], ...] = (
     a_loaded_state_goes_on_wherever_its_numbers_lie,
     an_array_that_moves_without_its_state_is_refused,
     a_machine_knows_its_devices,
     a_minibatch_keeps_the_host_waiting_for_nothing_but_the_ends_of_units,
     an_array_is_lowered_for_the_device_that_it_is_planned_for,
+    what_was_measured_on_a_cpu_is_rewritten_there_only,
 )
 
 
