@@ -27,10 +27,15 @@ def start_serial_fused(workload: Workload) -> Running:
     return start_serial_compiled(workload, fused=True)
 
 
-def start_hfusion(workload: Workload) -> Running:
+def start_hfusion(workload: Workload, tune: bool = False) -> Running:
     """The public way: fuse, a fused optimizer, one backward for all members."""
-    fused = hf.fuse(workload.models())
+    fused = hf.fuse(workload.models(), tune=tune)
     return Running(eager_step(workload, fused, hf.optim.Adam(serial.trained(fused), lr=list(workload.rates))))
+
+
+def start_hfusion_tuned(workload: Workload) -> Running:
+    """The same, the ways of its operators measured."""
+    return start_hfusion(workload, tune=True)
 
 
 def eager_step(workload: Workload, fused: hf.FusedModule, optimizer: hf.optim.Adam) -> Callable[[], Tensor]:
@@ -119,6 +124,7 @@ CONTENDERS = (
     Contender("processes-compiled", "the same, each as serial-fused", processes.start_compiled),
     *(contender for present, contender in OPTIONAL if present),
     Contender("hfusion", "hf.fuse, hf.per_model, hf.optim.Adam", start_hfusion),
+    Contender("hfusion-tuned", "the same, ways to run operators measured: hf.fuse(tune=True)", start_hfusion_tuned),
     Contender("hfusion-compiled", "the same by hf.train_step: programs and the optimizer", start_hfusion_compiled),
     Contender("hfusion-one-part", "the same, parts=1: operators divided among threads", start_hfusion_one_part),
 )
