@@ -64,14 +64,14 @@ class CompileRecord:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Worth:
     """Whether to compile, and whether by another process; ``why`` not, in words, if it is not worth it."""
 
     behind: bool = False
     why: str = ""
 
 
-def judge(left: int, eager: float, size: int, looped: bool, records: Sequence[CompileRecord], spare: bool) -> Verdict:
+def judge(left: int, eager: float, size: int, looped: bool, records: Sequence[CompileRecord], spare: bool) -> Worth:
     """What to do about a step of ``size`` operators that runs ``left`` more times, in ``eager`` seconds each.
 
     ``spare``: whether there is a core that steps do not use.
@@ -79,7 +79,7 @@ def judge(left: int, eager: float, size: int, looped: bool, records: Sequence[Co
     known = [record for record in records if record.looped is looped]
     alike = [record for record in known if record.behind is spare] or known
     if not alike:
-        return Verdict(behind=True)
+        return Worth(behind=True)
     # A larger step may take more in proportion; that a smaller one takes less is not known.
     cost = median(r.seconds * max(1.0, size / r.operators) for r in _nearest(alike, size))
     seen = [record for record in known if record.speedup is not None]
@@ -87,12 +87,12 @@ def judge(left: int, eager: float, size: int, looped: bool, records: Sequence[Co
     ahead = left * eager
     told = f"{left} more steps take {ahead:.2g} s eagerly, and its compilation about {cost:.2g} s"
     if faster is not None and faster <= 1.0:
-        return Verdict(why=f"compiled steps like it were no faster on this machine ({faster:.2f} times as fast)")
+        return Worth(why=f"compiled steps like it were no faster on this machine ({faster:.2f} times as fast)")
     if spare:
         # Nobody waits for it, so that all that counts is whether it is there in time.
-        return Verdict(behind=True) if cost < ahead else Verdict(why=told)
+        return Worth(behind=True) if cost < ahead else Worth(why=told)
     gain = ahead * (1.0 - 1.0 / (faster if faster is not None else float("inf")))
-    return Verdict() if cost < gain else Verdict(why=told)
+    return Worth() if cost < gain else Worth(why=told)
 
 
 def _nearest(records: Sequence[CompileRecord], size: int) -> list[CompileRecord]:

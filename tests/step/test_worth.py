@@ -11,7 +11,7 @@ import torch
 
 from hfusion.step import worth
 from hfusion.step.making import CompileMode
-from hfusion.step.worth import CompileRecord, StepClock, Verdict, add_record, judge, read_records
+from hfusion.step.worth import CompileRecord, StepClock, Worth, add_record, judge, read_records
 from tests.step.test_making import _kept as _kept
 from tests.step.test_making import advance, made
 
@@ -19,24 +19,24 @@ SMALL = CompileRecord(10, False, False, 4.0, 5.0)
 BEHIND = CompileRecord(10, False, True, 8.0, 5.0)
 
 
-def unpaid(steps: int, ahead: int, cost: int) -> Verdict:
-    return Verdict(why=f"{steps} more steps take {ahead} s eagerly, and its compilation about {cost} s")
+def unpaid(steps: int, ahead: int, cost: int) -> Worth:
+    return Worth(why=f"{steps} more steps take {ahead} s eagerly, and its compilation about {cost} s")
 
 
 @pytest.mark.parametrize(
     ("left", "eager", "size", "records", "spare", "verdict"),
     [
         # Nothing is known: nobody waits.
-        (100, 0.1, 10, [], False, Verdict(behind=True)),
-        (100, 0.1, 10, [CompileRecord(10, True, False, 1.0, 9.0)], True, Verdict(behind=True)),
+        (100, 0.1, 10, [], False, Worth(behind=True)),
+        (100, 0.1, 10, [CompileRecord(10, True, False, 1.0, 9.0)], True, Worth(behind=True)),
         # 100 steps of 0.1 s become 8 s faster, for 4 s; of 0.04 s 3.2 s.
-        (100, 0.1, 10, [SMALL], False, Verdict()),
+        (100, 0.1, 10, [SMALL], False, Worth()),
         (100, 0.04, 10, [SMALL], False, unpaid(100, 4, 4)),
         # A step of twice the size takes twice as long to compile.
-        (110, 0.1, 20, [SMALL], False, Verdict()),
+        (110, 0.1, 20, [SMALL], False, Worth()),
         (100, 0.1, 30, [SMALL], False, unpaid(100, 10, 12)),
         # Beside training it is worth it if it is there in time.
-        (100, 0.1, 10, [SMALL, BEHIND], True, Verdict(behind=True)),
+        (100, 0.1, 10, [SMALL, BEHIND], True, Worth(behind=True)),
         (
             70,
             0.1,
@@ -47,18 +47,18 @@ def unpaid(steps: int, ahead: int, cost: int) -> Verdict:
         ),
         (0, 0.1, 10, [SMALL], True, unpaid(0, 0, 4)),
         # By what it brought before, if that is known.
-        (1000, 0.1, 10, [CompileRecord(10, False, False, 4.0)], False, Verdict()),
+        (1000, 0.1, 10, [CompileRecord(10, False, False, 4.0)], False, Worth()),
         (
             1000,
             0.1,
             10,
             [CompileRecord(10, False, False, 4.0, 0.9)],
             False,
-            Verdict(why="compiled steps like it were no faster on this machine (0.90 times as fast)"),
+            Worth(why="compiled steps like it were no faster on this machine (0.90 times as fast)"),
         ),
     ],
 )
-def test_verdicts(left: int, eager: float, size: int, records: list[Any], spare: bool, verdict: Verdict) -> None:
+def test_verdicts(left: int, eager: float, size: int, records: list[Any], spare: bool, verdict: Worth) -> None:
     assert judge(left, eager, size, False, records, spare) == verdict
 
 
