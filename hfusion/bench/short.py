@@ -45,7 +45,8 @@ class ShortSettings:
 
 @dataclass(frozen=True)
 class ShortRow:
-    """One contender: medians of the wall time and the processor time of its process and those it started.
+    """One contender: medians of the wall time, and of processor times: of its process and those that it started, and
+    of its process alone, which is what it waits for where a core is free for the others.
 
     ``beyond``: seconds more than the serial loop took in the same round, the median.
     """
@@ -56,6 +57,7 @@ class ShortRow:
     contender: str
     seconds: float
     cpu_seconds: float
+    own_cpu_seconds: float
     beyond: float
 
 
@@ -69,6 +71,7 @@ class JobTime:
 
     seconds: float
     cpu_seconds: float
+    own_cpu_seconds: float
     losses: tuple[float, ...]
 
 
@@ -119,7 +122,8 @@ def run_job(model: str, members: int, threads: int, way: str, folder: str, steps
     seconds = time.perf_counter() - began
     if done.returncode:
         raise WrongJob(f"{way} of {model}: {done.stderr.strip().rpartition(chr(10))[2]}")
-    return JobTime(seconds, _processor_time() - before, tuple(map(float, done.stdout.split())))
+    losses, own = done.stdout.splitlines()[-2:]
+    return JobTime(seconds, _processor_time() - before, float(own), tuple(map(float, losses.split())))
 
 
 def _processor_time() -> float:
@@ -138,6 +142,7 @@ def _rows(model: str, members: int, rounds: Sequence[Mapping[str, JobTime]]) -> 
             name,
             statistics.median(one[name].seconds for one in rounds),
             statistics.median(one[name].cpu_seconds for one in rounds),
+            statistics.median(one[name].own_cpu_seconds for one in rounds),
             statistics.median(one[name].seconds - one["serial"].seconds for one in rounds),
         )
 
@@ -153,9 +158,9 @@ def table(rows: Sequence[ShortRow]) -> Table:
     """A line for each job."""
     shown = Table(title="seconds from the start of a process to its end")
     shown.add_column("model", no_wrap=True)
-    for title in ("members", "steps", "contender", "seconds", "processor", "beyond serial"):
+    for title in ("members", "steps", "contender", "seconds", "processor", "own", "beyond serial"):
         shown.add_column(title, justify="left" if title == "contender" else "right")
     for row in rows:
-        times = (f"{row.seconds:.1f}", f"{row.cpu_seconds:.1f}", f"{row.beyond:+.1f}")
+        times = (f"{row.seconds:.1f}", f"{row.cpu_seconds:.1f}", f"{row.own_cpu_seconds:.1f}", f"{row.beyond:+.1f}")
         shown.add_row(row.model, str(row.members), str(row.steps), row.contender, *times)
     return shown

@@ -7,6 +7,7 @@ which leaves programs in the caches.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,7 @@ from hfusion.bench.workload import Workload
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train, and print the last losses."""
+    """Train; print the last losses, and the processor time of this process alone."""
     model, members, steps, threads, way = arguments
     torch.set_num_threads(int(threads))
     (case,) = (case for case in CASES if case.name == model)
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str]) -> None:
         step = serial.start(workload).step
         for _ in range(int(steps)):
             losses = step()
-        print(*map(float, losses))
+        _tell(list(map(float, losses)))
         return
     import hfusion as hf
 
@@ -36,7 +37,12 @@ def main(arguments: Sequence[str]) -> None:
     train = hf.train_step(fused, case.loss, optimizer, steps=None if way == "fill" else int(steps))
     for _ in range(int(steps)):
         found = train(*batch)
-    print(*found.tolist())
+    _tell(found.tolist())
+
+
+def _tell(losses: Sequence[float]) -> None:
+    print(*losses)
+    print(time.process_time())
 
 
 if __name__ == "__main__":

@@ -26,7 +26,11 @@ def test_a_job_that_fails_is_told(tmp_path: Path) -> None:
 
 def test_rows() -> None:
     rounds = [
-        {"serial": JobTime(10.0, 10.0, (1.0,)), "cold": JobTime(12.0, 20.0, (1.0,)), "warm": JobTime(4.0, 5.0, (1.0,))}
+        {
+            "serial": JobTime(10.0, 10.0, 10.0, (1.0,)),
+            "cold": JobTime(12.0, 20.0, 9.0, (1.0,)),
+            "warm": JobTime(4.0, 5.0, 5.0, (1.0,)),
+        }
     ] * 3
     rows = list(short._rows("cnn", 16, rounds))
     assert [(row.contender, row.beyond) for row in rows] == [("serial", 0.0), ("cold", 2.0), ("warm", -6.0)]
