@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from hfusion.core.errors import PlanError
@@ -154,8 +156,18 @@ class Conductor:
         for array in self._arrays:
             for number in array.join(self._round):
                 self.trials.place(number, self._round)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Free rows, and arrays that nobody is in, give back what they take."""
+        for array in self._arrays:
             array.compact()
-        self._arrays = [array for array in self._arrays if array.seats]
+        left = [array for array in self._arrays if array.taken]
+        if len(left) < len(self._arrays):
+            self._arrays = left
+            del array
+            # Arrays and their programs hold one another, and so their memory.
+            gc.collect()
 
     def _next(self) -> tuple[TrialModel, ShapeArray] | None:
         """The trial that comes next, and the array that takes it; None where all are asked."""
@@ -199,7 +211,7 @@ class Conductor:
 
     def _array(self, name: str, first: TrialModel) -> ShapeArray:
         if self._inputs is None:
-            self._inputs = first_inputs(self._recipe.loader, self._recipe.device)
+            self._inputs = first_inputs(self._recipe.loader, torch.device("cpu"))
         # What is made with other seeds only in values is the same shape, and shares what models share.
         models = [self._maker.model(first.number, first.suggestion) for _ in range(2)]
         footprint = Footprint(
@@ -218,6 +230,8 @@ class Conductor:
         others = [one for one in self._arrays if one is not array]
         taken = sum(one.taken for one in self._arrays)
         if not taken:
+            if array not in self._arrays:
+                self._give_back()
             return True
         if self._extent.rows is None:
             # The part of the device that each array fills, where 1 is all that makes members cheaper.
@@ -230,8 +244,8 @@ class Conductor:
             sizes = [(array.footprint, array.rows(1)), *((one.footprint, one.rows()) for one in others)]
             if fits(self._device.memory, sizes):
                 return True
-            for one in self._arrays:
-                one.compact()
+            self._give_back()
+            others = [one for one in self._arrays if one is not array]
         return False
 
     def save(self) -> None:

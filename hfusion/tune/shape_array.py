@@ -181,6 +181,8 @@ class ShapeArray:
         """Give back what free rows take."""
         if self.population is not None and self.seats:
             self.population.compact()
+        elif not self.seats:
+            self.population = None
 
     def fastest(self, most: int) -> int:
         """See `Footprint.fastest`."""

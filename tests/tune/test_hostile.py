@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfusion as hf
+from tests.simulated.device import missing
 from tests.tune.cases import MACHINE, accuracy, loaders, make_model
 
 optuna = pytest.importorskip("optuna")
@@ -206,7 +209,7 @@ def test_a_loader_that_cannot_be_read_again() -> None:
 
 def test_memory_bounds_the_rows_and_shapes_wait() -> None:
     """Of five shapes one or two fit at once; every trial is trained in the end."""
-    budget = 100_000
+    budget = 250_000
     machine = hf.Machine([hf.Device("cpu", memory=budget)], "1GiB")
     result = sweep(
         lambda t: {"hidden": t.suggest_categorical("hidden", [24, 32, 48, 64])}, machine=machine, trials=8, rows=8
@@ -216,3 +219,12 @@ def test_memory_bounds_the_rows_and_shapes_wait() -> None:
     assert max(began) > 0
     with pytest.raises(hf.PlanError, match=r"trial 0 with .* needs .* bytes to be trained, and device cpu has 9,000"):
         sweep(lambda t: {"hidden": 64}, machine=hf.Machine([hf.Device("cpu", memory=9000)], "1GiB"))
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_never_more_memory_than_the_budget() -> None:
+    """On a simulated device, in a process of its own: torch keeps a device that was added."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.tune.memory"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("0 bytes are left") == 2
