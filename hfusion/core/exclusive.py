@@ -27,6 +27,31 @@ def compiling_within(alone: Callable[[], AbstractContextManager[None]]) -> Itera
         _here.within = before
 
 
+class FairLock:
+    """A reentrant lock that whoever waits for it gets next.
+
+    A thread that takes one of Python's again and again, as one that trains does, may keep it from others for ever.
+    """
+
+    def __init__(self) -> None:
+        self._next, self._lock = threading.Lock(), threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        if self._owner != threading.get_ident():
+            with self._next:
+                self._lock.acquire()
+            self._owner = threading.get_ident()
+        self._depth += 1
+
+    def __exit__(self, *raised: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self._lock.release()
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
     """Trace and compile. Who compiles under Dynamo holds its lock when it asks for ours, so that one comes first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,9 @@ def pairs(src: int | Sequence[int], dst: int | Sequence[int], members: int) -> l
 
 def rows_of(rows: int | Sequence[int], members: int) -> list[int]:
     """One row, or several. Raises ValueError."""
-    return [row_of(row, members) for row in ([rows] if _is_row(rows) else rows)]  # type: ignore[union-attr]
+    if _is_row(rows) or not isinstance(rows, Iterable):
+        return [row_of(rows, members)]
+    return [row_of(row, members) for row in rows]
 
 
 def row_of(row: Any, members: int) -> int:

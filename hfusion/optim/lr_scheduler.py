@@ -59,6 +59,19 @@ class PerMember(torch_schedulers.LRScheduler):
         self._schedulers: list[Any] = [None] * len(self._makes)
         self._begin(range(len(self._makes)))
 
+    def __getstate__(self) -> dict[str, Any]:
+        groups = [[{**group, "params": None} for group in own.param_groups] for own in self._stand_ins]
+        states = [self.member_state(row) for row in range(len(self._makes))]
+        return {"optimizer": self.optimizer, "makes": self._makes, "groups": groups, "states": states}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.optimizer, self._makes = state["optimizer"], list(state["makes"])
+        self._stand_ins, self._schedulers = [], []
+        for make, groups, own in zip(self._makes, state["groups"], state["states"], strict=True):
+            stand_in, scheduler = _copied(self.optimizer, make, groups, own)
+            self._stand_ins.append(stand_in)
+            self._schedulers.append(scheduler)
+
     def _made(self, make: Make | Sequence[Make] | None, options: dict[str, Any], count: int) -> list[Make]:
         """What gives the schedulers of ``count`` members."""
         if make is None:
@@ -154,12 +167,7 @@ class PerMember(torch_schedulers.LRScheduler):
 
     def _like(self, source: int, state: Mapping[str, Any]) -> tuple[Any, Any]:
         """Another stand-in and scheduler, where those of member ``source`` are."""
-        stand_in = _stand_in(self.optimizer)
-        for mine, group in zip(stand_in.param_groups, self._stand_ins[source].param_groups, strict=True):
-            mine.update({key: value for key, value in group.items() if key != "params"})
-        scheduler = self._makes[source](stand_in)
-        _load_member(scheduler, stand_in, state)
-        return stand_in, scheduler
+        return _copied(self.optimizer, self._makes[source], self._stand_ins[source].param_groups, state)
 
     def member_state(self, row: int) -> dict[str, Any]:
         """The state of one member's scheduler, and what torch keeps of a schedule in the param groups."""
@@ -322,6 +330,19 @@ def _stand_in(optimizer: Any) -> Optimizer:
     """An optimizer of nothing, whose param groups hold the hyper-parameters of one member."""
     groups = [{"params": [torch.zeros(())]} for _ in optimizer.param_groups]
     return Optimizer(groups, {hyper.key: 0.0 for hyper in optimizer.hypers})
+
+
+def _copied(
+    optimizer: Any, make: Make, groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]
+) -> tuple[Optimizer, Any]:
+    """A stand-in with such param groups, and its scheduler, at a member's state."""
+    stand_in = _stand_in(optimizer)
+    values = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    for mine, value in zip(stand_in.param_groups, values, strict=True):
+        mine.update(value)
+    scheduler = make(stand_in)
+    _load_member(scheduler, stand_in, state)
+    return stand_in, scheduler
 
 
 def _write(group: dict[str, Any], key: str, index: int | None, value: float) -> None:

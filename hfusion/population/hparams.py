@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfusion.optim import FusedOptimizer
-from hfusion.optim.hyper import MemberVector, read
+from hfusion.optim.hyper import MemberVector, member_vector, read
 
 
 class EveryGroup:
@@ -33,6 +33,10 @@ class EveryGroup:
     def __setitem__(self, rows: Any, value: Any) -> None:
         for vector in self._vectors:
             vector[rows] = torch.as_tensor(value, dtype=torch.float64)
+
+    def copy_(self, values: Tensor) -> None:
+        for vector in self._vectors:
+            vector.copy_(values)
 
     def tolist(self) -> list[float]:
         found: list[float] = self[:].tolist()
@@ -66,10 +70,20 @@ class Hparams(MutableMapping[str, Any]):
         return vectors[0] if len(vectors) == 1 else EveryGroup(label, vectors)
 
     def __setitem__(self, key: str, value: Any) -> None:
+        """Raises ValueError for what is no number or one for each row, and is out of range."""
         held = self[key]
-        pairs = zip(held, value, strict=True) if isinstance(held, tuple) else [(held, value)]
-        for vectors, own in pairs:
-            vectors[:] = torch.as_tensor(own, dtype=torch.float64)
+        if isinstance(held, tuple) and (not isinstance(value, tuple | list) or len(value) != len(held)):
+            raise ValueError(f"{key}={value!r} is not a pair")
+        hypers = [hyper for hyper in self._optimizer.hypers if hyper.key == key]
+        given = value if isinstance(held, tuple) else (value,)
+        made = [
+            member_vector(hyper.label, own, self._optimizer.members).as_subclass(Tensor)
+            for hyper, own in zip(hypers, given, strict=True)
+        ]
+        for hyper, vector in zip(hypers, made, strict=True):
+            hyper.check(vector.tolist())
+        for vectors, vector in zip(held if isinstance(held, tuple) else (held,), made, strict=True):
+            vectors.copy_(vector)
 
     def __delitem__(self, key: str) -> None:
         raise TypeError("hyper-parameters cannot be taken away")

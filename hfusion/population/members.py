@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
 from hfusion.core.membership import membership
+from hfusion.core.rows import check_once
 
 
 class What(StrEnum):
@@ -103,6 +104,20 @@ class Roll:
         if tag in self.tags:
             raise ValueError(f"tag={tag!r} is the name of the member in row {self.tags.index(tag)}: give another")
 
+    def check_start(self, rows: Sequence[int], tags: Sequence[str | None], models: int) -> None:
+        """Raise a ValueError unless members of these names, None where they are to get one, can start in these rows."""
+        check_once(rows)
+        if not len(rows) == models == len(tags):
+            raise ValueError(f"{models} models with {len(tags)} tags for {len(rows)} rows: give one for each")
+        for row in rows:
+            if self.tags[row] is not None:
+                raise ValueError(f"row {row} is taken by {self.tags[row]!r}: stop it first; rows {self.free} are free")
+        given = [tag for tag in tags if tag is not None]
+        for tag in given:
+            self.check_tag(tag)
+        if len(set(given)) < len(given):
+            raise ValueError(f"tag={list(tags)}: every member has a name of its own")
+
     def enter(self, row: int, tag: str | None, source: int | None = None) -> None:
         """A member starts in a free row, or is made there by copying that of row ``source``."""
         if tag is None:
@@ -126,6 +141,11 @@ class Roll:
         self.tags[row] = None
         self._alive = None
         self.frozen[row] = False
+
+    def thaw(self, row: int) -> None:
+        if bool(self.frozen[row]):
+            self.note(row, What.THAW)
+            self.frozen[row] = False
 
     def note(self, row: int, what: What, source: str | None = None) -> None:
         self.lineage.append(Event(self.step, self.tag(row), what, source))

@@ -14,6 +14,7 @@ from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.array.rows import rearrange as rearrange_array
 from hfusion.core.errors import NonFiniteError
+from hfusion.core.exclusive import FairLock
 from hfusion.core.rows import check_once, pairs, rows_of
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
@@ -23,7 +24,7 @@ from hfusion.population.evaluate import evaluate
 from hfusion.population.guard import Buffers, Limits, OnNonfinite, bad_rows, check_common, stacked
 from hfusion.population.hparams import Hparams
 from hfusion.population.members import Models, Roll, What, apart
-from hfusion.population.saving import Saving
+from hfusion.population.saving import Saving, in_turn
 from hfusion.population.widths import Widths
 from hfusion.step.train_step import call_arguments, check_losses, train_step
 
@@ -84,12 +85,20 @@ class Population(Saving):
         self._accumulate, self._on_nonfinite = accumulate, on_nonfinite
         self._roll = Roll.of(len(self.fused), tags)
         self._widths = Widths(len(self.fused))
-        self._loss = per_model(loss)
+        self._function, self._compiles = loss, compile
         self._common = any(p.requires_grad and not stacked(p) for p in self.fused.parameters())
-        self._step = train_step(self.fused, loss, self.optimizer, compile=compile)
-        self._step.update = self._update
         self._buffers: Buffers | None = None
         self._done, self._spoilt = 0, self._none()
+        self._prepare(())
+
+    def _prepare(self, known: Iterable[str]) -> None:
+        """What computes; ``known`` are calls whose programs another one has had."""
+        self._lock = FairLock()
+        self._loss = per_model(self._function)
+        self._step = train_step(self.fused, self._function, self.optimizer, compile=self._compiles)
+        self._step.update = self._update
+        self._step.at_once = self._widths.at_once(len(self))
+        self._step.expected_calls |= set(known)
 
     def __len__(self) -> int:
         """The number of rows, free ones too."""
@@ -143,6 +152,7 @@ class Population(Saving):
         """Where the member of this name is. Raises KeyError."""
         return self._roll.row(tag)
 
+    @in_turn
     def step(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
         """One step of every member: losses ``[rows]``, NaN where a row is free. Arguments: see `hfusion.train_step`."""
         if self._on_nonfinite != "ignore" and self._done == 0:
@@ -166,9 +176,12 @@ class Population(Saving):
             check_losses(losses, len(self.fused))
             found: Tensor = losses.detach()
             scaled = losses if self.scaler is None else self.scaler.scale(losses)
+            rows = [row for row in self._roll.live if row not in self.frozen]
+            if self._common and not rows:
+                return found
             if self._common:
                 # What all members train is of those that are there, and none else.
-                scaled = scaled[torch.tensor([row for row in self._roll.live if row not in self.frozen])]
+                scaled = scaled[rows]
             with torch.autocast(losses.device.type, enabled=False):
                 (scaled.sum() / self._accumulate).backward()
         self._done += 1
@@ -219,6 +232,7 @@ class Population(Saving):
     def _none(self) -> Tensor:
         return torch.zeros(len(self.fused), dtype=torch.bool)
 
+    @in_turn
     def stop(self, row: int | Sequence[int]) -> Any:
         """A member leaves: the model, or a list of them for several rows; the rows are free from here on.
 
@@ -236,6 +250,7 @@ class Population(Saving):
             self._roll.leave(one)
         return models if isinstance(row, Sequence) else models[0]
 
+    @in_turn
     def start(
         self,
         row: int | Sequence[int] | None,
@@ -267,7 +282,10 @@ class Population(Saving):
         rows = rows_of(row, len(self))
         models = [model] if isinstance(model, nn.Module) else list(model)
         tags = [tag] * len(rows) if tag is None or isinstance(tag, str) else list(tag)
-        self._check_start(rows, models, tags, schedule)
+        self._check_between()
+        if schedule is not None and self.schedule is None:
+            raise ValueError("schedule: this population has none; give it one when it is made")
+        roll.check_start(rows, tags, len(models))
         limits = self._limits.with_rows(rows, clip_norm, clip_value)
         self._drop_gradients()
         self.fused.put(rows, models)
@@ -281,30 +299,12 @@ class Population(Saving):
             roll.enter(one, name)
         return rows if isinstance(row, Sequence) else rows[0]
 
-    def _check_start(
-        self, rows: Sequence[int], models: Sequence[nn.Module], tags: Sequence[str | None], schedule: Any
-    ) -> None:
-        roll = self._roll
-        self._check_between()
-        check_once(rows)
-        if not len(rows) == len(models) == len(tags):
-            raise ValueError(f"{len(models)} models with {len(tags)} tags for {len(rows)} rows: give one for each")
-        for row in rows:
-            if roll.tags[row] is not None:
-                raise ValueError(f"row {row} is taken by {roll.tags[row]!r}: stop it first; rows {roll.free} are free")
-        for tag in tags:
-            if tag is not None:
-                roll.check_tag(tag)
-        if len({tag for tag in tags if tag is not None}) < sum(tag is not None for tag in tags):
-            raise ValueError(f"tag={list(tags)}: every member has a name of its own")
-        if schedule is not None and self.schedule is None:
-            raise ValueError("schedule: this population has none; give it one when it is made")
-
     def _drop_gradients(self) -> None:
         """Between updates nobody needs them, and to move them takes time."""
         for param in self.fused.parameters():
             param.grad = None
 
+    @in_turn
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """Let members ``dst`` be what ``src`` are: weights, moments, counts, schedule, hyper-parameters, scale.
 
@@ -332,13 +332,13 @@ class Population(Saving):
                 roll.note(other, What.COPY, name)
             roll.ages[other], roll.frozen[other] = age, False
 
+    @in_turn
     def thaw(self, row: int | Sequence[int]) -> None:
         """Let frozen members train again, from where they were before the step that was not finite."""
         for one in rows_of(row, len(self)):
-            if bool(self._roll.frozen[one]):
-                self._roll.note(one, What.THAW)
-                self._roll.frozen[one] = False
+            self._roll.thaw(one)
 
+    @in_turn
     def compact(self) -> list[int]:
         """Give back the time and memory of free rows, but for a few: the members that are left move up.
 
@@ -351,6 +351,7 @@ class Population(Saving):
             self._resize([*live, *free[: width - len(live)]], len(live))
         return live
 
+    @in_turn
     def grow(self, count: int) -> None:
         """Make room for ``count`` members more at least, in free rows at the end."""
         if count < 1:
@@ -383,6 +384,7 @@ class Population(Saving):
             self.scaler.rearrange(sources)
         self._limits = self._limits.rearranged(sources)
 
+    @in_turn
     def evaluate(self, metric: Callable[..., Any], loader: Iterable[Any]) -> Tensor:
         """A metric of every member over all batches ``(inputs, target)``, in eval mode: float64 ``[rows]``.
 

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,10 +26,35 @@ if TYPE_CHECKING:
     from hfusion.population.population import Population
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def in_turn(method: Method) -> Method:
+    """One thread at a time: whoever saves a population that another thread trains sees it between two calls."""
+
+    @wraps(method)
+    def called(population: Population, *args: Any, **kwargs: Any) -> Any:
+        with population._lock:
+            return method(population, *args, **kwargs)
+
+    return cast("Method", called)
+
+
 class Saving:
-    """How a population goes to disk and comes back."""
+    """How a population goes to disk and comes back, and is copied."""
 
     _saving: Future[Path] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle and copy.deepcopy keep: what computes is made anew."""
+        pop = cast("Population", self)
+        dropped = {"_lock", "_loss", "_step", "_saving"}
+        kept = {name: value for name, value in vars(self).items() if name not in dropped}
+        return {**kept, "known": sorted(pop._step.known_calls)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({name: value for name, value in state.items() if name != "known"})
+        cast("Population", self)._prepare(state["known"])
 
     def save(
         self,
@@ -47,16 +72,18 @@ class Saving:
         the folder, or the error. A save waits for the one before.
         """
         pop = cast("Population", self)
-        if pop._done:
-            raise CheckpointError(f"{pop._done} of {pop._accumulate} steps of an update are made: save between updates")
         if self._saving is not None:
             self._saving.exception()
-        writer = gathered(pop, loader, extra)
-        write = partial(files.write, root, writer.body, writer.tensors, step=pop.steps, keep=keep, score=score)
-        self._saving = in_thread(write)
+        with pop._lock:
+            if pop._done:
+                made = f"{pop._done} of {pop._accumulate} steps of an update are made"
+                raise CheckpointError(f"{made}: save between updates")
+            writer, steps = gathered(pop, loader, extra), pop.steps
+        write = partial(files.write, root, writer.body, writer.tensors, step=steps, keep=keep, score=score)
+        self._saving = saving = in_thread(write)
         if wait:
-            self._saving.result()
-        return self._saving
+            saving.result()
+        return saving
 
     @classmethod
     def load(

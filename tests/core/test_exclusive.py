@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.core.exclusive import tracing
+from hfusion.core.exclusive import FairLock, tracing
 from tests.alone import normal
 from tests.capture.test_export import Sevenfold
 
@@ -114,3 +114,20 @@ def test_an_interrupt_in_a_capture_frees_the_way() -> None:
     thread.start()
     thread.join()
     assert got == [True]
+
+
+def test_who_waits_for_a_fair_lock_is_next() -> None:
+    lock, order = FairLock(), list[str]()
+
+    def wait() -> None:
+        with lock:
+            order.append("who waited")
+
+    with lock, lock:
+        (thread := threading.Thread(target=wait)).start()
+        while not lock._next.locked():
+            pass
+    with lock:
+        order.append("who had it")
+    thread.join()
+    assert order == ["who waited", "who had it"]

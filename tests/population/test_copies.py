@@ -1,0 +1,150 @@
+"""Copies of populations, and those who save while others train or save."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hfusion as hf
+from hfusion.checkpoint.files import saves
+from tests.checkpoint.living import OPTIONS, Batches, Net, population, same, train
+
+
+def loaded_by_torch(pop: hf.Population) -> hf.Population:
+    # What a lambda makes is made by no pickle.
+    pop.schedule = None
+    torch.save(pop, file := io.BytesIO())
+    file.seek(0)
+    found: hf.Population = torch.load(file, weights_only=False)
+    return found
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("copied", [copy.deepcopy, loaded_by_torch], ids=["deepcopy", "torch.save"])
+def test_a_copy_goes_on_as_the_population_would(copied: Any, compiled: bool) -> None:
+    pop, batches = population(4, compile=compiled), Batches()
+    train(pop, batches, 3)
+    pop.stop(1)
+    pop.copy(0, 2)
+    before = copied(pop)
+    assert same(before, pop)
+    if pop.schedule is None:
+        pop.schedule = before.schedule = hf.optim.lr_scheduler.PerMember(pop.optimizer, OPTIONS["schedule"])
+        before = copied(pop)
+        pop.schedule, before.schedule = (
+            hf.optim.lr_scheduler.PerMember(one.optimizer, OPTIONS["schedule"]) for one in (pop, before)
+        )
+    place, state = batches.place, torch.get_rng_state()
+    expected = train(pop, batches, 3)
+    assert not same(before, pop)
+    batches.place = place
+    torch.set_rng_state(state)
+    assert torch.equal(train(before, batches, 3)[:, [0, 2, 3]], expected[:, [0, 2, 3]])
+    assert same(before, pop)
+    before.start(1, Net(), tag="new", lr=0.1)
+    assert before.step(*next(iter(batches))).isfinite().all()
+
+
+def test_a_save_is_of_one_step_whoever_trains_meanwhile(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "optimizer": lambda params: hf.optim.SGD(params, lr=0.1, momentum=0.5),
+        "loss": F.mse_loss,
+        "compile": False,
+    }
+
+    def make() -> nn.Module:
+        return nn.Linear(64, 64, bias=False)
+
+    pop, over, errors = hf.Population([make() for _ in range(4)], **options), threading.Event(), list[BaseException]()
+
+    def save() -> None:
+        try:
+            while not over.is_set():
+                pop.save(tmp_path, keep=1000)
+        except BaseException as error:
+            errors.append(error)
+
+    def state(one: hf.Population) -> list[torch.Tensor]:
+        entry = one.optimizer.state[one.fused.weight]
+        return [one.fused.weight.detach().clone(), *(entry[key].clone() for key in sorted(entry))]
+
+    x, y = torch.randn(8, 64), torch.randn(8, 64)
+    pop.step(x, y)
+    (thread := threading.Thread(target=save)).start()
+    known = {}
+    while len(saves(tmp_path)) < 6 and pop.steps < 10000:
+        known[pop.steps] = state(pop)
+        pop.step(x, y)
+    over.set()
+    thread.join()
+    assert not errors
+    found = saves(tmp_path)
+    assert len(found) >= 6
+    for path in found[:6]:
+        one = hf.Population.load(path, make, **options)
+        if one.steps in known:
+            assert all(torch.equal(a, b) for a, b in zip(state(one), known[one.steps], strict=True))
+
+
+def test_processes_that_save_to_one_folder_harm_nobody(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from tests.checkpoint.living import population
+pop = population(2, int(sys.argv[1]))
+for _ in range(25):
+    pop.save({str(tmp_path)!r}, keep=4)
+"""
+    root = Path(__file__).resolve().parents[2]
+    runs = [subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, str(k)], cwd=root) for k in range(2)]
+    assert [run.wait(timeout=120) for run in runs] == [0, 0]
+    assert [path.name.startswith("save-") for path in tmp_path.iterdir()] == [True] * 4
+    for path in saves(tmp_path):
+        assert len(hf.Population.load(path, Net, **OPTIONS)) == 2
+
+
+def test_what_all_train_stays_where_nobody_is_left() -> None:
+    base = nn.Linear(4, 4)
+    pop = hf.Population(
+        [nn.Sequential(base, nn.Linear(4, 3)) for _ in range(2)],
+        optimizer=lambda params: hf.optim.AdamW(params, lr=0.1, weight_decay=0.1),
+        loss=F.cross_entropy,
+    )
+    batch = torch.randn(5, 4), torch.randint(3, (5,))
+    pop.step(*batch)
+    left = pop.stop([0, 1])
+    before = {name: tensor.clone() for name, tensor in pop.fused.state_dict().items()}
+    assert pop.step(*batch).isnan().all()
+    assert all(torch.equal(before[name], tensor) for name, tensor in pop.fused.state_dict().items())
+    pop.start(0, left[0])
+    assert pop.step(*batch)[0].isfinite()
+    assert pop.ages[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("lr", [1, 2], "lr has 2 values for an array of 3 members: give one value, or 3"),
+        ("lr", "a", "lr='a' is not a number"),
+        ("lr", [0.1, -1.0, 0.1], r"lr of member 1 is -1\.0: it must be finite and at least 0"),
+        ("weight_decay", float("nan"), "weight_decay of member 0 is nan"),
+        ("betas", 0.5, r"betas=0\.5 is not a pair"),
+        ("betas", (0.5,), r"betas=\(0\.5,\) is not a pair"),
+        ("betas", (0.5, 1.5), r"betas\[1\] of member 0 is 1\.5"),
+    ],
+)
+def test_wrong_hyper_parameters_are_told_and_change_nothing(key: str, value: Any, message: str) -> None:
+    pop = population(3)
+    before = repr(pop.hparams)
+    with pytest.raises(ValueError, match=message):
+        pop.hparams[key] = value
+    assert repr(pop.hparams) == before
