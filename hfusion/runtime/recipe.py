@@ -75,8 +75,8 @@ class WholeStep(Protocol):
     def prepare(self, batch: Batch, device: torch.device) -> Any:
         """What `run` is given, once; it may compile."""
 
-    def run(self, prepared: Any) -> Tensor:
-        """The losses ``[B]``; the gradients are those of the parameters then."""
+    def run(self, prepared: Any, update: Callable[[], object]) -> Tensor:
+        """The losses ``[B]``; ``update`` is called when the gradients are those of the parameters."""
 
 
 class Source(Protocol):

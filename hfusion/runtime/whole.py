@@ -77,11 +77,10 @@ class WholeTraining(Training):
         with compiling_within(gate.exclusive):
             prepared = self._step.prepare(self._batch, device)
         read = perf_counter()
-        with gate.computing():
-            with self._drawing(self._generators, device):
-                losses = self._step.run(prepared)
-            self.losses.append(losses.cpu())
-            self.state.wrote(0, [self._names[name] for name in recipe.parts[0].writes])
+        computed = 0.0
+
+        def update() -> None:
+            nonlocal computed
             grads = {name: param.grad for name, param in self._trained.items() if param.grad is not None}
             for param in self._params:
                 param.grad = None
@@ -90,8 +89,14 @@ class WholeTraining(Training):
             computed = perf_counter()
             if not self._carried:
                 self.state.update(0, grads)
-        if self._carried and self.plan.closes(unit.step):
-            super().update(unit, gate)
+            elif self.plan.closes(unit.step):
+                super(WholeTraining, self).update(unit, gate)
+
+        with gate.computing():
+            with self._drawing(self._generators, device):
+                losses = self._step.run(prepared, update)
+            self.losses.append(losses.cpu())
+            self.state.wrote(0, [self._names[name] for name in recipe.parts[0].writes])
         self.ended(unit)
         if self.plan.clipped and self.plan.closes(unit.step):
             unit = self.slices.unit(unit.step, Phase.UPDATE)

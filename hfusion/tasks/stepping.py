@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,15 @@ from hfusion.tasks.source import Minibatch
 
 
 class ArrayStep:
-    """The compiled steps of one array; gradients stay with its parameters, and no update is made."""
+    """The compiled steps of one array, but for its updates."""
 
     def __init__(self, one: Arrangement, name: str) -> None:
         self._name = name
-        options: Any = {"compile": one.task.compile, "parts": one.task.parts}
-        self._step = train_step(one.array, one.task.loss, one.optimizer, **options)
-        self._step.update = _no_update
+        task = one.task
+        wanted: Any = (
+            {"compile": task.compile} if task.compile != "auto" else {"compile": True, "steps": one.plan.steps}
+        )
+        self._step = train_step(one.array, task.loss, one.optimizer, parts=task.parts, **wanted)
         self._step.tell = self._tell
         # What the kinds of calls that were known to the run that is gone on with have in common.
         self._before: set[str] = set()
@@ -47,8 +49,10 @@ class ArrayStep:
                 self._step.expected_calls.add(text)
         return self._step.prepare(inputs, target)
 
-    def run(self, prepared: PreparedStep) -> Tensor:
+    def run(self, prepared: PreparedStep, update: Callable[[], object]) -> Tensor:
         """As `hfusion.runtime.recipe.WholeStep`."""
+        # By way of the step, whose threads may help.
+        self._step.update = lambda losses: update()
         return self._step.run(prepared)
 
     @property
@@ -73,10 +77,6 @@ class ArrayStep:
 def eagerly(name: str, why: str) -> str:
     """The warning that a task runs eagerly that was to be compiled."""
     return f"task {name!r} runs eagerly, exact but slower: {why}. hf.Task(compile=False) does so without this warning"
-
-
-def _no_update(losses: Tensor) -> None:
-    return
 
 
 def _on(minibatch: Minibatch, device: torch.device) -> tuple[Any, Any]:

@@ -82,7 +82,8 @@ class Task:
             stays on its device and can be compiled; else it runs eagerly, and a UserWarning says why, as does the
             report. Compiled, results are those of a loop over `hfusion.train_step`, and those of the plain loop but
             for rounding, and for other random draws, as of dropout. False: bit for bit those of the plain loop.
-            ``True``, ``"now"`` and ``"background"`` are those of `hfusion.train_step`.
+            ``True``, ``"now"`` and ``"background"`` are those of `hfusion.train_step`; ``"auto"`` compiles where that
+            pays within the minibatches of the task, as ``hfusion.train_step(steps=...)``.
         parts: as of `hfusion.train_step`, where the task is compiled.
         callbacks: called after every minibatch with a `Step`, and after the evaluation of an epoch with an
             `Evaluation`, in another thread.
@@ -112,7 +113,7 @@ class Task:
             given = f"epochs={self.epochs}, accumulate={self.accumulate}"
             raise PlanError(f"task {self.name!r} has {given}: give whole numbers of at least 1")
         try:
-            CompileMode.of(self.compile, None, self.parts)
+            CompileMode.of(self.compile == "auto" or self.compile, None, self.parts)
         except ValueError as error:
             raise PlanError(f"task {self.name!r}: {error}") from None
         if not self.members:

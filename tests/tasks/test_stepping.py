@@ -287,11 +287,12 @@ def test_other_values_are_refused(options: dict[str, Any]) -> None:
         hf.Task(nn.Linear(2, 2), F.mse_loss, hf.optim.SGD, [(torch.ones(1, 2), torch.ones(1, 2))], **options)
 
 
-def test_programs_are_compiled_while_steps_run() -> None:
+@pytest.mark.parametrize("compile", ["background", "auto"])
+def test_programs_are_compiled_while_steps_run(compile: str) -> None:
     """By another process, which ends with the run, and is seen at a minibatch that nobody knows before."""
     loader = batches(torch.float64)
     losses, state = plain(array(), Way(), loader)
-    found, report = trained_by("background", loader)
+    found, report = trained_by(compile, loader)
     for ours, theirs in zip(found, [losses, *state.values()], strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
     assert report["task"].arrays[0].calls
