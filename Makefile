@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test docs bench fuzz ops-sweep clean
+.PHONY: help demo test test-cluster docs bench fuzz ops-sweep clean
 
 help:
 	@echo "make demo   run the main job: an array of CNNs on real handwritten digits"
 	@echo "make test   lint, types, import contracts, tests"
+	@echo "make test-cluster  the tests that start Ray, or many processes, on this machine"
 	@echo "make docs   the pages as a site in build/docs; warnings are errors"
 	@echo "make bench  compare fused and unfused training (ARGS='--quick' passes arguments on)"
 	@echo "make fuzz   random programs, fused against alone (SECONDS=600 SEED=1 COMPILED=1)"
@@ -26,6 +27,9 @@ test: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest --numprocesses $(WORKERS)
+
+test-cluster: $(VENV)/.cluster
+	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -m cluster tests/cluster
 
 docs: $(VENV)/.docs
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
@@ -56,6 +60,10 @@ $(STAMP): pyproject.toml constraints.txt
 	sys.exit(None if sys.version_info >= (3, 11) else f"hfusion needs Python >= 3.11, $(PYTHON) is {v}: try make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,examples]'
+	touch $@
+
+$(VENV)/.cluster: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cluster]'
 	touch $@
 
 $(VENV)/.docs: $(STAMP)

@@ -9,6 +9,7 @@ from hfusion.array.fuse import build, fuse
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.checkpoint.save import load, save
+from hfusion.cluster.cluster import Cluster
 from hfusion.cluster.ranks import gather_rows, rows
 from hfusion.core.calls import stacked
 from hfusion.core.errors import CheckpointError, FusionError, HFusionError, NonFiniteError, PlanError, SpillError
@@ -30,6 +31,7 @@ __all__ = [
     "PBT",
     "Adapters",
     "CheckpointError",
+    "Cluster",
     "Device",
     "Evaluation",
     "FusedModule",

@@ -16,10 +16,12 @@ import hfusion as hf
 ROOT = Path(__file__).parents[1]
 # What torch's own import does not load either, and takes long.
 HEAVY = [
+    "cloudpickle",
     "jax",
     "matplotlib",
     "networkx",
     "optuna",
+    "ray",
     "rich",
     "sklearn",
     "sympy",

@@ -64,6 +64,16 @@ class Arrangement:
         """The first one that is trained with."""
         return Minibatch.of(self.task, self.first.trained, self.members)
 
+    def seconds_on(self, room: Room) -> float | None:
+        """Estimated seconds of all minibatches on another device; None where it does not fit."""
+        minibatch = self.minibatch()
+        program, members = self.array.compiled(minibatch.arguments).program, len(self.members)
+        try:
+            plan = _plan(self.task, program, minibatch.samples, self.optimizer, room, self.plan.name, members)
+        except PlanError:
+            return None
+        return plan.steps * _seconds(plan, room.rates)
+
     def trained(
         self, plan: TaskPlan, loss: PerModel, devices: Sequence[torch.device], turn: Turn = None
     ) -> tuple[Stream, Recipe]:
@@ -100,9 +110,8 @@ def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tu
     """
     check_tensors(tasks)
     rates = machine.calibrate()
-    largest = max(machine.devices, key=lambda device: device.memory)
-    room = Room(largest.physical, largest.memory, rates[largest.name], keep)
-    found = [one for task in tasks for one in _arrays(task, room)]
+    room = room_of(machine, rates, keep=keep)
+    found = [one for task in tasks for one in arrays_of(task, room)]
     check_loaders([(one.plan.name, (one.task.loader, one.task.eval_loader)) for one in found])
     loads = [rate.load for rate in rates.values()]
     evicts = [rate.evict for rate in rates.values()]
@@ -110,7 +119,24 @@ def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tu
     return found, Plan(tuple(one.plan for one in found), budgets, min(loads), min(evicts))
 
 
-def _arrays(task: Task, room: Room) -> list[Arrangement]:
+def arrange_one(task: Task, members: Sequence[int], name: str, machine: Machine) -> tuple[list[Arrangement], Plan]:
+    """One array of a task, of which is known who its members are. Raises as `arrange`."""
+    room, first, models = room_of(machine, machine.calibrate(), keep=True), _first(task), task.models
+    if not isinstance(models, FusedModule):
+        given = [models] if isinstance(models, nn.Module) else models
+        models = fuse([given[index] for index in members])
+    one = _arranged(task, models, members, first, room, name)
+    budgets = {device.name: device.memory for device in machine.devices}
+    return [one], Plan((one.plan,), budgets, room.rates.load, room.rates.evict)
+
+
+def room_of(machine: Machine, rates: Mapping[str, Rates], *, keep: bool) -> Room:
+    """The largest device."""
+    largest = max(machine.devices, key=lambda device: device.memory)
+    return Room(largest.physical, largest.memory, rates[largest.name], keep)
+
+
+def arrays_of(task: Task, room: Room) -> list[Arrangement]:
     """The arrays of one task; several where shapes differ, or where all members at once are too many."""
     try:
         return _made(task, room)

@@ -176,3 +176,28 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _placed(cell: str, width: int, column: int) -> str:
     return cell.rjust(width) if column else cell.ljust(width)
+
+
+def in_order(arrays: Sequence[tuple[Sequence[int], Sequence[Tensor]]]) -> Tensor:
+    """The losses ``[B]`` of arrays, by their members, as ``[steps, B]``; NaN where one ended before others."""
+    members = [member for own, _ in arrays for member in own]
+    steps = max(len(losses) for _, losses in arrays)
+    blocks = []
+    for own, losses in arrays:
+        missing = torch.full((steps - len(losses), len(own)), torch.nan, dtype=losses[0].dtype if losses else None)
+        blocks.append(torch.cat([torch.stack([*losses]), missing]) if losses else missing)
+    return torch.cat(blocks, 1)[:, torch.tensor(members).argsort()]
+
+
+def joined(parts: Sequence[tuple[Sequence[int], TaskReport]]) -> TaskReport:
+    """What a task gave whose arrays, each of these members, were trained apart."""
+    own = [sorted(members) for members, _ in parts]
+    losses = in_order([(members, [*part.losses]) for members, (_, part) in zip(own, parts, strict=True)])
+    evaluated = None
+    found = [part.eval_losses for _, part in parts if part.eval_losses is not None]
+    if found:
+        rows = in_order([(members, [*each.flatten(0, 1)]) for members, each in zip(own, found, strict=True)])
+        evaluated = rows.unflatten(0, (-1, found[0].shape[1]))
+    stopped = {member: steps for _, part in parts for member, steps in part.stopped.items()}
+    arrays = tuple(array for _, part in parts for array in part._arrays)
+    return TaskReport(losses, evaluated, stopped, arrays, tuple(one for _, part in parts for one in part.arrays))

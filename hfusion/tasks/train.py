@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,12 +34,12 @@ from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.schedule.slices import Slices
 from hfusion.schedule.timeline import Timeline
 from hfusion.schedule.work import TaskFailed
-from hfusion.tasks.arrange import Arrangement, arrange
+from hfusion.tasks.arrange import Arrangement, arrange, arrange_one
 from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.border import Border
 from hfusion.tasks.checkpoints import Checkpoints
 from hfusion.tasks.checkpoints import resume as resume_from
-from hfusion.tasks.report import ArrayReport, Report, TaskReport
+from hfusion.tasks.report import ArrayReport, Report, TaskReport, in_order
 from hfusion.tasks.scheduling import TaskScheduler
 from hfusion.tasks.sharing import listed, turns
 from hfusion.tasks.source import Stream
@@ -55,6 +56,13 @@ class TrainError(HFusionError):
         self.report = report
 
 
+class TrainingSite(Protocol):
+    """Where tasks can be trained that is no machine, such as `hfusion.Cluster`."""
+
+    def train(self, tasks: Task | Iterable[Task], policy: str | Policy, **options: Any) -> Report:
+        """As `train`, with all its options."""
+
+
 def plan(tasks: Task | Iterable[Task], machine: Machine) -> Plan:
     """How `train` would train one task or several: which members together, resident or spilled, in how many shards.
 
@@ -65,7 +73,7 @@ def plan(tasks: Task | Iterable[Task], machine: Machine) -> Plan:
 
 def train(
     tasks: Task | Iterable[Task],
-    machine: Machine,
+    machine: Machine | TrainingSite,
     policy: str | Policy = DEFAULT,
     *,
     plan: Plan | None = None,
@@ -79,7 +87,8 @@ def train(
 
     Args:
         tasks: one, or several with different names, none of which reaches memory that another trains in place.
-        machine: devices with budgets, host memory and a folder; `Machine.detect()` finds this one.
+        machine: devices with budgets, host memory and a folder; `Machine.detect()` finds this one. Or an
+            `hfusion.Cluster`.
         policy: which unit a device runs next; one of `hfusion.schedule.policy.POLICIES` or its name. Of more tasks than
             devices none keeps a shard on its device unless the policy is patient.
         plan: what `plan` gave for these tasks and this machine, possibly changed; None: plan now.
@@ -103,11 +112,42 @@ def train(
         TrainError: a task failed, or could not be saved; ``error.report`` has the finished ones, ``error.__cause__``
             what happened.
     """
-    chosen, tasks = named(policy), listed(tasks)
     checkpoint = resume_folder("train") if checkpoint is None else checkpoint
+    if not isinstance(machine, Machine):
+        options: dict[str, Any] = {"plan": plan, "progress": progress, "checkpoint": checkpoint, "every": every}
+        return machine.train(tasks, policy, **options, resume=resume, on_result=on_result)
+    chosen, tasks = named(policy), listed(tasks)
     # Tasks that take turns would load and evict what they keep at every turn.
     arrangements, made = arrange(tasks, machine, keep=chosen.patient or len(tasks) <= len(machine.devices))
     made = _saving(made if plan is None else _checked(plan, made), every, saves=checkpoint is not None)
+    return _trained(arrangements, made, machine, chosen, progress, checkpoint, resume, on_result)
+
+
+def train_array(
+    task: Task,
+    members: Sequence[int],
+    name: str,
+    machine: Machine,
+    policy: str,
+    checkpoint: Path | None,
+    every: int | None,
+) -> Report:
+    """Train ``members`` of a task as one array of this name; the other models are not looked at."""
+    arrangements, plan = arrange_one(task, members, name, machine)
+    made = _saving(plan, every, saves=checkpoint is not None)
+    return _trained(arrangements, made, machine, named(policy), False, checkpoint, True, None)
+
+
+def _trained(
+    arrangements: Sequence[Arrangement],
+    made: Plan,
+    machine: Machine,
+    policy: Policy,
+    progress: bool,
+    checkpoint: str | os.PathLike[str] | None,
+    resume: bool,
+    on_result: OnResult | None,
+) -> Report:
     with ExitStack() as stack:
         saves = None
         if checkpoint is not None:
@@ -115,9 +155,9 @@ def train(
             stack.callback(saves.close)
         run = _TrainRun(arrangements, made, machine, stack, saves, on_result)
         for index, why in run.refused.items():
-            warnings.warn(eagerly(made.tasks[index].name, why), stacklevel=2)
+            warnings.warn(eagerly(made.tasks[index].name, why), stacklevel=3)
         bars = stack.enter_context(TaskBars(made, [len(one.losses) for one in run.trainings])) if progress else None
-        return run.run(chosen, bars)
+        return run.run(policy, bars)
 
 
 def _checked(given: Plan, made: Plan) -> Plan:
@@ -340,10 +380,10 @@ class _TrainRun:
 
     def _task_report(self, task: Task, indices: Sequence[int]) -> TaskReport:
         borders = [self.borders[index] for index in indices]
-        losses = _in_order([(one.one.members, one.training.losses) for one in borders])
+        losses = in_order([(one.one.members, one.training.losses) for one in borders])
         evaluated = None
         if task.eval_loader is not None:
-            rows = _in_order([(one.one.members, one.training.evaluations) for one in borders]).to(losses.dtype)
+            rows = in_order([(one.one.members, one.training.evaluations) for one in borders]).to(losses.dtype)
             evaluated = rows.unflatten(0, (len(rows) // task.evaluated, task.evaluated))
         arrays = tuple((one.one.members, one.one.array) for one in borders)
         stopped = {member: steps for one in borders for member, steps in one.stopped.steps.items()}
@@ -355,14 +395,3 @@ class _TrainRun:
         calls = () if step is None else step.calls
         members, shards = one.members, len(plan.shards)
         return ArrayReport(plan.name, members, plan.resident, shards, calls, self.refused.get(index, ""))
-
-
-def _in_order(arrays: Sequence[tuple[Sequence[int], Sequence[Tensor]]]) -> Tensor:
-    """The losses ``[B]`` of arrays, by their members, as ``[steps, B]``; NaN where one ended before others."""
-    members = [member for own, _ in arrays for member in own]
-    steps = max(len(losses) for _, losses in arrays)
-    blocks = []
-    for own, losses in arrays:
-        missing = torch.full((steps - len(losses), len(own)), torch.nan, dtype=losses[0].dtype if losses else None)
-        blocks.append(torch.cat([torch.stack([*losses]), missing]) if losses else missing)
-    return torch.cat(blocks, 1)[:, torch.tensor(members).argsort()]

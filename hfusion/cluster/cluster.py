@@ -1,0 +1,117 @@
+"""`hf.train(tasks, hf.Cluster(...))`: arrays on the devices of many processes and machines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hfusion.cluster.drive import Drive
+from hfusion.cluster.executor import Executor
+from hfusion.cluster.jobs import arranged
+from hfusion.cluster.processes import ProcessExecutor
+from hfusion.core.errors import PlanError
+from hfusion.device.machine import Machine, parse_bytes
+from hfusion.schedule.policy import DEFAULT, Policy, named
+from hfusion.tasks.report import Report
+from hfusion.tasks.sharing import listed
+from hfusion.tasks.stopping import OnResult
+from hfusion.tasks.task import Task
+
+
+class Cluster:
+    """Many devices, each with a process of its own that trains one array after the other: ``hf.train(tasks, cluster)``.
+
+    The driver, which calls `hfusion.train`, plans by the rates that each device measured, and places arrays, never
+    single members: longest first, each where it ends first. Models and data go to every node once. An array whose
+    process or node is lost begins again on another, at its last checkpoint if ``hf.train(checkpoint=...)`` names a
+    folder that all nodes reach.
+
+    Args:
+        where: the address of a Ray cluster as ``ray.init`` takes it, such as ``"auto"``; None: the one that this
+            process is connected to, or a new one on this machine. Or a Machine: a process of this machine for each of
+            its devices, without Ray; the script then needs ``if __name__ == "__main__":``.
+        num_cpus, num_gpus, resources: what the process of a device takes of Ray's resources, as of ``ray.remote``. By
+            default each GPU has a process, and a node without GPUs has one that takes all its CPUs.
+        runtime_env: as of ``ray.init``.
+        memory: bytes of each device, see `hfusion.Device`; by default what `hfusion.Machine.detect` finds there.
+        host: bytes of host memory of each process for what is spilled; likewise.
+        disk: a folder on each node for what the host has no room for.
+        max_failures: how often the process of an array may be lost before the array is given up.
+
+    Raises:
+        PlanError: values out of range, or options of Ray for a machine.
+    """
+
+    def __init__(
+        self,
+        where: str | Machine | None = None,
+        *,
+        num_cpus: float | None = None,
+        num_gpus: float | None = None,
+        resources: Mapping[str, float] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        memory: str | int | None = None,
+        host: str | int | None = None,
+        disk: str | Path = "spill/",
+        max_failures: int = 3,
+    ) -> None:
+        if not isinstance(max_failures, int) or max_failures < 0:
+            raise PlanError(f"max_failures={max_failures!r}: give a whole number of at least 0")
+        self._where, self._max_failures = where, max_failures
+        self._options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources}
+        self._runtime_env = runtime_env
+        self._memory = None if memory is None else parse_bytes(memory)
+        self._host = None if host is None else parse_bytes(host)
+        self._disk = Path(disk)
+        given = {**self._options, "runtime_env": runtime_env, "memory": memory, "host": host}
+        if isinstance(where, Machine) and (own := [name for name, value in given.items() if value is not None]):
+            raise PlanError(f"{own[0]} is of Ray's nodes: the machine that is given says what it has; leave it out")
+
+    def __repr__(self) -> str:
+        where = f"{len(self._where.devices)} processes" if isinstance(self._where, Machine) else repr(self._where)
+        return f"Cluster({where}, max_failures={self._max_failures})"
+
+    def _open(self) -> Executor:
+        if isinstance(self._where, Machine):
+            return ProcessExecutor(self._where)
+        from hfusion.cluster.ray_executor import RayExecutor
+
+        machine = (self._memory, self._host, self._disk)
+        return RayExecutor(self._where, self._options, self._runtime_env, machine)
+
+    def train(
+        self,
+        tasks: Task | Iterable[Task],
+        policy: str | Policy = DEFAULT,
+        *,
+        plan: object = None,
+        progress: bool = False,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: int | None = None,
+        resume: bool = True,
+        on_result: OnResult | None = None,
+    ) -> Report:
+        """What `hfusion.train` does with a cluster; see there.
+
+        A task that fails ends alone: the others are trained, and the TrainError that comes then holds them. Callbacks
+        of tasks are called here, in the driver.
+
+        Raises:
+            PlanError: also for ``plan`` and ``on_result``, which are for one machine.
+        """
+        found = listed(tasks)
+        if plan is not None or on_result is not None:
+            name = "plan" if plan is not None else "on_result"
+            raise PlanError(f"{name} is for an hf.Machine: the nodes of a cluster plan and decide by themselves")
+        folder = None if checkpoint is None else Path(checkpoint).absolute()
+        with ExitStack() as stack:
+            executor = self._open()
+            stack.callback(executor.close)
+            arrays = arranged(found, executor.devices, folder, every, named(policy).name, resume=resume)
+            drive = Drive(arrays, executor, self._max_failures)
+            if progress:
+                drive.show = stack.enter_context(drive.bars())
+            return drive.run()

@@ -1,0 +1,185 @@
+"""The driver of a run on a cluster: it sends arrays, hears what becomes of them, and puts the report together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from hfusion.array.module import FusedModule
+from hfusion.cluster.executor import Executor
+from hfusion.cluster.jobs import ClusterArrays, PlacedArray, SharedParts
+from hfusion.cluster.node import ArrayDone, Lost, Message, Raised, Told
+from hfusion.cluster.placement import Placement, lower_bound
+from hfusion.core.errors import HFusionError
+from hfusion.optim.base import FusedOptimizer
+from hfusion.schedule.plan import Plan
+from hfusion.schedule.timeline import Timeline
+from hfusion.tasks.report import Report, TaskReport, joined
+from hfusion.tasks.task import Step
+from hfusion.tasks.train import TrainError
+
+# Seconds from one look at the devices to the next while none tells anything.
+_GLANCE = 1.0
+_REDRAW = 0.1
+
+
+class DeviceLost(HFusionError):
+    """The processes of an array were lost more often than its cluster allows."""
+
+
+class Drive:
+    """One run. ``show`` is told how many minibatches an array has had."""
+
+    def __init__(self, arrays: ClusterArrays, executor: Executor, max_failures: int) -> None:
+        self._tasks, self._arrays, self._executor = arrays.tasks, arrays.arrays, executor
+        loads = [one.load for one in arrays.arrays]
+        self._bound = lower_bound(loads, arrays.kinds)
+        self._placement = Placement(loads, arrays.kinds, max_failures, time.monotonic)
+        self._parts = SharedParts(arrays.arrays, executor)
+        self._now: dict[int, int] = {}
+        self._done: dict[int, tuple[int, ArrayDone]] = {}
+        self._failed: dict[int, BaseException] = {}
+        self._began = time.time()
+        self.show: Callable[[int, int], None] = lambda index, steps: None
+
+    def run(self) -> Report:
+        """Train all. Raises TrainError in the end for what failed."""
+        placement = self._placement
+        while not placement.over:
+            for device in placement.idle:
+                number = placement.begin(device)
+                if number is not None:
+                    self._now[device] = number
+                    self._begin(device, number)
+            for device, message in self._executor.wait(_GLANCE):
+                self._hear(device, message)
+        return self._result()
+
+    def _begin(self, device: int, number: int) -> None:
+        try:
+            self._executor.begin(device, self._arrays[number].job(self._parts))
+        except HFusionError as error:
+            self._fail(device, error)
+
+    def _hear(self, device: int, message: Message) -> None:
+        if isinstance(message, Lost):
+            self._lose(device, message.reason)
+        elif isinstance(message, Told):
+            for result in message.results:
+                self._tell(device, result)
+        elif isinstance(message, Raised):
+            self._fail(device, message.error)
+        else:
+            number = self._now.pop(device)
+            self._placement.end(device)
+            self._done[number] = (device, message)
+            self.show(number, self._arrays[number].task.steps)
+
+    def _tell(self, device: int, result: object) -> None:
+        number = self._now.get(device)
+        if number is None or number in self._failed:
+            return
+        one = self._arrays[number]
+        if isinstance(result, Step):
+            self.show(number, result.epoch * one.task.epoch + result.step + 1)
+        try:
+            for callback in one.task.callbacks:
+                callback(result)  # type: ignore[arg-type]
+        except Exception as error:
+            # What the node makes of it from here on is not looked at.
+            self._failed[number] = error
+
+    def _fail(self, device: int, error: BaseException) -> None:
+        number = self._now.pop(device)
+        self._placement.end(device)
+        self._failed.setdefault(number, error)
+
+    def _lose(self, device: int, reason: str) -> None:
+        self._now.pop(device, None)
+        for number in self._placement.lose(device, back=self._executor.revive(device)):
+            count = self._placement.failures[number]
+            what = f"its device was lost {count} times" if count else "no device that it fits is left"
+            where = self._executor.devices[device].name
+            self._failed.setdefault(number, DeviceLost(f"{what}, {where!r} at last: {reason}"))
+
+    def _result(self) -> Report:
+        report = self._report()
+        if not self._failed:
+            return report
+        names = dict.fromkeys(self._arrays[number].task.name for number in sorted(self._failed))
+        first = self._failed[min(self._failed)]
+        told = ", ".join(map(repr, names))
+        kind = "task" if len(names) == 1 else "tasks"
+        raise TrainError(
+            f"{kind} {told} failed: {type(first).__name__}: {first}; finished: {', '.join(report) or 'none'} "
+            "(error.report)",
+            report,
+        ) from first
+
+    def _report(self) -> Report:
+        tasks: dict[str, TaskReport] = {}
+        for task in self._tasks:
+            own = [number for number, one in enumerate(self._arrays) if one.task is task]
+            if all(number in self._done and number not in self._failed for number in own):
+                tasks[task.name] = joined([self._part(self._arrays[number], self._done[number][1]) for number in own])
+        return Report(tasks, self._plan(), self._timeline(), self._peak())
+
+    def _part(self, one: PlacedArray, done: ArrayDone) -> tuple[tuple[int, ...], TaskReport]:
+        """What an array gave; the one that the user holds is written over, as if it had been trained here."""
+        found, models = done.report[one.task.name], one.task.models
+        if isinstance(models, FusedModule):
+            ((members, theirs),) = found._arrays
+            with torch.no_grad():
+                models.load_state_dict(theirs.state_dict())
+            if isinstance(one.task.optimizer, FusedOptimizer) and done.optimizer is not None:
+                one.task.optimizer.load_state_dict(done.optimizer.state_dict())
+            found = replace(found, _arrays=((members, models),))
+        return one.members, found
+
+    def _plan(self) -> Plan:
+        devices = self._executor.devices
+        order = sorted(self._done)
+        tasks = tuple(self._done[number][1].report.plan.tasks[0] for number in order)
+        loads, evicts = ([getattr(device.rates, name) for device in devices] for name in ("load", "evict"))
+        return Plan(tasks, {device.name: device.budget for device in devices}, min(loads), min(evicts))
+
+    def _timeline(self) -> Timeline:
+        """What ran on all devices, from when the driver began, by the driver's clock."""
+        names = [device.name for device in self._executor.devices]
+        spans = []
+        for device, done in self._done.values():
+            later = done.begun - self._executor.offsets[device] - self._began
+            for span in done.report.timeline.actions:
+                start, end = span.start + later, span.end + later
+                spans.append(replace(span, device=names[device], start=start, end=end))
+        return Timeline(tuple(sorted(spans, key=lambda span: span.start)), tuple(names), self._bound)
+
+    def _peak(self) -> dict[str, int]:
+        peak = {device.name: 0 for device in self._executor.devices}
+        names = [*peak]
+        for device, done in self._done.values():
+            peak[names[device]] = max(peak[names[device]], *done.report.peak.values())
+        return peak
+
+    @contextmanager
+    def bars(self) -> Iterator[Callable[[int, int], None]]:
+        """A bar for each array."""
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, auto_refresh=False) as bars:
+            rows = [bars.add_task(one.load.name, total=one.task.steps) for one in self._arrays]
+            drawn = time.perf_counter()
+
+            def show(index: int, steps: int) -> None:
+                nonlocal drawn
+                bars.update(rows[index], completed=steps)
+                if time.perf_counter() - drawn > _REDRAW:
+                    drawn = time.perf_counter()
+                    bars.refresh()
+
+            yield show

@@ -1,0 +1,34 @@
+"""What the driver of a cluster asks of the processes that train, whatever runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from hfusion.cluster.node import ArrayJob, DeviceInfo, Message
+
+
+class Executor(Protocol):
+    """Processes that live as long as the run, one for each device. Devices are numbers, indices of ``devices``."""
+
+    @property
+    def devices(self) -> Sequence[DeviceInfo]: ...
+
+    @property
+    def offsets(self) -> Sequence[float]:
+        """How many seconds the clock of each device is ahead of the driver's."""
+
+    def put(self, value: Any) -> Any:
+        """Keep a part for all processes, once per node: what finds it, for ``job.parts``."""
+
+    def begin(self, device: int, job: ArrayJob) -> None:
+        """Train an array on a device that trains none."""
+
+    def wait(self, seconds: float) -> list[tuple[int, Message]]:
+        """What devices have told since, at least one thing unless that takes longer."""
+
+    def revive(self, device: int) -> bool:
+        """Start the process of a device anew that is lost; whether it is there again."""
+
+    def close(self) -> None:
+        """Nothing is left of it: neither processes nor files."""

@@ -1,0 +1,164 @@
+"""The far side: a process that trains arrays on one device, one after the other, and tells how it goes."""
+
+from __future__ import annotations
+
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Event
+from typing import Any, TypeAlias
+
+import torch
+
+from hfusion.cluster.parcel import unpack
+from hfusion.device.calibrate import Rates
+from hfusion.device.machine import Machine
+from hfusion.optim.base import FusedOptimizer
+from hfusion.tasks.report import Report
+from hfusion.tasks.task import Evaluation, Step
+from hfusion.tasks.train import TrainError, train_array
+
+# Seconds from one telling of results to the next.
+_TELL = 0.2
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """A device of the cluster as its process found it; ``now``: seconds on its clock."""
+
+    name: str
+    physical: torch.device
+    budget: int
+    rates: Rates
+    now: float
+
+
+@dataclass(frozen=True)
+class ArrayJob:
+    """An array to train: ``parcel`` is its task, and ``parts`` where what that leaves out is kept, by key."""
+
+    name: str
+    members: tuple[int, ...]
+    parcel: bytes
+    parts: dict[str, Any]
+    policy: str
+    checkpoint: Path | None
+    every: int | None
+
+
+@dataclass(frozen=True)
+class Told:
+    """Results of minibatches and evaluations, in order."""
+
+    results: tuple[Step | Evaluation, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayDone:
+    """An array is trained. ``begun``: when its timeline begins, on the clock of its process."""
+
+    report: Report
+    optimizer: FusedOptimizer | None
+    begun: float
+
+
+@dataclass(frozen=True)
+class Raised:
+    """Training raised ``error``."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The process is gone, or cannot be reached."""
+
+    reason: str
+
+
+Message: TypeAlias = Told | ArrayDone | Raised | Lost
+
+
+class _Stopped(Exception):
+    """The driver does not want this any more."""
+
+
+class ArrayTrainer:
+    """Trains arrays on one device.
+
+    Args:
+        name: of the device in the cluster.
+        machine: of one device.
+    """
+
+    def __init__(self, name: str, machine: Machine) -> None:
+        self._name, self._machine = name, machine
+        self.stopping = Event()
+
+    def info(self) -> DeviceInfo:
+        (device,) = self._machine.devices
+        rates = self._machine.calibrate()[device.name]
+        return DeviceInfo(self._name, device.physical, device.memory, rates, time.time())
+
+    def run(self, job: ArrayJob, part: Callable[[Any], Any], tell: Callable[[Message], None]) -> None:
+        """Train an array; the last that is told is how it ended. ``part`` gives what is kept somewhere."""
+        try:
+            tell(self._trained(job, part, tell))
+        except BaseException as error:
+            cause = error.__cause__ if isinstance(error, TrainError) and error.__cause__ is not None else error
+            tell(Raised(_portable(cause)))
+
+    def _trained(self, job: ArrayJob, part: Callable[[Any], Any], tell: Callable[[Message], None]) -> ArrayDone:
+        # A copy for each array: reading changes what a loader is.
+        parts: dict[str, Any] = {}
+
+        def get(key: str) -> Any:
+            if key not in parts:
+                parts[key] = part(job.parts[key])
+            return parts[key]
+
+        task = unpack(job.parcel, get)
+        results: list[Step | Evaluation] = []
+        told = time.monotonic()
+
+        def heard(result: Step | Evaluation) -> None:
+            nonlocal told
+            if self.stopping.is_set():
+                raise _Stopped
+            results.append(result)
+            if time.monotonic() - told > _TELL:
+                told = time.monotonic()
+                tell(Told(tuple(results)))
+                results.clear()
+
+        report = train_array(
+            replace(task, callbacks=(heard,)),
+            job.members,
+            job.name,
+            self._machine,
+            job.policy,
+            job.checkpoint,
+            job.every,
+        )
+        ended = time.time()
+        if results:
+            tell(Told(tuple(results)))
+        optimizer = task.optimizer if isinstance(task.optimizer, FusedOptimizer) else None
+        return ArrayDone(report, optimizer, ended - max((span.end for span in report.timeline.actions), default=0.0))
+
+
+def _portable(error: BaseException) -> BaseException:
+    """An error that other processes can read, with its traceback as a note."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        found: BaseException = pickle.loads(pickle.dumps(error))
+        right = type(found) is type(error) and str(found) == str(error)
+    except Exception:
+        right = False
+    if not right:
+        found = RuntimeError(f"{type(error).__name__}: {error}")
+    found.add_note(f"on the node:\n{text}")
+    return found

@@ -1,0 +1,168 @@
+"""Processes of this machine, one for each of its devices: a cluster without anything to install."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import connection, get_all_start_methods, get_context, set_start_method
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+
+from hfusion.cluster.node import ArrayJob, ArrayTrainer, DeviceInfo, Lost, Message, Raised
+from hfusion.cluster.parcel import pack, unpack
+from hfusion.core.errors import HFusionError
+from hfusion.device.machine import Device, Machine
+
+# Seconds that a process has to end by itself.
+_GRACE = 5.0
+
+
+class ProcessExecutor:
+    """One process for each device of ``machine``, which share its host memory evenly."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._folder = tempfile.TemporaryDirectory(prefix="hfusion-cluster-")
+        self._kept = 0
+        count = len(machine.devices)
+        self._pipes: list[Connection | None] = [None] * count
+        self._processes: list[BaseProcess | None] = [None] * count
+        # Closed, they tell a process to end; so does the end of this one.
+        self._stops: list[Connection | None] = [None] * count
+        self.offsets: list[float] = [0.0] * count
+        self.devices: Sequence[DeviceInfo] = ()
+        try:
+            for device in range(count):
+                self._start(device)
+            self.devices = [self._info(device) for device in range(count)]
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, device: int) -> None:
+        context = get_context("spawn")
+        ours, theirs = context.Pipe()
+        end, stop = context.Pipe(duplex=False)
+        one, host = self._machine.devices[device], max(1, self._machine.host // len(self._machine.devices))
+        args = (theirs, end, one, host, self._machine.disk, torch.get_num_threads())
+        process = context.Process(target=_work, args=args, name=f"hfusion {one.name}", daemon=False)
+        process.start()
+        theirs.close()
+        end.close()
+        self._pipes[device], self._processes[device], self._stops[device] = ours, process, stop
+
+    def _info(self, device: int) -> DeviceInfo:
+        pipe = self._pipes[device]
+        assert pipe is not None
+        try:
+            found = pipe.recv()
+        except (EOFError, OSError) as error:
+            raise HFusionError(
+                f"the process of the device {self._machine.devices[device].name!r} ended before it began: a script "
+                'that trains on a cluster of processes must do so under if __name__ == "__main__"'
+            ) from error
+        if isinstance(found, Raised):
+            raise found.error
+        info: DeviceInfo = found
+        return info
+
+    def put(self, value: Any) -> Any:
+        self._kept += 1
+        path = Path(self._folder.name, str(self._kept))
+        path.write_bytes(pack("what the tasks share", value, {}))
+        return path
+
+    def begin(self, device: int, job: ArrayJob) -> None:
+        pipe = self._pipes[device]
+        # Whoever is gone is found to be so by the next wait.
+        with suppress(OSError):
+            if pipe is not None:
+                pipe.send(job)
+
+    def wait(self, seconds: float) -> list[tuple[int, Message]]:
+        there = {pipe: device for device, pipe in enumerate(self._pipes) if pipe is not None}
+        found: list[tuple[int, Message]] = []
+        for pipe in connection.wait(list(there), seconds):
+            assert isinstance(pipe, Connection)
+            device = there[pipe]
+            try:
+                found.append((device, pipe.recv()))
+            except (EOFError, OSError):
+                process = self._processes[device]
+                self._end(device)
+                code = None if process is None else process.exitcode
+                found.append((device, Lost(f"its process has ended with exit code {code}")))
+        return found
+
+    def _end(self, device: int) -> None:
+        pipe, process, stop = self._pipes[device], self._processes[device], self._stops[device]
+        self._pipes[device] = self._processes[device] = self._stops[device] = None
+        if pipe is None or process is None or stop is None:
+            return
+        stop.close()
+        with suppress(OSError):
+            pipe.send(None)
+        pipe.close()
+        process.join(_GRACE)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+    def revive(self, device: int) -> bool:
+        self._start(device)
+        try:
+            self._info(device)
+        except HFusionError:
+            self._end(device)
+            return False
+        return True
+
+    def close(self) -> None:
+        # All of them have their time to end at once.
+        for stop in self._stops:
+            if stop is not None:
+                stop.close()
+        for device in range(len(self._processes)):
+            self._end(device)
+        self._folder.cleanup()
+
+
+def _work(pipe: Connection, end: Connection, device: Device, host: int, disk: Path, threads: int) -> None:
+    """The process of a device: jobs come, and what happens to them goes back."""
+    # What starts processes here, such as a DataLoader, does so as in any other program.
+    set_start_method(get_all_start_methods()[0], force=True)
+    # Ctrl-C is the driver's, which tells what is to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+    try:
+        trainer = ArrayTrainer(device.name, Machine([device], host, disk))
+        pipe.send(trainer.info())
+    except Exception as error:
+        pipe.send(Raised(error))
+        return
+    Thread(target=_hear, args=(end, trainer), daemon=True).start()
+
+    def part(path: Path) -> Any:
+        return unpack(path.read_bytes(), _no_parts)
+
+    # The driver may be gone.
+    with suppress(EOFError, OSError):
+        while (job := pipe.recv()) is not None:
+            trainer.run(job, part, pipe.send)
+
+
+def _no_parts(key: str) -> Any:
+    raise KeyError(key)
+
+
+def _hear(end: Connection, trainer: ArrayTrainer) -> None:
+    with suppress(EOFError, OSError):
+        end.recv()
+    trainer.stopping.set()

@@ -1,0 +1,209 @@
+"""Actors of Ray, one for each device of each node. Ray is imported when the first is asked for. Tried with ray 2.60."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from hfusion.cluster.node import ArrayDone, ArrayJob, ArrayTrainer, DeviceInfo, Lost, Message, Raised
+from hfusion.core.errors import PlanError
+from hfusion.device.machine import Device, Machine
+
+# Seconds that an actor has to begin, with its imports and the measuring of its rates; and to end by itself.
+_BEGIN = 300.0
+_GRACE = 5.0
+
+
+class DeviceActor:
+    """What an actor is: it trains arrays on the one device that Ray gave it, and yields what happens."""
+
+    def __init__(self, name: str, memory: int | None, host: int | None, disk: Path) -> None:
+        found = Machine.detect(disk)
+        one = found.devices[0]
+        device = Device(one.device, memory=memory or one.memory)
+        self._trainer = ArrayTrainer(name, Machine([device], host or found.host, disk))
+
+    def info(self) -> DeviceInfo:
+        return self._trainer.info()
+
+    def train(self, job: ArrayJob) -> Iterator[Message]:
+        import ray
+
+        told: SimpleQueue[Message] = SimpleQueue()
+        thread = Thread(target=self._trainer.run, args=(job, ray.get, told.put), name="hfusion train")
+        thread.start()
+        while True:
+            message = told.get()
+            yield message
+            if isinstance(message, ArrayDone | Raised):
+                break
+        thread.join()
+
+    def stop(self) -> None:
+        """What trains ends at its next minibatch."""
+        self._trainer.stopping.set()
+
+
+class RayExecutor:
+    """Actors on the nodes of a Ray cluster; ``options`` are theirs, as of ray.remote.
+
+    Args:
+        machine: bytes of a device and of host memory, None for what is found, and the folder for what is spilled.
+
+    Raises:
+        ImportError: Ray is not installed.
+        PlanError: no node has what the options ask for.
+    """
+
+    def __init__(
+        self,
+        address: str | None,
+        options: Mapping[str, Any],
+        runtime_env: Mapping[str, Any] | None,
+        machine: tuple[int | None, int | None, Path],
+    ) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise ImportError("hf.Cluster runs on Ray: pip install 'hfusion[cluster]'") from error
+        self._ray: Any = ray
+        self._own = not ray.is_initialized()
+        self._options = {name: value for name, value in options.items() if value is not None}
+        self._machine = machine
+        if self._own:
+            ray.init(address=address, runtime_env=None if runtime_env is None else dict(runtime_env))
+        self._nodes: list[str] = []
+        self._actors: list[Any] = []
+        self._running: dict[int, Any] = {}
+        self.devices: Sequence[DeviceInfo] = ()
+        self.offsets: list[float] = []
+        try:
+            self._begin_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin_all(self) -> None:
+        for place, node in enumerate(self._alive()):
+            for number in range(self._count(node)):
+                self._nodes.append(node["NodeID"])
+                self._actors.append(self._actor(node, f"node{place}/{number}"))
+        if not self._actors:
+            raise PlanError(
+                f"no node of the Ray cluster has {self._options or 'a CPU'}: its nodes have "
+                f"{[node['Resources'] for node in self._alive()]}"
+            )
+        self.devices = self._ray.get([actor.info.remote() for actor in self._actors], timeout=_BEGIN)
+        self.offsets = [self._offset(actor) for actor in self._actors]
+
+    def _offset(self, actor: Any) -> float:
+        """How far its clock is ahead: by that in the middle of a question and its answer."""
+        before = time.time()
+        told = self._ray.get(actor.info.remote(), timeout=_BEGIN).now
+        return float(told - (before + time.time()) / 2)
+
+    def _alive(self) -> list[dict[str, Any]]:
+        return [node for node in self._ray.nodes() if node["Alive"]]
+
+    def _wanted(self, node: Mapping[str, Any]) -> dict[str, Any]:
+        """What an actor there takes: all GPUs have one each, and without any one actor has all CPUs."""
+        there = node["Resources"]
+        wanted = dict(self._options)
+        if "num_gpus" not in wanted:
+            wanted["num_gpus"] = 1 if there.get("GPU", 0) >= 1 else 0
+        if "num_cpus" not in wanted:
+            wanted["num_cpus"] = there.get("CPU", 0) / max(1, self._slots(there, {"GPU": wanted["num_gpus"]}, 1))
+        return wanted
+
+    @staticmethod
+    def _slots(there: Mapping[str, float], wanted: Mapping[str, float], most: int) -> int:
+        """How many times what is wanted is there; ``most`` where nothing is wanted."""
+        return min((int(there.get(name, 0) // value) for name, value in wanted.items() if value), default=most)
+
+    def _count(self, node: Mapping[str, Any]) -> int:
+        """How many actors a node has room for: without GPUs one, as the CPU is one device."""
+        wanted = self._wanted(node)
+        asks = {"CPU": wanted["num_cpus"], "GPU": wanted["num_gpus"], **(wanted.get("resources") or {})}
+        found = self._slots(node["Resources"], asks, 1)
+        return found if wanted["num_gpus"] else min(found, 1)
+
+    def _actor(self, node: Mapping[str, Any], name: str) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        made = self._ray.remote(DeviceActor).options(
+            **self._wanted(node),
+            # One thread trains, the other hears that it is to stop.
+            max_concurrency=2,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        )
+        return made.remote(name, *self._machine)
+
+    def put(self, value: Any) -> Any:
+        return self._ray.put(value)
+
+    def begin(self, device: int, job: ArrayJob) -> None:
+        self._running[device] = self._actors[device].train.options(num_returns="streaming").remote(job)
+
+    def wait(self, seconds: float) -> list[tuple[int, Message]]:
+        streams = list(self._running.values())
+        if not streams:
+            time.sleep(seconds)
+            return []
+        ready, _ = self._ray.wait(streams, num_returns=1, timeout=seconds)
+        return [
+            found
+            for device, stream in list(self._running.items())
+            if any(stream is each for each in ready) and (found := self._next(device, stream)) is not None
+        ]
+
+    def _next(self, device: int, stream: Any) -> tuple[int, Message] | None:
+        errors = self._ray.exceptions
+        try:
+            message: Message = self._ray.get(next(stream))
+        except StopIteration:
+            self._running.pop(device, None)
+            return None
+        except (errors.RayActorError, errors.ObjectLostError) as error:
+            self._running.pop(device, None)
+            return device, Lost(str(error).strip().splitlines()[0])
+        except errors.RayError as error:
+            self._running.pop(device, None)
+            return device, Raised(error)
+        if isinstance(message, ArrayDone | Raised):
+            self._running.pop(device, None)
+        return device, message
+
+    def revive(self, device: int) -> bool:
+        with suppress(Exception):
+            self._ray.kill(self._actors[device])
+        nodes = [node for node in self._alive() if node["NodeID"] == self._nodes[device]]
+        if not nodes:
+            return False
+        self._actors[device] = self._actor(nodes[0], self.devices[device].name)
+        try:
+            self.offsets[device] = self._offset(self._actors[device])
+        except self._ray.exceptions.RayError:
+            return False
+        return True
+
+    def close(self) -> None:
+        if not self._ray.is_initialized():
+            return
+        if self._running:
+            # What trains gives back its files and processes.
+            stops = [self._actors[device].stop.remote() for device in self._running]
+            with suppress(Exception):
+                self._ray.wait(stops, num_returns=len(stops), timeout=_GRACE)
+            end = time.monotonic() + _GRACE
+            while self._running and time.monotonic() < end:
+                self.wait(0.2)
+        for actor in self._actors:
+            with suppress(Exception):
+                self._ray.kill(actor)
+        if self._own:
+            self._ray.shutdown()
