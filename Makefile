@@ -14,7 +14,7 @@ help:
 	@echo "make docs   the pages as a site in build/docs; warnings are errors"
 	@echo "make bench  compare fused and unfused training (ARGS='--quick' passes arguments on)"
 	@echo "make fuzz   random programs, fused against alone (SECONDS=600 SEED=1 COMPILED=1)"
-	@echo "make soak   10,000 damaged checkpoints, and 200 runs killed at random instants (FILES=... KILLS=...)"
+	@echo "make soak   10,000 damaged checkpoints; populations and hf.train, each killed 200 times (FILES=... KILLS=...)"
 	@echo "make ops-sweep  compare every operator of PyTorch's database, and write docs/coverage.md"
 	@echo "make clean  remove .venv and every cache"
 

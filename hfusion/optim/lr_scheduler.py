@@ -98,7 +98,12 @@ class PerMember(torch_schedulers.LRScheduler):
         self._pull()
         for row in rows:
             stand_in = self._stand_ins[row]
-            self._schedulers[row] = self._makes[row](stand_in)
+            self._schedulers[row] = made = self._makes[row](stand_in)
+            if not callable(getattr(made, "step", None)):
+                raise TypeError(
+                    f"the function that makes the scheduler of member {row} gave a {type(made).__name__}: let it give "
+                    "one of torch.optim.lr_scheduler, such as lambda opt: StepLR(opt, 10)"
+                )
             # Torch warns of a step before the first one of the optimizer, which is another one here.
             stand_in._opt_called = True  # type: ignore[attr-defined]
         self._push()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +26,9 @@ bool tensor with a value for each of ``result.members``."""
 
 def answered(answer: Any, result: Step | Evaluation) -> list[int]:
     """The members that an answer stops. Raises PlanError for what is no answer, or is of others."""
+    if hasattr(answer, "dtype") and not isinstance(answer, Tensor):
+        # Of numpy, whose bools are no bools.
+        answer = torch.as_tensor(np.asarray(answer))
     if isinstance(answer, Tensor):
         answer = answer.tolist() if answer.dtype is not torch.bool or not answer.dim() else _marked(answer, result)
     if answer is None or answer is False:
