@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,17 @@ class LoraRow:
     spread: float
 
 
+@dataclass(frozen=True)
+class SpillRow:
+    """``moved``: bytes per step and member, to the device and back; ``peak``: bytes on it."""
+
+    model: str
+    members: int
+    shards: int
+    moved: float
+    peak: int
+
+
 def llama(width: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -116,7 +128,7 @@ def _llama(name: str, width: int) -> LoraCase:
 
 CASES = (
     _llama("llama", 64),
-    _llama("llama, 128", 128),
+    _llama("llama-128", 128),
     LoraCase(
         "bert",
         f"4 layers of 64, sequence {LENGTH}, batch {BATCH}; rank 8 in query and value, a head each",
@@ -234,6 +246,25 @@ def run(case: LoraCase, members: int, rounds: int, slot: float) -> list[LoraRow]
     ]
 
 
+def spilled(case: LoraCase, members: int, steps: int = 6) -> SpillRow:
+    """An array on a device with half of the memory that it needs, its base in host memory. Raises Disagreement."""
+    batches = [tuple(tensor[0] for tensor in case.batches(1))] * steps
+
+    def task() -> hf.Task:
+        adapters = hf.lora(base(case), config(case), members, seeds=range(members))
+        optimizer = partial(hf.optim.AdamW, lr=rates(members))
+        return hf.Task(list(adapters), case.loss, optimizer, batches, name=case.name)
+
+    resident = hf.train([task()], hf.Machine([hf.Device("cpu", memory="8GiB")]))
+    half = hf.Machine([hf.Device("cpu", memory=max(resident.peak.values()) // 2)])
+    plan = hf.plan([task()], half)
+    report = hf.train([task()], half)
+    check_agreement("spilled", resident[case.name].losses.double(), report[case.name].losses.double(), 0.0)
+    made = plan.tasks[0]
+    moved = sum(made.moved_bytes) / members
+    return SpillRow(case.name, members, len(made.shards), moved, max(report.peak.values()))
+
+
 def check(steps: Mapping[str, Step]) -> None:
     """Raise Disagreement where one computes other losses than the first."""
     losses = {
@@ -252,24 +283,32 @@ def table(rows: Sequence[LoraRow]) -> Table:
     return shown
 
 
-def main(arguments: Sequence[str] | None = None) -> list[LoraRow]:
+def spill_table(rows: Sequence[SpillRow]) -> Table:
+    shown = Table("model", "members", "shards", "moved per step and member", "peak")
+    for row in rows:
+        sizes = (f"{row.moved / 2**20:.2f} MiB", f"{row.peak / 2**20:.1f} MiB")
+        shown.add_row(row.model, str(row.members), str(row.shards), *sizes)
+    return shown
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [case.name for case in CASES]
     parser.add_argument("--models", nargs="*", choices=names, default=names)
     parser.add_argument("--members", type=int, nargs="*", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--slot", type=float, default=1.0, help="seconds that each contender runs in a round")
+    parser.add_argument("--spill", action="store_true", help="instead: half the memory, and the bytes that are moved")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows: list[LoraRow] = []
+    rows: list[Any] = []
     with warnings.catch_warnings():
         # Of peft and transformers, and of what is compiled.
         warnings.simplefilter("ignore")
-        for case in CASES:
-            for members in chosen.members if case.name in chosen.models else ():
-                rows += run(case, members, chosen.rounds, chosen.slot)
-    Console(width=120).print(table(rows))
+        for case, members in product([case for case in CASES if case.name in chosen.models], chosen.members):
+            rows += [spilled(case, members)] if chosen.spill else run(case, members, chosen.rounds, chosen.slot)
+    Console(width=120).print(spill_table(rows) if chosen.spill else table(rows))
     if chosen.json is not None:
         machine = describe(torch.device("cpu"))
         chosen.json.write_text(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=1))

@@ -233,3 +233,23 @@ def test_statistics_are_a_members_own() -> None:
         "base_model.model.1.running_mean"
     )
     assert isinstance(hf.fuse(adapters)[0], nn.Module)
+
+
+def test_a_base_in_host_memory_gives_the_same_bits() -> None:
+    ids = LLAMA.data(1)[0][0]
+
+    def task() -> hf.Task:
+        adapters = hf.lora(llama(), lora_config(**QV), [{"r": 2}, {"r": 4}], seeds=[1, 2])
+        rates = [0.01, 0.02]
+        loader = [(ids, ids)] * 3
+        return hf.Task(list(adapters), LLAMA.loss, lambda params: hf.optim.AdamW(params, lr=rates), loader, name="t")
+
+    resident = hf.train([task()], hf.Machine([hf.Device("cpu", memory="1GiB")]))
+    half = hf.Machine([hf.Device("cpu", memory=int(0.6 * max(resident.peak.values())))])
+    spilled = hf.train([task()], half)
+    assert torch.equal(resident["t"].losses, spilled["t"].losses)
+    for ours, theirs in zip(spilled["t"].models, resident["t"].models, strict=True):
+        mine: Any = ours
+        wanted: Any = theirs
+        for one, other in zip(mine.plain().parameters(), wanted.plain().parameters(), strict=True):
+            assert torch.equal(one, other)
