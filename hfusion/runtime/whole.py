@@ -64,8 +64,11 @@ class WholeTraining(Training):
             super().run(unit, device, gate)
         elif unit.phase is Phase.BACKWARD:
             self.state.bind(0)
-            while len(self.losses) < self.slices.end(unit.step) and not self.over:
-                self._minibatch(device, gate)
+            end = self.slices.end(unit.step)
+            # To trace or compile, which a step does before it computes, nobody else may compute.
+            with compiling_within(gate.exclusive):
+                while len(self.losses) < end and not self.over:
+                    self._minibatch(device, gate)
 
     def update(self, unit: Unit, gate: Gate) -> None:
         """Nothing: it was made in the backward of the slice."""
@@ -73,9 +76,7 @@ class WholeTraining(Training):
     def _minibatch(self, device: torch.device, gate: Gate) -> None:
         unit, began = self.slices.unit(len(self.losses), Phase.BACKWARD), perf_counter()
         recipe = self._read(self._source, device, gate)
-        # To trace or compile, nobody else may compute.
-        with compiling_within(gate.exclusive):
-            prepared = self._step.prepare(self._batch, device)
+        prepared = self._step.prepare(self._batch, device)
         read = perf_counter()
         computed = 0.0
 

@@ -97,7 +97,9 @@ def _on(minibatch: Minibatch, device: torch.device) -> tuple[Any, Any]:
 def _moved(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, StackedInput):
         return StackedInput(_moved(leaf.tensor, device))
-    return leaf.detach().to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+    if not isinstance(leaf, Tensor) or (leaf.device == device and not leaf.requires_grad):
+        return leaf
+    return leaf.detach().to(device, non_blocking=True)
 
 
 def obstacle(plan: TaskPlan) -> str:
