@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfusion.core.layout import Layout, Listed, packed_to_stacked, stacked_to_packed
-from hfusion.core.random import draw
+from hfusion.core.random import MemberSeeds, draw, member_seeds
 from hfusion.ops.lowering import View
 from hfusion.ops.rule import (
     Call,
@@ -40,7 +40,10 @@ SELU_LIMIT = 1.7580993408473766
 
 
 def bernoulli(like: Tensor, keep: float | Tensor) -> Tensor:
-    """Zeros and ones, 1 with probability ``keep``, in the shape, dtype and memory order of ``like``."""
+    """Zeros and ones, 1 with probability ``keep``, in the shape ``[B, *S]``, dtype and memory order of ``like``."""
+    source = member_seeds()
+    if source is not None:
+        return (source.uniform(like.shape, like.dtype) < keep).to(like.dtype)
     # On a CPU comparing uniform numbers takes half the time of torch's bernoulli_; low-precision floats have
     # too few uniform numbers for it.
     if like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64):
@@ -89,7 +92,7 @@ def dropout_packed(x: Tensor, p: float, members: int, feature: bool, alpha: bool
     if p == 1 or x.numel() == 0:
         return x * 0
     like = _channels(x, 2) if feature else x
-    noise = draw(lambda: packed_to_stacked(bernoulli(like, 1 - p), members))
+    noise = draw(lambda: bernoulli(packed_to_stacked(like, members), 1 - p))
     return _dropped(x, stacked_to_packed(noise, members), p, alpha)
 
 
@@ -180,13 +183,56 @@ def rrelu(site: Site, self: Value, lower: Any, upper: Any, training: Any, genera
 
 def rrelu_stacked(x: Tensor, lower: float, upper: float) -> Tensor:
     """``x [B, *S]`` -> ``[B, *S]``; the draws are the slopes, 1 where ``x`` is positive (Xu et al. 2015)."""
-    slopes = draw(lambda: torch.where(x > 0, 1, torch.empty_like(x).uniform_(lower, upper)).detach())
+    slopes = draw(lambda: torch.where(x > 0, 1, _slopes(x, lower, upper)).detach())
     return x * slopes
+
+
+def _slopes(x: Tensor, lower: float, upper: float) -> Tensor:
+    source = member_seeds()
+    if source is not None:
+        return (lower + (upper - lower) * source.uniform(x.shape, x.dtype)).to(x.dtype)
+    return torch.empty_like(x).uniform_(lower, upper)
 
 
 def drawn(target: Any, *args: Any, **kwargs: Any) -> Tensor:
     """``target(...)``, an operator whose every result is drawn, noted as one draw of the array."""
+    source = member_seeds()
+    if source is not None and target in FROM_SEEDS:
+        return draw(lambda: FROM_SEEDS[target](source, *args, **kwargs))
     return draw(lambda: target(*args, **kwargs))
+
+
+def _uniform_like(source: MemberSeeds, like: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return _uniform(source, like.shape, dtype or like.dtype)
+
+
+def _uniform(source: MemberSeeds, size: Sequence[Any], dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    wanted = dtype or torch.get_default_dtype()
+    return source.uniform(size, wanted).to(wanted)
+
+
+def _normal_like(source: MemberSeeds, like: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return _normal(source, like.shape, dtype or like.dtype)
+
+
+def _normal(source: MemberSeeds, size: Sequence[Any], dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    wanted = dtype or torch.get_default_dtype()
+    return source.normal(size, wanted).to(wanted)
+
+
+def _bernoulli(source: MemberSeeds, like: Tensor, p: float | None = None, **_: Any) -> Tensor:
+    return (source.uniform(like.shape, like.dtype) < (like if p is None else p)).to(like.dtype)
+
+
+# What can be drawn from seeds of the members, of sizes that begin with theirs.
+FROM_SEEDS: Mapping[Any, Callable[..., Tensor]] = {
+    aten.rand.default: _uniform,
+    aten.randn.default: _normal,
+    aten.rand_like.default: _uniform_like,
+    aten.randn_like.default: _normal_like,
+    aten.bernoulli.default: _bernoulli,
+    aten.bernoulli.p: _bernoulli,
+}
 
 
 def elementwise(site: Site, **arguments: Any) -> Call:
@@ -273,6 +319,27 @@ FACTORIES = (
     aten.randint.low,
     aten.normal.float_float,
 )
+
+_DROPOUTS = frozenset(
+    {
+        aten.dropout.default,
+        aten.feature_dropout.default,
+        aten.alpha_dropout.default,
+        aten.feature_alpha_dropout.default,
+        aten.native_dropout.default,
+        aten.scaled_dot_product_attention.default,
+    }
+)
+
+
+def seedable(target: Any, arguments: Mapping[str, Any], example: Any) -> bool:
+    """Whether an operator that gives ``example`` draws from the members' seeds, where there are some."""
+    if target in _DROPOUTS:
+        return not isinstance(arguments.get("train"), MemberScalars)
+    known = target in FROM_SEEDS or target is aten.rrelu.default
+    real = isinstance(example, Tensor) and example.dtype.is_floating_point
+    return known and real and not has_per_member(arguments)
+
 
 RULES: RuleTable = {
     aten.dropout.default: dropout(feature=False, alpha=False),

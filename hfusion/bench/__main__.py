@@ -16,6 +16,7 @@ from rich.table import Table
 
 from hfusion.bench import (
     fuse,
+    job,
     memory,
     optim,
     plot,
@@ -118,6 +119,8 @@ def run_fuse(parsed: argparse.Namespace) -> BenchmarkResult:
         return run_startup(chosen)
     if parsed.memory:
         return run_memory(chosen)
+    if parsed.job:
+        return run_job(chosen)
     with meter(fuse.pieces(chosen)) as bar:
         found, interrupted = collect(fuse.run(chosen, bar))
     names = [contender.name for contender in chosen.contenders]
@@ -134,6 +137,14 @@ def run_startup(chosen: fuse.FuseSettings) -> BenchmarkResult:
         rows, interrupted = collect(startup.run(chosen, bar))
     shown, footnotes = startup.table(rows)
     return BenchmarkResult(shown, footnotes, rows, interrupted, wrong=[], kind="startup")
+
+
+def run_job(chosen: fuse.FuseSettings) -> BenchmarkResult:
+    """What short jobs take in all."""
+    with meter(job.pieces(chosen)) as bar:
+        rows, interrupted = collect(job.run(chosen, bar))
+    shown, footnotes = job.table(rows)
+    return BenchmarkResult(shown, footnotes, rows, interrupted, wrong=[], kind="jobs")
 
 
 def run_memory(chosen: fuse.FuseSettings) -> BenchmarkResult:

@@ -33,7 +33,11 @@ CHOSEN_BY = {"models": ("fuse", "short", "sweep"), "contenders": ("fuse", "sweep
 QUICK_SWEEP = (6, 3)
 AMP = {"bf16": torch.bfloat16}
 PICTURES = (".png", ".svg", ".pdf")
-WITHOUT = {"startup": ("contenders", "repeats", "plot"), "memory": ("repeats", "plot")}
+WITHOUT = {
+    "startup": ("contenders", "repeats", "plot"),
+    "memory": ("repeats", "plot"),
+    "job": ("contenders", "repeats", "plot", "amp"),
+}
 QUICK_MODELS = ("mlp-small", "cnn")
 QUICK_MEMBERS = (4,)
 QUICK_CONTENDERS = ("serial", "vmap", "hfusion")
@@ -68,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--members", metavar="4,16", type=_counts, help="numbers of members (default 4,16,64)")
     made.add_argument("--contenders", metavar="A,B", help="fuse and sweep: these contenders only")
     made.add_argument("--repeats", type=_count, help="rounds, each timing every contender (default 7; shard 3)")
-    made.add_argument("--threads", type=_count, default=1, help="threads of torch (default 1)")
+    made.add_argument("--threads", type=_count, default=1, help="threads of torch (default 1); all cores: their number")
     made.add_argument(
         "--device", type=_device, default=torch.device("cpu"), help="cpu (default), or the type of an accelerator"
     )
@@ -86,6 +90,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--amp", choices=sorted(AMP), help="fuse: forward and loss under autocast, for all contenders")
     instead = made.add_mutually_exclusive_group()
     instead.add_argument("--startup", action="store_true", help="fuse: what an array costs before it trains, instead")
+    instead.add_argument("--job", action="store_true", help="fuse: seconds of a short job in its own process, instead")
     instead.add_argument("--memory", action="store_true", help="fuse: bytes per member of each contender, instead")
     instead.add_argument(
         "--from",
@@ -103,7 +108,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     made = parser()
     parsed = made.parse_args(arguments)
     _or_error(made, lambda: check_name("sub-benchmark", parsed.benchmark, SUB_BENCHMARKS))
-    for name in ("models", "contenders", "plot", "amp", "startup", "memory"):
+    for name in ("models", "contenders", "plot", "amp", "startup", "memory", "job"):
         if parsed.benchmark not in CHOSEN_BY.get(name, ("fuse",)) and getattr(parsed, name):
             made.error(f"--{name} belongs to fuse, not to {parsed.benchmark}: leave it out")
     for name in ("trials", "epochs"):

@@ -2,14 +2,20 @@
 
 All random operators of a fused program draw through `draw`. While `recording` is active the draws are kept, stacked
 ``[B, *S]`` in the order of the program; the self-check replays them through the members' original code.
+
+A program that is compiled for a CPU draws from a seed of each member instead (`MemberSeeds`): the numbers of a member
+then hang neither on how many others there are nor on which of them a program computes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -37,3 +43,74 @@ def draw(sample: Callable[[], Tensor]) -> Tensor:
     if _active.draws is not None:
         _active.draws.append(drawn.detach().clone())
     return drawn
+
+
+# A hash of 32 bits, from https://github.com/skeeto/hash-prospector/issues/19. Its factors are below 2**31, so that
+# products fit in 63 bits: C++ compilers take it for granted that signed numbers never overflow.
+_ROUNDS = ((16, 0x21F0AAAD), (15, 0x735A2D97))
+_LAST = 15
+_WORD = (1 << 32) - 1
+_GOLDEN = 0x9E3779B9
+
+
+@dataclass(eq=False)
+class MemberSeeds:
+    """Random numbers of neighbouring members, computed from ``seeds``, an integer for each, and their place alone.
+
+    ``count``: how many draws there were; each has numbers of its own.
+    """
+
+    seeds: Tensor
+    count: int = 0
+
+    def uniform(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        """Numbers from 0 up to 1, ``shape`` is ``[B, *S]``; of float64 53 bits, of other types 24."""
+        self.count += 1
+        members = [-1, *[1] * (len(shape) - 1)]
+        # Keys of this draw: the member's seed and the number of the draw, hashed.
+        low = _hashed(((self.seeds & _WORD) + self.count * _GOLDEN % (1 << 32)) & _WORD)
+        high = _hashed(((self.seeds >> 32) & _WORD) ^ low)
+        size = 1
+        for length in shape[1:]:
+            size = size * length
+        places = torch.arange(size, device=self.seeds.device).view(1, *shape[1:])
+        numbers = _hashed((places + low.view(members)) & _WORD)
+        first = _hashed(numbers ^ high.view(members))
+        if dtype is not torch.float64:
+            return (first >> 8).to(torch.float32) * 2.0**-24
+        second = _hashed(numbers ^ _hashed(high ^ _GOLDEN).view(members))
+        return (first >> 5).to(dtype) * 2.0**-27 + (second >> 6).to(dtype) * 2.0**-53
+
+    def normal(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        """Normal numbers, ``[B, *S]``: where a uniform one lies in their distribution."""
+        bits = 53 if dtype is torch.float64 else 24
+        found: Tensor = torch.special.ndtri(self.uniform(shape, dtype) + 0.5 * 2.0**-bits)
+        return found
+
+
+def _hashed(numbers: Tensor) -> Tensor:
+    for shift, factor in _ROUNDS:
+        numbers = ((numbers ^ (numbers >> shift)) * factor) & _WORD
+    return numbers ^ (numbers >> _LAST)
+
+
+class _Seeded(threading.local):
+    source: MemberSeeds | None = None
+
+
+_seeded = _Seeded()
+
+
+def member_seeds() -> MemberSeeds | None:
+    """Where this thread takes random numbers from just now, if not from torch's generator."""
+    return _seeded.source
+
+
+@contextmanager
+def seeded(seeds: Tensor | None) -> Iterator[None]:
+    """In which operators that can draw from ``seeds``, an integer for each member."""
+    outer, _seeded.source = _seeded.source, None if seeds is None else MemberSeeds(seeds)
+    try:
+        yield
+    finally:
+        _seeded.source = outer

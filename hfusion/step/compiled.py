@@ -21,9 +21,10 @@ from hfusion.core.layout import Layout
 from hfusion.device.team import Team
 from hfusion.passes.align import scalars
 from hfusion.step import kept
+from hfusion.step.build import build
 from hfusion.step.kept import KeptGraph, NoProgram, StepPrograms
 from hfusion.step.order import Order, write_order
-from hfusion.step.step_graph import StepCall, StepGraph, Tensors, build, captured_dims, trace, trace_rows
+from hfusion.step.step_graph import StepCall, StepGraph, Tensors, captured_dims, new_seeds, trace, trace_rows
 
 # Operators of one program that are worth it: inductor takes some 0.1 s for each on two cores.
 MAX_OPERATORS = 4000
@@ -83,7 +84,8 @@ class FusedStep:
         clear(self.params)
         own = self.tensors.all()
         with torch.no_grad():
-            losses, *grads = self.run(*own, *call.batch())
+            seeds = [new_seeds(self.tensors.members)] if self.graph.seeded else []
+            losses, *grads = self.run(*own, *call.batch(), *seeds)
         for place, grad in zip(self.graph.trained, grads, strict=True):
             own[place].grad = grad
         return losses
@@ -118,6 +120,11 @@ class PerMemberStep:
         return f"{programs} of {count} operators for {whom}, called once per {each}"
 
     @property
+    def seeded(self) -> bool:
+        """Whether its programs take seeds."""
+        return self.graphs[0].seeded
+
+    @property
     def trained(self) -> tuple[int, ...]:
         """The numbers of the tensors that get a gradient."""
         return self.graphs[0].trained
@@ -129,8 +136,7 @@ class PerMemberStep:
 
     @property
     def members(self) -> int:
-        stacks = zip(self.tensors.all(), self.tensors.stacked, strict=True)
-        return next(len(tensor) for tensor, stacked in stacks if stacked)
+        return self.tensors.members
 
     def fits(self, call: StepCall) -> bool:
         firsts = [self.kinds.index(kind) for kind in range(len(self.graphs))]
@@ -142,6 +148,8 @@ class PerMemberStep:
         clear(self.params)
         own = self.tensors.all()
         pairs = [*zip(own, self.tensors.stacked, strict=True), *zip(call.batch(), call.stacked, strict=True)]
+        if self.seeded:
+            pairs.append((new_seeds(self.members), True))
         columns = [t.detach().split(self.size) if stacked else (t,) * len(self.kinds) for t, stacked in pairs]
         with torch.no_grad():
             rows = [self.runs[kind](*given) for kind, *given in zip(self.kinds, *columns, strict=True)]
@@ -260,7 +268,7 @@ def step_of(
     for number in set(found.kinds):
         rows = ranges[found.kinds.index(number)]
         own, its_call = tensors.of_rows(rows), call.of_rows(rows)
-        key = _block_key(forward, loss, _scalars_of(forward, loss, rows), own, its_call, found.size, kind)
+        key = _block_key(forward, loss, scalars_of(forward, loss, rows), own, its_call, found.size, kind)
         library.blocks.setdefault(key, (found.graphs[number], found.runs[number]))
     return PerMemberStep(found.graphs, found.runs, found.kinds, found.size, tensors, params)
 
@@ -283,7 +291,7 @@ def each(
 ) -> StepPrograms:
     """The step as a program per kind of block of ``size`` members; raises as `compile_programs`."""
     ranges = blocks_of(forward.compiled.program.members, size)
-    blocks = [_scalars_of(forward, loss, rows) for rows in ranges]
+    blocks = [scalars_of(forward, loss, rows) for rows in ranges]
     kinds = list(dict.fromkeys(blocks))
     if why := too_many_kinds(forward, loss, size):
         raise Unprofitable(why)
@@ -307,7 +315,7 @@ def each(
 def too_many_kinds(forward: BoundProgram, loss: BoundProgram, size: int) -> str:
     """What speaks against programs for blocks of ``size`` members; nothing if they are few."""
     blocks = blocks_of(forward.compiled.program.members, size)
-    found = len({_scalars_of(forward, loss, rows) for rows in blocks})
+    found = len({scalars_of(forward, loss, rows) for rows in blocks})
     if found <= MAX_KINDS:
         return ""
     return (
@@ -349,7 +357,7 @@ def blocks_of(members: int, size: int) -> list[range]:
     return [range(start, min(start + size, members)) for start in range(0, members, size)]
 
 
-def _scalars_of(forward: BoundProgram, loss: BoundProgram, rows: range) -> tuple[Any, ...]:
+def scalars_of(forward: BoundProgram, loss: BoundProgram, rows: range) -> tuple[Any, ...]:
     """For each of ``rows``, the scalars in which members differ; blocks with equal ones share a program."""
     values = [values for source in (forward, loss) for values in scalars(source.compiled.graph)]
     return tuple(tuple(repr(each[member]) for each in values) for member in rows)

@@ -44,6 +44,7 @@ class KeptGraph:
     trained: tuple[int, ...]
     operators: tuple[str, ...]
     assumed: Assumptions
+    seeded: bool = False
 
     def fits(self, batch: Sequence[Tensor]) -> bool:
         return self.assumed.hold([tensor.shape for tensor in batch])
@@ -125,6 +126,7 @@ def _write(found: StepPrograms, path: Path) -> dict[str, Any] | None:
             {
                 "trained": list(graph.trained),
                 "operators": list(map(str, graph.operators)),
+                "seeded": graph.seeded,
                 "sizes": assumed.sizes,
                 "code": assumed.code,
                 "takes": run.takes,
@@ -140,7 +142,8 @@ def _read(told: Mapping[str, Any], path: Path) -> StepPrograms | NoProgram:
     graphs, runs = [], []
     for place, row in enumerate(told["programs"]):
         sizes = tuple(None if size is None else tuple(size) for size in row["sizes"])
-        graphs.append(KeptGraph(tuple(row["trained"]), tuple(row["operators"]), Assumptions(sizes, row["code"])))
+        assumed = Assumptions(sizes, row["code"])
+        graphs.append(KeptGraph(tuple(row["trained"]), tuple(row["operators"]), assumed, row["seeded"]))
         content = read_sealed(_library(path, place))
         if hashlib.sha256(content).hexdigest() != row["library"]:
             raise ValueError("its library is of another step")

@@ -22,7 +22,7 @@ from torch import Tensor
 from hfusion.device.team import PieceError, Team, address_of, team
 from hfusion.step.compiled import PerMemberStep, clear
 from hfusion.step.row_entry import row_entry
-from hfusion.step.step_graph import StepCall
+from hfusion.step.step_graph import StepCall, new_seeds
 
 # How often each way of a trial is taken; the machine may be busy with something else at some of them.
 TURNS = 5
@@ -92,11 +92,12 @@ class _Fixed:
         self.grads = [torch.empty_like(held[k], memory_format=torch.contiguous_format) for k in program.trained]
         handles = _Handles(held)
         finalize(self, handles.release).atexit = False
-        self.batch = slice(len(held), len(held) + len(call.leaves))
-        self.inputs = _array([*handles.addresses, *[0] * len(call.leaves)])
+        stacked = [*program.tensors.stacked, *call.stacked, *[True] * program.seeded]
+        self.batch = slice(len(held), len(stacked))
+        self.inputs = _array([*handles.addresses, *[0] * (len(stacked) - len(held))])
         self.outputs = _array([0, *map(Tensor.data_ptr, self.grads)])
         self._bytes = _array([losses.itemsize, *(grad.nbytes // self.members for grad in self.grads)])
-        self._stacked = bytes([*program.tensors.stacked, *call.stacked])
+        self._stacked = bytes(stacked)
         self.blocks = (_BlockFields * len(blocks))(
             *(
                 _BlockFields(entries[kind], rows.start, len(rows))
@@ -128,7 +129,7 @@ class PartedStep:
     def __init__(self, program: PerMemberStep, threads: int, inner: int, measured: bool) -> None:
         self._program, self._threads, self._inner = program, threads, inner
         self._entries = list(map(row_entry, program.runs))
-        self._trial = Trial(("threads", "in turn")) if measured else None
+        self._trial = ThreadTrial(("threads", "in turn")) if measured else None
         self._losses: torch.dtype | None = None
         self._fixed: _Fixed | None = None
         self._process = 0
@@ -180,7 +181,7 @@ class PartedStep:
             self._process, self.team = os.getpid(), team(self._threads, self._inner)
         losses = torch.empty(fixed.members, dtype=dtype)
         fixed.outputs[0] = losses.data_ptr()
-        handles = _Handles(call.batch())
+        handles = _Handles([*call.batch(), *([new_seeds(fixed.members)] if self._program.seeded else [])])
         fixed.inputs[fixed.batch] = handles.addresses
         try:
             self.team.run(address_of("step_block"), addressof(fixed.step), len(fixed.blocks))
@@ -195,7 +196,7 @@ class PartedStep:
 
 
 @dataclass(eq=False)
-class Trial:
+class ThreadTrial:
     """Ways to do the same, in turns, until it is known which is fastest."""
 
     ways: tuple[str, ...]

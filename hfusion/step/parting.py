@@ -14,6 +14,8 @@ from hfusion.compiler.bound import BoundProgram
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind
 from hfusion.device.team import Team, library
+from hfusion.ops.random import seedable
+from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
 from hfusion.step.compiled import FusedStep, PerMemberStep, StepProgram, too_many_kinds
 from hfusion.step.parted import PartedStep
@@ -128,10 +130,9 @@ def obstacle(forward: BoundProgram, loss: BoundProgram) -> str:
 
 
 def drawing(graph: fx.Graph) -> Iterator[Any]:
-    """The operators of a member's forward or loss that draw random numbers."""
-    tagged = (n for n in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()))
-    for node in tagged:
-        given = by_name(node.target, node.args, node.kwargs)
-        # Attention, and dropout in evaluation, are called with all that they may be given.
-        if given.get("dropout_p", given.get("p")) != 0 and given.get("train", True) is not False:
-            yield node.target
+    """The operators of the members' forward or loss that draw random numbers, and not from the members' seeds."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            given = by_name(node.target, *node.meta.get("arguments", (node.args, node.kwargs)))
+            if is_random(node.target, given) and not seedable(node.target, given, node.meta.get("val")):
+                yield node.target

@@ -27,22 +27,16 @@ from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.guards import Guards, open_dims
 from hfusion.core.layout import Layout
 from hfusion.core.program import describe_graph, describe_value
+from hfusion.core.random import seeded
 from hfusion.core.silence import silence_tracers
 from hfusion.core.stages import stage
-from hfusion.device.backend import random_states_kept
 from hfusion.passes.check import check_rewritten
 from hfusion.passes.inductor.batch_member_loops import batch_member_loops
 from hfusion.passes.inductor.decompositions import DECOMPOSITIONS
+from hfusion.passes.inductor.inline_constants import inline_constants
 from hfusion.passes.inductor.onehot import onehot
 from hfusion.passes.inductor.sink_transposes import sink_transposes
 from hfusion.passes.inductor.transpose_products import transpose_products
-from hfusion.step.entry import entry_of
-from hfusion.step.row_entry import with_row_entries
-
-_CONVOLUTION = torch.ops.aten.convolution.default
-
-# Bytes from one pixel to the next from which on inductor's transposes cost more than its convolutions gain, measured.
-_LONG_ROW = 1 << 11
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,16 +88,28 @@ class StepGraph:
     ``module`` takes the tensors of the array, then those of the inputs and of the target; all inputs contiguous. It
     gives the losses ``[B]`` and the gradients of the tensors numbered ``trained``, contiguous and each in memory of its
     own. It writes to buffers in place, never to parameters. ``own`` and ``batch`` are its inputs as fake tensors.
+    ``seeds``: what it takes at last where it draws random numbers on a CPU, an integer for each member.
     """
 
     module: fx.GraphModule
     trained: tuple[int, ...]
     own: tuple[Tensor, ...]
     batch: tuple[Tensor, ...]
+    seeds: Tensor | None = None
 
     @property
     def examples(self) -> tuple[Tensor, ...]:
-        return (*self.own, *self.batch)
+        return (*self.own, *self.batch, *self.drawn)
+
+    @property
+    def drawn(self) -> tuple[Tensor, ...]:
+        """The seeds, if it takes them."""
+        return () if self.seeds is None else (self.seeds,)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether it takes seeds."""
+        return self.seeds is not None
 
     @property
     def dims(self) -> list[frozenset[int]]:
@@ -143,6 +149,11 @@ class Tensors:
     def all(self) -> list[Tensor]:
         """As they are now."""
         return [holder[name] for holder, name in self.places]
+
+    @property
+    def members(self) -> int:
+        """How many the array has now."""
+        return next(len(h[n]) for (h, n), stacked in zip(self.places, self.stacked, strict=True) if stacked)
 
     def of_rows(self, rows: range) -> list[Tensor]:
         """Of neighbouring members: their rows of what is stacked. No autograd sees where they come from."""
@@ -193,11 +204,15 @@ def _trace(
     _check(forward, refilled(call, batch).inputs.shapes)
     trained = [k for k, fake in enumerate(own) if fake.requires_grad]
     ids = [id(holder[name]) for holder, name in tensors.places]
+    rows, seeds = forward.compiled.program.members, []
+    if all(tensor.device.type == "cpu" for tensor in given) and draws(forward, loss):
+        seeds = [mode.from_tensor(torch.zeros(rows, dtype=torch.int64), static_shapes=True)]
     reached: list[int] = []
 
     def step(*given: Tensor) -> list[Tensor]:
         held = dict(zip(ids, given[:count], strict=True))
-        losses = _losses(forward, loss, held, refilled(call, given[count:]))
+        with seeded(given[-1] if seeds else None):
+            losses = _losses(forward, loss, held, refilled(call, given[count : count + len(batch)]))
         grads = _gradients(losses, [given[k] for k in trained])
         reached.extend(k for k, grad in zip(trained, grads, strict=True) if grad is not None)
         return _separate(given, [losses.detach(), *(grad for grad in grads if grad is not None)])
@@ -206,14 +221,14 @@ def _trace(
     with silence_tracers(), torch.enable_grad(), _attention(given), mode, enable_python_dispatcher():
         # Each was found to be faster on a CPU, and is tried nowhere else.
         decompositions, rewrites = (DECOMPOSITIONS, _REWRITES) if given[0].is_cpu else ({}, ())
-        module = make_fx(step, decomposition_table=dict(decompositions))(*own, *batch)
+        module = make_fx(step, decomposition_table=dict(decompositions))(*own, *batch, *seeds)
         for rewrite in rewrites:
             before, module = module, rewrite(module)
             _look_at(forward.compiled.program.name, rewrite.__name__, before.graph, module.graph)
-    return StepGraph(module, tuple(reached), tuple(own), tuple(batch))
+    return StepGraph(module, tuple(reached), tuple(own), tuple(batch), *seeds)
 
 
-_REWRITES = (sink_transposes, transpose_products, onehot)
+_REWRITES = (sink_transposes, transpose_products, onehot, inline_constants)
 
 
 def _look_at(subject: str, name: str, before: fx.Graph, after: fx.Graph) -> None:
@@ -235,6 +250,20 @@ def _misdescribed() -> bool:
         x = torch.empty(1, 1, 1, 8, dtype=torch.float64)
         kept = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x)[1]
     return kept.dtype is not torch.float64
+
+
+def draws(*sources: BoundProgram) -> bool:
+    """Whether some operator draws random numbers."""
+    return any(
+        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        for source in sources
+        for node in source.compiled.graph.nodes
+    )
+
+
+def new_seeds(members: int) -> Tensor:
+    """One for each member, from torch's generator."""
+    return torch.empty(members, dtype=torch.int64).random_()
 
 
 class ProgramMismatch(Exception):
@@ -338,53 +367,3 @@ def _targets(node: fx.Node) -> Iterator[fx.Node]:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
                 yield from [value] if isinstance(value, fx.Node) else node.all_input_nodes
-
-
-def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """``graph.module`` compiled by inductor and tried once on tensors ``own``, on copies of the buffers.
-
-    Raises what inductor raises, and where there is no C++ compiler; also what its code raises.
-    """
-    # Imported late: most programs never compile, and inductor takes a second to import.
-    from torch._inductor import compile as inductor
-
-    kind = graph.examples[0].device.type
-    options = cpu_options(graph.module) if kind == "cpu" else {}
-    with silence_tracers(), torch.no_grad(), torch.autocast(kind, enabled=False):
-        with with_row_entries():
-            run: Callable[..., Sequence[Tensor]] = inductor(graph.module, [e.detach() for e in graph.examples], options)
-        written = written_inputs(graph.module.graph)
-        kept = [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
-        with random_states_kept():
-            given = _results(run, kept, batch)
-        entry = entry_of(run, len(own) + len(batch), len(given) - len(kept))
-        if entry is not None:
-            again = [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
-            with random_states_kept():
-                # Past the wrappers around it there must be the same bits.
-                if all(map(_same_bits, _results(entry, again, batch), given)):
-                    return entry
-    return run
-
-
-def _results(run: Callable[..., Sequence[Tensor]], own: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
-    """What a program gives, and the tensors that it may have written to."""
-    return [*run(*own, *batch), *own]
-
-
-def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    if (ours.shape, ours.stride(), ours.dtype) != (theirs.shape, theirs.stride(), theirs.dtype):
-        return False
-    return bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
-
-
-def cpu_options(module: fx.GraphModule) -> dict[str, Any]:
-    """How inductor compiles a program for the CPU.
-
-    Operators are called from C++: small ones take less time than Python to call them. Inductor would also run all
-    convolutions channels-last; those that stand here channels-first with long rows, as the grouped ones of many
-    members, it then transposes by strides of a page.
-    """
-    convolutions = [node.meta["val"] for node in module.graph.nodes if node.target is _CONVOLUTION]
-    wide = any(out.stride(1) > 1 and out.shape[1] * out.element_size() >= _LONG_ROW for out in convolutions)
-    return {"cpp_wrapper": True, "layout_optimization": not wide}

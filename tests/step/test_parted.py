@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.step.parted import TURNS, Trial
+from hfusion.step.parted import TURNS, ThreadTrial
 from tests.step.test_step_graph import arrays, loss_of
 from tests.step.test_train_step import ATTENTION, TINY, Pair, batch, needs_compiler
 from tests.zoo import Model, normal
@@ -134,7 +135,7 @@ def test_one_part_of_many_kinds() -> None:
 
 
 def test_a_trial_keeps_the_fastest() -> None:
-    trial = Trial(("a", "b"))
+    trial = ThreadTrial(("a", "b"))
     for turn in range(TURNS):
         assert trial.best is None
         trial.note(trial.next, 1.0 if turn else 9.0)
@@ -187,6 +188,34 @@ def test_a_frozen_base_is_in_all_parts() -> None:
         results.append([step(*data()) for _ in range(4)])
     torch.testing.assert_close(results[0], results[1])
     assert "on 2 threads" in str(step.report())
+
+
+def calls_of(step: Any, *given: Any) -> int:
+    """How many functions Python calls in a step, those in C included."""
+    found = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal found
+        found += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        step(*given)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@needs_compiler
+def test_python_does_no_more_for_more_parts() -> None:
+    counts = []
+    for parts in (2, 8):
+        step, given = classifier(16, parts=parts), data(16)
+        advance(step, *given)
+        assert f"on {parts} threads" in str(step.report())
+        # At some steps Python also collects garbage.
+        counts.append(min(calls_of(step, *given) for _ in range(5)))
+    assert counts[0] == counts[1] > 0
 
 
 def threads_left(expected: int) -> int:
@@ -245,3 +274,60 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
 def test_parts_are_a_number(parts: Any) -> None:
     with pytest.raises(ValueError, match="parts is"):
         classifier(2, parts=parts)
+
+
+class Dropping(nn.Module):
+    """Dropout of several kinds, on stacked and packed values, with rates of its own; normal numbers; attention."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        Dropping.made += 1
+        self.conv, self.norm = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.channels, self.some = nn.Dropout2d(0.4), nn.Dropout(0.1 * (Dropping.made % 2 + 1))
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.channels(F.relu(self.norm(self.conv(x)))).flatten(2).transpose(1, 2)
+        h = F.scaled_dot_product_attention(h, h, h, dropout_p=0.3 if self.training else 0.0)
+        h = self.some(h.mean(1))
+        return self.head(h + 0.1 * torch.randn_like(h))
+
+
+@needs_compiler
+def test_draws_of_a_member_are_the_same_in_any_part() -> None:
+    results = []
+    for parts, count in ((1, 4), (2, 4), (4, 4), (1, 2)):
+        Dropping.made = 0
+        torch.manual_seed(5)
+        members = [Dropping().double() for _ in range(4)][:count]
+        fused = hf.fuse(members)
+        step = hf.train_step(fused, loss_of, hf.optim.SGD(fused.parameters(), lr=0.0), parts=parts)
+        x, target = torch.randn(6, 1, 4, 4, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
+        step(x, target)
+        step(x, target)
+        torch.manual_seed(6)
+        losses = [step(x, target) for _ in range(3)]
+        assert ("threads" in str(step.report())) == (parts > 1), step.report()
+        assert not torch.allclose(losses[1], losses[2])
+        results.append([*losses, *(param.grad.clone() for param in fused.parameters())])
+    for other in results[1:]:
+        for one, its in zip(results[0], other, strict=True):
+            if len(its) == len(one):
+                torch.testing.assert_close(its, one, rtol=1e-9, atol=1e-12)
+    # Fewer members take fewer seeds, so the second step is another.
+    torch.testing.assert_close(results[3][0], results[0][0][:2], rtol=1e-9, atol=1e-12)
+
+
+@needs_compiler
+def test_what_has_no_draws_of_a_member_is_one_part() -> None:
+    class Shuffled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[:, torch.randperm(4)])
+
+    fused = hf.fuse([Shuffled(4, 2) for _ in range(4)], verify=False)
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), parts=2)
+    for _ in range(3):
+        step(torch.randn(3, 4), torch.tensor([0, 1, 1]))
+    assert "in one part: aten.randperm.default draws" in str(step.report())

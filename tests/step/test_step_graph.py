@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import BoundProgram, Place
-from hfusion.step.compiled import FusedStep, PerMemberStep, StepProgram, blocks_of
-from hfusion.step.step_graph import StepCall, Tensors, cpu_options, trace, trace_rows, written_inputs
+from hfusion.step.build import cpu_options
+from hfusion.step.compiled import FusedStep, PerMemberStep, StepProgram, blocks_of, scalars_of
+from hfusion.step.step_graph import StepCall, Tensors, trace, trace_rows, written_inputs
 from tests.zoo import MODELS, Model, normal
 
 EPS = 1e-4
@@ -112,7 +113,7 @@ def whole(fused: hf.FusedModule, found: tuple[BoundProgram, BoundProgram], call:
 
 
 def each(fused: hf.FusedModule, found: tuple[BoundProgram, BoundProgram], call: StepCall) -> PerMemberStep:
-    blocks = blocks_of(*found, 1)
+    blocks = [scalars_of(*found, rows) for rows in blocks_of(len(fused), 1)]
     kinds = list(dict.fromkeys(blocks))
     starts = [blocks.index(kind) for kind in kinds]
     graphs = tuple(trace_rows(*found, call, range(start, start + 1)) for start in starts)

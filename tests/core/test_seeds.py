@@ -1,0 +1,81 @@
+"""Random numbers from seeds of the members: theirs alone, and as random as they should be."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hfusion.core.random import MemberSeeds, member_seeds, seeded
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
+
+def seeds(members: int) -> torch.Tensor:
+    return torch.empty(members, dtype=torch.int64).random_(generator=torch.Generator().manual_seed(0))
+
+
+def hashed(x: int) -> int:
+    """As its source has it."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return x ^ (x >> 15)
+
+
+def test_the_numbers_are_hashes() -> None:
+    seed = (0x1234567 << 32) + 0x89ABCDEF
+    low = hashed((0x89ABCDEF + 0x9E3779B9) & 0xFFFFFFFF)
+    high = hashed(0x1234567 ^ low)
+    found = MemberSeeds(torch.tensor([seed])).uniform((1, 2, 3), torch.float32)
+    wide = MemberSeeds(torch.tensor([seed])).uniform((1, 2, 3), torch.float64)
+    for place in range(6):
+        number = hashed((place + low) & 0xFFFFFFFF)
+        first, second = hashed(number ^ high), hashed(number ^ hashed(high ^ 0x9E3779B9))
+        assert found.flatten()[place].item() == (first >> 8) * 2.0**-24
+        assert wide.flatten()[place].item() == (first >> 5) * 2.0**-27 + (second >> 6) * 2.0**-53
+
+
+@DTYPES
+def test_the_numbers_of_a_member_are_its_own(dtype: torch.dtype) -> None:
+    whole, row = MemberSeeds(seeds(5)), MemberSeeds(seeds(5)[3:4])
+    for shape in ((2, 3), (7,)):
+        both = whole.uniform((5, *shape), dtype), row.uniform((1, *shape), dtype)
+        assert torch.equal(both[0][3:4], both[1])
+        assert both[0].dtype is dtype
+    assert not torch.equal(whole.uniform((5, 4), dtype), whole.uniform((5, 4), dtype))
+    assert len(whole.uniform((5, 99), dtype)[:, 0].unique()) == 5
+
+
+@DTYPES
+def test_uniform(dtype: torch.dtype) -> None:
+    """Moments, and how often each of 64 stretches is met, in one member and in one place of many members."""
+    for shape in ((1, 1 << 16), (1 << 16, 1)):
+        found = MemberSeeds(seeds(shape[0])).uniform(shape, dtype).flatten().double()
+        assert 0 <= found.min() < 1e-3
+        assert 1 - 1e-3 < found.max() < 1
+        assert found.mean().item() == pytest.approx(0.5, abs=5 * math.sqrt(1 / 12 / len(found)))
+        counts = torch.histc(found, 64, 0, 1)
+        expected = len(found) / 64
+        # 63 degrees of freedom: beyond 130 once in a million.
+        assert ((counts - expected) ** 2 / expected).sum() < 130
+        neighbours = torch.corrcoef(torch.stack([found[:-1], found[1:]]))[0, 1]
+        assert abs(neighbours) < 5 / math.sqrt(len(found))
+
+
+@DTYPES
+def test_normal(dtype: torch.dtype) -> None:
+    found = MemberSeeds(seeds(4)).normal((4, 1 << 14), dtype).double()
+    assert torch.isfinite(found).all()
+    assert found.mean().item() == pytest.approx(0, abs=5 / math.sqrt(found.numel()))
+    assert found.var().item() == pytest.approx(1, abs=0.05)
+    assert (found**4).mean().item() == pytest.approx(3, abs=0.2)
+
+
+def test_seeds_are_for_a_while() -> None:
+    assert member_seeds() is None
+    with seeded(seeds(2)):
+        assert member_seeds() is not None
+        with seeded(None):
+            assert member_seeds() is None
+    assert member_seeds() is None

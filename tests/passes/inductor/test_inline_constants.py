@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hfusion.passes.inductor.inline_constants import MAX_ELEMENTS, inline_constants
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        torch.tensor([0.1, -0.0, float("inf"), float("nan")]),
+        torch.rand(2, 3, 1, dtype=torch.float64),
+        torch.tensor(7),
+        torch.tensor([True, False]),
+        torch.tensor([(1 << 62) + 1, -5]),
+    ],
+    ids=str,
+)
+def test_small_tensors_are_written_out(held: Tensor) -> None:
+    module = make_fx(lambda x: (x + held.clone(), held.clone()))(torch.zeros(held.shape, dtype=held.dtype))
+    found = inline_constants(module)
+    assert not [node for node in found.graph.nodes if node.op == "get_attr"]
+    x = torch.zeros(held.shape, dtype=held.dtype)
+    for ours, theirs in zip(found(x), module(x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(torch.signbit(ours), torch.signbit(theirs))
+
+
+@pytest.mark.parametrize(
+    "held",
+    [torch.zeros(MAX_ELEMENTS + 1), torch.zeros(0), torch.zeros(2, dtype=torch.cfloat)],
+    ids=["large", "empty", "complex"],
+)
+def test_others_stay(held: Tensor) -> None:
+    module = make_fx(lambda x: x + held.clone())(torch.zeros(held.shape, dtype=held.dtype))
+    found = inline_constants(module)
+    assert [node.op for node in found.graph.nodes].count("get_attr") == [n.op for n in module.graph.nodes].count(
+        "get_attr"
+    )
