@@ -189,9 +189,7 @@ def ends(result: hf.Step | hf.Evaluation, case: Case) -> bool:
     return isinstance(result, hf.Evaluation) if case.evaluated else result.step == BATCHES - 1
 
 
-@pytest.mark.parametrize(
-    ("devices", "policy"), [(1, "fifo"), (2, "patient-lrtf"), (3, "sharded-lrtf")]
-)
+@pytest.mark.parametrize(("devices", "policy"), [(1, "fifo"), (2, "patient-lrtf"), (3, "sharded-lrtf")])
 def test_tasks_stop_beside_others(devices: int, policy: str) -> None:
     cases = [CASES[1], CASES[6], Case(Way(momentum), "resident", steps=(1, 1, 1)), CASES[7], CASES[4]]
     whole = trained(cases, devices=devices)
