@@ -21,7 +21,7 @@ class Placed(NamedTuple):
     us_per_decision: float
 
 
-class _Clock:
+class _VirtualClock:
     now = 0.0
 
     def __call__(self) -> float:
@@ -30,7 +30,7 @@ class _Clock:
 
 def placed(arrays: int, devices: int, *, alike: bool, seed: int = 0) -> Placed:
     """One run; ``alike``: all devices are of one speed and all arrays of one length, else of three, up to 8-fold."""
-    drawn, clock = random.Random(seed), _Clock()
+    drawn, clock = random.Random(seed), _VirtualClock()
     speeds = (1.0,) if alike else (1.0, 2.0, 4.0)
     kinds = [drawn.randrange(len(speeds)) for _ in range(devices)]
     sizes = [1000.0 if alike else 1000.0 * drawn.uniform(0.25, 2.0) for _ in range(arrays)]
