@@ -75,10 +75,13 @@ class Conductor:
             if not resumed:
                 self.save()
             resumed = False
+            seats = sum(len(array.seats) for array in self._arrays)
             for array in self._arrays:
                 self._train(array)
             self._round += 1
             self._beats.beat()
+            if sum(len(array.seats) for array in self._arrays) < seats and self._crowded():
+                gc.collect()
             self.trials.caught_up()
             self._refill()
         self.save()
@@ -160,14 +163,23 @@ class Conductor:
 
     def _give_back(self) -> None:
         """Free rows, and arrays that nobody is in, give back what they take."""
+        crowded = self._crowded()
         for array in self._arrays:
             array.compact()
         left = [array for array in self._arrays if array.taken]
         if len(left) < len(self._arrays):
             self._arrays = left
             del array
-            # Arrays and their programs hold one another, and so their memory.
-            gc.collect()
+            if crowded:
+                gc.collect()
+
+    def _crowded(self) -> bool:
+        """Whether arrays need more than half of the device.
+
+        Members that left, arrays and programs hold one another, and so their memory, until Python looks for such
+        cycles. To make it look takes a fifth of a second, and can wait where there is room.
+        """
+        return not fits(self._device.memory // 2, [(one.footprint, one.rows()) for one in self._arrays])
 
     def _next(self) -> tuple[TrialModel, ShapeArray] | None:
         """The trial that comes next, and the array that takes it; None where all are asked."""
