@@ -10,6 +10,7 @@ from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.checkpoint.save import load, save
 from hfusion.cluster.cluster import Cluster
+from hfusion.cluster.copies import copy_rows
 from hfusion.cluster.ranks import gather_rows, rows
 from hfusion.core.calls import stacked
 from hfusion.core.errors import CheckpointError, FusionError, HFusionError, NonFiniteError, PlanError, SpillError
@@ -50,6 +51,7 @@ __all__ = [
     "Task",
     "TrainError",
     "build",
+    "copy_rows",
     "fuse",
     "gather_rows",
     "load",

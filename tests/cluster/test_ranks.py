@@ -184,3 +184,52 @@ def test_a_frozen_base_in_pieces_on_two_ranks(two: Ranks) -> None:
     for ours, theirs in zip([member for own, _ in found for member in own], alone, strict=True):
         for name, value in theirs.items():
             torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(value), rtol=1e-9, atol=1e-12, msg=name)
+
+
+def living(rows: slice) -> hf.Population:
+    params = RATES[rows]
+    return hf.Population(
+        [mlp(seed) for seed in range(5)[rows]],
+        optimizer=lambda own: hf.optim.Adam(own, lr=params),
+        loss=F.cross_entropy,
+        schedule=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2, 0.5),
+        scaler=hf.optim.GradScaler(),
+        clip_norm=[1.0, 2.0, 3.0, 4.0, 5.0][rows],
+        tags=[f"member {row}" for row in range(5)[rows]],
+        compile=False,
+    )
+
+
+def exploited(world: int) -> Any:
+    """Members 0 and 4 change places, 3 becomes 1, and 2 what 4 was; in between and after they train."""
+    mine = slice(0, 5) if world == 1 else hf.rows(5)
+    pop = living(mine)
+    for turn, (x, y) in enumerate(zip(*data(), strict=True)):
+        pop.step(x, y)
+        pop.schedule.step()
+        if turn == 2:
+            pop.scaler.load_state_dict(pop.scaler.state_dict() | {"scale": 2.0 ** torch.arange(5.0)[mine]})
+            hf.copy_rows(pop, [0, 4, 1, 4], [4, 0, 3, 2])
+    said = ""
+    if world > 1:
+        pop.stop(0)
+        try:
+            hf.copy_rows(pop, 0, 4)
+        except ValueError as error:
+            said = str(error)
+    state = pop.fused.state_dict() | pop.scaler.state_dict()
+    stacks = {name: value.tolist() for name, value in state.items()}
+    lineage = [str(event) for event in pop.lineage if event.what == "copy"]
+    return stacks, pop.hparams["lr"].tolist(), pop.ages.tolist(), lineage, said
+
+
+def test_members_are_copied_from_rank_to_rank(two: Ranks) -> None:
+    stacks, rates, _, lineage, _ = exploited(1)
+    first, second = two(exploited, 2)
+    for name, value in stacks.items():
+        found = torch.tensor(first[0][name] + second[0][name])
+        torch.testing.assert_close(found, torch.tensor(value), rtol=1e-9, atol=1e-12, msg=name)
+    assert first[1] + second[1] == pytest.approx(rates, rel=1e-12)
+    assert second[2] == [6, 6]
+    assert sorted(first[3] + second[3]) == sorted(lineage)
+    assert (first[4], second[4]) == ("", "row 0 of rank 0 is free: copy a healthy member")
