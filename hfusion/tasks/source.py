@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -172,6 +173,7 @@ class Stream:
         self._resumed: Position | None = None
         self._began: Position | None = None
         self._given = 0
+        self._stopped = False
         self._items = self._read()
         self._reader = Reader(self._items, f"{task.name} reads", lambda: end_workers(self._open))
         self._latest: Minibatch
@@ -181,6 +183,8 @@ class Stream:
         """The next minibatch. Raises PlanError if an epoch of the loader was not as long as it says."""
         if type(self._loader) in (list, tuple):
             # It never waits and draws nothing: to ask another thread would cost more than to read.
+            if self._stopped:
+                raise CancelledError
             self._latest = found = next(self._items)
         else:
             self._latest = found = self._reader.next(_within(self._turn, drawing or nullcontext()))
@@ -212,6 +216,7 @@ class Stream:
 
     def stop(self) -> None:
         """Whoever waits for a minibatch gives up, by a CancelledError."""
+        self._stopped = True
         self._reader.stop()
 
     def find(self, batch: Batch) -> Recipe | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -235,6 +237,28 @@ def test_members_stop_where_they_are() -> None:
         expected = late.clone()
         expected[1] = early[1]
         assert torch.equal(tensor, expected)
+
+
+def test_a_failure_elsewhere_ends_a_slice() -> None:
+    """The other task would go on for long: all its minibatches are one slice."""
+    heard: list[Any] = []
+    begun = Event()
+
+    def listen(step: Any) -> None:
+        heard.append(step)
+        begun.set()
+        time.sleep(0.01)
+
+    def fail(step: Any) -> None:
+        begun.wait()
+        raise OSError("gone")
+
+    x = batches(torch.float64)[0]
+    long = task(array(), Way(), [x] * 5000, "long", compile=True, callbacks=[listen], epochs=1)
+    other = task(array(), Way(), [x], "other", callbacks=[fail])
+    with pytest.raises(hf.TrainError, match="'other' failed: OSError: gone"):
+        hf.train([long, other], machine(2))
+    assert 0 < len(heard) < 5000
 
 
 def test_what_cannot_be_compiled_runs_eagerly_and_says_why() -> None:
