@@ -7,7 +7,6 @@ loop; hfusion with cache folders that are empty; and with those that an earlier 
 from __future__ import annotations
 
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -127,6 +126,9 @@ def run_job(model: str, members: int, threads: int, way: str, folder: str, steps
 
 
 def _processor_time() -> float:
+    """Of the processes that have ended; POSIX alone tells it."""
+    import resource
+
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
