@@ -305,3 +305,19 @@ def test_members_of_several_arrays_stop_by_their_numbers() -> None:
         assert_equal(found.losses[:last, member], whole.losses[:last, member])
         assert found.losses[last:, member].isnan().all()
     assert_equal(found.models[2].state_dict(), whole.models[2].state_dict())
+
+
+def test_members_of_a_compiled_task_stop_as_well() -> None:
+    def once(on_result: Any = None) -> Any:
+        return hf.train(small(epochs=2, compile=True, seed=1), machine(), on_result=on_result)["small"]
+
+    # The first run compiles.
+    once()
+    whole, found = once(), once(lambda result: [1] if done(result) == 4 else [])
+    ended = once(lambda result: done(result) == 4)
+    assert found.stopped == {1: 4}
+    assert_equal(found.losses[:, [0, 2]], whole.losses[:, [0, 2]])
+    assert_equal(found.models[2].state_dict(), whole.models[2].state_dict())
+    assert_equal(found.models[1].state_dict(), ended.models[1].state_dict())
+    assert found.losses[4:, 1].isnan().all()
+    assert len(ended.losses) == 4
