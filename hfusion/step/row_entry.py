@@ -4,7 +4,7 @@ Inductor's programs take handles of tensors and give handles, between which they
 begin by letting go of it, which only a thread that has it may do. So its source gets two changes before it is
 compiled: the lock is let go of by who has it, and `hfusion_rows` stands at its end, which takes stacks of all members,
 computes a block of rows of them, and writes losses and gradients to the rows of other stacks.
-Tried with torch 2.11 and 2.13; where its source or its wrappers are others than expected, there is no entry.
+Tried with torch 2.13; where its source or its wrappers are others than expected, there is no entry.
 """
 
 from __future__ import annotations

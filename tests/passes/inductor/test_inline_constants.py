@@ -17,7 +17,7 @@ from hfusion.passes.inductor.inline_constants import MAX_ELEMENTS, inline_consta
         torch.tensor([True, False]),
         torch.tensor([(1 << 62) + 1, -5]),
     ],
-    ids=str,
+    ids=["not finite", "float64", "scalar", "bool", "large integers"],
 )
 def test_small_tensors_are_written_out(held: Tensor) -> None:
     module = make_fx(lambda x: (x + held.clone(), held.clone()))(torch.zeros(held.shape, dtype=held.dtype))
