@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import multiprocessing
+import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, Event
+from threading import Barrier, Event, Thread
 
 import pytest
 import torch
 
+from hfusion.device.backend import random_states_kept
 from hfusion.runtime.process import Gate, Generators
 
 CPU = torch.device("cpu")
@@ -110,3 +114,33 @@ def test_tasks_in_several_threads_draw_as_if_alone() -> None:
         together = list(pool.map(draw, range(3)))
     for seed, found in enumerate(together):
         assert torch.equal(found.flatten(), torch.rand(60, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_process_is_forked_while_others_seed() -> None:
+    """As the workers of a loader are, which seed first; torch alone lets them wait for ever."""
+    stop = Event()
+
+    def seed() -> None:
+        while not stop.is_set():
+            torch.manual_seed(1)
+
+    threads = [Thread(target=seed) for _ in range(2)]
+    with random_states_kept(), warnings.catch_warnings():
+        # Python 3.12 warns of what this is about.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(10):
+                child = multiprocessing.get_context("fork").Process(target=torch.manual_seed, args=(3,))
+                child.start()
+                child.join(60)
+                alive = child.is_alive()
+                child.kill()
+                child.join()
+                assert not alive
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
