@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -357,3 +357,24 @@ def random_states_kept() -> Iterator[None]:
     finally:
         for each, states in zip(asked, before, strict=True):
             each.set_random_states(states)
+
+
+def seeding_locks() -> list[Any]:
+    """What `torch.manual_seed` takes, and no thread holds for long. Private names, tried on torch 2.11 and 2.13."""
+    places = (torch.cuda, torch.xpu, torch.mtia)
+    return [place._initialization_lock for place in places if hasattr(place, "_initialization_lock")]
+
+
+def attention_kernels() -> list[bool]:
+    """Which of torch's kernels attention may use: flash, the one that saves memory, and plain operators."""
+    asked = torch.backends.cuda
+    return [asked.flash_sdp_enabled(), asked.mem_efficient_sdp_enabled(), asked.math_sdp_enabled()]
+
+
+def use_attention_kernels(flags: Sequence[bool]) -> None:
+    """Set what `attention_kernels` told."""
+    asked = torch.backends.cuda
+    for use, flag in zip(
+        (asked.enable_flash_sdp, asked.enable_mem_efficient_sdp, asked.enable_math_sdp), flags, strict=True
+    ):
+        use(flag)

@@ -11,7 +11,7 @@ from threading import Condition, RLock
 import torch
 from torch import Tensor
 
-from hfusion.device.backend import backend
+from hfusion.device.backend import backend, seeding_locks
 from hfusion.runtime.draws import drawing_from
 
 
@@ -50,22 +50,16 @@ class Gate:
 
 # torch's generators belong to the process and its devices: one thread at a time puts its task's state there.
 _GENERATORS = RLock()
-# `torch.manual_seed` takes these, which no thread holds for long. Private names, tried on torch 2.11 and 2.13.
-_SEEDING = [
-    place._initialization_lock
-    for place in (torch.cuda, torch.xpu, torch.mtia)
-    if hasattr(place, "_initialization_lock")
-]
 
 
 def _before_fork() -> None:
     """A process that is forked off while another thread draws, or seeds, would find their locks taken for ever."""
-    for lock in (_GENERATORS, *_SEEDING):
+    for lock in (_GENERATORS, *seeding_locks()):
         lock.acquire()
 
 
 def _after_fork() -> None:
-    for lock in (*_SEEDING, _GENERATORS):
+    for lock in (*seeding_locks(), _GENERATORS):
         lock.release()
 
 

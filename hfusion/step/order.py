@@ -20,6 +20,7 @@ from hfusion.compiler.graph_text import Unwritable
 from hfusion.compiler.written import read_compiled, write_compiled
 from hfusion.core.calls import StackedInput
 from hfusion.core.program import Kind
+from hfusion.device.backend import attention_kernels, use_attention_kernels
 from hfusion.step.step_graph import StepCall, Tensors
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -152,11 +153,7 @@ def _settings() -> dict[str, Any]:
         "warns": torch.is_deterministic_algorithms_warn_only_enabled(),
         "precision": torch.get_float32_matmul_precision(),
         "mkldnn": torch.backends.mkldnn.enabled,
-        "attention": [
-            torch.backends.cuda.flash_sdp_enabled(),
-            torch.backends.cuda.mem_efficient_sdp_enabled(),
-            torch.backends.cuda.math_sdp_enabled(),
-        ],
+        "attention": attention_kernels(),
     }
 
 
@@ -178,7 +175,4 @@ def _set(settings: Mapping[str, Any]) -> None:
     torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warns"])
     torch.set_float32_matmul_precision(settings["precision"])
     torch.backends.mkldnn.enabled = settings["mkldnn"]
-    flash, efficient, plain = settings["attention"]
-    torch.backends.cuda.enable_flash_sdp(flash)
-    torch.backends.cuda.enable_mem_efficient_sdp(efficient)
-    torch.backends.cuda.enable_math_sdp(plain)
+    use_attention_kernels(settings["attention"])
