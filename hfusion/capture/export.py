@@ -94,11 +94,17 @@ def _capture(
             # Forward hangs on what cannot be seen from here.
             forget_capture(key)
         else:
+            _tell(module, found.graph, buffers(found.graph, found.slots))
             return found
     found = _exported(module, args, kwargs, attempts, real.modes)
     _check_faithful(found, module, args, kwargs, real.outcome)
     keep_capture(key, found)
     return found
+
+
+def _tell(module: nn.Module, graph: fx.Graph, writable: frozenset[str]) -> None:
+    name = type(module).__name__
+    stage(name, "captured", lambda: describe_graph(f"a member of {name}", graph), lambda: check_member(graph, writable))
 
 
 def _exported(
@@ -118,8 +124,7 @@ def _exported(
         graph = functional(flat, writable)
     except RuntimeError as error:
         raise FusionError(f"the graph of forward cannot be written without in-place: {_first_line(error)}") from error
-    name = type(module).__name__
-    stage(name, "captured", lambda: describe_graph(f"a member of {name}", graph), lambda: check_member(graph, writable))
+    _tell(module, graph, writable)
     for node in graph.nodes:
         if isinstance(node.meta.get("val"), FakeTensor):
             # A constant's own tensor, which the graph shall not keep alive.
