@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.step import parting as step
 from hfusion.step import recorded as recording
-from hfusion.step import train_step as step
 from hfusion.step.recorded import Record, RecordedStep, Work
 from tests.step.test_step_graph import loss_of
 from tests.step.test_train_step import TINY, Pair, batch, needs_compiler, pair
