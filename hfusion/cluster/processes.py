@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import signal
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing import connection, get_all_start_methods, get_context, set_start_method
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -84,7 +86,7 @@ class ProcessExecutor:
         # Whoever is gone is found to be so by the next wait.
         with suppress(OSError):
             if pipe is not None:
-                pipe.send(job)
+                _send(pipe, job)
 
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
         there = {pipe: device for device, pipe in enumerate(self._pipes) if pipe is not None}
@@ -108,7 +110,7 @@ class ProcessExecutor:
             return
         stop.close()
         with suppress(OSError):
-            pipe.send(None)
+            _send(pipe, None)
         pipe.close()
         process.join(_GRACE)
         if process.is_alive():
@@ -134,6 +136,12 @@ class ProcessExecutor:
         self._folder.cleanup()
 
 
+def _send(pipe: Connection, message: Any) -> None:
+    # Connection.send would share the memory of tensors through sockets that live in the folder for temporary files:
+    # they outlive this call, and their paths may be too long.
+    pipe.send_bytes(pickle.dumps(message))
+
+
 def _work(pipe: Connection, end: Connection, device: Device, host: int, disk: Path, threads: int) -> None:
     """The process of a device: jobs come, and what happens to them goes back."""
     # What starts processes here, such as a DataLoader, does so as in any other program.
@@ -143,9 +151,9 @@ def _work(pipe: Connection, end: Connection, device: Device, host: int, disk: Pa
     torch.set_num_threads(threads)
     try:
         trainer = ArrayTrainer(device.name, Machine([device], host, disk))
-        pipe.send(trainer.info())
+        _send(pipe, trainer.info())
     except Exception as error:
-        pipe.send(Raised(error))
+        _send(pipe, Raised(error))
         return
     Thread(target=_hear, args=(end, trainer), daemon=True).start()
 
@@ -155,7 +163,7 @@ def _work(pipe: Connection, end: Connection, device: Device, host: int, disk: Pa
     # The driver may be gone.
     with suppress(EOFError, OSError):
         while (job := pipe.recv()) is not None:
-            trainer.run(job, part, pipe.send)
+            trainer.run(job, part, partial(_send, pipe))
 
 
 def _no_parts(key: str) -> Any:

@@ -93,8 +93,9 @@ def assert_same(found: Any, wanted: Any) -> None:
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where temporary files of this process and of those that it starts are."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
+    # Longer than the path of a socket may be.
+    folder = tmp_path / "temporary" / ("long" * 30)
+    folder.mkdir(parents=True)
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
