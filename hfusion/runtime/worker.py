@@ -185,7 +185,8 @@ class DeviceWorker:
 
     def _hear(self, job: _Job) -> None:
         job.done = not job.failed
-        self._heard = job.ended
+        # Two lanes may tell in another order than they ended in; what begins now has heard of both.
+        self._heard = max(self._heard, job.ended)
 
     def close(self) -> None:
         """End the run: no thread is left, and none uses the user's tensors. A Ctrl-C meanwhile is raised afterwards."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from time import perf_counter, sleep
+from typing import cast
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import hfusion as hf
 from hfusion.bench.policies import COMPARED
 from hfusion.runtime import worker
 from hfusion.runtime.copying import Move, copy_now
+from hfusion.runtime.training import Training
 from hfusion.schedule.actions import Act
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import Candidate, Order, Policy, State
@@ -210,3 +212,26 @@ def test_the_timeline_begins_with_the_run() -> None:
     elapsed = perf_counter() - begun
     assert report.timeline.actions[0].start >= 0
     assert report.timeline.makespan <= elapsed
+
+
+class Nothing:
+    """A training in which nothing is left to do."""
+
+    over = True
+
+    def stop(self) -> None:
+        return
+
+
+def test_nothing_begins_before_what_the_engine_has_heard_of() -> None:
+    """Two lanes may tell of their ends in the other order."""
+    array, _ = made(0)
+    (plan,) = planned([task(array, WAYS[0], LOADER)], machine(), [1], [True]).tasks
+    device, training = ("cpu", torch.device("cpu")), cast(Training, Nothing())
+    with worker.DeviceWorker([device], [training], lambda task, unit: None, lambda task, unit: None) as here:
+        for ended in (2.0, 1.0):
+            here.ended.put(worker._Job(0, lambda: None, (), 0.0, ended=ended))
+            here.wait()
+        ticket = here.begin(0, 0, plan.unit(0), plan.turn(plan.unit(0)).computes[0], ())
+        assert here.wait() == (ticket,)
+    assert ticket.started == 2.0
