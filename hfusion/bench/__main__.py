@@ -16,7 +16,6 @@ from rich.table import Table
 
 from hfusion.bench import (
     fuse,
-    job,
     memory,
     optim,
     plot,
@@ -69,7 +68,7 @@ def print_names(out: Console) -> None:
         "cases of shard": {case.name: case.about for case in shard_cases.CASES},
         "contenders of shard": shard_results.ABOUT,
         "models of short": {name: f"{steps} steps" for name, steps in short.STEPS.items()},
-        "contenders of short": short.ABOUT,
+        "contenders of short": {contender.name: contender.about for contender in short.CONTENDERS},
         "models of sweep": {case.name: case.about for case in sweep.CASES},
         "contenders of sweep": {contender.name: contender.about for contender in sweep_contenders.CONTENDERS},
         "policies of schedule": {policy.name: policy.about for policy in COMPARED.values()},
@@ -119,8 +118,6 @@ def run_fuse(parsed: argparse.Namespace) -> BenchmarkResult:
         return run_startup(chosen)
     if parsed.memory:
         return run_memory(chosen)
-    if parsed.job:
-        return run_job(chosen)
     with meter(fuse.pieces(chosen)) as bar:
         found, interrupted = collect(fuse.run(chosen, bar))
     names = [contender.name for contender in chosen.contenders]
@@ -137,14 +134,6 @@ def run_startup(chosen: fuse.FuseSettings) -> BenchmarkResult:
         rows, interrupted = collect(startup.run(chosen, bar))
     shown, footnotes = startup.table(rows)
     return BenchmarkResult(shown, footnotes, rows, interrupted, wrong=[], kind="startup")
-
-
-def run_job(chosen: fuse.FuseSettings) -> BenchmarkResult:
-    """What short jobs take in all."""
-    with meter(job.pieces(chosen)) as bar:
-        rows, interrupted = collect(job.run(chosen, bar))
-    shown, footnotes = job.table(rows)
-    return BenchmarkResult(shown, footnotes, rows, interrupted, wrong=[], kind="jobs")
 
 
 def run_memory(chosen: fuse.FuseSettings) -> BenchmarkResult:
@@ -204,8 +193,9 @@ def run_short(parsed: argparse.Namespace) -> BenchmarkResult:
     chosen = short_settings(parsed)
     with meter(short.pieces(chosen)) as bar:
         rows, interrupted = collect(short.run(chosen, bar))
-    footnotes = [f"{name}: {about}" for name, about in short.ABOUT.items()]
-    return BenchmarkResult(short.table(rows), footnotes, rows, interrupted, wrong=[])
+    shown, footnotes = short.table(rows)
+    wrong = [row.reason for row in rows if row.disagrees]
+    return BenchmarkResult(shown, footnotes, rows, interrupted, wrong)
 
 
 RUN: dict[str, Callable[[argparse.Namespace], BenchmarkResult]] = {

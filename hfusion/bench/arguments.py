@@ -29,14 +29,18 @@ SUB_BENCHMARKS = {
 }
 MEMBERS = (4, 16, 64)
 NOT_FOR = {"schedule": ("members", "repeats"), "shard": ("members",), "sweep": ("members", "repeats")}
-CHOSEN_BY = {"models": ("fuse", "short", "sweep"), "contenders": ("fuse", "sweep")}
+CHOSEN_BY = {"models": ("fuse", "short", "sweep"), "contenders": ("fuse", "short", "sweep")}
+# What models and contenders are chosen from, other than those of fuse.
+ENTRANTS: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
+    "short": (CASES, short.CONTENDERS),
+    "sweep": (sweep.CASES, SEARCHES),
+}
 QUICK_SWEEP = (6, 3)
 AMP = {"bf16": torch.bfloat16}
 PICTURES = (".png", ".svg", ".pdf")
 WITHOUT = {
     "startup": ("contenders", "repeats", "plot"),
     "memory": ("repeats", "plot"),
-    "job": ("contenders", "repeats", "plot", "amp"),
 }
 QUICK_MODELS = ("mlp-small", "cnn")
 QUICK_MEMBERS = (4,)
@@ -70,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--list", action="store_true", help="print the sub-benchmarks, models and contenders")
     made.add_argument("--models", metavar="A,B", help="fuse, short and sweep: these models only")
     made.add_argument("--members", metavar="4,16", type=_counts, help="numbers of members (default 4,16,64)")
-    made.add_argument("--contenders", metavar="A,B", help="fuse and sweep: these contenders only")
+    made.add_argument("--contenders", metavar="A,B", help="fuse, short and sweep: these contenders only")
     made.add_argument("--repeats", type=_count, help="rounds, each timing every contender (default 7; shard 3)")
     made.add_argument("--threads", type=_count, default=1, help="threads of torch (default 1); all cores: their number")
     made.add_argument(
@@ -90,7 +94,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--amp", choices=sorted(AMP), help="fuse: forward and loss under autocast, for all contenders")
     instead = made.add_mutually_exclusive_group()
     instead.add_argument("--startup", action="store_true", help="fuse: what an array costs before it trains, instead")
-    instead.add_argument("--job", action="store_true", help="fuse: seconds of a short job in its own process, instead")
     instead.add_argument("--memory", action="store_true", help="fuse: bytes per member of each contender, instead")
     instead.add_argument(
         "--from",
@@ -108,7 +111,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     made = parser()
     parsed = made.parse_args(arguments)
     _or_error(made, lambda: check_name("sub-benchmark", parsed.benchmark, SUB_BENCHMARKS))
-    for name in ("models", "contenders", "plot", "amp", "startup", "memory", "job"):
+    for name in ("models", "contenders", "plot", "amp", "startup", "memory"):
         if parsed.benchmark not in CHOSEN_BY.get(name, ("fuse",)) and getattr(parsed, name):
             made.error(f"--{name} belongs to fuse, not to {parsed.benchmark}: leave it out")
     for name in ("trials", "epochs"):
@@ -136,12 +139,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parsed.kept = _or_error(made, lambda: [row for path in parsed.earlier or [] for row in kept_rows(path)])
     if parsed.plot is not None and importlib.util.find_spec("matplotlib") is None:
         made.error("--plot needs matplotlib: pip install 'hfusion[examples]', or leave --plot out")
-    searching = parsed.benchmark == "sweep"
-    cases: Sequence[Any]
-    entrants: Sequence[Any]
-    cases, entrants = (sweep.CASES, SEARCHES) if searching else (CASES, CONTENDERS)
-    if parsed.benchmark == "short":
-        cases = named(CASES, tuple(short.STEPS))
+    cases, entrants = ENTRANTS.get(parsed.benchmark, (CASES, CONTENDERS))
     parsed.cases = _or_error(made, lambda: choose("model", parsed.models, cases))
     parsed.entrants = _or_error(made, lambda: choose("contender", parsed.contenders, entrants))
     return parsed
@@ -195,10 +193,11 @@ def schedule_settings(parsed: argparse.Namespace) -> schedule.ScheduleSettings:
 
 def short_settings(parsed: argparse.Namespace) -> short.ShortSettings:
     """The settings of the sub-benchmark ``short``."""
-    models = tuple(case.name for case in parsed.cases)
+    models = tuple(case.name for case in parsed.cases) if parsed.models else tuple(short.STEPS)
     return short.ShortSettings(
         models=models[:1] if parsed.quick and not parsed.models else models,
         members=parsed.members or short.MEMBERS,
+        contenders=parsed.entrants,
         rounds=parsed.repeats or (1 if parsed.quick else 3),
         threads=parsed.threads,
     )

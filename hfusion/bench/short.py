@@ -1,7 +1,8 @@
 """The sub-benchmark ``short``: jobs of some seconds, from the start of their process to its end.
 
 What a user waits for includes imports, the capture and the compiler. So each job is a process of its own: the serial
-loop; hfusion with cache folders that are empty; and with those that an earlier job has filled.
+loop, whose processes are not charged for the import of hfusion; and hfusion's ways, with cache folders that are empty,
+and with those that a compiling job has filled.
 """
 
 from __future__ import annotations
@@ -19,25 +20,61 @@ import torch
 from rich.table import Table
 
 from hfusion.bench.progress import Meter
+from hfusion.bench.results import BASELINE
+from hfusion.bench.table import Footnotes
 
 # Which the serial loop of 16 members does in some ten seconds on two cores of an AMD EPYC (third generation).
 STEPS = {"mlp-small": 300, "cnn": 30, "transformer": 60}
+DEFAULT_STEPS = 60
 MEMBERS = (16,)
-ABOUT = {
-    "serial": "the loop over members, each with an Adam of torch",
-    "cold": "hf.train_step(..., steps=n) with empty caches",
-    "warm": "the same with the caches that an earlier job has filled",
-}
 # Float32, after some hundred steps of Adam that round differently.
 TOLERANCE = 0.05
+
+_CHILD = """
+import sys, time
+import torch
+began = time.perf_counter(), time.process_time()
+from hfusion.bench import short_job
+short_job.main(sys.argv[1:], began)
+"""
+
+
+@dataclass(frozen=True)
+class ShortContender:
+    """``way``: of `short_job`. ``warm``: with caches that are full."""
+
+    name: str
+    about: str
+    way: str
+    warm: bool = False
+
+
+_WAYS = {
+    "eager": "hf.train_step(compile=False)",
+    "compiled": "hf.train_step",
+    "background": 'hf.train_step(compile="background")',
+    "steps": "hf.train_step(steps=n)",
+}
+FILLER = "compiled-cold"
+CONTENDERS = (
+    ShortContender(BASELINE, "the loop over members, each with an Adam of torch", BASELINE),
+    *(
+        ShortContender(
+            f"{way}-{'warm' if warm else 'cold'}", f"{call}, {'full' if warm else 'empty'} caches", way, warm
+        )
+        for way, call in _WAYS.items()
+        for warm in (False, True)
+    ),
+)
 
 
 @dataclass(frozen=True)
 class ShortSettings:
-    """``models`` are names of `STEPS`; every contender runs once in each of ``rounds``."""
+    """``models`` are names of cases of ``fuse``; every contender runs once in each of ``rounds``."""
 
     models: tuple[str, ...]
     members: tuple[int, ...]
+    contenders: tuple[ShortContender, ...]
     rounds: int
     threads: int
 
@@ -47,17 +84,20 @@ class ShortRow:
     """One contender: medians of the wall time, and of processor times: of its process and those that it started, and
     of its process alone, which is what it waits for where a core is free for the others.
 
-    ``beyond``: seconds more than the serial loop took in the same round, the median.
+    ``beyond``: seconds more than the serial loop took in the same round, the median. Without times, ``reason`` says
+    why; ``disagrees``: it ends with other losses than the serial loop.
     """
 
     model: str
     members: int
     steps: int
     contender: str
-    seconds: float
-    cpu_seconds: float
-    own_cpu_seconds: float
-    beyond: float
+    seconds: float | None = None
+    cpu_seconds: float | None = None
+    own_cpu_seconds: float | None = None
+    beyond: float | None = None
+    reason: str = ""
+    disagrees: bool = False
 
 
 class WrongJob(Exception):
@@ -66,12 +106,13 @@ class WrongJob(Exception):
 
 @dataclass(frozen=True)
 class JobTime:
-    """What a job took, and its last losses."""
+    """What a job took, and its last losses; or why it failed."""
 
-    seconds: float
-    cpu_seconds: float
-    own_cpu_seconds: float
-    losses: tuple[float, ...]
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    own_cpu_seconds: float = 0.0
+    losses: tuple[float, ...] = ()
+    reason: str = ""
 
 
 def pieces(settings: ShortSettings) -> int:
@@ -80,39 +121,47 @@ def pieces(settings: ShortSettings) -> int:
 
 
 def run(settings: ShortSettings, meter: Meter) -> Iterator[ShortRow]:
-    """A row for each model, number of members and contender. Raises WrongJob."""
+    """A row for each model, number of members and contender."""
     for model in settings.models:
         for members in settings.members:
             rounds = []
             for number in range(settings.rounds):
                 meter.say(f"{model} x {members}, round {number + 1}")
-                rounds.append(_round(model, members, settings.threads))
+                rounds.append(_round(settings, model, members))
                 meter.advance(1)
-            yield from _rows(model, members, rounds)
+            for contender in settings.contenders:
+                yield row(model, members, contender.name, rounds)
 
 
-def _round(model: str, members: int, threads: int) -> dict[str, JobTime]:
-    with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as filled:
-        run_job(model, members, threads, "fill", filled)
-        return {
-            "serial": run_job(model, members, threads, "serial", empty),
-            "cold": run_job(model, members, threads, "hfusion", empty),
-            "warm": run_job(model, members, threads, "hfusion", filled),
-        }
+def _round(settings: ShortSettings, model: str, members: int) -> dict[str, JobTime]:
+    """Times by contender; what fills the caches is one of them, and runs first, the serial loop always runs."""
+    chosen = {contender.name: contender for contender in (*CONTENDERS[:1], *settings.contenders)}
+    found = {}
+    with tempfile.TemporaryDirectory() as filled:
+        if FILLER in chosen or any(contender.warm for contender in chosen.values()):
+            found[FILLER] = _job(model, members, settings.threads, "compiled", filled)
+        for name, contender in chosen.items():
+            if name not in found:
+                with tempfile.TemporaryDirectory() as empty:
+                    folder = filled if contender.warm else empty
+                    found[name] = _job(model, members, settings.threads, contender.way, folder)
+    return found
+
+
+def _job(model: str, members: int, threads: int, way: str, folder: str) -> JobTime:
+    try:
+        return run_job(model, members, threads, way, folder)
+    except WrongJob as error:
+        return JobTime(reason=str(error))
 
 
 def run_job(model: str, members: int, threads: int, way: str, folder: str, steps: int | None = None) -> JobTime:
     """One process with its caches in ``folder``. Raises WrongJob if it fails."""
-    count = STEPS[model] if steps is None else steps
-    given = [model, str(members), str(count), str(threads), way]
-    caches = {
-        "XDG_CACHE_HOME": folder,
-        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-        "OMP_NUM_THREADS": str(threads),
-    }
+    given = [model, str(members), str(steps or _steps(model)), str(threads), way]
+    caches = {"XDG_CACHE_HOME": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
     before, began = _processor_time(), time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "hfusion.bench.short_job", *given],
+        [sys.executable, "-c", _CHILD, *given],
         env={**os.environ, **caches, "OMP_NUM_THREADS": str(threads)},
         capture_output=True,
         text=True,
@@ -121,8 +170,14 @@ def run_job(model: str, members: int, threads: int, way: str, folder: str, steps
     seconds = time.perf_counter() - began
     if done.returncode:
         raise WrongJob(f"{way} of {model}: {done.stderr.strip().rpartition(chr(10))[2]}")
-    losses, own = done.stdout.splitlines()[-2:]
-    return JobTime(seconds, _processor_time() - before, float(own), tuple(map(float, losses.split())))
+    losses, times = done.stdout.splitlines()[-2:]
+    own, uncounted, uncounted_cpu = map(float, times.split())
+    cpu = _processor_time() - before - uncounted_cpu
+    return JobTime(seconds - uncounted, cpu, own - uncounted_cpu, tuple(map(float, losses.split())))
+
+
+def _steps(model: str) -> int:
+    return STEPS.get(model, DEFAULT_STEPS)
 
 
 def _processor_time() -> float:
@@ -133,20 +188,25 @@ def _processor_time() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _rows(model: str, members: int, rounds: Sequence[Mapping[str, JobTime]]) -> Iterator[ShortRow]:
-    for name in ABOUT:
-        for one in rounds:
-            check_losses(f"{name} of {model}", one["serial"].losses, one[name].losses)
-        yield ShortRow(
-            model,
-            members,
-            STEPS[model],
-            name,
-            statistics.median(one[name].seconds for one in rounds),
-            statistics.median(one[name].cpu_seconds for one in rounds),
-            statistics.median(one[name].own_cpu_seconds for one in rounds),
-            statistics.median(one[name].seconds - one["serial"].seconds for one in rounds),
-        )
+def row(model: str, members: int, name: str, rounds: Sequence[Mapping[str, JobTime]]) -> ShortRow:
+    """The medians of contender ``name``, or what is wrong with it."""
+    known = (model, members, _steps(model), name)
+    jobs, alone = [one[name] for one in rounds], [one[BASELINE] for one in rounds]
+    failed = next((job.reason for job in (*jobs, *alone) if job.reason), "")
+    if failed:
+        return ShortRow(*known, reason=failed)
+    try:
+        for job, other in zip(jobs, alone, strict=True):
+            check_losses(f"{name} of {model}", other.losses, job.losses)
+    except WrongJob as error:
+        return ShortRow(*known, reason=str(error), disagrees=True)
+    return ShortRow(
+        *known,
+        seconds=statistics.median(job.seconds for job in jobs),
+        cpu_seconds=statistics.median(job.cpu_seconds for job in jobs),
+        own_cpu_seconds=statistics.median(job.own_cpu_seconds for job in jobs),
+        beyond=statistics.median(job.seconds - other.seconds for job, other in zip(jobs, alone, strict=True)),
+    )
 
 
 def check_losses(name: str, expected: Sequence[float], found: Sequence[float]) -> None:
@@ -156,13 +216,23 @@ def check_losses(name: str, expected: Sequence[float], found: Sequence[float]) -
         raise WrongJob(f"{name} ends with the losses {[*found]}, trained alone {[*expected]}")
 
 
-def table(rows: Sequence[ShortRow]) -> Table:
-    """A line for each job."""
+def table(rows: Sequence[ShortRow]) -> tuple[Table, list[str]]:
+    """A line for each job, and footnotes."""
     shown = Table(title="seconds from the start of a process to its end")
     shown.add_column("model", no_wrap=True)
     for title in ("members", "steps", "contender", "seconds", "processor", "own", "beyond serial"):
         shown.add_column(title, justify="left" if title == "contender" else "right")
-    for row in rows:
-        times = (f"{row.seconds:.1f}", f"{row.cpu_seconds:.1f}", f"{row.own_cpu_seconds:.1f}", f"{row.beyond:+.1f}")
-        shown.add_row(row.model, str(row.members), str(row.steps), row.contender, *times)
-    return shown
+    footnotes = Footnotes()
+    for one in rows:
+        word = ("WRONG" if one.disagrees else "n/a") + footnotes.mark(one.reason)
+        times = [_shown(value, word) for value in (one.seconds, one.cpu_seconds, one.own_cpu_seconds)]
+        shown.add_row(
+            one.model, str(one.members), str(one.steps), one.contender, *times, _shown(one.beyond, word, sign="+")
+        )
+    names = {one.contender for one in rows}
+    about = [f"{contender.name}: {contender.about}" for contender in CONTENDERS if contender.name in names]
+    return shown, [*about, *footnotes.lines()]
+
+
+def _shown(seconds: float | None, word: str, sign: str = "") -> str:
+    return word if seconds is None else f"{seconds:{sign}.1f}"

@@ -1,24 +1,34 @@
-"""One job of the sub-benchmark ``short``: a process that trains some steps, as a user's script does, and ends.
-
-``python -m hfusion.bench.short_job MODEL MEMBERS STEPS THREADS WAY``: WAY is ``serial``, ``hfusion``, or ``fill``,
-which leaves programs in the caches.
-"""
+"""One job of the sub-benchmark ``short``: a process that trains some steps, as a user's script does, and ends."""
 
 from __future__ import annotations
 
-import sys
 import time
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+import hfusion as hf
 from hfusion.bench import serial
 from hfusion.bench.cases import CASES
 from hfusion.bench.workload import Workload
 
+LOADED = time.perf_counter(), time.process_time()
 
-def main(arguments: Sequence[str]) -> None:
-    """Train; print the last losses, and the processor time of this process alone."""
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "eager": {"compile": False},
+    "compiled": {},
+    "background": {"compile": "background"},
+}
+
+
+def main(arguments: Sequence[str], began: tuple[float, float]) -> None:
+    """Train: MODEL MEMBERS STEPS THREADS WAY. ``began``: when hfusion was imported, by both clocks.
+
+    Prints the last losses; then the processor time of this process alone, and what of the wall and of the processor
+    time is not to be counted: members that are trained one by one need no hfusion.
+    """
     model, members, steps, threads, way = arguments
     torch.set_num_threads(int(threads))
     (case,) = (case for case in CASES if case.name == model)
@@ -27,23 +37,21 @@ def main(arguments: Sequence[str]) -> None:
         step = serial.start(workload).step
         for _ in range(int(steps)):
             losses = step()
-        _tell(list(map(float, losses)))
+        _tell(list(map(float, losses)), *(after - before for before, after in zip(began, LOADED, strict=True)))
         return
-    import hfusion as hf
-
+    options = _OPTIONS[way] if way != "steps" else {"steps": int(steps)}
     fused = hf.fuse(workload.models())
     optimizer = hf.optim.Adam(serial.trained(fused), lr=list(workload.rates))
     batch = workload.batch()
-    train = hf.train_step(fused, case.loss, optimizer, steps=None if way == "fill" else int(steps))
-    for _ in range(int(steps)):
-        found = train(*batch)
+    train = hf.train_step(fused, case.loss, optimizer, **options)
+    with warnings.catch_warnings():
+        # What runs eagerly stands in the table of steps.
+        warnings.simplefilter("ignore")
+        for _ in range(int(steps)):
+            found = train(*batch)
     _tell(found.tolist())
 
 
-def _tell(losses: Sequence[float]) -> None:
+def _tell(losses: Sequence[float], seconds: float = 0.0, cpu_seconds: float = 0.0) -> None:
     print(*losses)
-    print(time.process_time())
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    print(time.process_time(), seconds, cpu_seconds)

@@ -5,18 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from hfusion.bench import arguments, short
+from hfusion.bench.progress import meter
 from hfusion.bench.short import JobTime, WrongJob, check_losses, run_job
 
 
-def test_jobs_end_with_the_same_losses(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["eager", "steps"])
+def test_jobs_end_with_the_same_losses(way: str, tmp_path: Path) -> None:
     alone = run_job("mlp-small", 2, 1, "serial", str(tmp_path), steps=2)
-    ours = run_job("mlp-small", 2, 1, "hfusion", str(tmp_path), steps=2)
-    assert ours.seconds > 0
-    check_losses("hfusion", alone.losses, ours.losses)
+    ours = run_job("mlp-small", 2, 1, way, str(tmp_path), steps=2)
+    for job in (alone, ours):
+        assert job.seconds > 0
+        assert job.cpu_seconds > 0
+        assert job.own_cpu_seconds > 0
+    check_losses(way, alone.losses, ours.losses)
     with pytest.raises(WrongJob, match="ends with the losses"):
-        check_losses("hfusion", alone.losses, [loss + 1 for loss in ours.losses])
+        check_losses(way, alone.losses, [loss + 1 for loss in ours.losses])
 
 
 def test_a_job_that_fails_is_told(tmp_path: Path) -> None:
@@ -24,19 +30,66 @@ def test_a_job_that_fails_is_told(tmp_path: Path) -> None:
         run_job("mlp-small", 2, 0, "fly", str(tmp_path), steps=1)
 
 
+NAMES = ("serial", "steps-cold", "steps-warm")
+ROUNDS = [
+    {
+        "serial": JobTime(10.0, 10.0, 10.0, (1.0,)),
+        "steps-cold": JobTime(12.0, 20.0, 9.0, (1.0,)),
+        "steps-warm": JobTime(4.0, 5.0, 5.0, (1.0,)),
+        "eager-cold": JobTime(4.0, 5.0, 5.0, (2.0,)),
+        "eager-warm": JobTime(reason="no such luck"),
+    }
+] * 3
+
+
 def test_rows() -> None:
-    rounds = [
-        {
-            "serial": JobTime(10.0, 10.0, 10.0, (1.0,)),
-            "cold": JobTime(12.0, 20.0, 9.0, (1.0,)),
-            "warm": JobTime(4.0, 5.0, 5.0, (1.0,)),
-        }
-    ] * 3
-    rows = list(short._rows("cnn", 16, rounds))
-    assert [(row.contender, row.beyond) for row in rows] == [("serial", 0.0), ("cold", 2.0), ("warm", -6.0)]
-    assert short.table(rows).row_count == 3
+    rows = [short.row("cnn", 16, name, ROUNDS) for name in NAMES]
+    assert [row.beyond for row in rows] == [0.0, 2.0, -6.0]
+    assert short.table(rows)[0].row_count == 3
 
 
-def test_arguments() -> None:
-    chosen = arguments.short_settings(arguments.parse(["short", "--models", "cnn", "--repeats", "2"]))
-    assert chosen == short.ShortSettings(("cnn",), (16,), 2, 1)
+def test_rows_without_times() -> None:
+    rows = [short.row("cnn", 16, name, ROUNDS) for name in ("eager-cold", "eager-warm")]
+    assert [(row.seconds, row.disagrees) for row in rows] == [(None, True), (None, False)]
+    shown, footnotes = short.table(rows)
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(shown)
+    assert [captured.get().count(word) for word in ("WRONG [1]", "n/a [2]")] == [4, 4]
+    assert footnotes[-2:] == [
+        "[1] eager-cold of cnn ends with the losses [2.0], trained alone [1.0]",
+        "[2] no such luck",
+    ]
+
+
+def test_what_fills_the_caches_is_timed_with_empty_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whoever is warm finds what it left, whoever is cold an empty folder."""
+    filled: dict[str, list[bool]] = {}
+
+    def job(model: str, members: int, threads: int, way: str, folder: str) -> JobTime:
+        filled.setdefault(way, []).append(any(Path(folder).iterdir()))
+        (Path(folder) / way).touch()
+        return JobTime(1.0, 1.0, 1.0, (1.0,))
+
+    monkeypatch.setattr(short, "run_job", job)
+    settings = short.ShortSettings(("cnn",), (16,), short.CONTENDERS, 1, 1)
+    with meter(short.pieces(settings)) as bar:
+        rows = list(short.run(settings, bar))
+    assert [row.contender for row in rows] == [contender.name for contender in short.CONTENDERS]
+    both = [False, True]
+    assert filled == {"serial": [False], "eager": both, "compiled": both, "background": both, "steps": both}
+
+
+@pytest.mark.parametrize(
+    ("given", "models", "names"),
+    [
+        (["--models", "cnn", "--repeats", "2"], ("cnn",), [one.name for one in short.CONTENDERS]),
+        (["--repeats", "2", "--contenders", "steps-warm"], ("mlp-small", "cnn", "transformer"), ["steps-warm"]),
+        (["--repeats", "2", "--models", "lstm", "--contenders", "serial"], ("lstm",), ["serial"]),
+    ],
+    ids=["model", "contender", "another model"],
+)
+def test_arguments(given: list[str], models: tuple[str, ...], names: list[str]) -> None:
+    chosen = arguments.short_settings(arguments.parse(["short", *given]))
+    contenders = arguments.named(short.CONTENDERS, names)
+    assert chosen == short.ShortSettings(models, (16,), contenders, 2, 1)
