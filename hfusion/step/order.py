@@ -66,7 +66,7 @@ def write_order(forward: BoundProgram, loss: BoundProgram, call: StepCall, size:
 
 @dataclass(frozen=True, eq=False)
 class Ordered:
-    """What an order says: the arguments of `hfusion.step.compiled.make`, around tensors without meaning."""
+    """What an order says: the arguments of `hfusion.step.compiled.compile_programs`, around tensors without meaning."""
 
     forward: BoundProgram
     loss: BoundProgram

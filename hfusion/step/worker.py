@@ -80,9 +80,9 @@ class BackgroundJob:
         lines = self._process.stdout.read().decode(errors="replace").splitlines()
         if lines:
             told = json.loads(lines[-1])
-        # Not until it was asked: steps may be long.
-        self.seconds = max(0.0, told["ended"] - self._began)
-        return str(told["told"])
+            # Not until it was asked: steps may be long.
+            self.seconds = max(0.0, told["ended"] - self._began)
+            return str(told["told"])
         self._log.seek(0)
         last = self._log.read()[-_TAIL:].decode(errors="replace").strip().splitlines()
         return f"it ended with code {self._process.returncode}: {last[-1] if last else 'without a word'}"

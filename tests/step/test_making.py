@@ -94,6 +94,17 @@ def worker_of(step: TrainStep) -> int:
     return int(pending.job._process.pid)
 
 
+@needs_groups
+@pytest.mark.usefixtures("_kept")
+def test_that_it_was_killed_is_told_and_steps_go_on() -> None:
+    step = made(compile="background", eager_steps=2)
+    advance(step, 2)
+    os.kill(worker_of(step), signal.SIGKILL)
+    with pytest.warns(UserWarning, match="in the background failed: it ended with code -9: without a word"):
+        advance(step, 3)
+    assert "in the background failed" in str(step.report())
+
+
 @pytest.mark.usefixtures("_kept")
 def test_it_ends_with_the_step() -> None:
     step, other = made(compile="background"), made(compile="background")
