@@ -49,11 +49,6 @@ class Recipe:
         return {name: index for index, part in enumerate(self.parts) for name in part.gives}
 
     @cached_property
-    def takes_from(self) -> tuple[frozenset[int], ...]:
-        """For each part those that give the values it takes."""
-        return tuple(frozenset(self.makers[name] for name in part.takes if name in self.makers) for part in self.parts)
-
-    @cached_property
     def later(self) -> tuple[frozenset[str], ...]:
         """For each part the values that those after it take."""
         return tuple(
