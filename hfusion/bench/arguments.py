@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -18,6 +17,7 @@ from hfusion.bench.policies import COMPARED
 from hfusion.bench.results import kept_rows
 from hfusion.bench.sweep_contenders import CONTENDERS as SEARCHES
 from hfusion.device.backend import accelerators, types
+from hfusion.device.native import cores
 
 SUB_BENCHMARKS = {
     "fuse": "one training step of B models, fused and unfused (default)",
@@ -211,7 +211,7 @@ def sweep_settings(parsed: argparse.Namespace) -> sweep.SweepSettings:
         contenders=parsed.entrants,
         trials=parsed.trials or trials,
         epochs=parsed.epochs or epochs,
-        cores=os.cpu_count() or 1,
+        cores=cores(),
     )
 
 

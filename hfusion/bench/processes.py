@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -13,11 +12,7 @@ from torch import Tensor
 
 from hfusion.bench.serial import SerialLoop
 from hfusion.bench.workload import Running, Unavailable, Workload
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+from hfusion.device.native import cores
 
 
 def _work(pipe: Connection, workload: Workload, first: int, last: int, compiled: bool) -> None:

@@ -137,6 +137,11 @@ def _load_copy(content: bytes, name: str, load: Callable[[Path], T], place: Path
         return load(copy)
 
 
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def processor() -> str:
     """What -march=native depends on: a home may be shared by machines, and a container move."""
     try:

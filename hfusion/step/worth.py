@@ -6,7 +6,6 @@ machine that has compiled nothing yet: there another process compiles, and steps
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -16,6 +15,7 @@ import torch
 
 from hfusion.device.cache import cache_file, number, read_json, write_json
 from hfusion.device.calibrate import describe
+from hfusion.device.native import cores
 
 # Rows that a file has, the latest, and those of the nearest size that an estimate is made of.
 MAX_ROWS = 128
@@ -101,8 +101,7 @@ def _nearest(records: Sequence[CompileRecord], size: int) -> list[CompileRecord]
 
 def spare_core() -> bool:
     """Whether this process may use more cores than torch does."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores > torch.get_num_threads()
+    return cores() > torch.get_num_threads()
 
 
 def read_records() -> list[CompileRecord]:

@@ -17,7 +17,7 @@ from hfusion.bench.sweep_contenders import CONTENDERS, configurations
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HFUSION_RATES", "standard")
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr("hfusion.bench.arguments.cores", lambda: 1)
     target = tmp_path / "bench.json"
     names = "one-by-one,threads,hfusion"
     assert main(["sweep", "--quick", "--contenders", names, "--trials", "3", "--json", str(target)]) == 0
