@@ -15,6 +15,7 @@ from hfusion.cluster.processes import ProcessExecutor
 from hfusion.core.errors import PlanError
 from hfusion.device.machine import Machine, parse_bytes
 from hfusion.schedule.policy import DEFAULT, Policy, named
+from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.report import Report
 from hfusion.tasks.sharing import listed
 from hfusion.tasks.stopping import OnResult
@@ -113,5 +114,6 @@ class Cluster:
             arrays = arranged(found, executor.devices, folder, every, named(policy).name, resume=resume)
             drive = Drive(arrays, executor, self._max_failures)
             if progress:
-                drive.show = stack.enter_context(drive.bars())
+                bars = TaskBars([(one.load.name, one.task.steps) for one in arrays.arrays], [0] * len(arrays.arrays))
+                drive.show = stack.enter_context(bars).reach
             return drive.run()

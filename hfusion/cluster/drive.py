@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -24,7 +23,6 @@ from hfusion.tasks.train import TrainError
 
 # Seconds from one look at the devices to the next while none tells anything.
 _GLANCE = 1.0
-_REDRAW = 0.1
 
 
 class DeviceLost(HFusionError):
@@ -164,22 +162,3 @@ class Drive:
         for device, done in self._done.values():
             peak[names[device]] = max(peak[names[device]], *done.report.peak.values())
         return peak
-
-    @contextmanager
-    def bars(self) -> Iterator[Callable[[int, int], None]]:
-        """A bar for each array."""
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, auto_refresh=False) as bars:
-            rows = [bars.add_task(one.load.name, total=one.task.steps) for one in self._arrays]
-            drawn = time.perf_counter()
-
-            def show(index: int, steps: int) -> None:
-                nonlocal drawn
-                bars.update(rows[index], completed=steps)
-                if time.perf_counter() - drawn > _REDRAW:
-                    drawn = time.perf_counter()
-                    bars.refresh()
-
-            yield show

@@ -8,7 +8,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from hfusion.core.screen import Tenths, redraws
-from hfusion.schedule.plan import Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,17 +19,17 @@ _MAX_BARS = 12
 
 
 class TaskBars:
-    """Bars for the minibatches of a plan's tasks, of which ``begun`` were trained before.
+    """Bars for the minibatches of ``tasks``, pairs of a name and their number, of which ``begun`` were trained before.
 
     Of many tasks those are shown that have begun and not ended, below a bar for all of them.
     """
 
-    def __init__(self, plan: Plan, begun: Sequence[int], console: Console | None = None) -> None:
+    def __init__(self, tasks: Sequence[tuple[str, int]], begun: Sequence[int], console: Console | None = None) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._console = Console() if console is None else console
-        self._names, self._totals = [one.name for one in plan.tasks], [one.steps for one in plan.tasks]
+        self._names, self._totals = [name for name, _ in tasks], [steps for _, steps in tasks]
         self._done = [*begun]
         self._lines = None if redraws(self._console) else Tenths(sum(begun), sum(self._totals))
         self._pause = _REDRAW_NOTEBOOK if self._console.is_jupyter else _REDRAW
@@ -39,9 +38,9 @@ class TaskBars:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         # rich's own thread, which would draw them, is not awaited in the end.
         self._bars = Progress(*columns, console=self._console, auto_refresh=False, disable=self._lines is not None)
-        self._many = len(plan.tasks) > _MAX_BARS
+        self._many = len(tasks) > _MAX_BARS
         self._all = self._bars.add_task(
-            f"{len(plan.tasks)} tasks", total=sum(self._totals), completed=sum(begun), visible=self._many
+            f"{len(tasks)} tasks", total=sum(self._totals), completed=sum(begun), visible=self._many
         )
         self._rows = [
             self._bars.add_task(name, total=total, completed=done, visible=not self._many)
@@ -59,19 +58,25 @@ class TaskBars:
     def advance(self, index: int, *, over: bool = False) -> None:
         """A task has trained one more minibatch; ``over``: it stops there."""
         with self._lock:
-            before, total = self._done[index], self._totals[index]
             if over:
-                self._totals[index] = total = before
-            else:
-                self._done[index] = before + 1
-            done = sum(self._done)
-            if self._lines is None:
-                self._draw(index, ended=self._done[index] == total, done=done)
-            elif self._lines.reached(done, sum(self._totals)):
-                shown = ", ".join(self._names[:3]) + (f" and {len(self._names) - 3} more" if self._names[3:] else "")
-                seconds = perf_counter() - self._start
-                line = f"{done}/{sum(self._totals)} minibatches of {shown}, {seconds:.0f} s"
-                self._console.print(line, highlight=False, soft_wrap=True)
+                self._totals[index] = self._done[index]
+            self._show(index, self._done[index] + (not over))
+
+    def reach(self, index: int, steps: int) -> None:
+        """A task has trained so many minibatches; fewer than before where it had to go back."""
+        with self._lock:
+            self._show(index, steps)
+
+    def _show(self, index: int, steps: int) -> None:
+        self._done[index] = steps
+        done = sum(self._done)
+        if self._lines is None:
+            self._draw(index, ended=steps == self._totals[index], done=done)
+        elif self._lines.reached(done, sum(self._totals)):
+            shown = ", ".join(self._names[:3]) + (f" and {len(self._names) - 3} more" if self._names[3:] else "")
+            seconds = perf_counter() - self._start
+            line = f"{done}/{sum(self._totals)} minibatches of {shown}, {seconds:.0f} s"
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def _draw(self, index: int, *, ended: bool, done: int) -> None:
         row = self._rows[index]

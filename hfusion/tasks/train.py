@@ -156,7 +156,10 @@ def _trained(
         run = _TrainRun(arrangements, made, machine, stack, saves, on_result)
         for index, why in run.refused.items():
             warnings.warn(eagerly(made.tasks[index].name, why), stacklevel=3)
-        bars = stack.enter_context(TaskBars(made, [len(one.losses) for one in run.trainings])) if progress else None
+        bars = None
+        if progress:
+            tasks = [(one.name, one.steps) for one in made.tasks]
+            bars = stack.enter_context(TaskBars(tasks, [len(one.losses) for one in run.trainings]))
         return run.run(policy, bars)
 
 

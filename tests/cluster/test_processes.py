@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -122,13 +123,18 @@ def alone(folder: Path) -> Any:
     return hf.train(tasks(), machine(folder, 1))
 
 
-def test_two_processes_give_what_one_machine_gives(tmp_path: Path, temporary: Path) -> None:
+def test_two_processes_give_what_one_machine_gives(
+    tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before, heard = shared_memory(), []
     wanted = alone(tmp_path)
     torch.manual_seed(1)
-    found = hf.train(tasks(heard.append), hf.Cluster(machine(tmp_path, 2)))
+    found = hf.train(tasks(heard.append), hf.Cluster(machine(tmp_path, 2)), progress=True)
     assert_same(found, wanted)
     assert nothing_left(temporary, before)
+    shown = capsys.readouterr().out.splitlines()
+    assert 1 <= len(shown) <= 10
+    assert re.match(r"(\d+)/\1 minibatches of ", shown[-1])
     steps = [event for event in heard if isinstance(event, hf.Step)]
     assert len(steps) == 3 * 12
     for event in steps:

@@ -14,7 +14,6 @@ import hfusion as hf
 from hfusion.schedule.plan import Plan
 from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.report import Report, TaskReport
-from tests.shards import task
 from tests.trained import Way, batches, fused, machine
 from tests.trained import task as trained
 
@@ -67,8 +66,7 @@ def test_the_last_losses_are_those_before_a_member_stopped() -> None:
 
 
 def shown(tasks: int, console: Console, over: int | None = None) -> None:
-    plan = Plan(tuple(task(f"t{k}", 1, steps=20) for k in range(tasks)), {"d": 1 << 20}, 1.0, 1.0)
-    with TaskBars(plan, [0] * tasks, console) as bars:
+    with TaskBars([(f"t{k}", 20) for k in range(tasks)], [0] * tasks, console) as bars:
         for step in range(20):
             for index in range(tasks):
                 if index != over or step < 3:
