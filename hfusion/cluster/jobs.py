@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import unquote
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from hfusion.cluster.parcel import pack
 from hfusion.cluster.placement import Load
 from hfusion.core.errors import CheckpointError, PlanError
 from hfusion.tasks.arrange import Arrangement, Room, arrays_of
+from hfusion.tasks.checkpoints import array_folder, check_every
 from hfusion.tasks.sharing import check_loaders, check_tensors
 from hfusion.tasks.task import Task
 
@@ -68,8 +69,7 @@ def arranged(
         PlanError, FusionError: as `hfusion.plan`.
         CheckpointError: the folder cannot be made, or holds what is not to go on.
     """
-    if every is not None and every < 1:
-        raise CheckpointError(f"every={every}: give how many minibatches there are between saves, at least 1")
+    check_every(every)
     for task in tasks:
         if isinstance(task.scheduler, lr_scheduler.LRScheduler):
             raise PlanError(
@@ -86,21 +86,22 @@ def arranged(
         for one in arrays_of(task, largest):
             seconds = tuple(one.seconds_on(Room(*room, keep=True)) for room in rooms)
             load = Load(one.plan.name, seconds)
-            folder = None if checkpoint is None else checkpoint / quote(load.name, safe="")
+            folder = None if checkpoint is None else checkpoint / array_folder(load.name)
             arrays.append(PlacedArray(task, one.members, load, _sent(one), folder, every, policy))
     check_loaders([(one.load.name, (one.task.loader, one.task.eval_loader)) for one in arrays])
     if checkpoint is not None:
-        _check_folder(checkpoint, arrays, resume=resume)
+        _check_folder(checkpoint, resume=resume)
     return ClusterArrays(tuple(tasks), tuple(arrays), kinds)
 
 
-def _check_folder(root: Path, arrays: Sequence[PlacedArray], *, resume: bool) -> None:
+def _check_folder(root: Path, *, resume: bool) -> None:
     with files.told(root):
         root.mkdir(parents=True, exist_ok=True)
-        there = [path.name for path in root.iterdir() if path.is_dir() and any(map(files.saves, path.iterdir()))]
+        folders = [path for path in root.iterdir() if path.is_dir()]
+        there = sorted(unquote(path.name) for path in folders if any(map(files.saves, path.iterdir())))
     if there and not resume:
-        raise CheckpointError(f"{root} holds saves of {sorted(there)}: go on with resume=True, or give a new folder")
-    if files.saves(root) or any(files.saves(path) for path in root.iterdir() if path.is_dir()):
+        raise CheckpointError(f"{root} holds saves of {there}: go on with resume=True, or give a new folder")
+    if files.saves(root) or any(map(files.saves, folders)):
         raise CheckpointError(f"{root} holds saves of a run on one machine: go on with it there, or give a new folder")
 
 

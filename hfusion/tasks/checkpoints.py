@@ -24,7 +24,13 @@ from hfusion.tasks.scheduling import TaskScheduler
 _KEEP = 3
 
 
-def _folder(name: str) -> str:
+def check_every(every: int | None) -> None:
+    """Raise a CheckpointError for what is no number of minibatches between saves."""
+    if every is not None and every < 1:
+        raise CheckpointError(f"every={every}: give how many minibatches there are between saves, at least 1")
+
+
+def array_folder(name: str) -> str:
     """The name of an array as that of a folder, which stays in the folder where it is made."""
     found = quote(name, safe="")
     return f"%2E{found[1:]}" if found.startswith(".") else found
@@ -83,7 +89,7 @@ class Checkpoints:
             CheckpointError: a file is damaged, or it is of another task, or of other members or shapes.
         """
         one = self._arrays[index]
-        folder = self._root / _folder(one.plan.name)
+        folder = self._root / array_folder(one.plan.name)
         # What has ended is not saved again.
         files.clean(folder)
         if not files.saves(folder):
@@ -134,7 +140,7 @@ class Checkpoints:
             writer.schedule(border.scheduler.scheduler)
         writer.body["task"] = writer.tree("task", _progress(border))
         self._wait(index)
-        folder = self._root / _folder(one.plan.name)
+        folder = self._root / array_folder(one.plan.name)
         write = self._thread.submit(files.write, folder, writer.body, writer.tensors, step=steps, keep=_KEEP)
         self._writes[index] = write
         if border.training.over or steps == border.plan.steps:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hfusion.array.per_model import per_model
 from hfusion.capture.named import tensors
-from hfusion.core.errors import CheckpointError, HFusionError, PlanError
+from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.membership import membership
 from hfusion.core.resuming import resume_folder
 from hfusion.device.backend import backend, memory_of
@@ -37,7 +37,7 @@ from hfusion.schedule.work import TaskFailed
 from hfusion.tasks.arrange import Arrangement, arrange, arrange_one
 from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.border import Border
-from hfusion.tasks.checkpoints import Checkpoints
+from hfusion.tasks.checkpoints import Checkpoints, check_every
 from hfusion.tasks.checkpoints import resume as resume_from
 from hfusion.tasks.report import ArrayReport, Report, TaskReport, in_order
 from hfusion.tasks.scheduling import TaskScheduler
@@ -178,8 +178,7 @@ def _checked(given: Plan, made: Plan) -> Plan:
 
 def _saving(given: Plan, every: int | None, *, saves: bool) -> Plan:
     """The plan where tasks are saved every so many minibatches, or None: every epoch; or where they are not."""
-    if every is not None and every < 1:
-        raise CheckpointError(f"every={every}: give how many minibatches there are between saves, at least 1")
+    check_every(every)
     found = [(every or task.epoch or task.steps) if saves else None for task in given.tasks]
     tasks = [replace(task, save_every=each) for task, each in zip(given.tasks, found, strict=True)]
     return replace(given, tasks=tuple(tasks))
