@@ -1,7 +1,8 @@
 """Threads of this process, one for each core, that do the pieces of one work at the same time (``team.c``).
 
-Between works they sleep, and while they work they hold no lock of Python's. Steps that want as many threads share a
-team; it ends with the last of them. A forked process, which has no threads but one, makes its own.
+Whoever asks for a work may be one of them. While they work they hold no lock of Python's; between works they sleep,
+after a look for the next. Steps that want as many threads share a team; it ends with the last of them. A forked
+process, which has no threads but one, makes its own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ _ROOM = 2048
 _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
+class _Setting(ctypes.Structure):
+    """As `team.c` has it."""
+
+    _fields_ = (("threads", _POINTER), ("set_threads", _POINTER), ("set_mkl", _POINTER))
+
+
 class PieceError(RuntimeError):
     """``piece`` of a work failed, for the reason in the message."""
 
@@ -44,27 +51,49 @@ def library() -> ctypes.CDLL | str:
 def _functions() -> ctypes.CDLL:
     found = library()
     assert not isinstance(found, str), found
-    found.team_make.argtypes, found.team_make.restype = [_INTEGER], _POINTER
+    found.team_make.argtypes, found.team_make.restype = [_INTEGER, _INTEGER, ctypes.POINTER(_Setting)], _POINTER
     for function in (found.team_work, found.team_close):
         function.argtypes, function.restype = [_POINTER], None
-    found.team_run.argtypes = [_POINTER, _POINTER, _POINTER, _INTEGER, ctypes.c_char_p, _INTEGER]
+    found.team_run.argtypes = [_POINTER, _POINTER, _POINTER, _INTEGER, ctypes.c_int, ctypes.c_char_p, _INTEGER]
     found.team_run.restype = _INTEGER
     return found
 
 
-class Team:
-    """``threads`` threads, each of which computes with ``inner`` threads of torch's."""
+@cache
+def _setting() -> _Setting:
+    """How a thread sets for itself how many threads of torch's it computes with, as `torch.set_num_threads` does.
 
-    def __init__(self, threads: int, inner: int) -> None:
-        functions = _functions()
-        address = functions.team_make(threads)
+    That forgets what oneDNN has prepared, each time, and so it is nothing to do at each step. Empty where the functions
+    are not found. Private to torch, tried on 2.13: OpenMP is the one that its library is linked to, MKL in it.
+    """
+    try:
+        own = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+        found = [own.omp_get_max_threads, own.omp_set_num_threads]
+        if torch.backends.mkl.is_available():
+            found.append(own.MKL_Set_Num_Threads_Local)
+    except (OSError, AttributeError):
+        return _Setting()
+    return _Setting(*(ctypes.cast(function, _POINTER).value for function in found))
+
+
+class Team:
+    """``threads`` threads, each of which computes with ``inner`` threads of torch's.
+
+    ``joined``: whoever asks for a work is one of them, if that is possible.
+    """
+
+    def __init__(self, threads: int, inner: int, joined: bool) -> None:
+        functions, setting = _functions(), _setting()
+        self._joins = joined and bool(setting.threads)
+        own = threads - self._joins
+        address = functions.team_make(own, inner, setting)
         if not address:
             raise MemoryError("no memory for a team of threads")
         self.threads = threads
         self._address = address
         self._lock = Lock()
         self._run = functions.team_run
-        ready = [Event() for _ in range(threads)]
+        ready = [Event() for _ in range(own)]
         before = torch.get_num_threads()
         for number, event in enumerate(ready):
             # The threads do not hold the team, so that it can go.
@@ -82,7 +111,7 @@ class Team:
         """
         message = ctypes.create_string_buffer(_ROOM)
         with self._lock:
-            failed = self._run(self._address, piece, work, pieces, message, _ROOM)
+            failed = self._run(self._address, piece, work, pieces, self._joins, message, _ROOM)
         if failed >= 0:
             raise PieceError(failed, message.value.decode(errors="replace"))
 
@@ -102,15 +131,15 @@ def _close(address: int, process: int) -> None:
         _functions().team_close(address)
 
 
-_teams: WeakValueDictionary[tuple[int, int, int], Team] = WeakValueDictionary()
+_teams: WeakValueDictionary[tuple[int, int, int, bool], Team] = WeakValueDictionary()
 
 
-def team(threads: int, inner: int = 1) -> Team:
+def team(threads: int, inner: int = 1, joined: bool = False) -> Team:
     """The team of this process with so many threads; the caller keeps it."""
-    key = os.getpid(), threads, inner
+    key = os.getpid(), threads, inner, joined
     found = _teams.get(key)
     if found is None:
-        found = _teams[key] = Team(threads, inner)
+        found = _teams[key] = Team(threads, inner, joined)
     return found
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import addressof
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,8 +116,27 @@ class _Fixed:
         )
 
 
+def _of_one_dnn(operator: str) -> bool:
+    """Whether it may run by what oneDNN has prepared in this thread before, for another number of threads."""
+    return "convolution" in operator or "mkldnn" in operator
+
+
 def _array(values: Sequence[int]) -> Any:
     return (ctypes.c_uint64 * len(values))(*values)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Operators that this thread calls compute with so many of torch's threads."""
+    before = torch.get_num_threads()
+    if before == count:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class PartedStep:
@@ -129,12 +149,17 @@ class PartedStep:
     def __init__(self, program: PerMemberStep, threads: int, inner: int, measured: bool) -> None:
         self._program, self._threads, self._inner = program, threads, inner
         self._entries = list(map(row_entry, program.runs))
+        self._joined = not any(map(_of_one_dnn, map(str, program.operators)))
         self._trial = ThreadTrial(("threads", "in turn")) if measured else None
         self._losses: torch.dtype | None = None
         self._fixed: _Fixed | None = None
         self._process = 0
-        # Once there are steps on threads.
-        self.team: Team | None = None
+        self._team: Team | None = None
+
+    @property
+    def team(self) -> Team | None:
+        """The threads that may help others, too; none where those of torch's serve better."""
+        return self._team if self._team is None or self._team.threads > 1 else None
 
     @property
     def how(self) -> str:
@@ -156,35 +181,36 @@ class PartedStep:
     def step(self, call: StepCall) -> Tensor:
         """Write gradients and buffers; the losses ``[B]``."""
         if self._losses is None:
-            first = self._program.step(call)
+            with torch_threads(self._inner):
+                first = self._program.step(call)
             self._losses = first.dtype
             return first
         if self._trial is None:
-            return self._on_threads(call, self._losses)
+            return self._on_threads(call, self._losses, self._threads)
         way = self._trial.best or self._trial.next
         start = time.perf_counter()
-        losses = self._on_threads(call, self._losses) if way == "threads" else self._program.step(call)
+        losses = self._on_threads(call, self._losses, self._threads if way == "threads" else 1)
         if self._trial.best is None:
             self._trial.note(way, time.perf_counter() - start)
-            if self._trial.best == "in turn":
-                self.team = self._fixed = None
         return losses
 
-    def _on_threads(self, call: StepCall, dtype: torch.dtype) -> Tensor:
+    def _on_threads(self, call: StepCall, dtype: torch.dtype, threads: int) -> Tensor:
         clear(self._program.params)
         own = self._program.tensors.all()
         fixed = self._fixed
         if fixed is None or fixed.addresses != list(map(Tensor.data_ptr, own)):
             fixed = self._fixed = _Fixed(self._program, self._entries, own, call, dtype)
-        if self.team is None or self._process != os.getpid():
+        if self._team is None or self._process != os.getpid() or self._team.threads != threads:
             # A forked process has no threads but one.
-            self._process, self.team = os.getpid(), team(self._threads, self._inner)
+            self._process, self._team = os.getpid(), team(threads, self._inner, self._joined)
         losses = torch.empty(fixed.members, dtype=dtype)
         fixed.outputs[0] = losses.data_ptr()
         handles = _Handles([*call.batch(), *([new_seeds(fixed.members)] if self._program.seeded else [])])
         fixed.inputs[fixed.batch] = handles.addresses
         try:
-            self.team.run(address_of("step_block"), addressof(fixed.step), len(fixed.blocks))
+            # The threads of the team have no gradients on, and neither has this one, which may be among them.
+            with torch.no_grad():
+                self._team.run(address_of("step_block"), addressof(fixed.step), len(fixed.blocks))
         except PieceError as error:
             rows = self._program.blocks[error.piece]
             raise RuntimeError(f"the step of members {rows.start} to {rows.stop - 1} failed: {error}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from hfusion.ops.random import seedable
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
 from hfusion.step.compiled import FusedStep, PerMemberStep, StepProgram, too_many_kinds
-from hfusion.step.parted import PartedStep
+from hfusion.step.parted import PartedStep, torch_threads
 from hfusion.step.recorded import recorded
 from hfusion.step.step_graph import StepCall
 
@@ -56,18 +56,9 @@ class Parting:
             return Parting(size, why=why)
         return Parting(block, threads, max(1, cores // threads), parts == AUTO)
 
-    @contextmanager
-    def set_threads(self) -> Iterator[None]:
+    def set_threads(self) -> AbstractContextManager[None]:
         """In which its programs are compiled: inductor writes for as many threads as it finds set."""
-        before = torch.get_num_threads()
-        if self.threads == 1 or before == self.inner:
-            yield
-            return
-        torch.set_num_threads(self.inner)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+        return torch_threads(self.inner) if self.threads > 1 else nullcontext()
 
     def applied(self, program: FusedStep | PerMemberStep) -> StepProgram:
         """The step with its parts. Raises Unparted."""

@@ -76,6 +76,37 @@ def test_threads_compute_alone_and_others_as_before() -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_who_asks_is_one_of_the_threads(threads: int) -> None:
+    """And computes as the others do, until all is done; the threads meet, so that each takes one piece."""
+    met: set[int] = set()
+    numbers: list[int] = []
+    meeting = threading.Barrier(threads)
+
+    def do(work: int, index: int, message: object, room: int) -> int:
+        meeting.wait(60)
+        met.add(threading.get_ident())
+        numbers.append(torch.get_num_threads())
+        return 0
+
+    piece = Piece(do)
+    helpers = team(threads, joined=True)
+    try:
+        torch.set_num_threads(3)
+        for times in range(1, 31):
+            met.clear()
+            helpers.run(address(piece), 0, threads)
+            assert len(met) == threads
+            assert threading.get_ident() in met
+            assert torch.get_num_threads() == 3
+            assert numbers == [1] * threads * times
+            # Closer and further apart than the threads look for work.
+            time.sleep((times % 3) * 0.001)
+    finally:
+        torch.set_num_threads(1)
+
+
+@needs_library
 def test_the_team_that_helps() -> None:
     helpers = team(2)
     with helped_by(helpers):

@@ -123,6 +123,18 @@ def test_it_ends_with_the_step() -> None:
     assert worker_of(again) not in workers
 
 
+@needs_groups
+@pytest.mark.usefixtures("_kept")
+def test_one_that_is_killed_is_told_and_steps_go_on() -> None:
+    """As where memory is short."""
+    step = made(compile="background", eager_steps=3)
+    advance(step, 2)
+    os.killpg(worker_of(step), signal.SIGKILL)
+    with pytest.warns(UserWarning, match="in the background failed: it ended with code -9: without a word"):
+        advance(step, 3)
+    assert "ended with code -9" in str(step.report())
+
+
 SCRIPT = """
 import sys, time
 from tests.step.test_making import advance, made, worker_of

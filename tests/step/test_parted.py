@@ -92,11 +92,42 @@ def test_threads_show_in_no_bit(stacked: bool) -> None:
         way = next(way for ways in step._ways.values() for way in ways)
         assert "for 2 members, called once per 2, on 4 threads" in way.program.how
         if threads:
-            way.program._threads, way.program.team = threads, None
+            way.program._threads = threads
         else:
             way.program = way.program._program
         results.append(advance(step, *given))
     assert all(same(results[0], other) for other in results[1:])
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 24, 3, padding=1), nn.ReLU(), nn.Conv2d(24, 16, 3, stride=2), nn.Flatten(), nn.Linear(16 * 49, 3)
+    )
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(300, 257), nn.ReLU(), nn.Linear(257, 3))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("make", "shape"), [(convolutional, (32, 3, 16, 16)), (wide, (128, 300))], ids=str)
+def test_threads_show_in_no_bit_of_kernels_that_divide_their_work(make: Any, shape: tuple[int, ...]) -> None:
+    """Kernels of torch that would compute with two threads here, and other bits, compute with one in each part."""
+    results = []
+    for threads in (2, 1, "auto"):
+        torch.manual_seed(4)
+        fused = hf.fuse([make() for _ in range(4)])
+        step = hf.train_step(fused, F.cross_entropy, adam(fused), parts=2 if threads == 1 else threads)
+        given = torch.randn(shape), torch.randint(3, shape[:1])
+        advance(step, *given, times=2)
+        (way,) = (way for ways in step._ways.values() for way in ways)
+        assert "on 2 threads" in way.program.how
+        if threads == 1:
+            way.program._threads = 1
+        results.append(advance(step, *given, times=2 * TURNS + 2))
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
 
 
 @pytest.fixture
@@ -236,7 +267,8 @@ def test_threads_end_with_the_last_step() -> None:
     advance(step, *given)
     advance(other, *given)
     del step
-    assert threads_left(3) == 3
+    # The one that asks is the third.
+    assert threads_left(2) == 2
     del other
     assert threads_left(0) == 0
 
