@@ -106,7 +106,10 @@ def _last(column: Tensor, missing: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Report(Mapping[str, TaskReport]):
-    """What a run gave, by name of task. ``peak``: the most bytes that were accounted for at once, by device."""
+    """What a run gave, by name of task. ``plan``: the one that ran.
+
+    ``peak``: the most bytes that were accounted for at once, by device.
+    """
 
     tasks: Mapping[str, TaskReport]
     plan: Plan

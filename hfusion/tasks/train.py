@@ -24,12 +24,12 @@ from hfusion.device.backend import backend, memory_of
 from hfusion.device.machine import Machine
 from hfusion.optim.hyper import member_vector
 from hfusion.runtime.spill import SpillFolder
-from hfusion.runtime.state import TaskTensors, holdings
+from hfusion.runtime.state import Holding, TaskTensors, holdings
 from hfusion.runtime.training import Training
 from hfusion.runtime.whole import WholeTraining
 from hfusion.runtime.worker import DeviceWorker
 from hfusion.schedule.engine import Engine
-from hfusion.schedule.plan import Phase, Plan, Unit
+from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
 from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.schedule.slices import Slices
 from hfusion.schedule.timeline import Timeline
@@ -240,6 +240,7 @@ class _TrainRun:
             stack.callback(evaluation.close)
             pairs = zip(recipe.parts, also.parts, strict=True)
             held = holdings([(*a.keys, *b.keys) for a, b in pairs], names, trained)
+        plan = self._borrowing(index, held)
         one.optimizer.initialise()
         scheduler = None if one.task.scheduler is None else TaskScheduler(one.task, one.optimizer, one.members)
         stopped = StoppedMembers(one.members, one.array, one.optimizer)
@@ -264,6 +265,15 @@ class _TrainRun:
         if kept is not None:
             resume_from(kept, border)
         return border
+
+    def _borrowing(self, index: int, held: Sequence[Holding]) -> TaskPlan:
+        """The plan of an array, with what only the parts of its programs tell: whose tensors each shard borrows."""
+        tasks = list(self.plan.tasks)
+        owners = [tuple(sorted({*each.borrowed.values()})) for each in held]
+        shards = [replace(each, borrows=found) for each, found in zip(tasks[index].shards, owners, strict=True)]
+        tasks[index] = replace(tasks[index], shards=tuple(shards))
+        self.plan = replace(self.plan, tasks=tuple(tasks))
+        return tasks[index]
 
     def _training(
         self,
@@ -318,7 +328,8 @@ class _TrainRun:
         for index, training in enumerate(self.trainings):
             training.ended, training.save = partial(after, index), partial(worker.save, index)
         first = [border.units for border in self.borders]
-        engine = Engine(self._scheduled(), policy, worker, lambda index: self.borders[index].training.over, first)
+        scheduled = replace(self.plan, tasks=tuple(training.scheduled for training in self.trainings))
+        engine = Engine(scheduled, policy, worker, lambda index: self.borders[index].training.over, first)
         try:
             with worker:
                 engine.run()
@@ -335,16 +346,6 @@ class _TrainRun:
                 report,
             ) from cause
         return self._report(engine, worker, list(range(len(self.trainings))))
-
-    def _scheduled(self) -> Plan:
-        """The plan, with what only the parts of the programs tell: from which shards each one borrows tensors."""
-        tasks = []
-        for training in self.trainings:
-            task, holdings = training.scheduled, training.state.shards
-            owners = [tuple(sorted({*holding.borrowed.values()})) for holding in holdings]
-            shards = [replace(shard, borrows=found) for shard, found in zip(task.shards, owners, strict=True)]
-            tasks.append(replace(task, shards=tuple(shards)))
-        return replace(self.plan, tasks=tuple(tasks))
 
     def _after(self, index: int, unit: Unit, bars: TaskBars | None, worker: DeviceWorker) -> None:
         """A unit has ended: do what is due there, and save what has stopped, of which no unit is to come."""

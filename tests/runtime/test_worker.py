@@ -235,3 +235,16 @@ def test_nothing_begins_before_what_the_engine_has_heard_of() -> None:
         ticket = here.begin(0, 0, plan.unit(0), plan.turn(plan.unit(0)).computes[0], ())
         assert here.wait() == (ticket,)
     assert ticket.started == 2.0
+
+
+def test_the_plan_of_a_report_is_the_one_that_ran() -> None:
+    """A plan may come without what only the parts of the programs tell: which shards borrow a tied weight."""
+    array, expected = made(0)
+    on, one = machine(), task(array, WAYS[0], LOADER, "t")
+    plan = planned([one], on, [5], [False])
+    (cut,) = plan.tasks
+    told = [shard.borrows for shard in cut.shards]
+    assert any(told)
+    silent = replace(cut, shards=tuple(replace(shard, borrows=()) for shard in cut.shards))
+    report = assert_same([array], [one], [expected], on, replace(plan, tasks=(silent,)))
+    assert [shard.borrows for shard in report.plan.tasks[0].shards] == told
