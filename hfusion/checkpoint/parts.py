@@ -31,6 +31,24 @@ from hfusion.optim.lr_scheduler import PerMember
 OWN = "members/"
 
 
+def member_stacks(fused: FusedModule, optimizer: FusedOptimizer) -> dict[str, Tensor]:
+    """Where the members' rows of an array and its optimizer are, to be read and written, by the keys of a save."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors_of(fused):
+        known = membership(tensor)
+        if known is not None and known.stacked:
+            found[f"module/{name}"] = tensor.detach()
+    for number, group in enumerate(optimizer.param_groups):
+        vectors, _ = read(group, optimizer.hypers, optimizer.members)
+        for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
+            found[f"optimizer/{number}/{hyper.label}"] = vector.as_subclass(Tensor)
+        for param in group["params"]:
+            if membership_of(param).stacked:
+                for entry, value in optimizer.state.get(param, {}).items():
+                    found[f"optimizer/state/{membership_of(param).name}/{entry}"] = value
+    return found
+
+
 @dataclass
 class SaveWriter:
     """Collects a save: ``rows`` are the array's rows of the members that are saved."""

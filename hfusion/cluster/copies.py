@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from hfusion.capture.named import tensors
-from hfusion.core.membership import membership
+from hfusion.checkpoint.parts import member_stacks
 from hfusion.core.rows import pairs
-from hfusion.optim.group import membership_of
-from hfusion.optim.hyper import read
 from hfusion.population.members import What
 from hfusion.population.population import Population
 
@@ -97,21 +94,8 @@ def _put(pop: Population, row: int, member: dict[str, Any]) -> None:
 
 def _stacks(pop: Population) -> dict[str, Tensor]:
     """The tensors with a row for each member, which can be written."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors(pop.fused):
-        known = membership(tensor)
-        if known is not None and known.stacked:
-            found[f"module/{name}"] = tensor.detach()
-    optimizer = pop.optimizer
-    optimizer.initialise()
-    for number, group in enumerate(optimizer.param_groups):
-        vectors, _ = read(group, optimizer.hypers, optimizer.members)
-        for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
-            found[f"optimizer/{number}/{hyper.label}"] = vector.as_subclass(Tensor)
-        for param in group["params"]:
-            if membership_of(param).stacked:
-                entries = cast("dict[str, Tensor]", optimizer.state.get(param, {}))
-                found |= {f"optimizer/{membership_of(param).name}/{entry}": value for entry, value in entries.items()}
+    pop.optimizer.initialise()
+    found = member_stacks(pop.fused, pop.optimizer)
     for name, value in ({} if pop.scaler is None else pop.scaler.state_dict()).items():
         found[f"scaler/{name}"] = value
     for name in ("norm", "value"):

@@ -7,15 +7,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hfusion.array.module import FusedModule
-from hfusion.capture.named import tensors
+from hfusion.checkpoint.parts import member_stacks
 from hfusion.core.errors import PlanError
 from hfusion.core.membership import membership
 from hfusion.optim.base import FusedOptimizer
-from hfusion.optim.group import membership_of
-from hfusion.optim.hyper import read
 from hfusion.tasks.task import Evaluation, Step
 
 Answer: TypeAlias = "bool | Tensor | Iterable[int] | None"
@@ -136,23 +134,9 @@ class StoppedMembers:
                     "all of them (True), freeze it, or give each member its own"
                 )
 
-    @torch.no_grad()
     def _stacks(self) -> dict[str, Tensor]:
         """Where the members' rows are that training changes, by the keys of a save."""
-        found: dict[str, Tensor] = {}
-        for name, tensor in tensors(self._array):
-            known = membership(tensor)
-            changes = tensor.requires_grad or not isinstance(tensor, nn.Parameter)
-            if known is not None and known.stacked and changes:
-                found[f"module/{name}"] = tensor.detach()
-        optimizer = self._optimizer
-        for number, group in enumerate(optimizer.param_groups):
-            vectors, _ = read(group, optimizer.hypers, optimizer.members)
-            for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
-                found[f"optimizer/{number}/{hyper.label}"] = vector.as_subclass(Tensor)
-            for param in group["params"]:
-                known = membership_of(param)
-                if known.stacked:
-                    for entry, stack in optimizer.state.get(param, {}).items():
-                        found[f"optimizer/state/{known.name}/{entry}"] = stack
-        return found
+        named = self._array.named_parameters(remove_duplicate=False)
+        frozen = {f"module/{name}" for name, parameter in named if not parameter.requires_grad}
+        found = member_stacks(self._array, self._optimizer)
+        return {key: stack for key, stack in found.items() if key not in frozen}
