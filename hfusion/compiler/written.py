@@ -67,12 +67,8 @@ def read_compiled(written: Mapping[str, Any], constants: Mapping[str, Tensor]) -
     spec = pytree.tree_structure((0,) * written["outputs"])
     program = Program(written["name"], written["members"], written["training"], module, module, slots, layouts, spec)
     look_at(program)
-    guards = AllHold(tuple(Assumptions(_sizes(sizes), code) for sizes, code in written["guards"]))
+    guards = AllHold(tuple(Assumptions.read(*one) for one in written["guards"]))
     return Compiled(program, graph, dict(constants), (), guards, written["modes"])
-
-
-def _sizes(sizes: Sequence[Any]) -> tuple[tuple[int | None, ...] | None, ...]:
-    return tuple(None if one is None else tuple(one) for one in sizes)
 
 
 def _write_example(value: Any, names: dict[str, str]) -> Any:

@@ -82,6 +82,11 @@ class Assumptions:
         if self.code is not None:
             _checked(self.code)
 
+    @staticmethod
+    def read(sizes: Sequence[Sequence[int | None] | None], code: str | None) -> Assumptions:
+        """With lists for tuples, as JSON has them."""
+        return Assumptions(tuple(None if one is None else tuple(one) for one in sizes), code)
+
     def hold(self, shapes: Sequence[Sequence[Any]]) -> bool:
         """As `Guards.hold`."""
         pairs = [

@@ -141,8 +141,7 @@ def _read(told: Mapping[str, Any], path: Path) -> StepPrograms | NoProgram:
         return NoProgram(str(told["refused"]))
     graphs, runs = [], []
     for place, row in enumerate(told["programs"]):
-        sizes = tuple(None if size is None else tuple(size) for size in row["sizes"])
-        assumed = Assumptions(sizes, row["code"])
+        assumed = Assumptions.read(row["sizes"], row["code"])
         graphs.append(KeptGraph(tuple(row["trained"]), tuple(row["operators"]), assumed, row["seeded"]))
         content = read_sealed(_library(path, place))
         if hashlib.sha256(content).hexdigest() != row["library"]:
