@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from hfusion.core.errors import FusionError
@@ -74,6 +74,12 @@ def changed(config: Config, change: Config | Change, who: str) -> Config:
     check(found, who)
     check_common(config, found, who)
     return found
+
+
+def target_only(config: Config, paths: Collection[str]) -> None:
+    """Let a configuration adapt these layers, whatever it chose them by."""
+    config.target_modules = set(paths)
+    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
 
 
 def check(config: Config, who: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor, nn
 
-from hfusion.adapters.configs import Change, Config, changed, check_common, configs
+from hfusion.adapters.configs import Change, Config, changed, check_common, configs, target_only
 from hfusion.adapters.configs import check as check_config
 from hfusion.adapters.layers import NAME, dropout, fill, layers, lora_names, rank, settle
 from hfusion.adapters.member import PREFIX, AdapterMember, member_class, patterns
@@ -233,8 +233,7 @@ def _template(frozen: FrozenBase, config: Config, adapted: Sequence[nn.Module], 
             raise ValueError(f"max_rank={max_rank} is less than the rank {most} of a member")
         ranks = dict.fromkeys(ranks, max_rank)
     chosen = copy.deepcopy(config)
-    chosen.target_modules = {path.removeprefix(PREFIX) for path in ranks}
-    chosen.exclude_modules = chosen.layers_to_transform = chosen.layers_pattern = None
+    target_only(chosen, {path.removeprefix(PREFIX) for path in ranks})
     chosen.rank_pattern = patterns({path.removeprefix(PREFIX): size for path, size in ranks.items()})
     chosen.lora_dropout = max(dropout(layer) for one in found for layer in one.values())
     chosen.init_lora_weights = True
@@ -254,8 +253,7 @@ def _template(frozen: FrozenBase, config: Config, adapted: Sequence[nn.Module], 
 def _kept(config: Config, targets: set[str] | None) -> Config:
     found = copy.deepcopy(config)
     if targets is not None:
-        found.target_modules = targets
-        found.exclude_modules = found.layers_to_transform = found.layers_pattern = None
+        target_only(found, targets)
     return found
 
 

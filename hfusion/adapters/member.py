@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 
 from torch import nn
 
+from hfusion.adapters.configs import target_only
 from hfusion.adapters.layers import NAME, cut, dropout, layers, lora_names
 from hfusion.core.errors import FusionError
 
@@ -106,8 +107,7 @@ def _own_config(model: nn.Module, found: Mapping[str, Any], sizes: Mapping[str, 
     if not there:
         raise FusionError("this member has no adapter in any layer: there is nothing to save")
     if len(there) < len(sizes):
-        config.target_modules = set(there)
-        config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+        target_only(config, there)
     config.r, config.rank_pattern = _most({path: size for path, (size, _) in there.items()})
     config.lora_alpha, config.alpha_pattern = _most({path: alpha for path, (_, alpha) in there.items()})
     config.lora_dropout = max(dropout(found[PREFIX + path]) for path in there)
