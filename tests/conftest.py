@@ -43,6 +43,14 @@ def _isolated() -> Iterator[None]:
 
 
 @pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Of torch's."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The command of a C compiler, which is not switched off."""
     monkeypatch.delenv("HFUSION_NATIVE", raising=False)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,9 +12,9 @@ from hfusion.bench import cases, models, processes, serial, vmapped
 from hfusion.bench.contenders import start_hfusion, start_hfusion_compiled
 from hfusion.bench.workload import Disagreement, Running, Unavailable, Workload, check_agreement, losses
 from tests.bench.tiny import TINY, TINY_BATCH_NORM, workload
+from tests.step.test_train_step import needs_compiler
 
 (ADAPTERS,) = (case for case in cases.CASES if case.make_base is not None)
-COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 STEPS = 5
 
 
@@ -72,25 +71,22 @@ def test_vmap_says_what_it_leaves_out_of_batch_norm() -> None:
     check_agreement("vmap", losses(serial.start(chosen), STEPS), losses(running, STEPS), 1e-3)
 
 
-def test_processes_train_as_the_serial_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "cores", lambda: 2)
-    chosen = workload()
-    running = processes.start(chosen)
+@pytest.mark.parametrize(
+    ("start", "cores", "members", "tolerance"),
+    [
+        pytest.param(processes.start, 2, 3, 1e-6, id="eager"),
+        pytest.param(processes.start_compiled, 8, 2, 1e-5, id="compiled", marks=needs_compiler),
+    ],
+)
+def test_processes_train_as_the_serial_loop(
+    start: Callable[[Workload], Running], cores: int, members: int, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "cores", lambda: cores)
+    chosen = workload(members=members)
+    running = start(chosen)
     try:
         assert running.cores == 2
-        check_agreement("processes", losses(serial.start(chosen), STEPS), losses(running, STEPS), 1e-6)
-    finally:
-        running.close()
-
-
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-def test_compiled_processes_train_as_the_serial_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "cores", lambda: 8)
-    chosen = workload(members=2)
-    running = processes.start_compiled(chosen)
-    try:
-        assert running.cores == 2
-        check_agreement("processes", losses(serial.start(chosen), STEPS), losses(running, STEPS), 1e-5)
+        check_agreement("processes", losses(serial.start(chosen), STEPS), losses(running, STEPS), tolerance)
     finally:
         running.close()
 
@@ -113,7 +109,7 @@ def test_hfusion_trains_as_the_serial_loop() -> None:
     check_agreement("hfusion", losses(serial.start(chosen), STEPS), found, 1e-3)
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@needs_compiler
 def test_compiled_hfusion_trains_as_the_serial_loop() -> None:
     chosen = workload(TINY_BATCH_NORM)
     running = start_hfusion_compiled(chosen)

@@ -1,22 +1,20 @@
 from __future__ import annotations
 
-import shutil
 from functools import partial
 
-import pytest
 from rich.console import Console
 from torch import nn
 
 from hfusion.bench import cases, models, startup
 from tests.bench.tiny import TINY, workload
+from tests.step.test_train_step import needs_compiler
 
-COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 RECURRENT = cases.FuseCase(
     "recurrent", "", partial(models.RecurrentClassifier, nn.LSTM, 3, 4), partial(cases.classified, 4, 2, 3)
 )
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@needs_compiler
 def test_stages() -> None:
     row = startup.once(workload(TINY))
     assert (row.model, row.members, row.note) == ("tiny", 3, "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,7 @@ from hfusion.step import kept
 from hfusion.step.kept import NoProgram, StepPrograms
 from hfusion.step.order import Order
 from hfusion.step.train_step import TrainStep
-
-COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+from tests.step.test_train_step import needs_compiler
 
 
 @pytest.fixture

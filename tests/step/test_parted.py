@@ -8,7 +8,6 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,11 +39,7 @@ def test_parts_equal_the_loop(model: Model) -> None:
     both = parted(model, 5, 2)
     for step, size in enumerate([4, 4, 3, 3, 5, 5]):
         both.advance(*batch(model, size), f"after step {step}")
-    state = both.ours.state_dict()
-    for array in (both.ours, both.theirs):
-        array.load_state_dict({name: torch.ones_like(tensor) for name, tensor in state.items()})
-    for opt in (both.step._optimizer, both.other):
-        opt.param_groups[0]["lr"] = [0.3, 0.2, 0.1, 0.4, 0.5]
+    both.load_ones([0.3, 0.2, 0.1, 0.4, 0.5])
     both.advance(*batch(model, 4), "after loading, at other rates")
     (row,) = both.step.report().rows
     assert row.how.endswith("for 3 and 2 members, called once per block, on 2 threads"), row.how
@@ -128,14 +123,6 @@ def test_threads_show_in_no_bit_of_kernels_that_divide_their_work(make: Any, sha
         results.append(advance(step, *given, times=2 * TURNS + 2))
     assert same(results[0], results[1])
     assert same(results[0], results[2])
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    """Of torch's."""
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
 
 
 @needs_compiler

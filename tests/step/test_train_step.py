@@ -48,6 +48,14 @@ class Pair:
         close(losses, expected, f"losses {what}")
         compare(self.ours, self.theirs, what)
 
+    def load_ones(self, rates: list[float]) -> None:
+        """Let all tensors of both be ones, and go on at these rates."""
+        state = self.ours.state_dict()
+        for array in (self.ours, self.theirs):
+            array.load_state_dict({name: torch.ones_like(tensor) for name, tensor in state.items()})
+        for opt in (self.step._optimizer, self.other):
+            opt.param_groups[0]["lr"] = rates
+
 
 def pair(model: Model, *, compile: bool, count: int = 3, loss: Callable[..., Any] = loss_of) -> Pair:
     ours, theirs = arrays(model, count)
@@ -75,11 +83,7 @@ def test_compiled(model: Model) -> None:
     both = pair(model, compile=True)
     for step, size in enumerate([4, 4, 3, 3, 5, 5]):
         both.advance(*batch(model, size), f"after step {step}")
-    state = both.ours.state_dict()
-    for array in (both.ours, both.theirs):
-        array.load_state_dict({name: torch.ones_like(tensor) for name, tensor in state.items()})
-    for opt in (both.step._optimizer, both.other):
-        opt.param_groups[0]["lr"] = [0.3, 0.2, 0.1]
+    both.load_ones([0.3, 0.2, 0.1])
     both.advance(*batch(model, 4), "after loading, at other rates")
     rows = both.step.report().rows
     # One program serves all sizes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
-from tests.trained import Way, adamw, fused, machine, task
+from hfusion.schedule.plan import Plan
+from tests.trained import Way, adamw, fused, machine, planned, task
 
 
 @cache
@@ -62,6 +63,21 @@ class Counted:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.given, self._first = state["given"], state["place"]
+
+
+class CutError(Exception):
+    """Ends a run."""
+
+
+def planned_as(tasks: Sequence[hf.Task], on: hf.Machine, modes: Sequence[str]) -> Plan:
+    """As `tests.trained.planned`, each task resident, or in four shards, spilled or with the last of them kept."""
+    counts = [1 if mode == "resident" else 4 for mode in modes]
+    return planned(tasks, on, counts, [mode == "resident" for mode in modes], [mode == "kept" for mode in modes])
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    """Bit for bit."""
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def results(report: Any, one: hf.Task) -> list[Any]:

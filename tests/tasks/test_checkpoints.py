@@ -22,14 +22,10 @@ from torch.utils.data import DataLoader
 import hfusion as hf
 from hfusion.checkpoint.files import read, saves
 from hfusion.schedule.actions import Act
-from tests.tasks.resumed import Counted, array, results, run, shuffled
-from tests.trained import BATCHES, EPOCHS, Way, adamw, cross_entropy, machine, momentum, planned, task
+from tests.tasks.resumed import Counted, CutError, array, assert_equal, planned_as, results, run, shuffled
+from tests.trained import BATCHES, EPOCHS, Way, adamw, cross_entropy, machine, momentum, task
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-class CutError(Exception):
-    """Ends a run."""
 
 
 def cut(epoch: int, step: int) -> Callable[[Any], None]:
@@ -91,8 +87,7 @@ def trained(
         for own in [case.way.optimizer(list(fused.parameters()))]
     ]
     on = machine(devices)
-    counts = [1 if case.mode == "resident" else 4 for case in cases]
-    plan = planned(tasks, on, counts, [c.mode == "resident" for c in cases], [c.mode == "kept" for c in cases])
+    plan = planned_as(tasks, on, [case.mode for case in cases])
     every = cases[0].every
     if not cuts:
         report = hf.train(tasks, on, plan=plan, checkpoint=root, every=every)
@@ -103,10 +98,6 @@ def trained(
         hf.train(tasks, on, plan=plan, checkpoint=root, every=every)
     assert isinstance(raised.value.__cause__, CutError)
     return []
-
-
-def assert_equal(found: Any, wanted: Any) -> None:
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -24,6 +24,7 @@ from tests.tasks.test_unused import loader as skipped
 from tests.trained import (
     EPOCHS,
     SEED,
+    Dropping,
     Way,
     adamw,
     batches,
@@ -51,15 +52,6 @@ class Normed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.frozen(self.norm(self.first(x)).relu()))  # type: ignore[no-any-return]
-
-
-class Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(F.dropout(self.first(x), 0.3, self.training))  # type: ignore[no-any-return]
 
 
 def array(make: Callable[[], nn.Module] = Normed, seed: int = 0) -> hf.FusedModule:

@@ -13,12 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from tests.tasks.resumed import array, shuffled
+from tests.tasks.resumed import CutError, array, assert_equal, planned_as, shuffled
 from tests.trained import BATCHES, EPOCHS, MEMBERS, Way, adamw, batches, cross_entropy, machine, momentum, planned, task
-
-
-class CutError(Exception):
-    """Ends a run."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +99,7 @@ def trained(
         for place, (case, fused, own) in enumerate(zip(cases, made, owns, strict=True))
     ]
     on = machine(devices)
-    counts = [1 if case.mode == "resident" else 4 for case in cases]
-    plan = planned(tasks, on, counts, [c.mode == "resident" for c in cases], [c.mode == "kept" for c in cases])
+    plan = planned_as(tasks, on, [case.mode for case in cases])
     report = hf.train(tasks, on, policy, plan=plan, checkpoint=root, every=1, on_result=on_result)
     for name, peak in report.peak.items():
         assert report.timeline.peak[name] <= peak <= plan.devices[name]
@@ -124,10 +119,6 @@ def rows(fused: hf.FusedModule, optimizer: Any, row: int) -> list[Tensor]:
         stacks += [entry[key] for key in sorted(entry)]
     stacks += [optimizer.param_groups[0]["lr"].as_subclass(Tensor)]
     return [stack[row].clone() for stack in stacks]
-
-
-def assert_equal(found: Any, wanted: Any) -> None:
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def check(case: Case, found: Run, whole: Run, place: int = 0) -> None:

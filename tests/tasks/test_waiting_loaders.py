@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorD
 
 import hfusion as hf
 from hfusion.tasks.sharing import turns
-from tests.trained import Way, assert_same, batches, fused, machine, plain, planned, task
+from tests.trained import Dropping, Way, assert_same, batches, fused, machine, plain, planned, task
 
 # Seconds after which a loader gives up; tasks that do not hold up one another need milliseconds.
 PATIENCE = 2.0
@@ -51,17 +51,6 @@ def test_a_loader_may_wait_for_another_task() -> None:
     # Before a run one minibatch of each is looked at.
     hf.train(tasks, hf.Machine([hf.Device(f"cpu:{k}", memory="1GiB") for k in range(2)]))
     assert all(loader.met for loader in loaders)
-
-
-class Dropping(nn.Module):
-    """Draws as often as it runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(F.dropout(self.first(x), 0.3, self.training))  # type: ignore[no-any-return]
 
 
 X, Y = (torch.cat(parts) for parts in zip(*batches(torch.float64, 3), strict=True))
