@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from hfusion.core.program import describe_value
 from hfusion.core.silence import silence_tracers
 from hfusion.device.backend import random_states_kept
 from hfusion.step.entry import entry_of
@@ -39,13 +41,52 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
         with random_states_kept():
             given = _results(run, kept, batch)
         entry = entry_of(run, len(own) + len(batch), len(given) - len(kept))
-        if entry is not None:
-            again = [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
+        if entry is None:
+            return run
+
+        def again(call: Callable[..., Sequence[Tensor]]) -> list[Tensor]:
+            fresh = [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
             with random_states_kept():
-                # Past the wrappers around it there must be the same bits.
-                if all(map(_same_bits, _results(entry, again, batch), given)):
-                    return entry
+                return _results(call, fresh, batch)
+
+        # Past the wrappers around it there must be the same bits.
+        difference = _difference(graph, again(entry), given)
+        repeats = not difference or not _difference(graph, again(run), given)
+    if not difference:
+        return entry
+    warnings.warn(_fallback(difference, repeats), stacklevel=2)
     return run
+
+
+def _fallback(difference: str, repeats: bool) -> str:
+    """What is told of a step through torch's wrappers, in one part; ``repeats``: whether those give the same again."""
+    why = (
+        f"called past torch's wrappers, its program gives {difference}"
+        if repeats
+        else f"its program gives other bits each time, such as {difference}; an operator in it sums in no fixed order"
+    )
+    remedy = (
+        "report it with the versions of torch and of the C++ compiler"
+        if repeats
+        else "torch.use_deterministic_algorithms(True) names the operator"
+    )
+    return f"a compiled step runs through torch's wrappers, in one part, exact but slower: {why}; {remedy}"
+
+
+def _difference(graph: StepGraph, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str:
+    """The first thing in which results of a step differ, in words; empty if they are the same bits."""
+    count = 1 + len(graph.trained)
+    names = ["the losses", *(f"the gradient of tensor {k}" for k in graph.trained)]
+    names += [f"tensor {k} after it" for k in range(len(ours) - count)]
+    for name, one, other in zip(names, ours, theirs, strict=True):
+        if _same_bits(one, other):
+            continue
+        kinds = [f"{describe_value(tensor, None, 0)} of strides {list(tensor.stride())}" for tensor in (one, other)]
+        if kinds[0] != kinds[1]:
+            return f"{name} as {kinds[0]} instead of {kinds[1]}"
+        place = tuple(((one != other) & ((one == one) | (other == other))).nonzero()[0].tolist())
+        return f"{one[place].item()!r} instead of {other[place].item()!r} in {name}, {kinds[0]}, at {list(place)}"
+    return ""
 
 
 def _results(run: Callable[..., Sequence[Tensor]], own: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:

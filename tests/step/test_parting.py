@@ -1,0 +1,152 @@
+"""Steps in parts together with what users put around a step: the same as by autograd, in float64."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.step.parted import PartedStep
+from tests.step.test_train_step import needs_compiler
+from tests.tasks.test_stepping import CLOSE, Normed
+from tests.trained import EPOCHS, Way, batches, fused, machine, task
+
+pytestmark = needs_compiler
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).double()
+
+
+def make(count: int = 4) -> tuple[hf.FusedModule, Any]:
+    torch.manual_seed(1)
+    array = hf.fuse([small() for _ in range(count)])
+    return array, hf.optim.SGD(array.parameters(), lr=[0.1 * (row + 1) for row in range(count)], momentum=0.9)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    return torch.randn(5, 4, generator=draw, dtype=torch.float64), torch.randint(3, (5,), generator=draw)
+
+
+def clipped(array: hf.FusedModule, opt: Any) -> Callable[..., None]:
+    def clip(*given: object) -> None:
+        hf.optim.clip_grad_norm_(array.parameters(), [0.1, 1.0, 0.01, 10.0])
+
+    opt.register_step_pre_hook(clip)
+    return lambda losses: opt.step()
+
+
+def scaled(array: hf.FusedModule, opt: Any) -> Callable[..., None]:
+    """The losses of a program are not scaled; the scaler holds back who is not finite."""
+    scaler = hf.optim.GradScaler(init_scale=[1.0, 2.0, 4.0, 8.0])
+
+    def update(losses: Tensor) -> None:
+        scaler.scale(losses)
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+
+    return update
+
+
+def two_at_a_time(array: hf.FusedModule, opt: Any) -> Callable[..., None]:
+    """Gradients of two minibatches in one step; those that a program leaves lie where the next ones will."""
+    kept: list[list[Tensor]] = []
+
+    def update(losses: Tensor) -> None:
+        params = [param for param in array.parameters() if param.grad is not None]
+        kept.append([param.grad.clone() for param in params if param.grad is not None])
+        if len(kept) == 2:
+            for param, one, other in zip(params, *kept, strict=True):
+                param.grad = one + other
+            opt.step()
+            kept.clear()
+
+    return update
+
+
+@pytest.mark.parametrize("around", [clipped, scaled, two_at_a_time])
+def test_what_stands_around_a_step(around: Callable[..., Callable[..., None]]) -> None:
+    results = []
+    for settings in ({"compile": False}, {"parts": 1}, {"parts": 3}):
+        array, opt = make()
+        step = hf.train_step(array, F.cross_entropy, opt, **settings)
+        step.update = around(array, opt)
+        losses = [step(*data()) for _ in range(6)]
+        assert ("on 3 threads" in str(step.report())) is (settings.get("parts") == 3)
+        results.append([*losses, *array.state_dict().values()])
+    for ours, theirs in zip(results[0] * 2, results[1] + results[2], strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_tasks_clip_and_accumulate(accumulate: int) -> None:
+    """Also where the last minibatches of an epoch are fewer than those that are summed."""
+    results = []
+    for settings in ({"compile": False}, {"compile": True, "parts": 3}):
+        torch.manual_seed(0)
+        array = fused(Normed)
+        given = task(array, Way(clip=[0.5, 0.05, 1.0], accumulate=accumulate), batches(torch.float64), **settings)
+        report = hf.train(given, machine())
+        how = " ".join(call.how for array_report in report[given.name].arrays for call in array_report.calls)
+        assert ("on 3 threads" in how) is (settings["compile"] is True)
+        results.append([report[given.name].losses, *array.state_dict().values()])
+    assert len(results[0][0]) == EPOCHS * len(list(batches(torch.float64)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+def test_a_batch_that_is_written_to_is_one_part() -> None:
+    """By autograd even: each member is to find what those before it have written."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        target.mul_(2.0)
+        return output.mean() * target.clone().mean()
+
+    results = []
+    for parts in (1, 2):
+        array, opt = make()
+        step = hf.train_step(array, loss, opt, parts=parts)
+        x, target = data()[0], torch.ones(5, dtype=torch.float64)
+        with pytest.warns(UserWarning, match="runs eagerly, exact but slower: .*writes into"):
+            losses = [step(x, target) for _ in range(3)]
+        assert not step._programs()
+        results.append([*losses, target])
+    assert torch.equal(results[0][-1], torch.full((5,), 2.0**12, dtype=torch.float64))
+    assert all(map(torch.equal, *results))
+
+
+def test_ctrl_c_ends_between_steps_and_steps_go_on() -> None:
+    """While threads compute nobody is interrupted: what a step has begun is done."""
+    torch.manual_seed(0)
+    array = hf.fuse([nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 3)) for _ in range(4)])
+    opt = hf.optim.SGD(array.parameters(), lr=0.0)
+    step = hf.train_step(array, F.cross_entropy, opt, parts=2)
+    given = torch.randn(64, 256), torch.randint(3, (64,))
+    expected = [step(*given) for _ in range(4)][-1]
+    (program,) = step._programs()
+    assert isinstance(program, PartedStep)
+
+    def interrupt() -> None:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def go_on() -> None:
+        while True:
+            step(*given)
+
+    for _ in range(5):
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            go_on()
+        assert torch.equal(step(*given), expected)
