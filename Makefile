@@ -29,7 +29,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS)
 
 test-cluster: $(VENV)/.cluster
-	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -m cluster tests/cluster
+	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -m cluster tests/cluster tests/tune
 
 docs: $(VENV)/.docs
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet docs build/docs

@@ -22,7 +22,7 @@ from hfusion.tasks.task import Step
 from hfusion.tasks.train import TrainError
 
 # Seconds from one look at the devices to the next while none tells anything.
-_GLANCE = 1.0
+GLANCE = 1.0
 
 
 class DeviceLost(HFusionError):
@@ -53,7 +53,7 @@ class Drive:
                 if number is not None:
                     self._now[device] = number
                     self._begin(device, number)
-            for device, message in self._executor.wait(_GLANCE):
+            for device, message in self._executor.wait(GLANCE):
                 self._hear(device, message)
         return self._result()
 
@@ -71,7 +71,7 @@ class Drive:
                 self._tell(device, result)
         elif isinstance(message, Raised):
             self._fail(device, message.error)
-        else:
+        elif isinstance(message, ArrayDone):
             number = self._now.pop(device)
             self._placement.end(device)
             self._done[number] = (device, message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from hfusion.cluster.node import ArrayJob, DeviceInfo, Message
+from hfusion.cluster.node import ArrayJob, CallJob, DeviceInfo, Message
 
 
 class Executor(Protocol):
@@ -21,8 +21,8 @@ class Executor(Protocol):
     def put(self, value: Any) -> Any:
         """Keep a part for all processes, once per node: what finds it, for ``job.parts``."""
 
-    def begin(self, device: int, job: ArrayJob) -> None:
-        """Train an array on a device that trains none."""
+    def begin(self, device: int, job: ArrayJob | CallJob) -> None:
+        """Let a device do something that does nothing now, such as to train an array."""
 
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
         """What devices have told since, at least one thing unless that takes longer."""

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from hfusion.cluster.parcel import unpack
 from hfusion.device.calibrate import Rates
-from hfusion.device.machine import Machine
+from hfusion.device.machine import Device, Machine
 from hfusion.optim.base import FusedOptimizer
 from hfusion.tasks.report import Report
 from hfusion.tasks.task import Evaluation, Step
@@ -49,6 +49,13 @@ class ArrayJob:
     every: int | None
 
 
+class CallJob(Protocol):
+    """What else a process of a cluster may be asked for. It is pickled."""
+
+    def call(self, trainer: ArrayTrainer, part: Callable[[Any], Any]) -> Any:
+        """What is answered; ``part`` gives what is kept somewhere. ``trainer.kept`` is there for the next calls."""
+
+
 @dataclass(frozen=True)
 class Told:
     """Results of minibatches and evaluations, in order."""
@@ -66,6 +73,13 @@ class ArrayDone:
 
 
 @dataclass(frozen=True)
+class Answered:
+    """What a `CallJob` gives."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
 class Raised:
     """Training raised ``error``."""
 
@@ -79,7 +93,9 @@ class Lost:
     reason: str
 
 
-Message: TypeAlias = Told | ArrayDone | Raised | Lost
+# What a job ends with.
+End: TypeAlias = ArrayDone | Answered | Raised
+Message: TypeAlias = Told | End | Lost
 
 
 class _Stopped(Exception):
@@ -97,16 +113,25 @@ class ArrayTrainer:
     def __init__(self, name: str, machine: Machine) -> None:
         self._name, self._machine = name, machine
         self.stopping = Event()
+        self.kept: dict[str, Any] = {}
+
+    @property
+    def device(self) -> Device:
+        (device,) = self._machine.devices
+        return device
 
     def info(self) -> DeviceInfo:
-        (device,) = self._machine.devices
+        device = self.device
         rates = self._machine.calibrate()[device.name]
         return DeviceInfo(self._name, device.physical, device.memory, rates, time.time())
 
-    def run(self, job: ArrayJob, part: Callable[[Any], Any], tell: Callable[[Message], None]) -> None:
-        """Train an array; the last that is told is how it ended. ``part`` gives what is kept somewhere."""
+    def run(self, job: ArrayJob | CallJob, part: Callable[[Any], Any], tell: Callable[[Message], None]) -> None:
+        """Train an array, or do what is asked; the last that is told is how it ended.
+
+        ``part`` gives what is kept somewhere.
+        """
         try:
-            tell(self._trained(job, part, tell))
+            tell(self._trained(job, part, tell) if isinstance(job, ArrayJob) else Answered(job.call(self, part)))
         except BaseException as error:
             cause = error.__cause__ if isinstance(error, TrainError) and error.__cause__ is not None else error
             tell(Raised(_portable(cause)))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hfusion.cluster.node import ArrayJob, ArrayTrainer, DeviceInfo, Lost, Message, Raised
+from hfusion.cluster.node import ArrayJob, ArrayTrainer, CallJob, DeviceInfo, Lost, Message, Raised
 from hfusion.cluster.parcel import pack, unpack
 from hfusion.core.errors import HFusionError
 from hfusion.device.machine import Device, Machine
@@ -81,7 +81,7 @@ class ProcessExecutor:
         path.write_bytes(pack("what the tasks share", value, {}))
         return path
 
-    def begin(self, device: int, job: ArrayJob) -> None:
+    def begin(self, device: int, job: ArrayJob | CallJob) -> None:
         pipe = self._pipes[device]
         # Whoever is gone is found to be so by the next wait.
         with suppress(OSError):

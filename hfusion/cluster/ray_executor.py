@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from hfusion.cluster.node import ArrayDone, ArrayJob, ArrayTrainer, DeviceInfo, Lost, Message, Raised
+from hfusion.cluster.node import ArrayJob, ArrayTrainer, CallJob, DeviceInfo, End, Lost, Message, Raised
 from hfusion.core.errors import PlanError
 from hfusion.device.machine import Device, Machine
 
@@ -31,7 +31,7 @@ class DeviceActor:
     def info(self) -> DeviceInfo:
         return self._trainer.info()
 
-    def train(self, job: ArrayJob) -> Iterator[Message]:
+    def train(self, job: ArrayJob | CallJob) -> Iterator[Message]:
         import ray
 
         told: SimpleQueue[Message] = SimpleQueue()
@@ -40,7 +40,7 @@ class DeviceActor:
         while True:
             message = told.get()
             yield message
-            if isinstance(message, ArrayDone | Raised):
+            if isinstance(message, End):
                 break
         thread.join()
 
@@ -146,7 +146,7 @@ class RayExecutor:
     def put(self, value: Any) -> Any:
         return self._ray.put(value)
 
-    def begin(self, device: int, job: ArrayJob) -> None:
+    def begin(self, device: int, job: ArrayJob | CallJob) -> None:
         self._running[device] = self._actors[device].train.options(num_returns="streaming").remote(job)
 
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
@@ -174,7 +174,7 @@ class RayExecutor:
         except errors.RayError as error:
             self._running.pop(device, None)
             return device, Raised(error)
-        if isinstance(message, ArrayDone | Raised):
+        if isinstance(message, End):
             self._running.pop(device, None)
         return device, message
 

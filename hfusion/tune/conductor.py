@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import random
 from collections.abc import Callable, Mapping
@@ -14,18 +13,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hfusion.core.errors import PlanError
-from hfusion.device.calibrate import Rates
-from hfusion.device.machine import Device
+from hfusion.cluster.node import DeviceInfo
 from hfusion.tasks.task import length
 from hfusion.tune.beats import Beats
 from hfusion.tune.exploit import PBT
 from hfusion.tune.folder import SweepFolder
-from hfusion.tune.footprint import Footprint, fits
+from hfusion.tune.footprint import Footprint
 from hfusion.tune.result import Best
-from hfusion.tune.shape_array import Seat, ShapeArray, SweepRecipe, first_inputs
+from hfusion.tune.rooms import Rooms
+from hfusion.tune.shape_array import Seat, Shape, ShapeArray
 from hfusion.tune.space import Maker, Suggestion, TrialModel
+from hfusion.tune.trial_rows import SweepRecipe, first_inputs
 from hfusion.tune.trials import COPIES, Trials, Verdict
+from hfusion.tune.workers import SweepWorkers
 
 T = TypeVar("T")
 
@@ -45,7 +45,11 @@ class Extent:
 
 
 class Conductor:
-    """Trains the trials of a sweep on a device, and writes what a resumed sweep needs into a folder."""
+    """Trains the trials of a sweep on devices, and writes what a resumed sweep needs into a folder.
+
+    A trial is reported in the order of its number, whatever array it is in: so what is decided does not depend on the
+    devices that there are.
+    """
 
     def __init__(
         self,
@@ -53,53 +57,65 @@ class Conductor:
         maker: Maker,
         recipe: SweepRecipe,
         extent: Extent,
-        device: Device,
-        rates: Rates,
+        workers: SweepWorkers,
         folder: SweepFolder | None,
         beats: Beats,
     ) -> None:
         self.trials, self._maker, self._recipe, self._extent = trials, maker, recipe, extent
-        self._device, self._rates, self._folder, self._beats = device, rates, folder, beats
-        self._arrays: list[ShapeArray] = []
-        self._waiting: tuple[TrialModel, ShapeArray] | None = None
-        self._round = self._opened = 0
+        self._workers, self._folder, self._beats = workers, folder, beats
+        self.rooms = Rooms(workers, extent.trials, extent.rows, together=extent.pbt is not None)
+        self._waiting: tuple[TrialModel, Shape] | None = None
+        self._round = 0
         self.best: Best | None = None
         self._inputs: Any = None
 
     def run(self) -> None:
         """Train until every trial is told."""
-        resumed = bool(self._arrays)
+        resumed = bool(self.rooms.arrays)
         if not resumed:
             self._refill()
-        while self._arrays:
+        while self.rooms.arrays:
             if not resumed:
                 self.save()
             resumed = False
-            seats = sum(len(array.seats) for array in self._arrays)
-            for array in self._arrays:
-                self._train(array)
+            self._train()
             self._round += 1
             self._beats.beat()
-            if sum(len(array.seats) for array in self._arrays) < seats and self._crowded():
-                gc.collect()
             self.trials.caught_up()
             self._refill()
         self.save()
 
-    def _train(self, array: ShapeArray) -> None:
-        """An epoch of an array; what its members come to is reported in the order of their rows."""
-        values = array.epoch(self._extent.seed + self._round)
-        for tag, value in values.items():
-            seat = array.seats[tag]
+    def _train(self) -> None:
+        """An epoch of all arrays; what their members come to is reported."""
+        arrays, seed = self.rooms.arrays, self._extent.seed + self._round
+        found = self._workers.ask({array.name: ("epoch", (seed,)) for array in arrays})
+        seats = [(array, array.seats[tag], value) for array in arrays for tag, value in found[array.name].items()]
+        left: set[int] = set()
+        for array, seat, value in sorted(seats, key=lambda each: each[1].number):
             seat.epochs += 1
             last = seat.epochs == self._extent.epochs
             verdict = self.trials.report(seat.number, value, seat.epochs - 1, last=last)
-            if verdict is Verdict.GO_ON:
-                continue
-            model = array.leave(tag)
-            if verdict is Verdict.COMPLETE and self._is_best(seat.number, value):
-                self.best = Best(seat.number, value, model)
-        self._exploit(array, values)
+            if verdict is not Verdict.GO_ON:
+                best = verdict is Verdict.COMPLETE and self._is_best(seat.number, value)
+                self._leave(array, seat, value if best else None)
+                left.add(array.device)
+        for array in arrays:
+            self._exploit(array, found[array.name])
+        for array in arrays:
+            if array.device in left and self.rooms.crowded(array.device):
+                left.remove(array.device)
+                self._workers.send(array.name, "collect")
+
+    def _leave(self, array: ShapeArray, seat: Seat, best: float | None) -> None:
+        """A trial's row is free; its model is kept where its value is the ``best``."""
+        del array.seats[seat.tag]
+        if best is None:
+            self._workers.send(array.name, "leave", seat.tag)
+        else:
+            self.best = Best(seat.number, best, self._workers.leave(array.name, self._member(seat)))
+
+    def _member(self, seat: Seat) -> TrialModel:
+        return TrialModel(seat.number, seat.suggestion, self._maker.models)
 
     def _exploit(self, array: ShapeArray, values: dict[str, float]) -> None:
         """Population based training among the trials of an array that go on, after their reports."""
@@ -113,9 +129,10 @@ class Conductor:
         if not pairs:
             return
         explored = [self._explored(array.seats[source], draw) for source, _ in pairs]
-        array.exploit(pairs, explored)
-        for (source, tag), (params, _) in zip(pairs, explored, strict=True):
+        self._workers.send(array.name, "exploit", pairs, [suggestion.hypers for _, suggestion in explored])
+        for (source, tag), (params, suggestion) in zip(pairs, explored, strict=True):
             seat = array.seats[tag]
+            seat.params, seat.suggestion = params, suggestion
             self.trials.copied(seat.number, array.seats[source].number, seat.epochs, params)
 
     def _explored(self, seat: Seat, draw: random.Random) -> tuple[dict[str, Any], Suggestion]:
@@ -149,40 +166,22 @@ class Conductor:
         """Ask for trials while there is room for them, and let them join."""
         while (found := self._next()) is not None:
             self._waiting = found
-            if not self._has_room(found[1]):
+            candidate, shape = found
+            array = self.rooms.room_for(shape)
+            if array is None:
                 break
-            candidate, array = found
-            array.joining.append(candidate)
-            if array not in self._arrays:
-                self._arrays.append(array)
+            self.rooms.join(array, candidate)
             self._waiting = None
-        for array in self._arrays:
-            for number in array.join(self._round):
-                self.trials.place(number, self._round)
-        self._give_back()
+        for array in self.rooms.arrays:
+            if array.joining:
+                new = array.seated(self._round)
+                self._workers.send(array.name, "join", new)
+                for one in new:
+                    self.trials.place(one.number, self._round)
+        self.rooms.give_back()
 
-    def _give_back(self) -> None:
-        """Free rows, and arrays that nobody is in, give back what they take."""
-        crowded = self._crowded()
-        for array in self._arrays:
-            array.compact()
-        left = [array for array in self._arrays if array.taken]
-        if len(left) < len(self._arrays):
-            self._arrays = left
-            del array
-            if crowded:
-                gc.collect()
-
-    def _crowded(self) -> bool:
-        """Whether arrays need more than half of the device.
-
-        Members that left, arrays and programs hold one another, and so their memory, until Python looks for such
-        cycles. To make it look takes a fifth of a second, and can wait where there is room.
-        """
-        return not fits(self._device.memory // 2, [(one.footprint, one.rows()) for one in self._arrays])
-
-    def _next(self) -> tuple[TrialModel, ShapeArray] | None:
-        """The trial that comes next, and the array that takes it; None where all are asked."""
+    def _next(self) -> tuple[TrialModel, Shape] | None:
+        """The trial that comes next, and its shape; None where all are asked."""
         found, self._waiting = self._waiting, None
         while found is None and len(self.trials.asked) < self._extent.trials:
             trial = self.trials.ask()
@@ -205,76 +204,50 @@ class Conductor:
             _log.warning("trial %d failed: %r", number, error)
             return None
 
-    def _candidate(self, trial: Any) -> tuple[TrialModel, ShapeArray]:
+    def _candidate(self, trial: Any) -> tuple[TrialModel, Shape]:
         candidate = self._maker.candidate(trial.number, self._maker.suggestion(trial))
-        for array in self._arrays:
-            if array.takes(candidate):
-                return candidate, array
-        array = self._array(f"array-{self._opened}", candidate)
-        if not fits(self._device.memory, [(array.footprint, 1)]):
-            need = array.footprint.held(1) + array.footprint.passing(1)
-            raise PlanError(
-                f"trial {candidate.number} with {trial.params} needs {need:,} bytes to be trained, and device "
-                f"{self._device.name} has {self._device.memory:,}: bound the space, give a smaller minibatch, or let "
-                "such trials fail with catch=(hf.PlanError,)"
-            )
-        self._opened += 1
-        return candidate, array
+        shape = self._shape(candidate)
+        self.rooms.check(shape, f"trial {candidate.number} with {trial.params}")
+        return candidate, shape
 
-    def _array(self, name: str, first: TrialModel) -> ShapeArray:
+    def _shape(self, candidate: TrialModel) -> Shape:
+        """That of an array that is there, or a new one."""
+        for shape in {id(array.shape): array.shape for array in self.rooms.arrays}.values():
+            if shape.takes(candidate):
+                return shape
+        return Shape(candidate, partial(self._footprint, candidate))
+
+    def _footprint(self, first: TrialModel, device: DeviceInfo) -> Footprint:
         if self._inputs is None:
             self._inputs = first_inputs(self._recipe.loader, torch.device("cpu"))
         # What is made with other seeds only in values is the same shape, and shares what models share.
-        models = [self._maker.model(first.number, first.suggestion) for _ in range(2)]
-        footprint = Footprint(
+        models = [self._maker.models.model(first.number, first.suggestion) for _ in range(2)]
+        return Footprint(
             models,
             self._recipe.optimizer_with(first.suggestion.options),
             self._inputs,
-            self._device,
-            self._rates,
+            device,
             evaluated=length(self._recipe.judged[1]) if self._recipe.evaluates else 0,
             saved=self._folder is not None,
         )
-        return ShapeArray(name, first, footprint, self._recipe)
-
-    def _has_room(self, array: ShapeArray) -> bool:
-        """Whether one more trial may join it: by the rows at once, and in bytes."""
-        others = [one for one in self._arrays if one is not array]
-        taken = sum(one.taken for one in self._arrays)
-        if not taken:
-            if array not in self._arrays:
-                self._give_back()
-            return True
-        if self._extent.rows is None:
-            # The part of the device that each array fills, where 1 is all that makes members cheaper.
-            parts = sum(one.taken / one.fastest(self._extent.trials) for one in others)
-            if parts + (array.taken + 1) / array.fastest(self._extent.trials) > 1:
-                return False
-        elif taken >= self._extent.rows:
-            return False
-        for _ in range(2):
-            sizes = [(array.footprint, array.rows(1)), *((one.footprint, one.rows()) for one in others)]
-            if fits(self._device.memory, sizes):
-                return True
-            self._give_back()
-            others = [one for one in self._arrays if one is not array]
-        return False
 
     def save(self) -> None:
         """Write all that a resumed sweep needs; the trials themselves are in the study."""
         if self._folder is None:
             return
         attributes = self.trials.attributes()
+        members = {array.name: [self._member(seat) for seat in array.seats.values()] for array in self.rooms.arrays}
+        saves = self._workers.save({name: self._folder.of_array(name) for name in members}, members)
         arrays = [
             {
                 "name": array.name,
-                "save": self._folder.save_array(array.name, array.population),
+                "save": self._folder.found(saves[array.name]),
                 "seats": [
                     [seat.number, seat.began, seat.epochs, attributes.get(seat.number, []), seat.params]
                     for seat in array.seats.values()
                 ],
             }
-            for array in self._arrays
+            for array in self.rooms.arrays
         ]
         tensors: dict[str, Tensor] = {}
         if self.best is not None:
@@ -285,7 +258,7 @@ class Conductor:
             "seed": self._extent.seed,
             "epochs": self._extent.epochs,
             "round": self._round,
-            "opened": self._opened,
+            "opened": self.rooms.opened,
             "asked": self.trials.asked,
             "waiting": None if self._waiting is None else self._waiting[0].number,
             "arrays": arrays,
@@ -296,7 +269,7 @@ class Conductor:
     def resume(self, body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Go on from what was written."""
         assert self._folder is not None
-        self._round, self._opened = body["round"], body["opened"]
+        self._round, self.rooms.opened = body["round"], body["opened"]
         epochs = {number: done for one in body["arrays"] for number, _, done, *_ in one["seats"]}
         if body["waiting"] is not None:
             epochs[body["waiting"]] = 0
@@ -307,11 +280,10 @@ class Conductor:
                 Seat(number, self._copied(number, params) or suggestions[number], began, done, params)
                 for number, began, done, _, params in one["seats"]
             ]
-            self._arrays.append(self._restored(one["name"], self._folder.root / one["save"], seats))
+            self._restore(one["name"], self._folder.root / one["save"], seats)
         if body["waiting"] is not None:
             candidate = self._maker.candidate(body["waiting"], suggestions[body["waiting"]])
-            array = next((one for one in self._arrays if one.takes(candidate)), None)
-            self._waiting = candidate, array or self._array(f"array-{self._opened - 1}", candidate)
+            self._waiting = candidate, self._shape(candidate)
         if body["best"] is not None:
             number, value = body["best"]
             self.best = self._kept(number, value, tensors)
@@ -320,17 +292,18 @@ class Conductor:
         """What a trial has that became a copy of another."""
         return None if params is None else self._fixed(params, number)
 
-    def _restored(self, name: str, path: Path, seats: list[Seat]) -> ShapeArray:
-        first = self._maker.candidate(seats[0].number, seats[0].suggestion)
-        array = self._array(name, first)
-        array.restore(path, seats, lambda seat: self._maker.model(seat.number, seat.suggestion))
-        return array
+    def _restore(self, name: str, path: Path, seats: list[Seat]) -> None:
+        members = [self._member(seat) for seat in seats]
+        array = self.rooms.restored(name, self._shape(members[0]))
+        array.seats = {seat.tag: seat for seat in seats}
+        found = self._workers.ask({name: ("restore", (path.absolute(), members))})
+        array.widths, array.width = found[name]
 
     def _kept(self, number: int, value: float, tensors: Mapping[str, Tensor]) -> Best:
         """The best trial of before, whose model is made again and written over."""
         trial = next(one for one in self.trials.study.get_trials(deepcopy=False) if one.number == number)
         copies = trial.user_attrs.get(COPIES)
         suggestion = self._fixed(copies[-1]["params"] if copies else trial.params, number)
-        model = self._maker.model(number, suggestion).cpu()
+        model = self._maker.models.model(number, suggestion).cpu()
         model.load_state_dict(dict(tensors))
         return Best(number, value, model)

@@ -25,7 +25,7 @@ from hfusion.core.errors import CheckpointError
 VERSION = 1
 _LOCK, _STATE, _ARRAYS = "lock", "state", "arrays"
 # Of the states, and the saves of an array that these name.
-_KEEP = 2
+KEEP = 2
 
 
 class SweepFolder:
@@ -60,13 +60,16 @@ class SweepFolder:
 
     def write(self, body: Mapping[str, Any], tensors: Mapping[str, Tensor], step: int) -> None:
         """Write what the sweep goes on from; then remove the saves of arrays that it does not name."""
-        files.write(self.root / _STATE, {"version": VERSION, **body}, tensors, step=step, keep=_KEEP)
+        files.write(self.root / _STATE, {"version": VERSION, **body}, tensors, step=step, keep=KEEP)
         named = {one["name"] for one in body["arrays"]}
         for path in (self.root / _ARRAYS).glob("*"):
             if path.name not in named:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def save_array(self, name: str, population: Any) -> str:
-        """Save an array; where, from the folder on."""
-        path: Path = population.save(self.root / _ARRAYS / name, keep=_KEEP).result()
-        return os.fspath(path.relative_to(self.root))
+    def of_array(self, name: str) -> Path:
+        """Where an array has its saves, for every process that reaches the folder."""
+        return self.root.absolute() / _ARRAYS / name
+
+    def found(self, save: Path) -> str:
+        """A save as the folder names it, wherever the folder is."""
+        return os.fspath(save.relative_to(self.root.absolute()))

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.array.fuse import fuse
+from hfusion.cluster.node import DeviceInfo
 from hfusion.compiler.arguments import Arguments
-from hfusion.device.calibrate import Rates
-from hfusion.device.machine import Device
 from hfusion.passes.partition.shard import shards_at
 from hfusion.schedule.plan import TaskPlan
 from hfusion.step.train_step import call_arguments
@@ -50,8 +49,7 @@ class Footprint:
         models: Sequence[nn.Module],
         optimizer: MakeOptimizer,
         inputs: Any,
-        device: Device,
-        rates: Rates,
+        device: DeviceInfo,
         *,
         evaluated: int,
         saved: bool,
@@ -63,7 +61,7 @@ class Footprint:
         fused.planned_for(device.physical)
         self._program = fused.compiled(arguments).program
         self._stacks = optimizer(fused.parameters()).state_stacks
-        self._samples, self._rates = _samples(arguments.leaves), rates
+        self._samples, self._rates = _samples(arguments.leaves), device.rates
         # Each is there as it came, and once more as a part of all.
         self._outputs = 2 * evaluated * _output_bytes(models[0], args, kwargs)
         self._largest = max((p.numel() * p.element_size() for p in models[0].parameters()), default=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -34,23 +35,49 @@ class Suggestion:
 
 
 @dataclass(frozen=True, eq=False)
+class ModelMaker:
+    """Makes the models of trials, on a device."""
+
+    make_model: MakeModel
+    device: torch.device
+
+    def model(self, number: int, suggestion: Suggestion) -> nn.Module:
+        """It is made after ``torch.manual_seed(number)``. Raises FusionError for one that cannot be fused."""
+        with random_states_kept():
+            torch.manual_seed(number)
+            model = self.make_model(**suggestion.rest)
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"make_model gave a {type(model).__name__} for trial {number}: return an nn.Module")
+        check_alone(0, model)
+        return model.to(self.device)
+
+
+@dataclass(frozen=True, eq=False)
 class TrialModel:
-    """A trial with its model, which waits for a row or has one."""
+    """A trial with its model, which waits for a row or has one. Another process makes the model again."""
 
     number: int
     suggestion: Suggestion
-    model: nn.Module
+    maker: ModelMaker
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """Raises as `ModelMaker.model`."""
+        return self.maker.model(self.number, self.suggestion)
 
     @property
     def tag(self) -> str:
         return f"trial {self.number}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "model"}
 
 
 class Maker:
     """Makes candidates from trials. Raises ValueError for an optimizer that is none of hf.optim."""
 
     def __init__(self, make_model: MakeModel, space: Space, optimizer: MakeOptimizer, device: torch.device) -> None:
-        self._make_model, self._space, self._device = make_model, space, device
+        self._space, self.models = space, ModelMaker(make_model, device)
         known = _known(optimizer)
         self.name = known.__name__ if isinstance(known, type) else type(known).__name__
         self._hypers, self._options = known.hypers, known.options
@@ -68,19 +95,11 @@ class Maker:
         self._check_rest(trial.number, rest)
         return Suggestion(hypers, options, rest)
 
-    def model(self, number: int, suggestion: Suggestion) -> nn.Module:
-        """It is made after ``torch.manual_seed(number)``. Raises FusionError for one that cannot be fused."""
-        with random_states_kept():
-            torch.manual_seed(number)
-            model = self._make_model(**suggestion.rest)
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"make_model gave a {type(model).__name__} for trial {number}: return an nn.Module")
-        check_alone(0, model)
-        return model.to(self._device)
-
     def candidate(self, number: int, suggestion: Suggestion) -> TrialModel:
-        """Raises as `model`."""
-        return TrialModel(number, suggestion, self.model(number, suggestion))
+        """With its model. Raises as `ModelMaker.model`."""
+        found = TrialModel(number, suggestion, self.models)
+        _ = found.model
+        return found
 
     def _check_hypers(self, number: int, hypers: Mapping[str, Any]) -> None:
         for hyper in self._hypers:
@@ -98,7 +117,7 @@ class Maker:
 
     def _check_rest(self, number: int, rest: Mapping[str, Any]) -> None:
         try:
-            signature = inspect.signature(self._make_model)
+            signature = inspect.signature(self.models.make_model)
         except (TypeError, ValueError):
             return
         try:

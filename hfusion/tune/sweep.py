@@ -9,19 +9,24 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from hfusion.cluster.cluster import Cluster
 from hfusion.core.errors import CheckpointError
 from hfusion.core.resuming import resume_folder
 from hfusion.device.machine import Machine
 from hfusion.optim import AdamW
 from hfusion.tune.beats import Beats, dead_runs
+from hfusion.tune.cluster_workers import ClusterWorkers
 from hfusion.tune.conductor import Conductor, Extent
 from hfusion.tune.exploit import PBT
 from hfusion.tune.folder import SweepFolder
 from hfusion.tune.result import SweepResult
-from hfusion.tune.shape_array import SweepRecipe
 from hfusion.tune.space import MakeModel, MakeOptimizer, Maker, Space
 from hfusion.tune.study import Draws, import_optuna, open_study
+from hfusion.tune.trial_rows import SweepRecipe
 from hfusion.tune.trials import Trials, Verdict
+from hfusion.tune.workers import LocalWorkers, largest
 
 
 def sweep(
@@ -40,7 +45,7 @@ def sweep(
     sampler: Any = None,
     pruner: Any = None,
     storage: Any = None,
-    machine: Machine | None = None,
+    machine: Machine | Cluster | None = None,
     directory: str | os.PathLike[str] | None = None,
     rows: int | None = None,
     seed: int = 0,
@@ -67,6 +72,8 @@ def sweep(
             ``pruner`` and ``storage``, Optuna's own by default.
         storage: as optuna.create_study takes it. By default a journal in ``directory``, or memory.
         machine: on whose largest device the arrays are; never in more bytes than it has there. By default this one.
+            A Cluster: on all devices of its; the trials, values and decisions are those of one machine with the same
+            ``rows``. Functions then go to other processes.
         directory: where the sweep is saved after every round, and goes on after it was killed.
         rows: the most trials at once; by default so many as make a trial cheaper by the machine's rates;
             with ``pbt`` all.
@@ -80,7 +87,9 @@ def sweep(
         ImportError: Optuna is not installed.
         ValueError: a study of several objectives, or arguments that do not go together.
         CheckpointError: the directory is in use, damaged, or of another sweep.
-        PlanError: a trial that the device has no memory for, or a loader that cannot be used.
+        PlanError: a trial that the device has no memory for, a loader that cannot be used, or what cannot go to another
+            process.
+        DeviceLost: the processes of an array were lost more often than the cluster allows.
     """
     kinds = catch if isinstance(catch, tuple) else (catch,)
     for name, value, least in (("trials", trials, 0), ("epochs", epochs, 1), ("rows", 1 if rows is None else rows, 1)):
@@ -94,9 +103,10 @@ def sweep(
     extent = Extent(trials, epochs, rows, seed, kinds, pbt)
     machine = machine or Machine.detect()
     directory = resume_folder("sweep") if directory is None else directory
-    device = max(machine.devices, key=lambda one: one.memory)
-    recipe = SweepRecipe(optimizer, loss, loader, eval_loader, metric, device.physical, compile)
-    maker = Maker(make_model, space, optimizer, device.physical)
+    # The driver of a cluster makes models to look at.
+    device = torch.device("cpu") if isinstance(machine, Cluster) else largest(machine).physical
+    recipe = SweepRecipe(optimizer, loss, loader, eval_loader, metric, device, compile)
+    maker = Maker(make_model, space, optimizer, device)
     with ExitStack() as stack:
         folder = None
         if directory is not None:
@@ -118,7 +128,10 @@ def sweep(
         )
         asked.bury(dead_runs(found))
         beats = Beats(found, asked.run, None if folder is None else folder.root)
-        conductor = Conductor(asked, maker, recipe, extent, device, machine.calibrate()[device.name], folder, beats)
+        workers = _workers(machine, recipe, maker, stack)
+        conductor = Conductor(asked, maker, recipe, extent, workers, folder, beats)
+        if isinstance(workers, ClusterWorkers):
+            workers.place = conductor.rooms.moved
         try:
             if before is None:
                 conductor.save()
@@ -134,6 +147,17 @@ def sweep(
             raise
         beats.end()
         return SweepResult(found, tuple(asked.asked), conductor.best)
+
+
+def _workers(
+    machine: Machine | Cluster, recipe: SweepRecipe, maker: Maker, stack: ExitStack
+) -> LocalWorkers | ClusterWorkers:
+    """What trains, until ``stack`` ends."""
+    if isinstance(machine, Machine):
+        return LocalWorkers(machine, recipe)
+    executor = machine._open()
+    stack.callback(executor.close)
+    return ClusterWorkers(executor, recipe, maker.models, machine._max_failures)
 
 
 def _check_same(body: Any, extent: Extent) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,4 +132,29 @@ def test_a_node_that_is_killed_loses_an_interval_at_most(nodes: Nodes, tmp_path:
     found = hf.train(tasks(kill), cluster(tmp_path), checkpoint=tmp_path / "saves", every=1)
     assert_same(found, wanted)
     assert killed
+    assert nothing_left(tmp_path)
+
+
+def test_a_sweep_on_two_nodes_gives_what_one_machine_gives(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them is killed while it trains, after the ninth trial was asked."""
+    pytest.importorskip("optuna")
+    from tests.tune import cases
+    from tests.tune.test_cluster import assert_same_sweep, sweep
+
+    killer = threading.Timer(0.1, nodes.kill)
+
+    def space(trial: Any) -> dict[str, Any]:
+        if trial.number == 8:
+            killer.start()
+        return cases.space(trial)
+
+    monkeypatch.setenv("HFUSION_RATES", "standard")
+    wanted = sweep(cases.MACHINE)
+    assert_same_sweep(sweep(cluster(tmp_path)), wanted)
+    assert nothing_left(tmp_path)
+    assert_same_sweep(sweep(cluster(tmp_path), space=space, directory=tmp_path / "sweep"), wanted)
+    assert killer.finished.is_set()
+    assert nodes.others == []
     assert nothing_left(tmp_path)

@@ -1,0 +1,168 @@
+"""The rows of a sweep's arrays in the processes of a cluster. What is lost is made again: restored, and told again.
+
+Calls are kept since the last save of an array, or since it was opened. A process that takes over an array of one that
+was lost gets all of them, and so comes to the same state: they are the same models, seeds and minibatches.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hfusion.cluster.drive import GLANCE, DeviceLost
+from hfusion.cluster.executor import Executor
+from hfusion.cluster.node import Answered, ArrayTrainer, DeviceInfo, Lost, Raised
+from hfusion.cluster.parcel import pack, unpack
+from hfusion.tune.space import ModelMaker, TrialModel
+from hfusion.tune.trial_rows import SweepRecipe, TrialRows
+from hfusion.tune.workers import RowsCall
+
+_MAKER = "maker"
+
+
+@dataclass(frozen=True)
+class RowsJob:
+    """What a process does next: ``calls`` of each array; ``kept`` finds the recipe; ``dropped`` are arrays that ended.
+
+    The result of each array is that of its last call.
+    """
+
+    kept: Any
+    calls: dict[str, tuple[bytes, ...]]
+    dropped: tuple[str, ...]
+    collect: bool
+
+    def call(self, trainer: ArrayTrainer, part: Callable[[Any], Any]) -> dict[str, Any]:
+        if "recipe" not in trainer.kept:
+            recipe, maker = unpack(part(self.kept), _no_parts)
+            device = trainer.device.physical
+            trainer.kept |= {"recipe": replace(recipe, device=device), _MAKER: replace(maker, device=device)}
+        for name in self.dropped:
+            trainer.kept.pop(name, None)
+        if self.collect:
+            gc.collect()
+        return {name: self._answer(trainer, name, calls) for name, calls in self.calls.items()}
+
+    @staticmethod
+    def _answer(trainer: ArrayTrainer, name: str, calls: Sequence[bytes]) -> Any:
+        found: Any = None
+        for data in calls:
+            method, args = unpack(data, trainer.kept.__getitem__)
+            if method == "open":
+                (options,) = args
+                trainer.kept[name] = TrialRows(trainer.kept["recipe"], options, trainer.stopping.is_set)
+            else:
+                found = getattr(trainer.kept[name], method)(*args)
+            if isinstance(found, nn.Module):
+                # Its class may be one that only the driver has by name.
+                found = found.state_dict()
+        return found
+
+
+def _no_parts(key: str) -> Any:
+    raise KeyError(key)
+
+
+@dataclass
+class _SentCalls:
+    """What an array was told, and how much of that its present process has done; how often it was lost."""
+
+    device: int
+    calls: list[bytes] = field(default_factory=list)
+    done: int = 0
+    lost: int = 0
+
+
+class ClusterWorkers:
+    """All in processes of ``executor``.
+
+    ``place`` names the device for an array whose device is gone, of those that are not; the owner sets it.
+    """
+
+    def __init__(self, executor: Executor, recipe: SweepRecipe, maker: ModelMaker, max_failures: int) -> None:
+        self._executor, self._maker, self._max_failures = executor, maker, max_failures
+        self._kept = executor.put(pack("what the sweep trains with", (recipe, maker), {}))
+        self._told: dict[str, _SentCalls] = {}
+        self._dropped: dict[int, list[str]] = {}
+        self._collect: set[int] = set()
+        self.gone: set[int] = set()
+        self.place: Callable[[str, Collection[int]], int] = lambda name, gone: 0
+
+    @property
+    def devices(self) -> Sequence[DeviceInfo]:
+        return self._executor.devices
+
+    def open(self, name: str, device: int, options: dict[str, Any]) -> None:
+        self._told[name] = _SentCalls(device)
+        self.send(name, "open", options)
+
+    def send(self, name: str, method: str, *args: Any) -> None:
+        self._told[name].calls.append(self._packed((method, args)))
+
+    def _packed(self, call: RowsCall) -> bytes:
+        return pack(f"what is told to {call[0]}", call, {id(self._maker): _MAKER})
+
+    def ask(self, calls: Mapping[str, RowsCall]) -> dict[str, Any]:
+        for name, (method, args) in calls.items():
+            self.send(name, method, *args)
+        running: dict[int, list[str]] = {}
+        found: dict[str, Any] = {}
+        while len(found) < len(calls):
+            for device in {self._told[name].device for name in calls if name not in found} - running.keys():
+                running[device] = [name for name in calls if name not in found and self._told[name].device == device]
+                self._begin(device, running[device])
+            for device, message in self._executor.wait(GLANCE):
+                if isinstance(message, Answered):
+                    for name in running.pop(device):
+                        self._told[name].done = len(self._told[name].calls)
+                    found |= message.value
+                elif isinstance(message, Raised):
+                    raise message.error
+                elif isinstance(message, Lost):
+                    self._lose(device, running.pop(device, []), message.reason)
+        return {name: found[name] for name in calls}
+
+    def _begin(self, device: int, names: Sequence[str]) -> None:
+        calls = {name: tuple(self._told[name].calls[self._told[name].done :]) for name in names}
+        dropped, collect = tuple(self._dropped.pop(device, ())), device in self._collect
+        self._collect.discard(device)
+        self._executor.begin(device, RowsJob(self._kept, calls, dropped, collect))
+
+    def _lose(self, device: int, running: Sequence[str], reason: str) -> None:
+        """Its arrays begin again there, or on other devices."""
+        if not self._executor.revive(device):
+            self.gone.add(device)
+        self._dropped.pop(device, None)
+        for name, told in self._told.items():
+            if told.device != device:
+                continue
+            told.done, told.lost = 0, told.lost + (name in running)
+            if told.lost > self._max_failures:
+                raise DeviceLost(f"the device of {name} was lost {told.lost} times: {reason}")
+            if device in self.gone:
+                told.device = self.place(name, self.gone)
+
+    def leave(self, name: str, member: TrialModel) -> nn.Module:
+        state = self.ask({name: ("leave", (member.tag,))})[name]
+        model = self._maker.model(member.number, member.suggestion).cpu()
+        model.load_state_dict(state)
+        return model
+
+    def save(self, folders: Mapping[str, Path], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, Path]:
+        found: dict[str, Path] = self.ask({name: ("save", (folder,)) for name, folder in folders.items()})
+        for name, path in found.items():
+            told = self._told[name]
+            told.calls = [told.calls[0], self._packed(("restore", (path, list(members[name]))))]
+            told.done = len(told.calls)
+        return found
+
+    def drop(self, name: str, *, collect: bool) -> None:
+        device = self._told.pop(name).device
+        self._dropped.setdefault(device, []).append(name)
+        if collect:
+            self._collect.add(device)

@@ -1,0 +1,83 @@
+"""Where the rows of a sweep's arrays are: in this process, or in those of a cluster."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from torch import nn
+
+from hfusion.cluster.node import DeviceInfo
+from hfusion.device.machine import Machine
+from hfusion.tune.space import TrialModel
+from hfusion.tune.trial_rows import SweepRecipe, TrialRows
+
+# A method of `TrialRows`, and what it is given.
+RowsCall: TypeAlias = tuple[str, tuple[Any, ...]]
+
+
+class SweepWorkers(Protocol):
+    """Hold the `TrialRows` of every array, by its name, and call their methods."""
+
+    @property
+    def devices(self) -> Sequence[DeviceInfo]: ...
+
+    @property
+    def gone(self) -> Collection[int]:
+        """The numbers of the devices that are lost."""
+
+    def open(self, name: str, device: int, options: dict[str, Any]) -> None:
+        """Rows for an array whose optimizer has ``options``, on a device."""
+
+    def send(self, name: str, method: str, *args: Any) -> None:
+        """Call a method that gives nothing; it may be called later, before the next that gives something."""
+
+    def ask(self, calls: Mapping[str, RowsCall]) -> dict[str, Any]:
+        """Call a method of each array; what they give."""
+
+    def leave(self, name: str, member: TrialModel) -> nn.Module:
+        """A member's model, on the CPU; its row is free."""
+
+    def save(self, folders: Mapping[str, Path], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, Path]:
+        """Save each array with these members in a folder; where."""
+
+    def drop(self, name: str, *, collect: bool) -> None:
+        """Nobody is in an array any more; ``collect`` its memory at once."""
+
+
+class LocalWorkers:
+    """All on the largest device of ``machine``, in this process."""
+
+    def __init__(self, machine: Machine, recipe: SweepRecipe) -> None:
+        device = largest(machine)
+        rates = machine.calibrate()[device.name]
+        self.devices: Sequence[DeviceInfo] = [DeviceInfo(device.name, device.physical, device.memory, rates, 0.0)]
+        self.gone: Collection[int] = ()
+        self._recipe, self._rows = recipe, dict[str, TrialRows]()
+
+    def open(self, name: str, device: int, options: dict[str, Any]) -> None:
+        self._rows[name] = TrialRows(self._recipe, options, lambda: False)
+
+    def send(self, name: str, method: str, *args: Any) -> None:
+        getattr(self._rows[name], method)(*args)
+
+    def ask(self, calls: Mapping[str, RowsCall]) -> dict[str, Any]:
+        return {name: getattr(self._rows[name], method)(*args) for name, (method, args) in calls.items()}
+
+    def leave(self, name: str, member: TrialModel) -> nn.Module:
+        return self._rows[name].leave(member.tag)
+
+    def save(self, folders: Mapping[str, Path], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, Path]:
+        return {name: self._rows[name].save(folder) for name, folder in folders.items()}
+
+    def drop(self, name: str, *, collect: bool) -> None:
+        del self._rows[name]
+        if collect:
+            gc.collect()
+
+
+def largest(machine: Machine) -> Any:
+    """The device with the most memory, where the trials of a sweep are."""
+    return max(machine.devices, key=lambda one: one.memory)

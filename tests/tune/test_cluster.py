@@ -1,0 +1,177 @@
+"""A sweep on the devices of a cluster gives what one machine gives, whatever is killed, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hfusion as hf
+from tests.cluster.test_processes import nothing_left, shared_memory
+from tests.tune.cases import EPOCHS, MACHINE, accuracy, alone, loaders, make_model, space
+
+optuna = pytest.importorskip("optuna")
+pytest.importorskip("cloudpickle")
+LONG = pytest.mark.cluster
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files of this process and of those that it starts are."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def processes(count: int, **options: Any) -> hf.Cluster:
+    return hf.Cluster(hf.Machine([hf.Device(f"cpu:{n}", memory="1GiB") for n in range(count)], "1GiB"), **options)
+
+
+class Judge:
+    """A metric that kills its process at the ``at``-th judgement there, but not the driver, nor a second time."""
+
+    def __init__(self, at: int, mark: Path, *, always: bool = False) -> None:
+        self.driver, self.at, self.mark, self.always, self.count = os.getpid(), at, mark, always, 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if os.getpid() != self.driver:
+            self.count += 1
+            if self.count == self.at and (self.always or not self.mark.exists()):
+                self.mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return accuracy(output, target)
+
+
+def sweep(machine: hf.Machine | hf.Cluster, **options: Any) -> hf.SweepResult:
+    given = {"epochs": EPOCHS, "rows": 8, "metric": accuracy, "trials": 12, "space": space, **loaders(), **options}
+    return hf.sweep(
+        make_model,
+        given.pop("space"),
+        F.cross_entropy,
+        direction="maximize",
+        sampler=optuna.samplers.TPESampler(seed=3, n_startup_trials=4),
+        pruner=optuna.pruners.NopPruner()
+        if "pbt" in given
+        else optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
+        machine=machine,
+        **given,
+    )
+
+
+def assert_same_sweep(found: hf.SweepResult, wanted: hf.SweepResult) -> None:
+    """States and suggestions to the bit; values as alone, as they are of arrays of other widths."""
+    assert [one.state for one in found.trials] == [one.state for one in wanted.trials]
+    assert [one.params for one in found.trials] == [one.params for one in wanted.trials]
+    for one, other in zip(found.trials, wanted.trials, strict=True):
+        assert one.intermediate_values == pytest.approx(other.intermediate_values, rel=1e-9)
+        assert one.user_attrs["hfusion:round"] == other.user_attrs["hfusion:round"]
+        assert one.user_attrs.get("hfusion:copies") == other.user_attrs.get("hfusion:copies")
+    assert found.best_trial.number == wanted.best_trial.number
+    for key, value in wanted.best_model.state_dict().items():
+        torch.testing.assert_close(found.best_model.state_dict()[key], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def whole() -> hf.SweepResult:
+    """On one machine; its trials are those of test_sweep, which are compared with trials alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HFUSION_RATES", "standard")
+        result = sweep(MACHINE)
+    assert {one.state.name for one in result.trials} == {"COMPLETE", "PRUNED"}
+    return result
+
+
+def test_two_processes_give_what_one_machine_gives(whole: hf.SweepResult, temporary: Path) -> None:
+    before = shared_memory()
+    found = sweep(processes(2))
+    assert_same_sweep(found, whole)
+    assert nothing_left(temporary, before)
+    for one in found.trials:
+        expected = alone(one.params, one.number, one.user_attrs["hfusion:round"], len(one.intermediate_values))
+        assert list(one.intermediate_values.values()) == pytest.approx([value for *_, value in expected], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("at", "saved"), [(3, False), pytest.param(1, True, marks=LONG), pytest.param(5, True, marks=LONG)]
+)
+def test_who_is_killed_loses_no_trial(
+    at: int, saved: bool, whole: hf.SweepResult, tmp_path: Path, temporary: Path
+) -> None:
+    before = shared_memory()
+    options = {"directory": tmp_path / "sweep"} if saved else {}
+    found = sweep(processes(2, max_failures=1), metric=Judge(at, tmp_path / "mark"), **options)
+    assert (tmp_path / "mark").exists()
+    assert_same_sweep(found, whole)
+    assert nothing_left(temporary, before)
+
+
+@LONG
+def test_what_is_given_up_goes_on_on_one_machine(whole: hf.SweepResult, tmp_path: Path, temporary: Path) -> None:
+    before, folder = shared_memory(), tmp_path / "sweep"
+    with pytest.raises(hf.HFusionError, match=r"the device of array-\d was lost 2 times: its process has ended with"):
+        sweep(processes(2, max_failures=1), metric=Judge(4, tmp_path / "mark", always=True), directory=folder)
+    assert nothing_left(temporary, before)
+    assert_same_sweep(sweep(MACHINE, directory=folder), whole)
+
+
+@LONG
+def test_copies_within_shapes_are_those_of_one_machine() -> None:
+    assert_same_sweep(sweep(processes(2), pbt=hf.PBT()), sweep(MACHINE, pbt=hf.PBT()))
+
+
+def raises(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    raise ValueError("the metric is gone")
+
+
+def test_errors_of_the_processes_are_raised_here(temporary: Path) -> None:
+    before, study = shared_memory(), optuna.create_study()
+    with pytest.raises(ValueError, match="the metric is gone") as caught:
+        hf.sweep(
+            make_model,
+            space,
+            F.cross_entropy,
+            **loaders(),
+            metric=raises,
+            study=study,
+            trials=2,
+            epochs=1,
+            machine=processes(1),
+        )
+    assert "on the node" in caught.value.__notes__[0]
+    assert {one.state.name for one in study.trials} == {"FAIL"}
+    assert nothing_left(temporary, before)
+
+
+def interrupting(space: Callable[[Any], Any], at: int) -> Callable[[Any], Any]:
+    def found(trial: Any) -> Any:
+        if trial.number == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return space(trial)
+
+    return found
+
+
+@LONG
+def test_ctrl_c_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
+    before = shared_memory()
+    with pytest.raises(KeyboardInterrupt):
+        hf.sweep(
+            make_model,
+            interrupting(space, 10),
+            F.cross_entropy,
+            **loaders(),
+            trials=12,
+            epochs=2,
+            rows=8,
+            machine=processes(2),
+        )
+    assert nothing_left(temporary, before)
