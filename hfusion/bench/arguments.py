@@ -111,6 +111,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     made = parser()
     parsed = made.parse_args(arguments)
     _or_error(made, lambda: check_name("sub-benchmark", parsed.benchmark, SUB_BENCHMARKS))
+    _check_belonging(made, parsed)
+    _check_paths(made, parsed)
+    parsed.kept = _or_error(made, lambda: [row for path in parsed.earlier or [] for row in kept_rows(path)])
+    if parsed.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        made.error("--plot needs matplotlib: pip install 'hfusion[examples]', or leave --plot out")
+    cases, entrants = ENTRANTS.get(parsed.benchmark, (CASES, CONTENDERS))
+    parsed.cases = _or_error(made, lambda: choose("model", parsed.models, cases))
+    parsed.entrants = _or_error(made, lambda: choose("contender", parsed.contenders, entrants))
+    return parsed
+
+
+def _check_belonging(made: OneLineParser, parsed: argparse.Namespace) -> None:
+    """Every option that was given belongs to the sub-benchmark, and to the others."""
     for name in ("models", "contenders", "plot", "amp", "startup", "memory"):
         if parsed.benchmark not in CHOSEN_BY.get(name, ("fuse",)) and getattr(parsed, name):
             made.error(f"--{name} belongs to fuse, not to {parsed.benchmark}: leave it out")
@@ -127,6 +140,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         for name in names:
             if parsed.benchmark == benchmark and getattr(parsed, name) is not None:
                 made.error(f"--{name} does not belong to {benchmark}: leave it out")
+
+
+def _check_paths(made: OneLineParser, parsed: argparse.Namespace) -> None:
+    """What is to be written can be."""
     for name, paths in {"json": [parsed.json] if parsed.json else [], "plot": parsed.plot or []}.items():
         for path in paths:
             if not path.absolute().parent.is_dir():
@@ -136,13 +153,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             made.error(f"--plot {path}: end it with one of {', '.join(PICTURES)}")
     if parsed.earlier and not parsed.plot:
         made.error("--from draws: say where to with --plot")
-    parsed.kept = _or_error(made, lambda: [row for path in parsed.earlier or [] for row in kept_rows(path)])
-    if parsed.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        made.error("--plot needs matplotlib: pip install 'hfusion[examples]', or leave --plot out")
-    cases, entrants = ENTRANTS.get(parsed.benchmark, (CASES, CONTENDERS))
-    parsed.cases = _or_error(made, lambda: choose("model", parsed.models, cases))
-    parsed.entrants = _or_error(made, lambda: choose("contender", parsed.contenders, entrants))
-    return parsed
 
 
 def fuse_settings(parsed: argparse.Namespace) -> fuse.FuseSettings:
