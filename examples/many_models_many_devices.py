@@ -144,6 +144,8 @@ def timelines_table(simulated: Timeline, real: Timeline) -> Table:
         **{f"peak of {name} (MiB)": lambda t, n=name: f"{t.peak[n] / 2**20:.1f}" for name in real.devices},
     }.items():
         table.add_row(name, value(simulated), value(real))
+    ratio = real.makespan / simulated.makespan
+    table.add_row("makespan, real over simulated", "", f"{ratio:.2f}")
     return table
 
 
@@ -184,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         report = hf.train(tasks, MACHINE, policy=chosen.policy, plan=plan)
     report.timeline.validate(report.plan)
     console.print(timelines_table(simulated, report.timeline))
-    console.print("simulated: by the machine's rates; what Python takes to start small operators is not in them")
+    console.print("simulated: by the machine's rates; what the loaders take to read is not in them")
     console.print(results_table(tasks, report, digits))
     (checked,) = (task for task in tasks if task.name == CHECKED)
     check_alone(checked, report)

@@ -1,4 +1,4 @@
-"""``python -m hfusion.bench [fuse|optim|shard|schedule|short|sweep]``: see ``--help`` and ``--list``."""
+"""``python -m hfusion.bench [fuse|optim|shard|schedule|foretold|short|sweep]``: see ``--help`` and ``--list``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hfusion.bench import (
+    foretold,
     fuse,
     memory,
     optim,
@@ -32,6 +33,7 @@ from hfusion.bench import (
 )
 from hfusion.bench.arguments import (
     SUB_BENCHMARKS,
+    foretold_settings,
     fuse_settings,
     optim_settings,
     parse,
@@ -177,6 +179,14 @@ def run_schedule(parsed: argparse.Namespace) -> BenchmarkResult:
     return BenchmarkResult(schedule.table(rows), footnotes, rows, interrupted, wrong=[])
 
 
+def run_foretold(parsed: argparse.Namespace) -> BenchmarkResult:
+    """Run the sub-benchmark ``foretold``."""
+    chosen = foretold_settings(parsed)
+    with meter(foretold.pieces(chosen)) as bar:
+        rows, interrupted = collect(foretold.run(chosen, bar))
+    return BenchmarkResult(foretold.table(rows), [], rows, interrupted, wrong=[])
+
+
 def run_sweep(parsed: argparse.Namespace) -> BenchmarkResult:
     """Run the sub-benchmark ``sweep``."""
     chosen = sweep_settings(parsed)
@@ -203,6 +213,7 @@ RUN: dict[str, Callable[[argparse.Namespace], BenchmarkResult]] = {
     "optim": run_optim,
     "shard": run_shard,
     "schedule": run_schedule,
+    "foretold": run_foretold,
     "short": run_short,
     "sweep": run_sweep,
 }

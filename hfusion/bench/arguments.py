@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
-from hfusion.bench import fuse, optim, schedule, shard, shard_cases, short, sweep
+from hfusion.bench import foretold, fuse, optim, schedule, shard, shard_cases, short, sweep
 from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
 from hfusion.bench.policies import COMPARED
@@ -24,12 +24,13 @@ SUB_BENCHMARKS = {
     "optim": "optimizers alone, in ns per parameter",
     "shard": "arrays that do not fit their device, in shards, against what one could do by hand",
     "schedule": "policies over many tasks and devices, makespan over the lower bound",
+    "foretold": "what hfusion.simulate says of runs, and what they take",
     "short": "jobs of some seconds, from process start to end, with cold and warm caches",
     "sweep": "a search of hyper-parameters with Hyperband, in several ways",
 }
 MEMBERS = (4, 16, 64)
 NOT_FOR = {"schedule": ("members", "repeats"), "shard": ("members",), "sweep": ("members", "repeats")}
-CHOSEN_BY = {"models": ("fuse", "short", "sweep"), "contenders": ("fuse", "short", "sweep")}
+CHOSEN_BY = {"models": ("fuse", "foretold", "short", "sweep"), "contenders": ("fuse", "short", "sweep")}
 # What models and contenders are chosen from, other than those of fuse.
 ENTRANTS: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
     "short": (CASES, short.CONTENDERS),
@@ -72,10 +73,12 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("benchmark", nargs="?", default="fuse", help=f"one of {names} (default fuse)")
     made.add_argument("--list", action="store_true", help="print the sub-benchmarks, models and contenders")
-    made.add_argument("--models", metavar="A,B", help="fuse, short and sweep: these models only")
+    made.add_argument("--models", metavar="A,B", help="fuse, foretold, short and sweep: these models only")
     made.add_argument("--members", metavar="4,16", type=_counts, help="numbers of members (default 4,16,64)")
     made.add_argument("--contenders", metavar="A,B", help="fuse, short and sweep: these contenders only")
-    made.add_argument("--repeats", type=_count, help="rounds, each timing every contender (default 7; shard 3)")
+    made.add_argument(
+        "--repeats", type=_count, help="rounds, each timing every contender (default 7; shard and foretold 3)"
+    )
     made.add_argument("--threads", type=_count, default=1, help="threads of torch (default 1); all cores: their number")
     made.add_argument(
         "--device", type=_device, default=torch.device("cpu"), help="cpu (default), or the type of an accelerator"
@@ -142,7 +145,7 @@ def _check_belonging(made: OneLineParser, parsed: argparse.Namespace) -> None:
                 made.error(f"--{name} does not belong to {benchmark}: leave it out")
 
 
-def _check_paths(made: OneLineParser, parsed: argparse.Namespace) -> None:
+def _check_paths(made: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
     """What is to be written can be."""
     for name, paths in {"json": [parsed.json] if parsed.json else [], "plot": parsed.plot or []}.items():
         for path in paths:
@@ -199,6 +202,13 @@ def schedule_settings(parsed: argparse.Namespace) -> schedule.ScheduleSettings:
     cases = schedule.QUICK_CASES if parsed.quick else schedule.CASES
     placements = schedule.PLACEMENT_CASES[: 1 if parsed.quick else None]
     return schedule.ScheduleSettings(cases, tuple(COMPARED.values()), placements)
+
+
+def foretold_settings(parsed: argparse.Namespace) -> foretold.ForetoldSettings:
+    """The settings of the sub-benchmark ``foretold``."""
+    cases = parsed.cases if parsed.models else named(CASES, QUICK_MODELS[:1] if parsed.quick else foretold.MODELS)
+    rounds = parsed.repeats or (1 if parsed.quick else 3)
+    return foretold.ForetoldSettings(cases, parsed.members or foretold.MEMBERS, rounds, parsed.device)
 
 
 def short_settings(parsed: argparse.Namespace) -> short.ShortSettings:

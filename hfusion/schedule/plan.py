@@ -26,7 +26,8 @@ class Plan:
     """Tasks on devices.
 
     ``devices`` maps names to budgets in bytes; ``load_rate`` and ``evict_rate`` are the bytes/s from host to
-    device and back, each device having a link of its own. Raises PlanError for names that repeat, no device,
+    device and back, each device having a link of its own; ``action_seconds`` is what a device takes to begin and to end
+    an action that computes. Raises PlanError for names that repeat, no device,
     rates that are not positive, and a task that fits no device.
     """
 
@@ -34,6 +35,7 @@ class Plan:
     devices: Mapping[str, int]
     load_rate: float
     evict_rate: float
+    action_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         seen: set[str] = set()

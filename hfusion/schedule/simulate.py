@@ -27,7 +27,8 @@ def simulate(plan: Plan, policy: str | Policy = DEFAULT, measured: Timeline | No
     """
 
     def estimated(task: int, unit: Unit, action: Action) -> float:
-        return estimate(action, plan.load_rate, plan.evict_rate)
+        own = plan.action_seconds if action.act.lane == "compute" else 0.0
+        return estimate(action, plan.load_rate, plan.evict_rate) + own
 
     seconds = estimated if measured is None else _MeasuredSeconds(plan, measured, estimated)
     engine = Engine(plan, named(policy), VirtualWorker(seconds))

@@ -110,13 +110,13 @@ def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tu
     """
     check_tensors(tasks)
     rates = machine.calibrate()
-    room = room_of(machine, rates, keep=keep)
+    room = room_of(machine, rates, keep=keep, at_once=len(tasks))
     found = [one for task in tasks for one in arrays_of(task, room)]
     check_loaders([(one.plan.name, (one.task.loader, one.task.eval_loader)) for one in found])
     loads = [rate.load for rate in rates.values()]
     evicts = [rate.evict for rate in rates.values()]
     budgets = {device.name: device.memory for device in machine.devices}
-    return found, Plan(tuple(one.plan for one in found), budgets, min(loads), min(evicts))
+    return found, Plan(tuple(one.plan for one in found), budgets, min(loads), min(evicts), room.rates.action_seconds)
 
 
 def arrange_one(task: Task, members: Sequence[int], name: str, machine: Machine) -> tuple[list[Arrangement], Plan]:
@@ -127,13 +127,15 @@ def arrange_one(task: Task, members: Sequence[int], name: str, machine: Machine)
         models = fuse([given[index] for index in members])
     one = _arranged(task, models, members, first, room, name)
     budgets = {device.name: device.memory for device in machine.devices}
-    return [one], Plan((one.plan,), budgets, room.rates.load, room.rates.evict)
+    return [one], Plan((one.plan,), budgets, room.rates.load, room.rates.evict, room.rates.action_seconds)
 
 
-def room_of(machine: Machine, rates: Mapping[str, Rates], *, keep: bool) -> Room:
-    """The largest device."""
+def room_of(machine: Machine, rates: Mapping[str, Rates], *, keep: bool, at_once: int = 1) -> Room:
+    """The largest device, while so many tasks are trained, on as many devices as there are."""
     largest = max(machine.devices, key=lambda device: device.memory)
-    return Room(largest.physical, largest.memory, rates[largest.name], keep)
+    beside = sum(device.physical == largest.physical for device in machine.devices)
+    shared = rates[largest.name].shared(min(beside, at_once), min(len(machine.devices), at_once))
+    return Room(largest.physical, largest.memory, shared, keep)
 
 
 def arrays_of(task: Task, room: Room) -> list[Arrangement]:

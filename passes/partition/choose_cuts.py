@@ -25,8 +25,6 @@ from hfusion.schedule.simulate import simulate
 # Ways are looked for whose shards take so much of what the device has for them.
 _PARTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 _PARTS_BESIDE = (1.0, 0.7, 0.5)
-# To begin and end a unit takes as long as so many calls of operators; where a call takes 3 us, it took 0.15 to 0.2 ms.
-_UNIT_CALLS = 60
 # Beyond so many places to cut, those where most is alive are left out: the time grows with their third power.
 _MAX_PLACES = 128
 # At so many places the shard that is kept may begin.
@@ -163,5 +161,5 @@ def _seconds(shards: tuple[Shard, ...], kept: bool, budget: int, rates: Rates, *
     task = TaskPlan("task", shards, _STEPS * sums, resident=False, accumulate=sums, kept=kept)
     if task.device_bytes > budget:
         return math.inf
-    plan = Plan((task,), {"device": budget}, rates.load, rates.evict)
-    return simulate(plan).makespan + task.units * _UNIT_CALLS / rates.calls
+    plan = Plan((task,), {"device": budget}, rates.load, rates.evict, rates.action_seconds)
+    return simulate(plan).makespan

@@ -13,6 +13,7 @@ import torch
 
 from hfusion.core.errors import PlanError
 from hfusion.device import calibrate
+from hfusion.device.native import cores
 from hfusion.device.cache import cache_folder, write, write_json
 from hfusion.device.calibrate import Rates, compute_rates, standard_rates
 from hfusion.device.machine import Device, Machine, host_memory, parse_bytes
@@ -142,6 +143,17 @@ def test_a_missing_device_is_told() -> None:
 def test_rates_are_positive() -> None:
     with pytest.raises(PlanError, match="rate memory is 0"):
         Rates(1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+
+
+def test_devices_share_an_interpreter_and_what_is_one_device_its_speed() -> None:
+    card = Rates(8.0, 8.0, 8.0, 1.0, 1.0, 1.0, 1.0, device="cuda")
+    assert card.shared(1, 1) == card
+    assert card.shared(1, 4) == replace(card, calls=2.0)
+    assert card.shared(2, 4) == replace(card, flops=4.0, memory=4.0, calls=2.0)
+    # As many names as this process has cores for threads of torch compute at full speed.
+    host, room = replace(card, device="cpu"), max(1, cores() // torch.get_num_threads())
+    assert host.shared(room, 1).flops == 8.0 > host.shared(2 * cores(), 1).flops
+    assert card.shared(1, 2).action_seconds == 2 * card.action_seconds > 0
 
 
 def test_a_cache_that_cannot_be_written_is_told_and_done_without(

@@ -73,6 +73,14 @@ def test_measured_seconds_replace_estimates(plan: Plan) -> None:
     assert again.makespan == pytest.approx(3 * timeline.makespan)
 
 
+def test_to_begin_and_end_an_action_takes_time_too() -> None:
+    made = task("a", 2, steps=3, resident=True)
+    plain = Plan((made,), {"d": 10**9}, 1e9, 1e9)
+    actions = [span for span in simulate(plain).actions if span.act.lane == "compute"]
+    longer = simulate(replace(plain, action_seconds=0.5))
+    assert longer.makespan == pytest.approx(simulate(plain).makespan + 0.5 * len(actions))
+
+
 def test_shards_are_loaded_ahead_where_there_is_room_but_not_before_what_they_borrow() -> None:
     made = task("a", 4, resident=False, weights=10)
     for borrows, before in (((), {0, 1, 2, 3}), ((1,), {0, 1, 2})):
