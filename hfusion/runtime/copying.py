@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 
 class Move(NamedTuple):
     """What is to be copied, and where."""
 
     target: Any
     source: Any
-
-    @staticmethod
-    def of(target: Tensor, source: Tensor) -> Move:
-        """All of a tensor."""
-        return Move(target, source)
 
 
 def copy_now(moves: Iterable[Move]) -> None:

@@ -118,7 +118,7 @@ class HostStore:
         """What must be copied to write tensors of ``copy`` back: one piece, if it is the whole section."""
         if names and len(names) == len(self.views[section]):
             return [Move(self._buffers[section], copy.buffers[section])]
-        return [Move.of(self.views[section][name], copy.views[section][name]) for name in names]
+        return [Move(self.views[section][name], copy.views[section][name]) for name in names]
 
 
 class Copy:

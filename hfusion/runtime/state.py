@@ -195,7 +195,7 @@ class TaskTensors:
                 source = self._source(name, owner)
                 borrowed[name] = torch.empty_like(source, device=device)
                 if (Kind.PARAMETER if isinstance(self._tensors[name], nn.Parameter) else Kind.BUFFER) in borrows:
-                    moves.append(Move.of(borrowed[name], source))
+                    moves.append(Move(borrowed[name], source))
         with self._lock:
             self._here[shard] = _LoadedShard(copy, borrowed)
         return moves

@@ -133,10 +133,6 @@ class Training:
             moves += self._boundary.load(shard, self._recipe.parts[shard].takes, device)
         return moves
 
-    def loaded(self, shard: int) -> None:
-        """What was to be copied for a shard has been, or will never be."""
-        self.state.loaded(shard)
-
     def run(self, unit: Unit, device: torch.device, gate: Gate) -> None:
         """Compute a unit whose shard is loaded."""
         if unit.shard == 0 and unit.phase is not Phase.BACKWARD:
@@ -180,10 +176,6 @@ class Training:
         if leave:
             moves += self._leave()
         return moves + self.state.evict(shard)
-
-    def left(self, shard: int) -> None:
-        """All copies of a shard that was put away are done."""
-        self.state.left(shard)
 
     def _leave(self) -> list[Move]:
         """Take what lives between units off the device; what only its graph knows is computed again."""

@@ -110,9 +110,10 @@ def _nothing() -> None:
 
 
 class DeviceWorker:
-    """The worker of `hfusion.train`. In the compute lane ``after(task, unit)`` is called when a unit has ended.
+    """The worker of `hfusion.train`, which ``began`` by `time.perf_counter`.
 
-    ``save(task, unit)`` saves the task then, where that is due.
+    In the compute lane ``after(task, unit)`` is called when a unit has ended; ``save(task, unit)`` saves the task then,
+    where that is due.
     """
 
     def __init__(
@@ -129,24 +130,19 @@ class DeviceWorker:
         self._after = after
         self._save = save
         self._gate = Gate()
-        self._start = perf_counter()
+        self.began = perf_counter()
         self._heard = 0.0
         self._lanes = [
             {lane: _Lane(f"{name} {lane}", device, self) for lane in ("in", "compute", "out")}
             for name, device in devices
         ]
 
-    @property
-    def began(self) -> float:
-        """By `time.perf_counter`."""
-        return self._start
-
     def now(self) -> float:
         """Seconds since the run began."""
-        return perf_counter() - self._start
+        return perf_counter() - self.began
 
     def __enter__(self) -> DeviceWorker:
-        self._start = perf_counter()
+        self.began = perf_counter()
         for lane in self._threads:
             lane.start()
         return self
@@ -165,7 +161,7 @@ class DeviceWorker:
             return self._evict(lanes, task, action, before)
         if action.act is Act.LOAD:
             work = partial(self._load, training, unit, action, where)
-            then = partial(training.loaded, action.shard)
+            then = partial(training.state.loaded, action.shard)
             return self._submit(lanes["in"], _Job(task, work, before, self._heard, then))
         lanes["compute"].task = task
         work = partial(self._compute, task, unit, action.act, where)
@@ -228,7 +224,7 @@ class DeviceWorker:
         # Of a task that waits, or runs elsewhere by now, nothing is computed meanwhile.
         lane = lanes["compute" if lanes["compute"].task == task else "out"]
         settled = self._submit(lane, _Job(task, settle, after, self._heard, told=False, always=True))
-        left, copies = partial(training.left, action.shard), partial(copy_now, moves)
+        left, copies = partial(training.state.left, action.shard), partial(copy_now, moves)
         return self._submit(lanes["out"], _Job(task, copies, (settled,), self._heard, left, always=True))
 
     def save(self, task: int, unit: Unit) -> None:

@@ -49,8 +49,6 @@ def lower(
     clip: bool = False,
     evaluate: bool = False,
     save: bool = False,
-    entry: int = 0,
-    ends: bool = True,
 ) -> tuple[Action, ...]:
     """The actions of one minibatch after which the optimizer steps, or of one that is evaluated.
 
@@ -60,10 +58,8 @@ def lower(
             backward, so that they move with the shard.
         evaluate: the forwards only, which save nothing.
         save: with the last unit all that is trained is copied for a checkpoint.
-        entry: bytes at the input cut of the first shard.
-        ends: the last of ``shards`` is the last one of its task.
     """
-    made = _ActionList(shards, memory, accumulate or clip, clip, save, entry, ends)
+    made = _ActionList(shards, memory, accumulate or clip, clip, save)
     return made.evaluation() if evaluate else made.training()
 
 
@@ -92,8 +88,6 @@ class _ActionList:
     carried: bool
     clip: bool
     save: bool
-    entry: int
-    ends: bool
     actions: list[Action] = field(default_factory=list)
     loaded: dict[int, int] = field(default_factory=dict)
     gone: dict[int, int] = field(default_factory=dict)
@@ -181,11 +175,11 @@ class _ActionList:
 
     def _turns(self, index: int) -> bool:
         """Whether the backward follows the forward at once, so that what is saved for it takes room from then on."""
-        return self.ends and index == len(self.shards) - 1 and not self._resident
+        return index == len(self.shards) - 1 and not self._resident
 
     def _at(self, index: int) -> int:
         """Bytes at the input cut."""
-        return self.shards[index - 1].boundary if index else self.entry
+        return self.shards[index - 1].boundary if index else 0
 
     def _turning(self, index: int) -> int:
         """Bytes alive between the forward and the backward of the last shard."""

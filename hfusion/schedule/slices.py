@@ -57,15 +57,14 @@ class Slices:
         # Less that of the forward, which is told of evaluations, too.
         whole = replace(shard, backward=max(0.0, seconds / self._count - shard.forward), step=0.0)
         steps = self.plan.epochs * self._count
-        # Gradients that outlive a minibatch take room as they do where they are clipped.
-        clipped = self.plan.carried
         return replace(
             self.plan,
             shards=(whole,),
             steps=steps,
             epoch=self._count,
             accumulate=1,
-            clipped=clipped,
+            # Gradients that outlive a minibatch take room as they do where they are clipped.
+            clipped=self.plan.carried,
             # It may be in the midst of a slice.
             save_every=None,
         )
@@ -86,12 +85,10 @@ class Slices:
 
     def unit(self, step: int, phase: Phase) -> Unit:
         """A unit of one minibatch."""
-        updates = self.plan.closes(step) and (phase is Phase.UPDATE or (phase is Phase.BACKWARD and not self._apart))
+        updates = self.plan.closes(step) and (
+            phase is Phase.UPDATE or (phase is Phase.BACKWARD and not self.plan.clipped)
+        )
         return Unit(self.plan.name, step, phase, 0, updates)
-
-    @property
-    def _apart(self) -> bool:
-        return self.plan.clipped
 
     def spans(
         self, spans: Iterable[Span], ran: Sequence[Ran], start: int, saved: Mapping[int, float]
@@ -123,7 +120,11 @@ class Slices:
 
     def _minibatch(self, span: Span, step: int, ran: Ran) -> Iterator[Span]:
         times = {Act.FORWARD: ran[:2], Act.BACKWARD: ran[1:3], Act.STEP: ran[2:4], Act.SAVE: ran[3:]}
-        phases = [Phase.FORWARD, Phase.BACKWARD, *([Phase.UPDATE] if self._apart and self.plan.closes(step) else ())]
+        phases = [
+            Phase.FORWARD,
+            Phase.BACKWARD,
+            *([Phase.UPDATE] if self.plan.clipped and self.plan.closes(step) else ()),
+        ]
         for phase in phases:
             for action in self.plan.turn(self.unit(step, phase)).computes:
                 begin, end = times[action.act]

@@ -17,10 +17,14 @@ def retarget_device(module: fx.GraphModule, device: torch.device) -> fx.GraphMod
     nodes = [node for sub in _graphs(module) for node in sub.graph.nodes]
     if all(found == device for node in nodes for found in leaves((node.args, node.kwargs), torch.device)):
         return module
+
+    def swapped(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
     moved = copy.deepcopy(module)
     for sub in _graphs(moved):
         for node in sub.graph.nodes:
-            node.args, node.kwargs = (map_aggregate(value, _swap(device)) for value in (node.args, node.kwargs))
+            node.args, node.kwargs = (map_aggregate(value, swapped) for value in (node.args, node.kwargs))
         sub.recompile()
     return moved
 
@@ -28,7 +32,3 @@ def retarget_device(module: fx.GraphModule, device: torch.device) -> fx.GraphMod
 def _graphs(module: fx.GraphModule) -> list[fx.GraphModule]:
     """The module itself and the bodies of its loops."""
     return [sub for sub in module.modules() if isinstance(sub, fx.GraphModule)]
-
-
-def _swap(device: torch.device) -> Any:
-    return lambda value: device if isinstance(value, torch.device) else value
