@@ -108,7 +108,7 @@ class Trained:
         compiled = self._array.steady(minibatch.arguments)
         self._array.check(compiled, minibatch.arguments)
         self._check_same(compiled.program)
-        return compiled, split(compiled.program, self._shards, self._samples)
+        return compiled, split(compiled.program, [shard.last for shard in self._shards], self._samples)
 
     def _check_same(self, program: Program) -> None:
         """The shards number the operators of the first program; another kind of minibatch must have the same."""
@@ -136,8 +136,8 @@ class Evaluated:
         """Captured; the array is then in the mode that it was in."""
         with self.array.evaluating():
             compiled = self.array.compiled(minibatch.arguments)
-        cuts = match_cuts(compiled.program, self.names, self.held, self.samples)
-        return compiled, split(compiled.program, cuts, self.samples)
+        ends = match_cuts(compiled.program, self.names, self.held, self.samples)
+        return compiled, split(compiled.program, ends, self.samples)
 
 
 class Stream:

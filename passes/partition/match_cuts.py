@@ -9,11 +9,13 @@ from torch import fx
 from hfusion.core.errors import PlanError
 from hfusion.core.program import Kind, Program, Slot
 from hfusion.passes.cost.cost import operators
-from hfusion.passes.partition.split import Cut, slots, weight_views
+from hfusion.passes.partition.split import slots, weight_views
 
 
-def match_cuts(program: Program, names: Mapping[str, str], held: Sequence[frozenset[str]], batch: int) -> list[Cut]:
-    """One run of operators for each shard, possibly empty: every operator as early as its tensors allow.
+def match_cuts(program: Program, names: Mapping[str, str], held: Sequence[frozenset[str]], batch: int) -> list[int]:
+    """Where the run of operators of each shard ends, see `split`: every operator as early as its tensors allow.
+
+    A run may be empty.
 
     Args:
         names: from the keys of tensors to one key per tensor.
@@ -37,8 +39,7 @@ def match_cuts(program: Program, names: Mapping[str, str], held: Sequence[frozen
                     "later shards, so it cannot be cut like the program that is trained; give a device the memory to "
                     "hold the task whole, or leave the eval loader out"
                 )
-    ends += [len(nodes)] * (len(held) - len(ends))
-    return [Cut(first, last) for first, last in zip([0, *ends], ends, strict=False)]
+    return ends + [len(nodes)] * (len(held) - len(ends))
 
 
 def _keys(node: fx.Node, of: Mapping[fx.Node, Slot], views: set[fx.Node]) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple, Protocol
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -20,53 +20,36 @@ from hfusion.passes.regions import regions
 _BORDERS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 
 
-class Range(Protocol):
-    """Operators ``[first, last)`` of a program, such as a `Shard`."""
-
-    @property
-    def first(self) -> int:
-        """The first operator."""
-
-    @property
-    def last(self) -> int:
-        """The one after the last operator."""
-
-
-class Cut(NamedTuple):
-    """A `Range` and nothing else."""
-
-    first: int
-    last: int
-
-
 def input_names(program: Program) -> tuple[str, ...]:
     """The names under which parts take the program's inputs, in the order of the inputs."""
     found = {int(slot.name): node.name for node, slot in slots(program).items() if slot.kind is Kind.INPUT}
     return tuple(found[position] for position in sorted(found))
 
 
-def split(program: Program, shards: Sequence[Range], batch: int) -> tuple[Part, ...]:
-    """The parts that ``shards`` cut ``program`` into; run one after the other they are the program, bit for bit.
+def split(program: Program, ends: Sequence[int], batch: int) -> tuple[Part, ...]:
+    """The parts of ``program``, each to before the operator numbered in ``ends``, where the next one begins.
 
+    Run one after the other they are the program, bit for bit.
     Views of weights are taken anew in every part that uses them: a weight never crosses a cut. ``batch``: samples for
     which it is judged whether a reshaped weight is still a view.
 
     Raises:
-        PlanError: a cut inside an autocast region, or shards of another program.
+        PlanError: a cut inside an autocast region, or ends of another program.
     """
     nodes = operators(program)
-    if shards[-1].last != len(nodes):
+    if ends[-1] != len(nodes):
         raise PlanError(
             f"program {program.name} has {len(nodes)} operators, but the shards given are of one with "
-            f"{shards[-1].last} operators: plan anew"
+            f"{ends[-1]} operators: plan anew"
         )
-    if len(shards) > 1 and any(node.target in _BORDERS for node in nodes):
+    if len(ends) > 1 and any(node.target in _BORDERS for node in nodes):
         raise PlanError(
             f"program {program.name}: forward switches autocast on or off inside, where it cannot be cut; "
             "give a device the memory to hold it whole, or use torch.autocast outside of the model"
         )
     cutting = _Cutting(program, nodes, batch)
-    return tuple(cutting.part(shard, last=place == len(shards)) for place, shard in enumerate(shards, start=1))
+    places = enumerate(pairwise([0, *ends]), start=1)
+    return tuple(cutting.part(*each, ends=number == len(ends)) for number, each in places)
 
 
 def slots(program: Program) -> dict[fx.Node, Slot]:
@@ -99,14 +82,15 @@ class _Cutting:
     def _own(self, node: fx.Node) -> bool:
         return node in self.slots and self.slots[node].kind is not Kind.INPUT
 
-    def part(self, shard: Range, *, last: bool) -> Part:
-        wanted = [self.output] if last else []
-        inside = [node for node in self.nodes[shard.first : shard.last] if node not in self.views]
+    def part(self, first: int, last: int, *, ends: bool) -> Part:
+        """Operators ``[first, last)``; ``ends``: and the outputs of the program."""
+        wanted = [self.output] if ends else []
+        inside = [node for node in self.nodes[first:last] if node not in self.views]
         needed = self._with_views([*inside, *wanted])
         outside = dict.fromkeys(source for node in needed for source in node.all_input_nodes if source not in needed)
         keys = [node for node in outside if self._own(node)]
         takes = [node for node in outside if not self._own(node)]
-        gives = [node for node in inside if not last and any(self.place[user] >= shard.last for user in node.users)]
+        gives = [node for node in inside if not ends and any(self.place[user] >= last for user in node.users)]
         graph, env = fx.Graph(), {}
         for node in (*keys, *takes):
             env[node] = graph.placeholder(node.name)
@@ -114,7 +98,7 @@ class _Cutting:
         for node in needed:
             if node is not self.output:
                 env[node] = graph.node_copy(node, env.__getitem__)
-        if last:
+        if ends:
             graph.node_copy(self.output, env.__getitem__)
         else:
             graph.output(tuple(env[node] for node in gives))

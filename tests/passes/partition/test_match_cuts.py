@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +11,7 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.core.program import Kind, Program
 from hfusion.passes.cost.cost import operators
 from hfusion.passes.partition.match_cuts import match_cuts
-from hfusion.passes.partition.split import Cut, split
+from hfusion.passes.partition.split import split
 
 
 class Tied(nn.Module):
@@ -55,19 +53,19 @@ def layers(*names: str) -> frozenset[str]:
 )
 def test_every_part_uses_what_its_shard_has(held: list[frozenset[str]]) -> None:
     whole = program()
-    cuts = match_cuts(whole, NAMES, held, 3)
-    assert len(cuts) == len(held)
-    assert all(before.last == after.first for before, after in pairwise(cuts))
-    assert (cuts[0].first, cuts[-1].last) == (0, len(operators(whole)))
+    ends = match_cuts(whole, NAMES, held, 3)
+    assert len(ends) == len(held)
+    assert sorted(ends) == ends
+    assert ends[-1] == len(operators(whole))
     known = frozenset[str]().union(*held)
-    for part, here in zip(split(whole, cuts, 3), held, strict=True):
+    for part, here in zip(split(whole, ends, 3), held, strict=True):
         assert {slot.name for slot in part.keys if slot.kind is Kind.PARAMETER} & known <= here
 
 
 def test_nothing_moves_to_a_later_shard_without_need() -> None:
     whole = program()
     count = len(operators(whole))
-    assert match_cuts(whole, NAMES, [layers("a", "b", "c"), layers("a")], 3) == [Cut(0, count), Cut(count, count)]
+    assert match_cuts(whole, NAMES, [layers("a", "b", "c"), layers("a")], 3) == [count, count]
 
 
 def test_another_order_is_refused() -> None:

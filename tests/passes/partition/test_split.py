@@ -13,7 +13,7 @@ import hfusion as hf
 from hfusion.core.errors import PlanError
 from hfusion.core.program import Kind, Part, Program
 from hfusion.passes.cost.cost import operators
-from hfusion.passes.partition.split import Cut, input_names, split
+from hfusion.passes.partition.split import input_names, split
 from tests.trained import Knotted, fused
 
 X = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -29,10 +29,6 @@ def program_of(array: hf.FusedModule, x: Tensor) -> Program:
     array(x)
     (part,) = array.report().parts
     return part.program
-
-
-def cuts(*ends: int) -> list[Cut]:
-    return [Cut(first, last) for first, last in zip((0, *ends), ends, strict=False)]
 
 
 def run(array: hf.FusedModule, program: Program, parts: tuple[Part, ...], *inputs: Any) -> Any:
@@ -56,7 +52,7 @@ def test_the_parts_are_the_program(count: int) -> None:
     array.load_state_dict(before)
     total = len(operators(program))
     ends = sorted({max(1, total * place // count) for place in range(1, count + 1)})
-    parts = split(program, cuts(*ends), len(X))
+    parts = split(program, ends, len(X))
     torch.manual_seed(4)
     (expected,), after = (array(X),), {name: tensor.clone() for name, tensor in array.state_dict().items()}
     array.load_state_dict(before)
@@ -102,7 +98,7 @@ def test_views_of_weights_are_taken_anew() -> None:
     program = program_of(array, X)
     total = len(operators(program))
     for place in range(1, total):
-        parts = split(program, cuts(place, total), len(X))
+        parts = split(program, [place, total], len(X))
         (found,), _ = run(array, program, parts, X)
         assert torch.equal(found, expected)
         for name in parts[0].gives:
@@ -124,7 +120,7 @@ def test_inputs_keep_their_names_and_their_order() -> None:
     (part,) = array.report().parts
     assert input_names(part.program) == ("a", "b")
     total = len(operators(part.program))
-    parts = split(part.program, cuts(*range(1, total + 1)), len(X))
+    parts = split(part.program, range(1, total + 1), len(X))
     found, _ = run(array, part.program, parts, X, X + 1)
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
@@ -145,9 +141,9 @@ def test_autocast_inside_of_forward_is_not_cut() -> None:
     array = hf.fuse([Cast(), Cast()], verify=False)
     program = program_of(array, X.float())
     total = len(operators(program))
-    assert len(split(program, cuts(total), len(X))) == 1
+    assert len(split(program, [total], len(X))) == 1
     with pytest.raises(PlanError, match=r"autocast on or off inside, where it cannot be cut; give a device the memory"):
-        split(program, cuts(1, total), len(X))
+        split(program, [1, total], len(X))
 
 
 @pytest.mark.parametrize("missing", [-1, 1])
@@ -157,4 +153,4 @@ def test_shards_of_another_program(missing: int) -> None:
     with pytest.raises(
         PlanError, match=f"has {total} operators, but the shards given are of one with {total + missing}"
     ):
-        split(program, cuts(3, total + missing), len(X))
+        split(program, [3, total + missing], len(X))
