@@ -67,6 +67,7 @@ class TritonStepper:
         ]
         self._constants = {"BUFFERS": self._buffers, "dtype": kernels.REALS[self._dtype], "BLOCK": kernels.BLOCK}
         self._told: dict[tuple[int, ...], _Addresses] = {}
+        self._numbers: dict[int, tuple[Tensor, Tensor]] = {}
         self.move(stacks)
 
     def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
@@ -81,7 +82,7 @@ class TritonStepper:
         if self._counts:
             advance = settings.advance[: self._members]
             torch._foreach_add_(list(self._counts), [advance] * len(self._counts))
-        found = [numbers.to(self._device, non_blocking=True) for numbers in self._scalars(settings)]
+        found = [self._sent(place, numbers) for place, numbers in enumerate(self._scalars(settings))]
         own = self._at(grads)
         for lanes, spots in self._launches:
             # Triton launches on the current device.
@@ -114,6 +115,14 @@ class TritonStepper:
         whole = [value.expand(own.shape) for value in whole]
         scalars = torch.stack(whole, dim=1).to(self._dtype)
         return scalars, which * (scalars.numel() // len(own))
+
+    def _sent(self, place: int, numbers: Tensor) -> Tensor:
+        """Numbers of a step on the device, to which they go when they are not those of the step before."""
+        found = self._numbers.get(place)
+        # By their bits: a zero has a sign.
+        if found is None or not torch.equal(found[0].view(torch.uint8), numbers.view(torch.uint8)):
+            found = self._numbers[place] = numbers, numbers.to(self._device, non_blocking=True)
+        return found[1]
 
     def _at(self, tensors: Sequence[Tensor]) -> _Addresses:
         """Where tensors lie; the device is told once, as memory that was let go is often taken again."""

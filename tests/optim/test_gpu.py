@@ -142,6 +142,15 @@ def test_the_device_is_told_once_where_tensors_lie(offset: int) -> None:
     assert [lanes for lanes, _ in stepper._launches] == [4, 1]
 
 
+def test_the_device_is_told_numbers_that_are_others() -> None:
+    stacks = [[torch.zeros(2, 4, dtype=torch.float32, device=DEVICE)] for _ in range(2)]
+    stepper = gpu.TritonStepper(hf.optim.SGD, stacks, [])
+    first = stepper._sent(0, torch.tensor([[[0.1, 0.0]]]))
+    assert stepper._sent(0, torch.tensor([[[0.1, 0.0]]])) is first
+    assert stepper._sent(1, torch.tensor([0])) is not first
+    assert stepper._sent(0, torch.tensor([[[0.1, -0.0]]])) is not first
+
+
 COMPILES = """
 import itertools
 import re
