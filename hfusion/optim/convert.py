@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,31 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hfusion.core.errors import FusionError
-from hfusion.optim.adadelta import Adadelta
-from hfusion.optim.adagrad import Adagrad
 from hfusion.optim.adam import Adam, AdamW
-from hfusion.optim.adamax import Adamax
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.group import membership_of
-from hfusion.optim.muon import Muon
-from hfusion.optim.nadam import NAdam
-from hfusion.optim.radam import RAdam
-from hfusion.optim.rmsprop import RMSprop
 from hfusion.optim.settings import ParamGroup
-from hfusion.optim.sgd import SGD
-
-TORCH_CLASSES: tuple[type[FusedOptimizer], ...] = (
-    Adadelta,
-    Adagrad,
-    Adam,
-    AdamW,
-    Adamax,
-    Muon,
-    NAdam,
-    RAdam,
-    RMSprop,
-    SGD,
-)
 
 # How torch runs a step, not what it computes.
 _EXECUTION = ("foreach", "fused", "capturable")
@@ -100,12 +79,21 @@ def _fused_class(optimizers: list[Optimizer], into: type[FusedOptimizer] | None)
     return classes[0]
 
 
+def _torch_classes(cls: type[FusedOptimizer] = FusedOptimizer) -> Iterator[type[FusedOptimizer]]:
+    """The classes that say themselves which of torch's they are for all members, in the order of their definition."""
+    for each in cls.__subclasses__():
+        if vars(each).get("torch_class") is not None:
+            yield each
+        yield from _torch_classes(each)
+
+
 def _counterpart(member: int, optimizer: Optimizer) -> type[FusedOptimizer]:
-    for cls in TORCH_CLASSES:
+    for cls in _torch_classes():
         if type(optimizer) is cls.torch_class:
             break
     else:
-        names = ", ".join(f"torch.optim.{cls.torch_class.__name__}" for cls in TORCH_CLASSES if cls.torch_class)
+        known = sorted({f"torch.optim.{cls.torch_class.__name__}" for cls in _torch_classes() if cls.torch_class})
+        names = ", ".join(known)
         raise FusionError(
             f"optimizer {member} is {type(optimizer).__name__}; supported are {names}; for another one, give the class "
             "of hf.optim that computes the same as into="
