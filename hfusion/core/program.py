@@ -15,6 +15,7 @@ from torch.utils._pytree import TreeSpec
 
 from hfusion.core.guards import open_dims
 from hfusion.core.layout import COPYING, Layout
+from hfusion.core.text import aligned
 
 
 class Kind(enum.Enum):
@@ -155,8 +156,7 @@ def _row(node: fx.Node, names: dict[fx.Node, str], members: int) -> tuple[str, s
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [f"  {line}" for line in aligned(rows, left=len(rows[0]))] if rows else []
 
 
 def describe_graph(title: str, module: fx.GraphModule | fx.Graph, members: int = 0) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from hfusion.core.errors import PlanError
+from hfusion.core.text import aligned, readable
 from hfusion.device.backend import accelerators, backend, types
 from hfusion.device.calibrate import Rates, calibrate
 
@@ -128,10 +129,9 @@ class Machine:
         return {device.name: made[device.physical] for device in self.devices}
 
     def __str__(self) -> str:
-        rows = [("name", "device", "memory"), *((d.name, d.device, _gib(d.memory)) for d in self.devices)]
-        rows += [("host", "", _gib(self.host)), ("disk", str(self.disk), "")]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}".rstrip() for a, b, c in rows]
+        rows = [("name", "device", "memory"), *((d.name, d.device, readable(d.memory)) for d in self.devices)]
+        rows += [("host", "", readable(self.host)), ("disk", str(self.disk), "")]
+        lines = aligned(rows, left=2)
         return "\n".join([f"machine  {len(self.devices)} devices", *("  " + line for line in lines)])
 
 
@@ -147,10 +147,3 @@ def host_memory() -> int:
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
     return min(total, int(text)) if text.isdigit() else total
-
-
-def _gib(size: int) -> str:
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if size >= 1024**power:
-            return f"{size / 1024**power:.1f}{unit}"
-    return f"{size}B"

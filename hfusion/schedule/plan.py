@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfusion.core.errors import PlanError
+from hfusion.core.text import aligned, readable
 from hfusion.schedule.drawing import draw_bytes, draw_graph
 from hfusion.schedule.graph import graph, longest_seconds
 from hfusion.schedule.shards import Phase, Shard, Unit
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     import networkx
 
 __all__ = ["Phase", "Plan", "Shard", "TaskPlan", "Unit"]
+
+# Devices that are named where a plan is printed.
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -98,11 +102,11 @@ class Plan:
         head = ("task", "mode", "width", "shards", "steps", "s/step", "stays", "device", "of budget", "moved/step")
         largest = max(self.devices.values())
         rows = [_row(task, largest) for task in self.tasks]
-        names = ", ".join(f"{name} {readable(budget)}" for name, budget in _few(list(self.devices.items())))
-        rest = f", and {len(self.devices) - SHOWN} more" if len(self.devices) > SHOWN else ""
+        names = ", ".join(f"{name} {readable(budget)}" for name, budget in [*self.devices.items()][:_SHOWN])
+        rest = f", and {len(self.devices) - _SHOWN} more" if len(self.devices) > _SHOWN else ""
         rates = f"host to device {readable(self.load_rate)}/s, back {readable(self.evict_rate)}/s"
         lines = [f"plan  {len(self.tasks)} tasks  {len(self.devices)} devices: {names}{rest}  ({rates})"]
-        return "\n".join([*lines, *_aligned([head, *rows])])
+        return "\n".join([*lines, *aligned([head, *rows], left=2)])
 
     def draw(self, path: str | Path) -> None:
         """Draw the bytes of each task against the budgets, and below what must come after what, its longest path red.
@@ -119,26 +123,6 @@ class Plan:
         if longest is not None:
             draw_graph(longest.name, self._graph(longest), below)
         figure.savefig(path)
-
-
-SHOWN = 8
-
-
-def _few(items: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    return items[:SHOWN]
-
-
-def readable(count: float) -> str:
-    """Bytes for people, with binary prefixes.
-
-    >>> readable(3 * 1024**3)
-    '3.0GiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f}B" if unit == "B" else f"{count:.1f}{unit}"
-        count /= 1024
-    return f"{count:.1f}TiB"
 
 
 def _stays(task: TaskPlan) -> str:
@@ -159,14 +143,3 @@ def _row(task: TaskPlan, largest: int) -> tuple[str, ...]:
         f"{task.device_bytes / largest:.0%}" if largest else "-",
         readable(sum(task.moved_bytes)),
     )
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

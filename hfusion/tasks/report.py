@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
-from hfusion.schedule.plan import Plan, readable
+from hfusion.core.text import aligned, readable
+from hfusion.schedule.plan import Plan
 from hfusion.schedule.timeline import Timeline
 from hfusion.step.variants import CallReport
 
@@ -87,7 +88,7 @@ class TaskReport:
         rows = [[str(m), _short(self.losses[0, m]), _short(self.final_losses[m]), self._end(m)] for m in order]
         evaluated = "" if self.eval_losses is None else " (evaluated)"
         head = ["member", "first loss", f"last loss{evaluated}", "minibatches"]
-        made = _aligned([head, *_shortened(rows, last=5)])
+        made = aligned([head, *_shortened(rows, last=5)], left=1)
         arrays = [str(each)[:_COLUMNS] for each in self.arrays[:_MAX_ARRAYS]]
         more = [f"... {len(self.arrays) - _MAX_ARRAYS} more"] if len(self.arrays) > _MAX_ARRAYS else []
         return "\n".join([*arrays, *more, f"{len(order)} members, the best first", *made])
@@ -136,7 +137,7 @@ class Report(Mapping[str, TaskReport]):
         rest = f", and {len(peaks) - _MAX_DEVICES} more" if len(peaks) > _MAX_DEVICES else ""
         titles = ["task", "members", "stopped", "minibatches", "first loss", "best", "median", "worst"]
         rows = [_task_row(name, task) for name, task in self.items()]
-        made = _aligned([titles, *_shortened(rows, last=1)]) if rows else []
+        made = aligned([titles, *_shortened(rows, last=1)], left=1) if rows else []
         lines = [head, f"peak: {', '.join(peaks[:_MAX_DEVICES])}{rest}", *made]
         return "\n".join(one[:_COLUMNS] for one in lines)
 
@@ -170,15 +171,6 @@ def _shortened(rows: Sequence[list[str]], last: int) -> list[list[str]]:
         return list(rows)
     left_out = [f"... {len(rows) - _MAX_ROWS + 1} more", *[""] * (len(rows[0]) - 1)]
     return [*rows[: _MAX_ROWS - 1 - last], left_out, *rows[-last:]]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(_placed, row, widths, range(len(row)))).rstrip() for row in rows]
-
-
-def _placed(cell: str, width: int, column: int) -> str:
-    return cell.rjust(width) if column else cell.ljust(width)
 
 
 def in_order(arrays: Sequence[tuple[Sequence[int], Sequence[Tensor]]]) -> Tensor:
