@@ -125,7 +125,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parsed
 
 
-def _check_belonging(made: OneLineParser, parsed: argparse.Namespace) -> None:
+def _check_belonging(made: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
     """Every option that was given belongs to the sub-benchmark, and to the others."""
     for name in ("models", "contenders", "plot", "amp", "startup", "memory"):
         if parsed.benchmark not in CHOSEN_BY.get(name, ("fuse",)) and getattr(parsed, name):

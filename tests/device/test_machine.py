@@ -13,10 +13,10 @@ import torch
 
 from hfusion.core.errors import PlanError
 from hfusion.device import calibrate
-from hfusion.device.native import cores
 from hfusion.device.cache import cache_folder, write, write_json
 from hfusion.device.calibrate import Rates, compute_rates, standard_rates
 from hfusion.device.machine import Device, Machine, host_memory, parse_bytes
+from hfusion.device.native import cores
 
 CPU = torch.device("cpu")
 
