@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -14,7 +16,7 @@ import torch
 from hfusion.checkpoint import files
 from hfusion.checkpoint.parts import OWN, SaveReader, SaveWriter
 from hfusion.core.errors import CheckpointError
-from hfusion.schedule.plan import TaskPlan
+from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.border import Border
 from hfusion.tasks.position import Position
@@ -25,9 +27,9 @@ _KEEP = 3
 
 
 def check_every(every: int | None) -> None:
-    """Raise a CheckpointError for what is no number of minibatches between saves."""
+    """Raises CheckpointError."""
     if every is not None and every < 1:
-        raise CheckpointError(f"every={every}: give how many minibatches there are between saves, at least 1")
+        raise CheckpointError(f"every={every}: give how many minibatches may be lost, at least 1")
 
 
 def array_folder(name: str) -> str:
@@ -40,26 +42,54 @@ def _names(one: Arrangement) -> list[str]:
     return [f"member {member}" for member in one.members]
 
 
+def interval(task: TaskPlan, every: int | None) -> int:
+    """The most minibatches of a task that may be lost; ``every`` None: those of an epoch."""
+    return every or task.epoch or task.steps
+
+
+def saving(given: Plan, every: int | None, *, saves: bool) -> Plan:
+    """The plan where tasks are saved so often that no more is lost; or where they are not.
+
+    They are saved twice in an interval: while a save is written, the half of it is trained. Raises CheckpointError.
+    """
+    check_every(every)
+    found = [math.ceil(interval(task, every) / 2) if saves else None for task in given.tasks]
+    tasks = [replace(task, save_every=each) for task, each in zip(given.tasks, found, strict=True)]
+    return replace(given, tasks=tuple(tasks))
+
+
 class Checkpoints:
     """Saves arrays at the borders of their minibatches, and gives back what was saved.
 
-    The copies are made where it is asked for, and a thread writes them.
+    The copies are made where it is asked for, and threads write them.
 
     Args:
         root: the folder of all.
+        most: of each array, how many minibatches may be lost.
+        threads: how many saves may be written at one time.
         resume: whether the arrays go on from where they are saved.
 
     Raises:
         CheckpointError: the folder cannot be made, or is one of other tasks.
     """
 
-    def __init__(self, root: str | os.PathLike[str], arrays: Sequence[Arrangement], *, resume: bool) -> None:
-        self._root, self._arrays = Path(root), arrays
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        arrays: Sequence[Arrangement],
+        most: Sequence[int],
+        threads: int,
+        *,
+        resume: bool,
+    ) -> None:
+        self._root, self._arrays, self._most = Path(root), arrays, most
         with files.told(self._root):
             self._root.mkdir(parents=True, exist_ok=True)
             self._check(resume=resume)
         self._writes: list[Future[Path] | None] = [None] * len(arrays)
-        self._thread = ThreadPoolExecutor(1, "hfusion checkpoint")
+        # After how many minibatches each was saved last, and the save is on the disk; and the one that is written now.
+        self._safe, self._copied = [0] * len(arrays), [0] * len(arrays)
+        self._threads = ThreadPoolExecutor(threads, "hfusion checkpoint")
 
     def _check(self, *, resume: bool) -> None:
         there = {unquote(path.name) for path in self._root.iterdir() if files.saves(path)}
@@ -122,7 +152,17 @@ class Checkpoints:
                 )
             for write in writes:
                 write()
+        self._safe[index] = kept["steps"]
         return kept
+
+    def bound(self, index: int, steps: int) -> None:
+        """An array has been trained so far: wait for what is written of it, if more than it may lose is not there.
+
+        Raises:
+            CheckpointError: as of `save`.
+        """
+        if steps - self._safe[index] > self._most[index]:
+            self._wait(index)
 
     def save(self, index: int, border: Border) -> None:
         """Save an array between units; at its end it is on the disk then.
@@ -132,6 +172,8 @@ class Checkpoints:
         """
         steps = len(border.training.losses)
         one = self._arrays[index]
+        # Before there is another copy of it.
+        self._wait(index)
         writer = SaveWriter(range(len(one.members)), {"members": _names(one)}, {})
         writer.module(one.array)
         writer.optimizer(one.optimizer)
@@ -139,10 +181,9 @@ class Checkpoints:
         if border.scheduler is not None:
             writer.schedule(border.scheduler.scheduler)
         writer.body["task"] = writer.tree("task", _progress(border))
-        self._wait(index)
         folder = self._root / array_folder(one.plan.name)
-        write = self._thread.submit(files.write, folder, writer.body, writer.tensors, step=steps, keep=_KEEP)
-        self._writes[index] = write
+        write = self._threads.submit(files.write, folder, writer.body, writer.tensors, step=steps, keep=_KEEP)
+        self._writes[index], self._copied[index] = write, steps
         if border.training.over or steps == border.plan.steps:
             self._wait(index)
 
@@ -151,10 +192,11 @@ class Checkpoints:
         write, self._writes[index] = self._writes[index], None
         if write is not None:
             write.result()
+            self._safe[index] = self._copied[index]
 
     def close(self) -> None:
         """All that was copied is written."""
-        self._thread.shutdown()
+        self._threads.shutdown()
 
 
 def _shape(plan: TaskPlan) -> dict[str, int | bool | None]:

@@ -37,7 +37,7 @@ from hfusion.schedule.work import TaskFailed
 from hfusion.tasks.arrange import Arrangement, arrange, arrange_one
 from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.border import Border
-from hfusion.tasks.checkpoints import Checkpoints, check_every
+from hfusion.tasks.checkpoints import Checkpoints, interval, saving
 from hfusion.tasks.checkpoints import resume as resume_from
 from hfusion.tasks.report import ArrayReport, Report, TaskReport, in_order
 from hfusion.tasks.scheduling import TaskScheduler
@@ -95,8 +95,9 @@ def train(
         progress: show a bar per task; where nothing can be drawn over, as in a file, ten lines.
         checkpoint: a folder in which each task is saved as it goes, and from which it goes on if it was saved there;
             what had ended is not trained again. None: nothing is saved.
-        every: minibatches of a task from one save to the next, of which there is one at its end, too; where gradients
-            are accumulated, at the next step of the optimizer. None: at the end of every epoch.
+        every: the most minibatches of a task that are lost if the process is killed; None: those of an epoch. It is
+            saved twice as often, so that a save is written while the half of them is trained, and at its end; where
+            gradients are accumulated, at the next step of the optimizer.
         resume: False: a folder with saves in it is an error.
         on_result: asked after every minibatch (with a `Step`, once the optimizer has stepped, if it is to) and every
             evaluation (`Evaluation`) who stops, by one device at a time. It gives None or False: all go on; True: all
@@ -119,8 +120,8 @@ def train(
     chosen, tasks = named(policy), listed(tasks)
     # Tasks that take turns would load and evict what they keep at every turn.
     arrangements, made = arrange(tasks, machine, keep=chosen.patient or len(tasks) <= len(machine.devices))
-    made = _saving(made if plan is None else _checked(plan, made), every, saves=checkpoint is not None)
-    return _trained(arrangements, made, machine, chosen, progress, checkpoint, resume, on_result)
+    made = made if plan is None else _checked(plan, made)
+    return _trained(arrangements, made, machine, chosen, progress, checkpoint, every, resume, on_result)
 
 
 def train_array(
@@ -134,8 +135,7 @@ def train_array(
 ) -> Report:
     """Train ``members`` of a task as one array of this name; the other models are not looked at."""
     arrangements, plan = arrange_one(task, members, name, machine)
-    made = _saving(plan, every, saves=checkpoint is not None)
-    return _trained(arrangements, made, machine, named(policy), False, checkpoint, True, None)
+    return _trained(arrangements, plan, machine, named(policy), False, checkpoint, every, True, None)
 
 
 def _trained(
@@ -145,13 +145,16 @@ def _trained(
     policy: Policy,
     progress: bool,
     checkpoint: str | os.PathLike[str] | None,
+    every: int | None,
     resume: bool,
     on_result: OnResult | None,
 ) -> Report:
+    made = saving(made, every, saves=checkpoint is not None)
     with ExitStack() as stack:
         saves = None
         if checkpoint is not None:
-            saves = Checkpoints(checkpoint, arrangements, resume=resume)
+            most = [interval(task, every) for task in made.tasks]
+            saves = Checkpoints(checkpoint, arrangements, most, len(made.devices), resume=resume)
             stack.callback(saves.close)
         run = _TrainRun(arrangements, made, machine, stack, saves, on_result)
         for index, why in run.refused.items():
@@ -174,14 +177,6 @@ def _checked(given: Plan, made: Plan) -> Plan:
     if len(given.tasks) != len(made.tasks) or set(given.devices) != set(made.devices):
         raise PlanError("the plan given has other tasks or devices than those of this call: plan anew")
     return given
-
-
-def _saving(given: Plan, every: int | None, *, saves: bool) -> Plan:
-    """The plan where tasks are saved every so many minibatches, or None: every epoch; or where they are not."""
-    check_every(every)
-    found = [(every or task.epoch or task.steps) if saves else None for task in given.tasks]
-    tasks = [replace(task, save_every=each) for task, each in zip(given.tasks, found, strict=True)]
-    return replace(given, tasks=tuple(tasks))
 
 
 class _TrainRun:
@@ -350,6 +345,8 @@ class _TrainRun:
     def _after(self, index: int, unit: Unit, bars: TaskBars | None, worker: DeviceWorker) -> None:
         """A unit has ended: do what is due there, and save what has stopped, of which no unit is to come."""
         border = self.borders[index]
+        if self.saves is not None and border.plan.trained(unit):
+            self.saves.bound(index, unit.step + 1)
         border.ended(unit, lambda: worker.stopping)
         if bars is not None and unit.phase is Phase.BACKWARD and unit.shard == 0:
             bars.advance(index)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ import hfusion as hf
 from hfusion.checkpoint.files import read, saves
 from hfusion.schedule.actions import Act
 from tests.tasks.resumed import Counted, CutError, array, assert_equal, planned_as, results, run, shuffled
-from tests.trained import BATCHES, EPOCHS, Way, adamw, cross_entropy, machine, momentum, task
+from tests.trained import BATCHES, EPOCHS, Way, adamw, cross_entropy, machine, momentum, planned, task
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -240,7 +242,7 @@ def test_more_epochs_and_more_tasks_go_on(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["%2E.%2F.second", "first"]
 
 
-@pytest.mark.parametrize(("every", "steps"), [(None, [1, 3]), (2, [1, 3, 5, 7, 3])])
+@pytest.mark.parametrize(("every", "steps"), [(None, [2, 5, 8, 3]), (4, [1, 3, 5, 7, 3])])
 def test_saves_stand_in_the_timeline(every: int | None, steps: list[int], tmp_path: Path) -> None:
     """With the last minibatch of what is trained, or, after an epoch, of what is evaluated."""
     one = small(eval_loader=[*shuffled(1)][:2])
@@ -290,5 +292,32 @@ def test_a_full_disk_is_told_and_the_last_save_stands(
         ):
             once(tmp_path)
     assert [path.name for path in saves(tmp_path / "task")] == ["save-000000000001"]
-    assert saved_at(tmp_path / "task") == every
+    assert saved_at(tmp_path / "task") == math.ceil(every / 2)
     assert_equal(once(tmp_path), expected)
+
+
+@pytest.mark.parametrize(
+    ("every", "accumulate", "spilled"),
+    [(1, 1, False), (2, 1, True), (3, 1, False), (5, 2, False), (4, 2, True)],
+)
+def test_no_more_than_an_interval_is_ever_lost(
+    every: int, accumulate: int, spilled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that takes longer than the minibatches."""
+
+    def slow(place: int) -> None:
+        time.sleep(0.01)
+        sync(place)
+
+    def lost(result: hf.Step | hf.Evaluation) -> None:
+        if isinstance(result, hf.Step):
+            saved = saved_at(folder) if saves(folder) else 0
+            losses.append(result.epoch * BATCHES + result.step + 1 - saved)
+
+    sync, folder, losses = os.fsync, tmp_path / "task", list[int]()
+    monkeypatch.setattr(os, "fsync", slow)
+    one = task(array(0), Way(adamw, None, accumulate), shuffled(0))
+    plan = planned([one], machine(), [4 if spilled else 1], [not spilled], [False])
+    hf.train(one, machine(), plan=plan, checkpoint=tmp_path, every=every, on_result=lost)
+    assert len(losses) == BATCHES * EPOCHS
+    assert 0 < max(losses) <= every
