@@ -95,7 +95,11 @@ def _hashed(numbers: Tensor) -> Tensor:
 
 
 class _Seeded(threading.local):
+    """``make``: gives the seeds of ``source`` when it is first asked for."""
+
     source: MemberSeeds | None = None
+    make: Callable[[], Tensor] | None = None
+    keys: Tensor | None = None
 
 
 _seeded = _Seeded()
@@ -103,14 +107,44 @@ _seeded = _Seeded()
 
 def member_seeds() -> MemberSeeds | None:
     """Where this thread takes random numbers from just now, if not from torch's generator."""
+    if _seeded.make is None:
+        return _seeded.source
+    # A mode looks at what is captured meanwhile, of which nothing is a member's. Private to torch: as of 2.11 to 2.13.
+    if torch._C._len_torch_dispatch_stack():
+        return None
+    if _seeded.source is None:
+        _seeded.source = MemberSeeds(_seeded.make())
     return _seeded.source
 
 
 @contextmanager
-def seeded(seeds: Tensor | None) -> Iterator[None]:
-    """In which operators that can draw from ``seeds``, an integer for each member."""
-    outer, _seeded.source = _seeded.source, None if seeds is None else MemberSeeds(seeds)
+def seeded(seeds: Tensor | Callable[[], Tensor] | None) -> Iterator[None]:
+    """In which operators that can draw from ``seeds``, an integer for each member; a function is called if one does."""
+    outer = _seeded.source, _seeded.make
+    _seeded.source = MemberSeeds(seeds) if isinstance(seeds, Tensor) else None
+    _seeded.make = None if isinstance(seeds, Tensor) else seeds
     try:
         yield
     finally:
-        _seeded.source = outer
+        _seeded.source, _seeded.make = outer
+
+
+@contextmanager
+def keyed(keys: Tensor | None) -> Iterator[None]:
+    """In which `new_seeds` of members hang on these ``keys``, an integer for each, and not on their number."""
+    outer, _seeded.keys = _seeded.keys, keys
+    try:
+        yield
+    finally:
+        _seeded.keys = outer
+
+
+def new_seeds(members: int) -> Tensor:
+    """One for each member, from torch's generator."""
+    keys = _seeded.keys
+    if keys is None:
+        return torch.empty(members, dtype=torch.int64).random_()
+    drawn = torch.empty((), dtype=torch.int64).random_()
+    low = _hashed(((keys & _WORD) + (drawn & _WORD)) & _WORD)
+    high = _hashed((((keys >> 32) & _WORD) + (drawn >> 32) + low) & _WORD)
+    return ((high & (_WORD >> 1)) << 32) | low

@@ -81,6 +81,8 @@ class GradScaler:
             RuntimeError: called twice since `update`.
             FusionError: a parameter of all members, whose gradient is the sum of losses with different scales.
         """
+        if not self._enabled:
+            return torch.zeros(optimizer.members, dtype=torch.bool)
         if id(optimizer) in self._found:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
         self._begin(optimizer.members)

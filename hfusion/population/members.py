@@ -6,7 +6,8 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import overload
+from hashlib import blake2b
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +44,14 @@ class Event:
 class Roll:
     """The members by row: ``tags[row]`` is None where a row is free; ``ages`` counts the steps that they have made.
 
-    ``frozen`` marks those that make none, as they went bad.
+    ``frozen`` marks those that make none, as they went bad. On ``keys`` hangs what compiled steps draw for a member: it
+    comes from its name, and a copy has that of who it was copied from.
     """
 
     tags: list[str | None]
     ages: Tensor
     frozen: Tensor
+    keys: Tensor
     step: int = 0
     lineage: list[Event] = field(default_factory=list)
     made: int = 0
@@ -57,7 +60,8 @@ class Roll:
     @staticmethod
     def of(count: int, tags: Sequence[str] | None) -> Roll:
         """Rows of ``count`` members that start. Raises ValueError for names that are no names, or not theirs alone."""
-        roll = Roll([None] * count, torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.bool))
+        ages, frozen = torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
+        roll = Roll([None] * count, ages, frozen, ages.clone())
         if tags is not None and len(tags) != count:
             raise ValueError(f"{len(tags)} tags for {count} models: give one for each")
         for row in range(count):
@@ -127,6 +131,7 @@ class Roll:
         self._alive = None
         self.frozen[row] = False
         self.ages[row] = 0 if source is None else self.ages[source]
+        self.keys[row] = key_of(tag) if source is None else self.keys[source]
         origin = None if source is None else self.tag(source)
         self.lineage.append(Event(self.step, tag, What.START if source is None else What.COPY, origin))
 
@@ -157,7 +162,13 @@ class Roll:
         self.tags = [None if source is None else self.tags[source] for source in sources]
         self._alive = None
         self.ages = torch.where(empty, 0, self.ages[rows])
+        self.keys = self.keys[rows]
         self.frozen = self.frozen[rows] & ~empty
+
+
+def key_of(tag: str) -> int:
+    """On which the random numbers of a member of this name hang, in every process."""
+    return int.from_bytes(blake2b(tag.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class Models(Sequence[nn.Module | None]):
@@ -180,6 +191,52 @@ class Models(Sequence[nn.Module | None]):
 
     def __iter__(self) -> Iterator[nn.Module | None]:
         return (self[row] for row in range(len(self)))
+
+
+class Enrolled:
+    """What a population tells of who is in its rows."""
+
+    fused: FusedModule
+    _roll: Roll
+
+    def __len__(self) -> int:
+        """The number of rows, free ones too."""
+        return len(self._roll)
+
+    @property
+    def models(self) -> Models:
+        """The members by row, as modules that are live views; None where a row is free."""
+        return Models(self.fused, self._roll)
+
+    @property
+    def tags(self) -> list[str | None]:
+        """The members' names by row; None where a row is free."""
+        return list(self._roll.tags)
+
+    @property
+    def ages(self) -> Tensor:
+        """How many updates the members in the rows have had: int64 ``[rows]``."""
+        return self._roll.ages.clone()
+
+    @property
+    def frozen(self) -> list[int]:
+        """The rows of members that went bad and wait; see ``on_nonfinite``."""
+        found: list[int] = self._roll.frozen.nonzero().reshape(-1).tolist()
+        return found
+
+    @property
+    def lineage(self) -> tuple[Any, ...]:
+        """What happened to whom, in order: each with ``step``, ``tag``, ``what``, ``source``."""
+        return tuple(self._roll.lineage)
+
+    @property
+    def steps(self) -> int:
+        """How many updates the population has made."""
+        return self._roll.step
+
+    def row(self, tag: str) -> int:
+        """Where the member of this name is. Raises KeyError."""
+        return self._roll.row(tag)
 
 
 def apart(fused: FusedModule, row: int) -> nn.Module:

@@ -21,15 +21,16 @@ from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.rows import rearrange as rearrange_optimizer
 from hfusion.population.evaluate import evaluate
+from hfusion.population.gradients import GradientSums, weighed, weighted
 from hfusion.population.guard import Buffers, Limits, OnNonfinite, bad_rows, check_common, stacked
 from hfusion.population.hparams import Hparams
-from hfusion.population.members import Models, Roll, What, apart
+from hfusion.population.members import Enrolled, Roll, What, apart
 from hfusion.population.saving import Saving, in_turn
 from hfusion.population.widths import Widths
 from hfusion.step.train_step import call_arguments, check_losses, train_step
 
 
-class Population(Saving):
+class Population(Saving, Enrolled):
     """B members that train, leave, join and are copied as one array; each exactly as if alone.
 
     A row is taken by a member or free. A free row gives NaN, and `compact` gives its memory and time back.
@@ -40,15 +41,15 @@ class Population(Saving):
         loss: any functional loss, see `hfusion.per_model`.
         schedule: gives a scheduler of torch.optim.lr_scheduler for an optimizer of one member, or a list of such
             functions, see `hfusion.optim.lr_scheduler.PerMember`; ``pop.schedule.step()`` steps it.
-        scaler: scales the losses, each member's by its own scale; such steps are not compiled.
+        scaler: scales the losses, each member's by its own scale.
         clip_norm, clip_value: limits of the gradients, one or one per member; by value first.
-        accumulate: so many calls of `step` make one update, of the mean of their gradients; such are not compiled.
+        accumulate: so many calls of `step` make one update, of the mean of their gradients.
         on_nonfinite: what happens to a member whose loss or gradient is not finite. ``"freeze"``: it stays as it was
             before that step until it is stopped, copied over or thawed; ``"raise"``: a NonFiniteError that names it,
             and the array is as before the step; ``"ignore"``: nothing, and it goes on with what it has. Others are
             never touched.
         tags: the members' names, by which checkpoints know them; made up where not given.
-        compile: as of `hfusion.train_step`.
+        compile: as of `hfusion.train_step`; where members train a parameter together, steps run eagerly.
 
     Raises:
         FusionError: models that cannot be fused.
@@ -88,21 +89,18 @@ class Population(Saving):
         self._function, self._compiles = loss, compile
         self._common = any(p.requires_grad and not stacked(p) for p in self.fused.parameters())
         self._buffers: Buffers | None = None
-        self._done, self._spoilt = 0, self._none()
+        self._done, self._spoilt, self._sums = 0, self._none(), GradientSums()
         self._prepare(())
 
     def _prepare(self, known: Iterable[str]) -> None:
         """What computes; ``known`` are calls whose programs another one has had."""
         self._lock = FairLock()
         self._loss = per_model(self._function)
-        self._step = train_step(self.fused, self._function, self.optimizer, compile=self._compiles)
-        self._step.update = self._update
+        loss = weighted(self._function) if self._weighs else self._function
+        self._step = train_step(self.fused, loss, self.optimizer, compile=self._compiles)
+        self._step.update = self._computed
         self._step.at_once = self._widths.at_once(len(self))
         self._step.expected_calls |= set(known)
-
-    def __len__(self) -> int:
-        """The number of rows, free ones too."""
-        return len(self._roll)
 
     def __repr__(self) -> str:
         roll = self._roll
@@ -113,60 +111,35 @@ class Population(Saving):
         )
 
     @property
-    def models(self) -> Models:
-        """The members by row, as modules that are live views; None where a row is free."""
-        return Models(self.fused, self._roll)
-
-    @property
-    def tags(self) -> list[str | None]:
-        """The members' names by row; None where a row is free."""
-        return list(self._roll.tags)
-
-    @property
-    def ages(self) -> Tensor:
-        """How many updates the members in the rows have had: int64 ``[rows]``."""
-        return self._roll.ages.clone()
-
-    @property
-    def frozen(self) -> list[int]:
-        """The rows of members that went bad and wait; see ``on_nonfinite``."""
-        found: list[int] = self._roll.frozen.nonzero().reshape(-1).tolist()
-        return found
-
-    @property
-    def lineage(self) -> tuple[Any, ...]:
-        """What happened to whom, in order: each with ``step``, ``tag``, ``what``, ``source``."""
-        return tuple(self._roll.lineage)
-
-    @property
-    def steps(self) -> int:
-        """How many updates the population has made."""
-        return self._roll.step
-
-    @property
     def hparams(self) -> Hparams:
         """The hyper-parameters by name, vectors ``[rows]`` to read and write: ``pop.hparams["lr"][rows] *= 1.2``."""
         return Hparams(self.optimizer)
-
-    def row(self, tag: str) -> int:
-        """Where the member of this name is. Raises KeyError."""
-        return self._roll.row(tag)
 
     @in_turn
     def step(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
         """One step of every member: losses ``[rows]``, NaN where a row is free. Arguments: see `hfusion.train_step`."""
         if self._on_nonfinite != "ignore" and self._done == 0:
             self._buffers = Buffers(self.fused)
-        if self.scaler is None and self._accumulate == 1 and not self._common:
-            losses = self._step(inputs, target, **keywords)
-        else:
+        self._step.keys = self._roll.keys
+        if self._common:
             losses = self._eager(inputs, target, keywords)
+        else:
+            losses = self._step(inputs, self._weighed(target) if self._weighs else target, **keywords)
         if not self._roll.free:
             return losses
         return torch.where(self._roll.alive.to(losses.device), losses, math.nan)
 
+    @property
+    def _weighs(self) -> bool:
+        """Whether gradients are not those of the losses as they are."""
+        return self.scaler is not None or self._accumulate > 1
+
+    def _weighed(self, target: Any) -> Any:
+        weights = torch.full((len(self),), 1 / self._accumulate, dtype=torch.float64)
+        return weighed(target, weights if self.scaler is None else self.scaler.scale(weights))
+
     def _eager(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
-        """A step that needs more than a compiled program does."""
+        """A step of members that train a parameter together: it takes the losses of those that are there alone."""
         if self._done == 0:
             self.optimizer.zero_grad()
             self.fused.zero_grad()
@@ -177,18 +150,27 @@ class Population(Saving):
             found: Tensor = losses.detach()
             scaled = losses if self.scaler is None else self.scaler.scale(losses)
             rows = [row for row in self._roll.live if row not in self.frozen]
-            if self._common and not rows:
+            if not rows:
                 return found
-            if self._common:
-                # What all members train is of those that are there, and none else.
-                scaled = scaled[rows]
             with torch.autocast(losses.device.type, enabled=False):
-                (scaled.sum() / self._accumulate).backward()
+                (scaled[rows].sum() / self._accumulate).backward()
         self._done += 1
         self._spoilt = self._spoilt | ~found.isfinite().cpu()
         if self._done == self._accumulate:
             self._update(found)
         return found
+
+    def _computed(self, losses: Tensor) -> None:
+        """The gradients of a call are there; those of the last one of an update make it."""
+        if self._weighs:
+            self._spoilt = self._spoilt | ~losses.isfinite().cpu()
+        if self._accumulate > 1:
+            self._done += 1
+            self._sums.add(self.fused)
+            if self._done < self._accumulate:
+                return
+            self._sums.give(self.fused)
+        self._update(losses)
 
     def _update(self, losses: Tensor) -> None:
         """What is done with gradients: unscale, look at them, clip, update."""
@@ -323,14 +305,14 @@ class Population(Saving):
         sources = list(range(len(self)))
         for one, other in found:
             sources[other] = one
-        names = [(other, roll.tag(one), int(roll.ages[one])) for one, other in found]
+        names = [(other, roll.tag(one), int(roll.ages[one]), int(roll.keys[one])) for one, other in found]
         self._rearrange(sources)
-        for (one, other), (_, name, age) in zip(found, names, strict=True):
+        for (one, other), (_, name, age, key) in zip(found, names, strict=True):
             if roll.tags[other] is None:
                 roll.enter(other, None, one)
             else:
                 roll.note(other, What.COPY, name)
-            roll.ages[other], roll.frozen[other] = age, False
+            roll.ages[other], roll.keys[other], roll.frozen[other] = age, key, False
 
     @in_turn
     def thaw(self, row: int | Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfusion.checkpoint import files
 from hfusion.checkpoint.files import told
@@ -19,7 +19,7 @@ from hfusion.checkpoint.parts import SaveReader, SaveWriter
 from hfusion.checkpoint.save import Root, gather, in_thread, read, writing
 from hfusion.core.errors import CheckpointError
 from hfusion.optim import FusedOptimizer
-from hfusion.population.members import Event, Roll, What
+from hfusion.population.members import Event, Roll, What, key_of
 from hfusion.population.widths import Widths
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def gathered(pop: Population, loader: Any, extra: Any) -> SaveWriter:
     gather(writer, pop.fused, pop.optimizer, pop.schedule, pop.scaler, loader, extra)
     writer.own("population/ages", roll.ages)
     writer.own("population/frozen", roll.frozen)
+    writer.own("population/keys", roll.keys)
     for name in ("norm", "value"):
         if (limit := getattr(limits, name)) is not None:
             writer.own(f"population/clip_{name}", limit)
@@ -189,7 +190,17 @@ def _roll(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> R
     ages, frozen = wide.own("population/ages"), wide.own("population/frozen")
     if ages.dtype is not torch.int64 or frozen.dtype is not torch.bool or not ages.shape == frozen.shape == free.shape:
         raise CheckpointError(f"{reader.path}: ages and frozen members are {ages.dtype} and {frozen.dtype}")
+    keys = _keys(wide, reader, rows)
     bodies = [saved.body["population"] for saved, _ in reader.parts]
     lineage = [Event(int(s), str(t), What(w), o) for body in bodies for s, t, w, o in body["lineage"]]
     step, made = (max(int(body[key]) for body in bodies) for key in ("step", "made"))
-    return Roll(list(rows), torch.where(free, 0, ages), frozen & ~free, step, lineage, made)
+    return Roll(list(rows), torch.where(free, 0, ages), frozen & ~free, keys, step, lineage, made)
+
+
+def _keys(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> Tensor:
+    made = torch.tensor([0 if tag is None else key_of(tag) for tag in rows])
+    # Saves of before have none.
+    found = wide.own("population/keys") if wide.has("members/population/keys") else made
+    if (found.dtype, found.shape) != (made.dtype, made.shape):
+        raise CheckpointError(f"{reader.path}: keys are {found.dtype} {list(found.shape)}")
+    return found

@@ -18,13 +18,14 @@ from hfusion.capture.lengths import recurrent
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.compiler.graph_text import Unwritable
 from hfusion.core.layout import Layout
+from hfusion.core.random import new_seeds
 from hfusion.device.team import Team
 from hfusion.passes.align import scalars
 from hfusion.step import kept
 from hfusion.step.build import build
 from hfusion.step.kept import KeptGraph, NoProgram, StepPrograms
 from hfusion.step.order import Order, write_order
-from hfusion.step.step_graph import StepCall, StepGraph, Tensors, captured_dims, new_seeds, trace, trace_rows
+from hfusion.step.step_graph import StepCall, StepGraph, Tensors, captured_dims, trace, trace_rows
 
 # Operators of one program that are worth it: inductor takes some 0.1 s for each on two cores.
 MAX_OPERATORS = 4000

@@ -20,10 +20,11 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+from hfusion.core.random import new_seeds
 from hfusion.device.team import PieceError, Team, address_of, team
 from hfusion.step.compiled import PerMemberStep, clear
 from hfusion.step.row_entry import row_entry
-from hfusion.step.step_graph import StepCall, new_seeds
+from hfusion.step.step_graph import StepCall
 
 # How often each way of a trial is taken; the machine may be busy with something else at some of them.
 TURNS = 5

@@ -261,11 +261,6 @@ def draws(*sources: BoundProgram) -> bool:
     )
 
 
-def new_seeds(members: int) -> Tensor:
-    """One for each member, from torch's generator."""
-    return torch.empty(members, dtype=torch.int64).random_()
-
-
 class ProgramMismatch(Exception):
     """The programs that a step is traced of are none for the sizes of this call."""
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.compiler.compiler import MAX_KEYS
 from hfusion.core.exclusive import compiling
 from hfusion.core.fingerprint import read_state
+from hfusion.core.random import keyed, new_seeds, seeded
 from hfusion.device.backend import random_states_kept, types
 from hfusion.device.team import helped_by
 from hfusion.optim import coupling
@@ -64,6 +66,8 @@ class TrainStep:
         self.update: Callable[[Tensor], object] = lambda losses: opt.step()
         # Kinds of calls that a program would serve already, had this step gone on and not begun anew.
         self.expected_calls: set[str] = set()
+        # Of each member, an integer on which its random numbers hang; None: they hang on its row and their number.
+        self.keys: Tensor | None = None
         # How many rows one call of a compiled program computes; None for all.
         self.at_once: int | None = None
         self._ways: dict[Any, list[StepVariant]] = {}
@@ -90,6 +94,10 @@ class TrainStep:
 
     def run(self, prepared: PreparedStep) -> Tensor:
         """The step that was prepared."""
+        with keyed(self.keys):
+            return self._run(prepared)
+
+    def _run(self, prepared: PreparedStep) -> Tensor:
         args, kwargs, target, call, situation, way = prepared
         if call is None or way is None:
             losses, outputs = self._eager(args, kwargs, target)
@@ -154,14 +162,20 @@ class TrainStep:
         self._optimizer.zero_grad()
         self._fused.zero_grad()
         with torch.enable_grad():
-            outputs = self._fused(*args, **kwargs)
-            losses = self._loss(outputs, target)
+            with self._seeded():
+                outputs = self._fused(*args, **kwargs)
+                losses = self._loss(outputs, target)
             check_losses(losses, len(self._fused))
             # As torch advises, and as it is when a step's autocast ends before its backward.
             with _without_autocast(_autocast()):
                 losses.sum().backward()
         self.update(losses.detach())
         return losses.detach(), outputs
+
+    def _seeded(self) -> AbstractContextManager[None]:
+        """In which an eager step draws as its program will, where it is to have one and members have keys."""
+        drawn = self.keys is not None and self._mode.compile and all(p.is_cpu for p in self._fused.parameters())
+        return seeded(partial(new_seeds, len(self._fused))) if drawn else nullcontext()
 
     def _find(self, call: StepCall, situation: Any) -> StepVariant | None:
         """How such a call runs; None where that is to be seen from an eager step."""

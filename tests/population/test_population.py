@@ -303,6 +303,91 @@ def test_accumulation_scales_and_frozen_bases() -> None:
             pop.start(1, models[1])
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_members_with_a_scaler_equal_members_alone(compiled: bool, accumulate: int) -> None:
+    """Some overflow at first, each at its own scale."""
+    torch.manual_seed(3)
+    scales = [2.0**127, 2.0**10, 3.0, 2.0**126]
+    models = [nn.Linear(4, 3) for _ in scales]
+    pop = hf.Population(
+        models,
+        optimizer=lambda p: hf.optim.AdamW(p, lr=0.01),
+        loss=F.cross_entropy,
+        scaler=hf.optim.GradScaler(init_scale=scales, growth_interval=4),
+        clip_norm=0.5,
+        accumulate=accumulate,
+        compile=compiled,
+    )
+    alone = copy.deepcopy(models)
+    opts = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in alone]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=4) for scale in scales]
+    for _ in range(8):
+        for opt in opts:
+            opt.zero_grad()
+        for _ in range(accumulate):
+            x, y = batch()
+            x = 200 * x.float()
+            losses = pop.step(x, y)
+            for member, model in enumerate(alone):
+                loss = F.cross_entropy(model(x), y)
+                torch.testing.assert_close(losses[member], loss.detach(), rtol=1e-4, atol=1e-5)
+                scalers[member].scale(loss / accumulate).backward()
+        for model, opt, scaler in zip(alone, opts, scalers, strict=True):
+            scaler.unscale_(opt)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(opt)
+            scaler.update()
+        assert pop.scaler is not None
+        assert pop.scaler.get_scale().tolist() == [scaler.get_scale() for scaler in scalers]
+    assert pop.ages.tolist() == [int(opt.state_dict()["state"][0]["step"]) for opt in opts]
+    assert min(pop.ages.tolist()) < 8
+    assert pop._step.compilations == compiled
+
+
+def test_a_scaler_that_is_switched_off_scales_nothing() -> None:
+    x, y = batch()
+    found = []
+    for scaler in (None, hf.optim.GradScaler(enabled=False)):
+        torch.manual_seed(0)
+        pop = hf.Population(
+            [net(), net()], optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=F.cross_entropy, scaler=scaler
+        )
+        for _ in range(3):
+            pop.step(x, y)
+        found.append([*pop.fused.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_accumulated_steps_are_compiled() -> None:
+    torch.manual_seed(1)
+    rates, models = [0.1, 0.01], [net(), net()]
+    pop = hf.Population(
+        models, optimizer=lambda p: hf.optim.SGD(p, lr=rates), loss=F.cross_entropy, accumulate=3, clip_norm=0.1
+    )
+    alone = [Alone(model, rate) for model, rate in zip(models, rates, strict=True)]
+    for one, rate in zip(alone, rates, strict=True):
+        one.opt = torch.optim.SGD(one.model.parameters(), lr=rate)  # type: ignore[assignment]
+    for _ in range(4):
+        for one in alone:
+            one.opt.zero_grad()
+        for _ in range(3):
+            x, y = batch()
+            losses = pop.step(x, y)
+            for member, one in enumerate(alone):
+                loss = F.cross_entropy(one.model(x), y)
+                torch.testing.assert_close(losses[member], loss.detach(), rtol=1e-10, atol=1e-12)
+                (loss / 3).backward()
+        for one in alone:
+            nn.utils.clip_grad_norm_(one.model.parameters(), 0.1)
+            one.opt.step()
+    for row, one in enumerate(alone):
+        for ours, theirs in zip(pop.models[row].state_dict().values(), one.model.state_dict().values(), strict=True):  # type: ignore[union-attr]
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    assert pop._step.compilations == 1
+    assert pop.ages.tolist() == [4, 4]
+
+
 def test_an_array_that_loses_its_members_compiles_three_times() -> None:
     pop = hf.Population(
         [nn.Linear(4, 3).double() for _ in range(12)],
@@ -326,6 +411,42 @@ def test_an_array_that_loses_its_members_compiles_three_times() -> None:
             pop.compact()
     assert {12, 10, 8, 6, 4, 2, 1} >= widths >= {12, 8, 4, 1}
     assert pop._step.compilations <= 3
+
+
+def test_compiled_members_draw_by_their_keys() -> None:
+    """In whatever row of however many they are, in the eager steps before the program, too; a copy as its source."""
+
+    def run(members: int, stay: list[int], compact: bool) -> tuple[list[Tensor], hf.Population]:
+        torch.manual_seed(7)
+        models = [nn.Sequential(nn.Linear(4, 9), nn.Dropout(0.4), nn.Linear(9, 3)).double() for _ in range(members)]
+        tags = [f"net {member}" for member in range(members)]
+        pop = hf.Population(
+            models, optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=F.cross_entropy, tags=tags, on_nonfinite="ignore"
+        )
+        losses = []
+        for step in range(8):
+            if step == 3:
+                pop.stop([row for row in range(members) if row not in stay])
+                if compact:
+                    pop.compact()
+            torch.manual_seed(step)
+            found = pop.step(*batch(seed=step))
+            losses.append(torch.stack([found[pop.row(f"net {member}")] for member in stay]))
+        return losses, pop
+
+    whole, pop = run(10, [1, 8], False)
+    assert len(pop) == 10
+    narrow, pop = run(10, [1, 8], True)
+    assert len(pop) == 2
+    torch.testing.assert_close(narrow, whole, rtol=1e-11, atol=0)
+    torch.testing.assert_close(run(12, [1, 8], True)[0], whole, rtol=1e-11, atol=0)
+    x, y = batch(seed=9)
+    one, other = pop.step(x, y)
+    assert one != other
+    pop.copy(0, 1)
+    for _ in range(3):
+        one, other = pop.step(x, y)
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=0)
 
 
 def test_rows_come_in_blocks() -> None:
