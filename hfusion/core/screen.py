@@ -3,20 +3,85 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import ProgressColumn, TextColumn
+    from rich.table import Table
+
+# Seconds from one drawing of the bars to the next; a notebook sends each to a browser.
+_REDRAW, _REDRAW_NOTEBOOK = 0.1, 0.5
 
 
 def redraws(console: Console) -> bool:
-    """Whether what was drawn can be drawn over: in a terminal, and in a notebook that has ipywidgets.
+    """Whether what was drawn can be drawn over: in a terminal, and in a notebook.
 
     Elsewhere, as in the file of a batch job, everything that is drawn stays.
     """
     if console.is_jupyter:
-        return find_spec("ipywidgets") is not None
+        return find_spec("IPython") is not None
     return console.is_terminal and not console.is_dumb_terminal
+
+
+class ProgressBars:
+    """Bars of rich that are drawn over, or not drawn at all where nothing can be; their text is no markup.
+
+    In a notebook rich would draw by ipywidgets, of which the notebook's file, and a page made of it, keep nothing; here
+    it is an output like others, that is replaced.
+    """
+
+    def __init__(self, console: Console, *columns: ProgressColumn) -> None:
+        # Imported late: not everybody looks at bars.
+        from rich.progress import Progress
+
+        self.draws = redraws(console)
+        self._notebook = self.draws and console.is_jupyter
+        # rich's own thread, which would draw them, is not awaited in the end.
+        self.progress = Progress(
+            *columns, console=console, auto_refresh=False, disable=self._notebook or not self.draws
+        )
+        self._pause = _REDRAW_NOTEBOOK if self._notebook else _REDRAW
+        self._drawn = perf_counter()
+        self._output: Any = None
+
+    def __enter__(self) -> ProgressBars:
+        if self._notebook:
+            from IPython.display import display
+
+            self._output = display(self._table, display_id=True)
+        else:
+            self.progress.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._draw()
+        if not self._notebook:
+            self.progress.stop()
+
+    def draw(self) -> None:
+        """Show what was updated, if it is not just drawn."""
+        if perf_counter() - self._drawn > self._pause:
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._output is not None:
+            self._output.update(self._table)
+        else:
+            self.progress.refresh()
+        self._drawn = perf_counter()
+
+    @property
+    def _table(self) -> Table:
+        return self.progress.make_tasks_table(self.progress.tasks)
+
+
+def plain(text: str) -> TextColumn:
+    """A column with what is in ``text``, such as ``{task.description}``, as it is."""
+    from rich.progress import TextColumn
+
+    return TextColumn(text, markup=False)
 
 
 class Tenths:

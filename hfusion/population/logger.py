@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from hfusion.core.screen import Tenths, redraws
+from hfusion.core.screen import ProgressBars, Tenths, plain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -190,22 +190,13 @@ class MemberProgress:
         self._name, self._least = name, mode == "min"
         # Imported late: not everybody looks at bars.
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TaskProgressColumn,
-            TextColumn,
-            TimeRemainingColumn,
-        )
+        from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TimeRemainingColumn
 
         columns = [BarColumn(), TaskProgressColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
         self._console, self._total, self._done = Console() if console is None else console, total, 0
-        self._lines = None if redraws(self._console) else Tenths(0, total)
-        self._progress = Progress(
-            *columns, TextColumn("{task.description}"), console=self._console, disable=self._lines is not None
-        )
-        self._task = self._progress.add_task("", total=total)
+        self._screen = ProgressBars(self._console, *columns, plain("{task.description}"))
+        self._lines = None if self._screen.draws else Tenths(0, total)
+        self._task = self._screen.progress.add_task("", total=total)
         self.text = ""
 
     def update(self, members: Any, values: Numbers) -> None:
@@ -221,18 +212,20 @@ class MemberProgress:
             (_, best, low), (_, worst, high) = ranked[0], ranked[-1]
             self.text = f"{self._name}: best {best} {low:.4g}, worst {worst} {high:.4g}"
         self._done += 1
-        self._progress.update(self._task, advance=1, description=self.text)
+        self._screen.progress.update(self._task, advance=1, description=self.text)
+        self._screen.draw()
         if self._lines is not None and self._done <= self._total and self._lines.reached(self._done, self._total):
-            self._console.print(f"{self._done}/{self._total} {self.text}", highlight=False, soft_wrap=True)
+            line = f"{self._done}/{self._total} {self.text}"
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def __enter__(self) -> MemberProgress:
-        self._progress.start()
+        self._screen.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        self._screen.__exit__()
 
 
 def names_of(members: Any) -> list[str | None]:

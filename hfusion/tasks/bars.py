@@ -7,13 +7,11 @@ from threading import Lock
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from hfusion.core.screen import Tenths, redraws
+from hfusion.core.screen import ProgressBars, Tenths, plain
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Seconds from one drawing of the bars to the next; a notebook sends each to a browser.
-_REDRAW, _REDRAW_NOTEBOOK = 0.1, 0.5
 # More bars than this fit no screen.
 _MAX_BARS = 12
 
@@ -26,18 +24,17 @@ class TaskBars:
 
     def __init__(self, tasks: Sequence[tuple[str, int]], begun: Sequence[int], console: Console | None = None) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
         self._console = Console() if console is None else console
         self._names, self._totals = [name for name, _ in tasks], [steps for _, steps in tasks]
         self._done = [*begun]
-        self._lines = None if redraws(self._console) else Tenths(sum(begun), sum(self._totals))
-        self._pause = _REDRAW_NOTEBOOK if self._console.is_jupyter else _REDRAW
-        self._start = self._drawn = perf_counter()
+        self._start = perf_counter()
         self._lock = Lock()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        # rich's own thread, which would draw them, is not awaited in the end.
-        self._bars = Progress(*columns, console=self._console, auto_refresh=False, disable=self._lines is not None)
+        columns = (plain("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._screen = ProgressBars(self._console, *columns)
+        self._bars = self._screen.progress
+        self._lines = None if self._screen.draws else Tenths(sum(begun), sum(self._totals))
         self._many = len(tasks) > _MAX_BARS
         self._all = self._bars.add_task(
             f"{len(tasks)} tasks", total=sum(self._totals), completed=sum(begun), visible=self._many
@@ -49,11 +46,11 @@ class TaskBars:
         self._shown = 0
 
     def __enter__(self) -> TaskBars:
-        self._bars.start()
+        self._screen.__enter__()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._bars.stop()
+        self._screen.__exit__()
 
     def advance(self, index: int, *, over: bool = False) -> None:
         """A task has trained one more minibatch; ``over``: it stops there."""
@@ -76,7 +73,7 @@ class TaskBars:
             shown = ", ".join(self._names[:3]) + (f" and {len(self._names) - 3} more" if self._names[3:] else "")
             seconds = perf_counter() - self._start
             line = f"{done}/{sum(self._totals)} minibatches of {shown}, {seconds:.0f} s"
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _draw(self, index: int, *, ended: bool, done: int) -> None:
         row = self._rows[index]
@@ -86,6 +83,4 @@ class TaskBars:
             self._shown += visible - self._bars.tasks[row].visible
         self._bars.update(row, completed=self._done[index], total=self._totals[index], visible=visible)
         self._bars.update(self._all, completed=done, total=sum(self._totals))
-        if perf_counter() - self._drawn > self._pause:
-            self._bars.refresh()
-            self._drawn = perf_counter()
+        self._screen.draw()

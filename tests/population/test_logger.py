@@ -120,3 +120,11 @@ def test_the_best_and_the_worst() -> None:
     assert "best a 0.5" in out.getvalue()
     with pytest.raises(ValueError, match="it is min or max"):
         hf.MemberProgress(1, mode="best")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_names_are_no_markup(terminal: bool) -> None:
+    console = Console(file=(out := io.StringIO()), width=120, force_terminal=terminal, _environ={"TERM": "xterm"})
+    with hf.MemberProgress(1, console=console) as progress:
+        progress.update(["net [/3]", "[red]"], [0.5, 0.75])
+    assert "best net [/3] 0.5, worst [red] 0.75" in out.getvalue()

@@ -86,7 +86,7 @@ def test_a_file_gets_ten_lines(tasks: int) -> None:
 
 @pytest.mark.parametrize("tasks", [1, 5, 300])
 def test_bars_fit_a_screen(tasks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfusion.tasks.bars._REDRAW", 0.02)
+    monkeypatch.setattr("hfusion.core.screen._REDRAW", 0.02)
     terminal: Any = {"force_terminal": True, "_environ": {"TERM": "xterm"}}
     console = Console(file=(out := io.StringIO()), width=100, height=24, **terminal)
     shown(tasks, console)
