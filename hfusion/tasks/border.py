@@ -66,7 +66,8 @@ class Border:
         training, plan = self.training, self.plan
         if unit.phase is Phase.BACKWARD and unit.shard == 0:
             training.losses[unit.step] = self.stopped.hide(training.losses[unit.step])
-            self._tell(self._step(unit.step))
+            if self.one.task.callbacks:
+                self._tell(self._step(unit.step))
         if plan.trained(unit):
             self._trained(unit.step, broken)
         elif unit.phase is Phase.EVALUATE and unit.shard == len(plan.shards) - 1:
@@ -81,7 +82,8 @@ class Border:
             self.scheduler.stepped(losses[step], self.stopped.rows)
         if self.scheduler is not None and not (step + 1) % epoch and not self.plan.evaluated:
             self.scheduler.epoch(torch.stack(losses[step + 1 - epoch : step + 1]), self.stopped.rows)
-        self._ask(self._step(step), broken)
+        if self._on_result is not None:
+            self._ask(self._step(step), broken)
 
     def _evaluated(self, epoch: int, broken: Callable[[], bool]) -> None:
         found = self._evaluation(epoch)
