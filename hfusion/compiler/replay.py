@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -84,7 +85,8 @@ class Replay:
         return _Replaced(self._again)
 
     def _next(self, func: OpOverload) -> Tensor:
-        if _state() != self._state:
+        state = _state()
+        if state != self._state and not self._drawn_elsewhere(state):
             raise FusionError(
                 f"forward sets the state of torch's random numbers before {func}, which a fused array would lose; "
                 "draw from the numbers as they are, or keep what is drawn in a buffer"
@@ -92,9 +94,17 @@ class Replay:
         row = next(self._rows, None)
         if row is None:
             raise Unmatched(f"a member's {func} draws random numbers that the program draws elsewhere")
-        self._met[self._state] = row
+        self._met[state] = row
         self._state = _advanced()
         return row
+
+    def _drawn_elsewhere(self, state: bytes) -> bool:
+        """Whether another thread may have drawn: the state is new, but nobody has just set a seed."""
+        if threading.active_count() == 1 or state in self._met:
+            return False
+        generator, fresh = torch.Generator(), torch.Generator()
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        return not torch.equal(fresh.manual_seed(generator.initial_seed()).get_state(), generator.get_state())
 
     def _again(self, func: OpOverload) -> Tensor:
         row = self._met.get(_state())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -156,3 +157,33 @@ def test_a_forward_that_seeds_runs_member_by_member(forward: Forward) -> None:
     assert "forward does what a graph would lose" in str(array.report())
     if forward is seeded:
         assert torch.equal(found["output"][0], found["output"][1])
+
+
+@pytest.fixture
+def drawn_elsewhere() -> Iterator[None]:
+    """Another thread draws all the time."""
+    over = threading.Event()
+
+    def draw() -> None:
+        while not over.is_set():
+            torch.rand(3)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+@pytest.mark.usefixtures("drawn_elsewhere")
+def test_what_other_threads_draw_is_no_seed() -> None:
+    forwards = {name: CHECKED[name] for name in ("dropout", "dropout1d_", "rand_like", "normal_")}
+    array, found = drawing(forwards)
+    assert "self-check passed" in str(array.report())
+    assert not torch.equal(found["dropout"][0], found["dropout"][1])
+
+
+@pytest.mark.usefixtures("drawn_elsewhere")
+def test_a_seed_is_seen_though_other_threads_draw() -> None:
+    array, _ = drawing({"output": seeded})
+    assert "forward does what a graph would lose" in str(array.report())
