@@ -122,8 +122,9 @@ class Conductor:
         pbt = self._extent.pbt
         if pbt is None:
             return
-        sign = 1 if self.trials.study.direction.name == "MAXIMIZE" else -1
-        due = {tag: sign * values[tag] for tag, seat in array.seats.items() if not seat.epochs % pbt.interval}
+        due = {
+            tag: self.trials.sign * values[tag] for tag, seat in array.seats.items() if not seat.epochs % pbt.interval
+        }
         draw = random.Random(f"{self.trials.base} {self._round} {array.name}")
         pairs = pbt.pairs(due, draw)
         if not pairs:
@@ -159,8 +160,8 @@ class Conductor:
         """As Optuna ranks: of equal values that of the trial that was asked first."""
         if self.best is None:
             return True
-        sign = -1 if self.trials.study.direction.name == "MAXIMIZE" else 1
-        return (sign * value, number) < (sign * self.best.value, self.best.number)
+        sign = self.trials.sign
+        return (-sign * value, number) < (-sign * self.best.value, self.best.number)
 
     def _refill(self) -> None:
         """Ask for trials while there is room for them, and let them join."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -91,16 +91,9 @@ def sweep(
             process.
         DeviceLost: the processes of an array were lost more often than the cluster allows.
     """
-    kinds = catch if isinstance(catch, tuple) else (catch,)
-    for name, value, least in (("trials", trials, 0), ("epochs", epochs, 1), ("rows", 1 if rows is None else rows, 1)):
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r}: give a whole number of at least {least}")
+    extent = _extent(trials, epochs, rows, seed, catch, pbt)
     if pbt is not None and pruner is None and study is None:
         pruner = import_optuna().pruners.NopPruner()
-    if pbt is not None and rows is None:
-        # They are compared with one another.
-        rows = max(1, trials)
-    extent = Extent(trials, epochs, rows, seed, kinds, pbt)
     machine = machine or Machine.detect()
     directory = resume_folder("sweep") if directory is None else directory
     # The driver of a cluster makes models to look at.
@@ -112,22 +105,13 @@ def sweep(
         if directory is not None:
             folder = SweepFolder(Path(directory))
             stack.callback(folder.close)
-        found, own = open_study(study, storage, direction, sampler, pruner, None if folder is None else folder.root)
+        root = None if folder is None else folder.root
+        found, own = open_study(study, storage, direction, sampler, pruner, root)
         before = None if folder is None else folder.read()
         body = {} if before is None else before[0]
         _check_same(body, extent)
-        draws = Draws(found, body.get("base"))
-        attributes = {number: names for one in body.get("arrays", ()) for number, _, _, names, _ in one["seats"]}
-        asked = Trials(
-            found,
-            body.get("run") or uuid.uuid4().hex,
-            draws,
-            asked=body.get("asked", ()),
-            attributes=attributes,
-            alone=own,
-        )
-        asked.bury(dead_runs(found))
-        beats = Beats(found, asked.run, None if folder is None else folder.root)
+        asked = _trials(found, body, alone=own)
+        beats = Beats(found, asked.run, root)
         workers = _workers(machine, recipe, maker, stack)
         conductor = Conductor(asked, maker, recipe, extent, workers, folder, beats)
         if isinstance(workers, ClusterWorkers):
@@ -147,6 +131,38 @@ def sweep(
             raise
         beats.end()
         return SweepResult(found, tuple(asked.asked), conductor.best)
+
+
+def _extent(
+    trials: int,
+    epochs: int,
+    rows: int | None,
+    seed: int,
+    catch: type[BaseException] | tuple[type[BaseException], ...],
+    pbt: PBT | None,
+) -> Extent:
+    """Raises ValueError for what is no number, or too small."""
+    for name, value, least in (("trials", trials, 0), ("epochs", epochs, 1), ("rows", 1 if rows is None else rows, 1)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value!r}: give a whole number of at least {least}")
+    if pbt is not None and rows is None:
+        # They are compared with one another.
+        rows = max(1, trials)
+    return Extent(trials, epochs, rows, seed, catch if isinstance(catch, tuple) else (catch,), pbt)
+
+
+def _trials(study: Any, body: Mapping[str, Any], *, alone: bool) -> Trials:
+    """Those of the sweep that ``body`` was saved of, or of a new one; what dead sweeps left in the study has failed."""
+    found = Trials(
+        study,
+        body.get("run") or uuid.uuid4().hex,
+        Draws(study, body.get("base")),
+        asked=body.get("asked", ()),
+        attributes={number: names for one in body.get("arrays", ()) for number, _, _, names, _ in one["seats"]},
+        alone=alone,
+    )
+    found.bury(dead_runs(study))
+    return found
 
 
 def _workers(

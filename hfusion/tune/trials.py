@@ -85,6 +85,11 @@ class Trials:
         return self._draws.base
 
     @property
+    def sign(self) -> int:
+        """Of values: times it, more is better."""
+        return 1 if self.study.direction.name == "MAXIMIZE" else -1
+
+    @property
     def live(self) -> list[int]:
         """The trials that are asked and not told, as far as this process has them."""
         return list(self._live)
