@@ -32,8 +32,12 @@ def pack(what: str, value: Any, parts: Mapping[int, str]) -> bytes:
     return target.getvalue()
 
 
-def unpack(data: bytes, part: Callable[[str], Any]) -> Any:
-    """What was packed; ``part`` gives the parts by key."""
+def _no_parts(key: str) -> Any:
+    raise KeyError(key)
+
+
+def unpack(data: bytes, part: Callable[[str], Any] = _no_parts) -> Any:
+    """What was packed; ``part`` gives the parts by key, where some were left out."""
 
     class Unpacker(pickle.Unpickler):
         def persistent_load(self, key: str) -> Any:

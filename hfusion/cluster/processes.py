@@ -158,16 +158,12 @@ def _work(pipe: Connection, end: Connection, device: Device, host: int, disk: Pa
     Thread(target=_hear, args=(end, trainer), daemon=True).start()
 
     def part(path: Path) -> Any:
-        return unpack(path.read_bytes(), _no_parts)
+        return unpack(path.read_bytes())
 
     # The driver may be gone.
     with suppress(EOFError, OSError):
         while (job := pipe.recv()) is not None:
             trainer.run(job, part, partial(_send, pipe))
-
-
-def _no_parts(key: str) -> Any:
-    raise KeyError(key)
 
 
 def _hear(end: Connection, trainer: ArrayTrainer) -> None:

@@ -39,7 +39,7 @@ class RowsJob:
 
     def call(self, trainer: ArrayTrainer, part: Callable[[Any], Any]) -> dict[str, Any]:
         if "recipe" not in trainer.kept:
-            recipe, maker = unpack(part(self.kept), _no_parts)
+            recipe, maker = unpack(part(self.kept))
             device = trainer.device.physical
             trainer.kept |= {"recipe": replace(recipe, device=device), _MAKER: replace(maker, device=device)}
         for name in self.dropped:
@@ -62,10 +62,6 @@ class RowsJob:
                 # Its class may be one that only the driver has by name.
                 found = found.state_dict()
         return found
-
-
-def _no_parts(key: str) -> Any:
-    raise KeyError(key)
 
 
 @dataclass

@@ -151,18 +151,18 @@ class Trials:
         found = self._ahead.get(number)
         if found is None or step not in found.intermediate_values:
             self._live[number].report(value, step)
-            verdict = self._decided(number, value, last, self._live[number].should_prune)
+            verdict = self._decided(value, last, self._live[number].should_prune)
         elif found.state.is_finished():
             self._reports -= 1
             verdict = _VERDICTS[found.state.name]
         else:
             self._reports -= 1
             settled = self._reports > 0
-            verdict = self._decided(number, value, last, lambda: not settled and self._asked_again(number))
+            verdict = self._decided(value, last, lambda: not settled and self._asked_again(number))
         self._tell(number, verdict, value)
         return verdict
 
-    def _decided(self, number: int, value: float, last: bool, prune: Any) -> Verdict:
+    def _decided(self, value: float, last: bool, prune: Any) -> Verdict:
         if math.isnan(value):
             return Verdict.FAILED
         if prune():
