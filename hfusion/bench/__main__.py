@@ -1,8 +1,9 @@
-"""``python -m hfusion.bench [fuse|optim|shard|schedule|foretold|short|sweep]``: see ``--help`` and ``--list``."""
+"""``python -m hfusion.bench [fuse|optim|shard|schedule|foretold|short|sweep|lora]``: see ``--help`` and ``--list``."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +33,7 @@ from hfusion.bench import (
     table,
 )
 from hfusion.bench.arguments import (
+    SEPARATE,
     SUB_BENCHMARKS,
     foretold_settings,
     fuse_settings,
@@ -62,7 +64,7 @@ def console() -> Console:
 def print_names(out: Console) -> None:
     """The sub-benchmarks, models and contenders, one line each."""
     sections = {
-        "sub-benchmarks": SUB_BENCHMARKS,
+        "sub-benchmarks": SUB_BENCHMARKS | SEPARATE,
         "models of fuse": {case.name: case.about for case in CASES},
         "contenders of fuse": {contender.name: contender.about for contender in CONTENDERS},
         "cases of optim": {case.name: case.about for case in optim.CASES},
@@ -225,6 +227,9 @@ def main(arguments: Sequence[str]) -> int:
     Returns the exit status: 0; 1 if a contender computes wrong losses; 130 after an interruption, when what
     was measured until then is still shown and written.
     """
+    if arguments and arguments[0] in SEPARATE:
+        importlib.import_module(f"hfusion.bench.{arguments[0]}").main(arguments[1:])
+        return 0
     parsed = parse(arguments)
     out = console()
     if parsed.list:

@@ -28,6 +28,8 @@ SUB_BENCHMARKS = {
     "short": "jobs of some seconds, from process start to end, with cold and warm caches",
     "sweep": "a search of hyper-parameters with Hyperband, in several ways",
 }
+# Those with arguments of their own: see ``python -m hfusion.bench NAME --help``.
+SEPARATE = {"lora": "many LoRA adapters of one base, against peft one after another (`lora --help`)"}
 MEMBERS = (4, 16, 64)
 NOT_FOR = {"schedule": ("members", "repeats"), "shard": ("members",), "sweep": ("members", "repeats")}
 CHOSEN_BY = {"models": ("fuse", "foretold", "short", "sweep"), "contenders": ("fuse", "short", "sweep")}

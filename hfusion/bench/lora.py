@@ -1,6 +1,6 @@
 """Many LoRA adapters of one base: ``hf.lora`` against peft one adapter after another, and its multi-adapter loop.
 
-``python -m hfusion.bench.lora``: whole training steps (forward, loss, backward, AdamW), every member on a batch and
+``python -m hfusion.bench lora``: whole training steps (forward, loss, backward, AdamW), every member on a batch and
 with a learning rate of its own, on a small Llama and BERT with random weights. Needs peft and transformers.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import tempfile
 from contextlib import ExitStack
 from functools import partial
@@ -156,6 +157,8 @@ def tune(case: SweepCase, settings: SweepSettings, share: float) -> Searched:
         for value in train(case, config["data"], found[config["number"]], config["number"], settings.epochs):
             ray_tune.report({"accuracy": value})
 
+    # Else it prints tables of its own, whatever `verbose` says.
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         ray.init(num_cpus=settings.cores, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
@@ -168,7 +171,7 @@ def tune(case: SweepCase, settings: SweepSettings, share: float) -> Searched:
         tuner = ray_tune.Tuner(
             ray_tune.with_resources(ray_tune.with_parameters(trainable), {"cpu": share}),
             param_space={"number": ray_tune.grid_search(list(range(settings.trials))), "data": case.data()},
-            tune_config=ray_tune.TuneConfig(metric="accuracy", mode="max", scheduler=scheduler),
+            tune_config=ray_tune.TuneConfig(metric="accuracy", mode="max", scheduler=scheduler, reuse_actors=True),
             run_config=ray_tune.RunConfig(storage_path=folder, verbose=0),
         )
         results = tuner.fit()

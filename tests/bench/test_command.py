@@ -19,6 +19,7 @@ def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for name in (
         *arguments.SUB_BENCHMARKS,
+        *arguments.SEPARATE,
         *(case.name for case in (*CASES, *optim.CASES)),
         *(contender.name for contender in CONTENDERS),
         *optim.ABOUT,
