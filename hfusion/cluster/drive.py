@@ -143,7 +143,8 @@ class Drive:
         order = sorted(self._done)
         tasks = tuple(self._done[number][1].report.plan.tasks[0] for number in order)
         loads, evicts = ([getattr(device.rates, name) for device in devices] for name in ("load", "evict"))
-        return Plan(tasks, {device.name: device.budget for device in devices}, min(loads), min(evicts))
+        actions = max(device.rates.action_seconds for device in devices)
+        return Plan(tasks, {device.name: device.budget for device in devices}, min(loads), min(evicts), actions)
 
     def _timeline(self) -> Timeline:
         """What ran on all devices, from when the driver began, by the driver's clock."""
