@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
+from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.plan import Plan
 from tests.trained import Way, adamw, fused, machine, planned, task
 
@@ -67,6 +68,14 @@ class Counted:
 
 class CutError(Exception):
     """Ends a run."""
+
+
+def task_with(
+    fused: hf.FusedModule, own: FusedOptimizer, way: Way, place: int, *, evaluated: bool, **more: Any
+) -> hf.Task:
+    """Task ``t0``, ``t1``, ... of an optimizer that exists, so that its state can be looked at."""
+    one = Way(lambda params: own, way.clip, way.accumulate)
+    return task(fused, one, shuffled(place), f"t{place}", eval_loader=shuffled(9) if evaluated else None, **more)
 
 
 def planned_as(tasks: Sequence[hf.Task], on: hf.Machine, modes: Sequence[str]) -> Plan:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 import hfusion as hf
 from hfusion.checkpoint.files import read, saves
 from hfusion.schedule.actions import Act
-from tests.tasks.resumed import Counted, CutError, array, assert_equal, planned_as, results, run, shuffled
+from tests.tasks.resumed import Counted, CutError, array, assert_equal, planned_as, results, run, shuffled, task_with
 from tests.trained import BATCHES, EPOCHS, Way, adamw, cross_entropy, machine, momentum, planned, task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,16 +77,15 @@ def trained(
     """Everything that a run of these tasks gives; ``begun``: how many minibatches it does not train again."""
     made = [array(place) for place in range(len(cases))]
     tasks = [
-        task(
+        task_with(
             fused,
-            Way(lambda params, own=own: own, case.way.clip, case.way.accumulate),
-            shuffled(place),
-            f"t{place}",
+            case.way.optimizer(list(fused.parameters())),
+            case.way,
+            place,
+            evaluated=case.evaluated,
             callbacks=[cut(*case.at)] if cuts and place == len(cases) - 1 else [],
-            eval_loader=shuffled(9) if case.evaluated else None,
         )
         for place, (case, fused) in enumerate(zip(cases, made, strict=True))
-        for own in [case.way.optimizer(list(fused.parameters()))]
     ]
     on = machine(devices)
     plan = planned_as(tasks, on, [case.mode for case in cases])

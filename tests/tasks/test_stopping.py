@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from tests.tasks.resumed import CutError, array, assert_equal, planned_as, shuffled
+from tests.tasks.resumed import CutError, array, assert_equal, planned_as, shuffled, task_with
 from tests.trained import BATCHES, EPOCHS, MEMBERS, Way, adamw, batches, cross_entropy, machine, momentum, planned, task
 
 
@@ -88,14 +88,7 @@ def trained(
     made = [array(place) for place in range(len(cases))]
     owns = [case.way.optimizer(list(fused.parameters())) for case, fused in zip(cases, made, strict=True)]
     tasks = [
-        task(
-            fused,
-            Way(lambda params, own=own: own, case.way.clip, case.way.accumulate),
-            shuffled(place),
-            f"t{place}",
-            eval_loader=shuffled(9) if case.evaluated else None,
-            epochs=epochs,
-        )
+        task_with(fused, own, case.way, place, evaluated=case.evaluated, epochs=epochs)
         for place, (case, fused, own) in enumerate(zip(cases, made, owns, strict=True))
     ]
     on = machine(devices)
