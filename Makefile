@@ -14,7 +14,7 @@ help:
 	@echo "make docs   the pages as a site in build/docs; warnings are errors"
 	@echo "make bench  compare fused and unfused training (ARGS='--quick' passes arguments on)"
 	@echo "make fuzz   random programs, fused against alone (SECONDS=600 SEED=1 COMPILED=1)"
-	@echo "make soak   10,000 damaged checkpoints; populations and hf.train, each killed 200 times (FILES=... KILLS=...)"
+	@echo "make soak   10,000 damaged checkpoints; runs that are killed: 200 times, and nodes 20 times (FILES= KILLS= NODE_KILLS=)"
 	@echo "make ops-sweep  compare every operator of PyTorch's database, and write docs/coverage.md"
 	@echo "make clean  remove .venv and every cache"
 
@@ -44,9 +44,11 @@ fuzz: $(STAMP)
 
 FILES ?= 10000
 KILLS ?= 200
+NODE_KILLS ?= 20
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint.damage --files $(FILES)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore::DeprecationWarning -m tests.checkpoint.killed --kills $(KILLS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cluster.killed --kills $(NODE_KILLS)
 
 ops-sweep: $(STAMP)
 	$(BIN)/python -m tests.ops_sweep --docs docs/coverage.md

@@ -5,6 +5,11 @@
 Learning rate, weight decay, betas and the number of channels are suggested by Optuna's TPE; Hyperband stops what does
 not get on. Trials with as many channels are one array, and each is trained exactly as if alone. With ``--directory``
 the sweep goes on after Ctrl-C, a crash or a kill: start it again.
+
+    python examples/sweep.py --processes 2
+    python examples/sweep.py --ray auto --directory /shared/runs/digits
+
+train the arrays in processes of this machine, or on the nodes of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -59,11 +64,25 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
     return (output.argmax(1) == target).double().mean()
 
 
+def machine(processes: int | None, ray: str | None) -> hf.Machine | hf.Cluster:
+    """Where the arrays are."""
+    if ray is not None:
+        return hf.Cluster(None if ray == "local" else ray)
+    found = hf.Machine.detect()
+    if processes is None:
+        return found
+    memory = found.devices[0].memory // processes
+    return hf.Cluster(hf.Machine([hf.Device(f"cpu:{number}", memory=memory) for number in range(processes)]))
+
+
 def main(arguments: Sequence[str] | None = None) -> hf.SweepResult:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=9)
     parser.add_argument("--directory", help="where the sweep is saved, and goes on from")
+    parser.add_argument("--rows", type=int, help="the most trials at once; else what pays")
+    parser.add_argument("--processes", type=int, help="train in so many processes of this machine")
+    parser.add_argument("--ray", metavar="ADDRESS", help='of a Ray cluster, such as "auto"; "local" starts one here')
     options = parser.parse_args(arguments)
     train, judge = load()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -79,6 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> hf.SweepResult:
         pruner=optuna.pruners.HyperbandPruner(1, options.epochs, 3),
         trials=options.trials,
         epochs=options.epochs,
+        machine=machine(options.processes, options.ray),
+        rows=options.rows,
         directory=options.directory,
     )
     print(result)

@@ -21,3 +21,12 @@ def test_it_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str
     again = sweep.main(["--trials", "4", "--epochs", "2", "--directory", str(tmp_path)])
     assert [one.values for one in again.trials] == [one.values for one in result.trials]
     assert capsys.readouterr().out.count("sweep 'sweep'  4 trials") == 2
+
+
+def test_processes_find_what_one_machine_finds() -> None:
+    pytest.importorskip("cloudpickle")
+    options = ["--trials", "6", "--epochs", "2", "--rows", "4"]
+    one, two = sweep.main(options), sweep.main([*options, "--processes", "2"])
+    assert [trial.params for trial in two.trials] == [trial.params for trial in one.trials]
+    # In float32 arrays of other widths round otherwise.
+    assert two.best_value == pytest.approx(one.best_value, abs=0.02)
