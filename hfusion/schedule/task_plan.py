@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hfusion.core.errors import PlanError
-from hfusion.schedule.actions import Act, Action, Section
+from hfusion.schedule.actions import Act, Action
 from hfusion.schedule.lower import Resident, Spilled, host_bytes, levels, lower, need
 from hfusion.schedule.shards import Phase, Shard, Unit
 
@@ -326,18 +326,10 @@ class TaskPlan:
     @property
     def moved_bytes(self) -> tuple[float, float]:
         """Bytes per minibatch, in the mean, to the device and back, of what comes and goes with each unit."""
-        return self._moved(Act.LOAD), self._moved(Act.EVICT)
-
-    def _moved(self, act: Act) -> float:
-        """The copies of a minibatch; those of an update and of an evaluation by how often these come."""
-        trained, evaluated = (
-            [action for action in actions if action.act is act and action.shard not in self.pinned]
-            for actions in (self.training, self.evaluation)
-        )
-        updates = [action for action in trained if Section.BOUNDARY not in action.sections]
-        moved = sum(action.moves for action in trained) * 1.0
-        moved -= sum(action.moves for action in updates) * (1 - self.update_count / self.steps)
-        return moved + sum(action.moves for action in evaluated) * self.epochs * self.evaluated / self.steps
+        turns = [(count, self.turn(Unit(self.name, 0, *sort))) for sort, count in self.counts.items()]
+        loaded = sum(count * turn.load.moves for count, turn in turns if turn.load is not None)
+        evicted = sum(count * turn.evict.moves for count, turn in turns if turn.ends)
+        return loaded / self.steps, evicted / self.steps
 
     def unit_seconds(self, unit: Unit) -> float:
         """Seconds a unit computes."""
