@@ -120,7 +120,7 @@ class Population(Saving, Enrolled):
         """One step of every member: losses ``[rows]``, NaN where a row is free. Arguments: see `hfusion.train_step`."""
         if self._on_nonfinite != "ignore" and self._done == 0:
             self._buffers = Buffers(self.fused)
-        self._step.keys = self._roll.keys
+        self._step.keys, self._step.idle = self._roll.keys, frozenset(self._roll.free)
         if self._common:
             losses = self._eager(inputs, target, keywords)
         else:

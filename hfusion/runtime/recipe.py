@@ -70,6 +70,9 @@ class WholeStep(Protocol):
     def prepare(self, batch: Batch, device: torch.device) -> Any:
         """What `run` is given, once; it may compile."""
 
+    def rest(self, rows: frozenset[int]) -> None:
+        """Members of whom nobody wants to know any longer: they may get losses of NaN and gradients of 0."""
+
     def run(self, prepared: Any, update: Callable[[], object]) -> Tensor:
         """The losses ``[B]``; ``update`` is called when the gradients are those of the parameters."""
 

@@ -119,6 +119,9 @@ class Training:
     def expect(self, calls: Sequence[str]) -> None:
         """Go on where ``calls`` are known."""
 
+    def rest(self, rows: frozenset[int]) -> None:
+        """Members in ``rows`` have stopped, and are computed only where the others need it."""
+
     def stop(self) -> None:
         """Wait for no minibatch any longer."""
         for source in (self._source, self._evaluation):

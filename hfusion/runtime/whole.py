@@ -38,6 +38,9 @@ class WholeTraining(Training):
     def expect(self, calls: Sequence[str]) -> None:
         self._step.expect(calls)
 
+    def rest(self, rows: frozenset[int]) -> None:
+        self._step.rest(rows)
+
     @property
     def scheduled(self) -> TaskPlan:
         return self.slices.scheduled

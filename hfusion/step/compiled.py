@@ -96,7 +96,7 @@ class FusedStep:
 class PerMemberStep:
     """One program for every kind of block of ``size`` members, called once per block; ``kinds[k]`` is block k's.
 
-    The last block is of the members that are left.
+    The last block is of the members that are left. Blocks of idle members are left out: losses of NaN, gradients of 0.
     """
 
     graphs: tuple[StepGraph | KeptGraph, ...]
@@ -153,8 +153,14 @@ class PerMemberStep:
             pairs.append((new_seeds(self.members), True))
         columns = [t.detach().split(self.size) if stacked else (t,) * len(self.kinds) for t, stacked in pairs]
         with torch.no_grad():
-            rows = [self.runs[kind](*given) for kind, *given in zip(self.kinds, *columns, strict=True)]
-            losses, *grads = zip(*rows, strict=True)
+            given = [*zip(*columns, strict=True)]
+            wanted = call.wants(self.blocks)
+            rows = [
+                self.runs[kind](*own) if w else None for w, kind, own in zip(wanted, self.kinds, given, strict=True)
+            ]
+            like = next(filter(None, rows))
+            found_rows = [row or self._blank(like, own) for row, own in zip(rows, given, strict=True)]
+            losses, *grads = zip(*found_rows, strict=True)
             for place, found in zip(self.graphs[0].trained, grads, strict=True):
                 tensor, stacked = pairs[place]
                 if len(found) == 1:
@@ -162,6 +168,11 @@ class PerMemberStep:
                 else:
                     tensor.grad = torch.cat(found) if stacked else torch.stack(found).sum(0)
             return torch.cat(losses)
+
+    def _blank(self, like: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
+        """What a block of tensors ``own`` gives that is left out, where another one gives ``like``."""
+        losses = like[0].new_full((len(own[self.tensors.stacked.index(True)]),), torch.nan)
+        return [losses, *(torch.zeros_like(own[k]) for k in self.trained)]
 
 
 @dataclass(eq=False)

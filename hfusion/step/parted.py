@@ -87,11 +87,14 @@ class _Fixed:
         call: StepCall,
         losses: torch.dtype,
     ) -> None:
-        self.members, blocks = program.members, program.blocks
+        self.members, self.idle = program.members, call.idle
+        wanted = call.wants(program.blocks)
+        blocks = [(rows, kind) for rows, kind, w in zip(program.blocks, program.kinds, wanted, strict=True) if w]
         self.addresses = list(map(Tensor.data_ptr, own))
         # Detached: threads ask for gradients unless they are told not to.
         held = [tensor.detach() for tensor in own]
-        self.grads = [torch.empty_like(held[k], memory_format=torch.contiguous_format) for k in program.trained]
+        made = torch.empty_like if all(wanted) else torch.zeros_like
+        self.grads = [made(held[k], memory_format=torch.contiguous_format) for k in program.trained]
         handles = _Handles(held)
         finalize(self, handles.release).atexit = False
         stacked = [*program.tensors.stacked, *call.stacked, *[True] * program.seeded]
@@ -101,10 +104,7 @@ class _Fixed:
         self._bytes = _array([losses.itemsize, *(grad.nbytes // self.members for grad in self.grads)])
         self._stacked = bytes(stacked)
         self.blocks = (_BlockFields * len(blocks))(
-            *(
-                _BlockFields(entries[kind], rows.start, len(rows))
-                for rows, kind in zip(blocks, program.kinds, strict=True)
-            )
+            *(_BlockFields(entries[kind], rows.start, len(rows)) for rows, kind in blocks)
         )
         self.step = _StepFields(
             addressof(self.blocks),
@@ -199,12 +199,12 @@ class PartedStep:
         clear(self._program.params)
         own = self._program.tensors.all()
         fixed = self._fixed
-        if fixed is None or fixed.addresses != list(map(Tensor.data_ptr, own)):
+        if fixed is None or fixed.idle != call.idle or fixed.addresses != list(map(Tensor.data_ptr, own)):
             fixed = self._fixed = _Fixed(self._program, self._entries, own, call, dtype)
         if self._team is None or self._process != os.getpid() or self._team.threads != threads:
             # A forked process has no threads but one.
             self._process, self._team = os.getpid(), team(threads, self._inner, self._joined)
-        losses = torch.empty(fixed.members, dtype=dtype)
+        losses = torch.full((fixed.members,), torch.nan, dtype=dtype)
         fixed.outputs[0] = losses.data_ptr()
         handles = _Handles([*call.batch(), *([new_seeds(fixed.members)] if self._program.seeded else [])])
         fixed.inputs[fixed.batch] = handles.addresses
@@ -213,8 +213,9 @@ class PartedStep:
             with torch.no_grad():
                 self._team.run(address_of("step_block"), addressof(fixed.step), len(fixed.blocks))
         except PieceError as error:
-            rows = self._program.blocks[error.piece]
-            raise RuntimeError(f"the step of members {rows.start} to {rows.stop - 1} failed: {error}") from None
+            block = fixed.blocks[error.piece]
+            last = block.start + block.rows - 1
+            raise RuntimeError(f"the step of members {block.start} to {last} failed: {error}") from None
         finally:
             handles.release()
         for place, grad in zip(self._program.trained, fixed.grads, strict=True):

@@ -41,10 +41,11 @@ from hfusion.passes.inductor.transpose_products import transpose_products
 
 @dataclass(frozen=True, eq=False)
 class StepCall:
-    """What a step is given."""
+    """What a step is given; ``idle``: the members of whom nobody wants to know, who need not be computed."""
 
     inputs: Arguments
     target: Arguments
+    idle: frozenset[int] = frozenset()
 
     @property
     def leaves(self) -> list[Any]:
@@ -67,6 +68,11 @@ class StepCall:
             return StackedInput(leaf.tensor[rows.start : rows.stop]) if isinstance(leaf, StackedInput) else leaf
 
         return self.mapped(one)
+
+    def wants(self, blocks: Sequence[range]) -> list[bool]:
+        """Which blocks are not of idle members alone; all of them where each is."""
+        found = [not self.idle.issuperset(rows) for rows in blocks]
+        return found if any(found) else [True] * len(blocks)
 
     @property
     def stacked(self) -> list[bool]:

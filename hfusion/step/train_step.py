@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -68,6 +68,8 @@ class TrainStep:
         self.expected_calls: set[str] = set()
         # Of each member, an integer on which its random numbers hang; None: they hang on its row and their number.
         self.keys: Tensor | None = None
+        # Members who need not be computed: they may get losses of NaN and gradients of 0.
+        self.idle: frozenset[int] = frozenset()
         # How many rows one call of a compiled program computes; None for all.
         self.at_once: int | None = None
         self._ways: dict[Any, list[StepVariant]] = {}
@@ -109,6 +111,8 @@ class TrainStep:
             losses = self._eager(args, kwargs, target)[0]
             way.clock.note_eager(perf_counter() - began)
             return losses
+        if self.idle and not way.draws_together:
+            call = replace(call, idle=self.idle)
         with _without_autocast(situation[2]):
             losses = way.program.step(call)
         with helped_by(way.program.team):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter, is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,7 +15,7 @@ from torch._C._dynamo.guards import TensorGuards
 from hfusion.array.module import FusedModule
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.step.compiled import StepProgram
-from hfusion.step.parting import Parting
+from hfusion.step.parting import Parting, drawing
 from hfusion.step.step_graph import StepCall
 from hfusion.step.worth import StepClock
 
@@ -85,6 +86,11 @@ class StepVariant:
     compiling: float | None = None
     """Seconds until its program was there, where that was compiled for it."""
     _seen: Seen | None = None
+
+    @cached_property
+    def draws_together(self) -> bool:
+        """Whether members draw one after the other from one generator, so that all of them must be computed."""
+        return any(next(drawing(source.compiled.graph), None) for source in self.sources or ())
 
     def holds(self) -> bool:
         tensors = [holder[name] for holder, name in self.places]

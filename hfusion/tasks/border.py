@@ -52,7 +52,7 @@ class Border:
         Whoever decides hears again what it has heard, so that it knows what it knew.
         """
         self.stopped.resume(stopped)
-        self.training.over = self.stopped.all
+        self._note_stopped()
         if self._on_result is None:
             return
         for step in range(len(self.training.losses)):
@@ -118,4 +118,8 @@ class Border:
         # What was leaving a device may not have arrived where a run breaks off.
         if not broken():
             self.stopped.stop(members, len(self.training.losses))
-            self.training.over = self.stopped.all
+            self._note_stopped()
+
+    def _note_stopped(self) -> None:
+        self.training.over = self.stopped.all
+        self.training.rest(frozenset(range(len(self.one.members))).difference(self.stopped.rows))

@@ -64,6 +64,10 @@ class ArrayStep:
         """As `hfusion.runtime.recipe.WholeStep`."""
         self._before = set(calls)
 
+    def rest(self, rows: frozenset[int]) -> None:
+        """As `hfusion.runtime.recipe.WholeStep`."""
+        self._step.idle = rows
+
     def close(self) -> None:
         """No other process compiles any longer."""
         self._step.close()

@@ -64,7 +64,7 @@ def _marked(answer: Tensor, result: Step | Evaluation) -> list[int]:
 class StoppedMembers:
     """The members of an array that have stopped; ``steps``: each with the minibatches that it had.
 
-    They are computed on, since the rows of an array are computed together. A copy of their rows of parameters, buffers,
+    They are computed on where the rows of an array are computed together. A copy of their rows of parameters, buffers,
     optimizer state and hyper-parameters is kept on the host, and written back in the end.
     """
 
