@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +35,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Extent:
-    """How many ``trials`` of how many ``epochs``, in at most so many ``rows`` at once; what users let trials raise."""
+    """How many ``trials`` of how many ``epochs``, in at most so many ``rows`` at once; what users let trials raise.
+
+    After ``deadline``, of time.monotonic, no more trials are asked.
+    """
 
     trials: int
     epochs: int
@@ -42,6 +46,7 @@ class Extent:
     seed: int
     catch: tuple[type[BaseException], ...]
     pbt: PBT | None
+    deadline: float
 
 
 class Conductor:
@@ -187,11 +192,14 @@ class Conductor:
     def _next(self) -> tuple[TrialModel, Shape] | None:
         """The trial that comes next, and its shape; None where all are asked."""
         found, self._waiting = self._waiting, None
-        while found is None and len(self.trials.asked) < self._extent.trials:
+        while found is None and len(self.trials.asked) < self._extent.trials and not self._late():
             trial = self.trials.ask()
             if trial is not None:
                 found = self._attempt(trial.number, partial(self._candidate, trial))
         return found
+
+    def _late(self) -> bool:
+        return time.monotonic() >= self._extent.deadline
 
     def _attempt(self, number: int, make: Callable[[], T]) -> T | None:
         """What ``make`` gives; None where it raises what users let trials raise, and the trial has failed then."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -49,6 +51,8 @@ def sweep(
     directory: str | os.PathLike[str] | None = None,
     rows: int | None = None,
     seed: int = 0,
+    clip: float | None = None,
+    timeout: float | None = None,
     catch: type[BaseException] | tuple[type[BaseException], ...] = (),
     pbt: PBT | None = None,
     compile: bool = False,
@@ -78,6 +82,9 @@ def sweep(
         rows: the most trials at once; by default so many as make a trial cheaper, at first by the machine's rates and
             then by what epochs took, which no two runs agree on; with ``pbt`` all.
         seed: in round r every array trains an epoch, and reads the loaders after ``torch.manual_seed(seed + r)``.
+        clip: the norm that each trial's gradients have at most, as of torch.nn.utils.clip_grad_norm_.
+        timeout: seconds after which no more trials are asked, as study.optimize has it; those that train are trained
+            to their end. A sweep that goes on begins to count anew.
         catch: errors of ``space`` and ``make_model`` that fail their trial, as study.optimize has it; others end the
             sweep.
         pbt: population based training among the trials of each array; by default no pruner goes with it.
@@ -91,14 +98,16 @@ def sweep(
             process.
         DeviceLost: the processes of an array were lost more often than the cluster allows.
     """
-    extent = _extent(trials, epochs, rows, seed, catch, pbt)
+    extent = _extent(trials, epochs, rows, seed, timeout, catch, pbt)
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip={clip!r}: give a norm above 0, or None")
     if pbt is not None and pruner is None and study is None:
         pruner = import_optuna().pruners.NopPruner()
     machine = machine or Machine.detect()
     directory = resume_folder("sweep") if directory is None else directory
     # The driver of a cluster makes models to look at.
     device = torch.device("cpu") if isinstance(machine, Cluster) else largest(machine).physical
-    recipe = SweepRecipe(optimizer, loss, loader, eval_loader, metric, device, compile)
+    recipe = SweepRecipe(optimizer, loss, loader, eval_loader, metric, device, compile, clip)
     maker = Maker(make_model, space, optimizer, device)
     with ExitStack() as stack:
         folder = None
@@ -138,6 +147,7 @@ def _extent(
     epochs: int,
     rows: int | None,
     seed: int,
+    timeout: float | None,
     catch: type[BaseException] | tuple[type[BaseException], ...],
     pbt: PBT | None,
 ) -> Extent:
@@ -148,7 +158,10 @@ def _extent(
     if pbt is not None and rows is None:
         # They are compared with one another.
         rows = max(1, trials)
-    return Extent(trials, epochs, rows, seed, catch if isinstance(catch, tuple) else (catch,), pbt)
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout={timeout!r}: give seconds above 0, or None")
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    return Extent(trials, epochs, rows, seed, catch if isinstance(catch, tuple) else (catch,), pbt, deadline)
 
 
 def _trials(study: Any, body: Mapping[str, Any], *, alone: bool) -> Trials:

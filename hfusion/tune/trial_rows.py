@@ -36,6 +36,7 @@ class SweepRecipe:
     metric: Callable[..., Any] | None
     device: torch.device
     compile: bool
+    clip: float | None
 
     @property
     def evaluates(self) -> bool:
@@ -66,7 +67,12 @@ class TrialRows:
     def __init__(self, recipe: SweepRecipe, options: dict[str, Any], stopping: Callable[[], bool]) -> None:
         self._recipe, self._stopping = recipe, stopping
         optimizer = recipe.optimizer_with(options)
-        self._given: dict[str, Any] = {"optimizer": optimizer, "loss": recipe.loss, "compile": recipe.compile}
+        self._given: dict[str, Any] = {
+            "optimizer": optimizer,
+            "loss": recipe.loss,
+            "compile": recipe.compile,
+            "clip_norm": recipe.clip,
+        }
         self._population: Population | None = None
 
     @property

@@ -50,7 +50,9 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
     return (output.argmax(1) == target).double().mean()
 
 
-def alone(params: Mapping[str, Any], number: int, began: int, epochs: int, seed: int = 0) -> list[tuple[float, ...]]:
+def alone(
+    params: Mapping[str, Any], number: int, began: int, epochs: int, seed: int = 0, clip: float | None = None
+) -> list[tuple[float, ...]]:
     """Of each epoch of a trial: the mean loss of its steps, the loss and the accuracy over the samples to judge by."""
     given = loaders()
     torch.manual_seed(number)
@@ -66,6 +68,8 @@ def alone(params: Mapping[str, Any], number: int, began: int, epochs: int, seed:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), target)
             loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             losses.append(loss.item())
         outputs, targets = zip(*given["eval_loader"], strict=True)

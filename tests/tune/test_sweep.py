@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -98,3 +99,28 @@ def test_the_best_model_is_that_of_the_best_trial() -> None:
     assert lines[0].endswith("8 trials: 8 complete")
     assert f"{best.value:.6g}" in lines[2]
     assert all(len(line) <= 100 for line in lines)
+
+
+def test_gradients_are_clipped_as_alone() -> None:
+    """Of trials that begin with the array, and of those that get rows later."""
+    result = sweep(8, pruner=PRUNERS["none"](), clip=0.05, rows=4)
+    for one in result.trials:
+        expected = alone(one.params, one.number, one.user_attrs["hfusion:round"], EPOCHS, clip=0.05)
+        assert list(one.intermediate_values.values()) == pytest.approx([found[1] for found in expected], rel=1e-9)
+
+
+def test_after_a_timeout_no_trial_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def slow(trial: Any) -> dict[str, Any]:
+        seen.append(trial.number)
+        # As if the second trial had taken an hour to suggest.
+        if trial.number == 1:
+            now = time.monotonic()
+            monkeypatch.setattr("hfusion.tune.conductor.time.monotonic", lambda: now + 3600)
+        return space(trial)
+
+    result = sweep(8, space=slow, pruner=PRUNERS["none"](), timeout=1800)
+    assert seen == [0, 1]
+    assert [one.state.name for one in result.trials] == ["COMPLETE"] * 2
+    assert all(len(one.intermediate_values) == EPOCHS for one in result.trials)
