@@ -106,7 +106,9 @@ def wide() -> nn.Module:
 
 @needs_compiler
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize(("make", "shape"), [(convolutional, (32, 3, 16, 16)), (wide, (128, 300))], ids=str)
+@pytest.mark.parametrize(
+    ("make", "shape"), [(convolutional, (32, 3, 16, 16)), (wide, (128, 300))], ids=["convolutional", "wide"]
+)
 def test_threads_show_in_no_bit_of_kernels_that_divide_their_work(make: Any, shape: tuple[int, ...]) -> None:
     """Kernels of torch that would compute with two threads here, and other bits, compute with one in each part."""
     results = []
