@@ -21,7 +21,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.assigned import assigned_as_writes
-from hfusion.capture.exporting import told_here_only
+from hfusion.capture.exporting import told_here_only, transforms
 from hfusion.capture.inlined import inlined
 from hfusion.capture.kept import restored
 from hfusion.capture.lengths import open_lengths
@@ -115,6 +115,9 @@ def _exported(
     modes: Mapping[str, bool],
 ) -> Capture:
     exported = _drawless(lambda: _export(module, args, kwargs, attempts))
+    if transforms(exported.graph_module):
+        # Such a graph can neither be rewritten nor run in parts: it would leave the thread at another level.
+        raise FusionError("forward calls torch.vmap or another transform of torch.func, which no graph holds")
     slots = tuple(_slot(spec, k) for k, spec in _numbered(exported.graph_signature.input_specs))
     trained = _trained(exported.graph_module.graph, slots, pytree.tree_leaves((args, dict(kwargs)), _is_none))
     flat = _with_dense_gradients(inlined(exported.graph_module, trained))

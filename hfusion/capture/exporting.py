@@ -1,7 +1,7 @@
 """Who exports: torch tells it to the whole process, where only one thread does.
 
 Private to torch, tried on 2.11 and 2.13: the two flags behind `torch.compiler.is_compiling` and `is_exporting`, the
-function that sets them for an export, and what an export notes of itself.
+function that sets them for an export, what an export notes of itself, and the calls that it writes for transforms.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import fx
+from torch._functorch import predispatch
 from torch._guards import detect_fake_mode, tracing
 
 _FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
@@ -96,3 +98,10 @@ def outside_export() -> Iterator[None]:
 def exporting() -> bool:
     """Whether this thread is in an export; that of another thread sets the flag, too, but no mode of fake tensors."""
     return bool(torch.compiler.is_exporting()) and detect_fake_mode() is not None
+
+
+def transforms(module: fx.GraphModule) -> bool:
+    """Whether forward calls `torch.vmap` or others of `torch.func`: the graph changes the level of its thread."""
+    graphs = [found.graph for found in module.modules() if isinstance(found, fx.GraphModule)]
+    targets = (node.target for graph in graphs for node in graph.nodes if node.op == "call_function")
+    return any(getattr(target, "__module__", None) == predispatch.__name__ for target in targets)

@@ -223,6 +223,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "enable_grad in no_grad": grad_in_no_grad,
     "autograd.grad": gradient_inside,
     "torch.func": per_sample_gradients,
+    "vmap": lambda self, x: torch.vmap(lambda row: row * row.sum().tanh())(self.fc(x)),
     "in-place chain": in_place_chain,
     "size guard": two_calls_of_sizes,
     "divisibility": divisible,
@@ -244,6 +245,24 @@ FORWARDS: dict[str, Callable[..., Any]] = {
 def test_forward_is_honoured(name: str) -> None:
     make = net(FORWARDS[name])
     assert_alone([make() for _ in range(3)], normal(4, 4), normal(5, 4), normal(4, 4).T)
+
+
+class Transformed(nn.Module):
+    """A transform beside a write whose result is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(4, 4, dtype=torch.float64), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.act(self.fc(x))
+        return torch.vmap(lambda row: row * row.sum().tanh())(x)
+
+
+def test_transforms_are_honoured_unchecked() -> None:
+    models, x = [Transformed()], normal(4, 4)
+    assert torch.equal(hf.fuse(models, verify=False)(x), models[0](x)[None])
+    assert torch._C._functorch.peek_interpreter_stack() is None
 
 
 def after_use(self: Any, x: Tensor) -> Tensor:
