@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -180,8 +180,14 @@ def _looped(made: Compiled | None) -> str:
     if made.opaque:
         return _short(made.opaque[0].why)
     nodes = made.program.module.graph.nodes
-    loops = [n for n in nodes if n.target is each]
-    return ", ".join(dict.fromkeys(str(n.meta["origin"].target) for n in loops))
+    origins = [n.meta["origin"] for n in nodes if n.target is each]
+    return ", ".join(dict.fromkeys(str(origin.target) for origin in origins if not _empty(origin)))
+
+
+def _empty(origin: fx.Node) -> bool:
+    """Whether there is nothing to compute: an operand has no elements."""
+    examples = [source.meta.get("val") for source in origin.all_input_nodes]
+    return any(isinstance(example, Tensor) and not example.numel() for example in examples)
 
 
 def _alone(case: Case, operands: Operands, members: int) -> Alone | str:
