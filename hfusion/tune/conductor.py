@@ -93,10 +93,7 @@ class Conductor:
     def _train(self) -> None:
         """An epoch of all arrays; what their members come to is reported."""
         arrays, seed = self.rooms.arrays, self._extent.seed + self._round
-        answers = self._workers.ask({array.name: ("epoch", (seed,)) for array in arrays})
-        for array in arrays:
-            self.rooms.measured(array, answers[array.name][1])
-        found = {name: values for name, (values, _) in answers.items()}
+        found = self._workers.ask({array.name: ("epoch", (seed,)) for array in arrays})
         seats = [(array, array.seats[tag], value) for array in arrays for tag, value in found[array.name].items()]
         left: set[int] = set()
         for array, seat, value in sorted(seats, key=lambda each: each[1].number):

@@ -85,7 +85,7 @@ class Footprint:
     def fastest(self, most: int) -> int:
         """The fewest rows, of 1, 2, 4, ..., ``most``, in which a member takes about the least time."""
         widths = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
-        seconds = {rows: self._plan(rows).step_seconds / rows for rows in widths}
+        seconds = {rows: (self._plan(rows).step_seconds + self._rates.action_seconds) / rows for rows in widths}
         return min(rows for rows in widths if seconds[rows] <= _NEAR * min(seconds.values()))
 
     def _plan(self, rows: int) -> TaskPlan:

@@ -104,13 +104,8 @@ class Rooms:
     def _busy(self, device: int, shape: Shape) -> float:
         """The part of a device that arrays fill, with one more of a shape; 1 is all that makes members cheaper."""
         most, there = self._trials, self._workers.devices[device]
-        own = sum(array.taken / array.shape.paying(there, most).rows for array in self._on(device))
-        return own + 1 / shape.paying(there, most).rows
-
-    def measured(self, array: ShapeArray, seconds: float) -> None:
-        """An epoch of its trials took so long."""
-        there = self._workers.devices[array.device]
-        array.shape.paying(there, self._trials).measured(len(array.seats), seconds)
+        own = sum(array.taken / array.shape.fastest(there, most) for array in self._on(device))
+        return own + 1 / shape.fastest(there, most)
 
     def _has_room(self, array: ShapeArray, busy: float) -> bool:
         """Whether a device has room for one more member of an array."""

@@ -11,7 +11,6 @@ from hfusion.cluster.node import DeviceInfo
 from hfusion.core.errors import FusionError
 from hfusion.population.widths import Widths
 from hfusion.tune.footprint import Footprint
-from hfusion.tune.paying import PayingWidth
 from hfusion.tune.space import Suggestion, TrialModel
 
 
@@ -39,7 +38,7 @@ class Shape:
     def __init__(self, first: TrialModel, look: Callable[[DeviceInfo], Footprint]) -> None:
         self.first, self._look = first, look
         self._footprints: dict[Any, Footprint] = {}
-        self._paying: dict[Any, PayingWidth] = {}
+        self._fastest: dict[Any, int] = {}
 
     def takes(self, candidate: TrialModel) -> bool:
         """Whether the trial is one of them."""
@@ -58,12 +57,12 @@ class Shape:
             self._footprints[kind] = self._look(device)
         return self._footprints[kind]
 
-    def paying(self, device: DeviceInfo, most: int) -> PayingWidth:
-        """How many of them, up to ``most``, make each cheaper on a device of this kind."""
+    def fastest(self, device: DeviceInfo, most: int) -> int:
+        """See `Footprint.fastest`."""
         kind = _kind(device)
-        if kind not in self._paying:
-            self._paying[kind] = PayingWidth(self.footprint(device).fastest(most), most)
-        return self._paying[kind]
+        if kind not in self._fastest:
+            self._fastest[kind] = self.footprint(device).fastest(most)
+        return self._fastest[kind]
 
 
 def _kind(device: DeviceInfo) -> Any:

@@ -79,8 +79,8 @@ def sweep(
             A Cluster: on all devices of its; the trials, values and decisions are those of one machine with the same
             ``rows``. Functions then go to other processes.
         directory: where the sweep is saved after every round, and goes on after it was killed.
-        rows: the most trials at once; by default so many as make a trial cheaper, at first by the machine's rates and
-            then by what epochs took, which no two runs agree on; with ``pbt`` all.
+        rows: the most trials at once; by default so many as make a trial cheaper by the machine's rates;
+            with ``pbt`` all.
         seed: in round r every array trains an epoch, and reads the loaders after ``torch.manual_seed(seed + r)``.
         clip: the norm that each trial's gradients have at most, as of torch.nn.utils.clip_grad_norm_.
         timeout: seconds after which no more trials are asked, as study.optimize has it; those that train are trained

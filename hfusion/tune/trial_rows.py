@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +108,9 @@ class TrialRows:
         for (_, tag), own in zip(pairs, hypers, strict=True):
             self._write(tag, own)
 
-    def epoch(self, seed: int) -> tuple[dict[str, float], float]:
-        """Train all members for an epoch under a seed, and evaluate them.
-
-        A value for each tag, NaN if it went bad; and the seconds that it took.
-        """
-        pop, recipe, begin = self.population, self._recipe, time.perf_counter()
+    def epoch(self, seed: int) -> dict[str, float]:
+        """Train all members for an epoch under a seed, and evaluate them: a value for each tag; NaN if it went bad."""
+        pop, recipe = self.population, self._recipe
         losses = []
         with _seeded(recipe.loader, seed):
             for inputs, target in _batches("loader", recipe.loader, recipe.device):
@@ -132,8 +127,7 @@ class TrialRows:
             with _seeded(loader, seed):
                 found = pop.evaluate(recipe.metric or recipe.loss, _batches(role, loader, recipe.device))
         values = found.tolist()
-        judged = {tag: nan if row in bad else values[row] for row, tag in enumerate(pop.tags) if tag is not None}
-        return judged, time.perf_counter() - begin
+        return {tag: float("nan") if row in bad else values[row] for row, tag in enumerate(pop.tags) if tag is not None}
 
     def leave(self, tag: str) -> nn.Module:
         """The member's model, on the CPU; its row is free."""
