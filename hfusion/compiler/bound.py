@@ -35,6 +35,13 @@ class BoundProgram:
         )
 
     @property
+    def looped_calls(self) -> int:
+        """How many calls of single members' operators the program makes."""
+        program = self.compiled.program
+        loops = [n for n in program.module.graph.nodes if n.meta.get("layout") is Layout.LISTED]
+        return program.members * sum(not n.meta.get("transition") for n in loops)
+
+    @property
     def layouts(self) -> tuple[Layout, ...]:
         """Of the tensors at ``places``."""
         program = self.compiled.program

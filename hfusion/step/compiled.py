@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from hfusion.capture.lengths import recurrent
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.compiler.graph_text import Unwritable
-from hfusion.core.layout import Layout
 from hfusion.core.random import new_seeds
 from hfusion.device.team import Team
 from hfusion.passes.align import scalars
@@ -41,6 +40,10 @@ Run: TypeAlias = Callable[..., Sequence[Tensor]]
 
 class Unprofitable(Exception):
     """A step is not worth its compilation, or would not survive it; the message says why."""
+
+
+class TooManyOperators(Unprofitable):
+    """Fewer members at a time may have few enough of them."""
 
 
 class StepProgram(Protocol):
@@ -246,18 +249,20 @@ def _compile(
             "varies; give one length, padded, to have it compiled"
         )
     tensors, members = Tensors.of(forward, loss), forward.compiled.program.members
-    looped = looped_calls(forward) // members
-    if size is None and looped * members > MAX_LOOPED_CALLS:
+    looped = forward.looped_calls // members
+    if looped * (members if size is None else size) > MAX_LOOPED_CALLS:
         size = 1
-    if size is not None:
-        size = 1 if looped * size > MAX_LOOPED_CALLS else min(size, members)
-        return each(forward, loss, call, tensors, library, kind, size)
-    graph = trace(forward, loss, call)
-    _check_open(graph, forward, loss, call)
-    # Some calls are many operators, such as a recurrent layer's.
-    if looped and len(graph.operators) > MAX_OPERATORS:
+    try:
+        if size is not None:
+            return each(forward, loss, call, tensors, library, kind, min(size, members))
+        graph = trace(forward, loss, call)
+        _check_open(graph, forward, loss, call)
+        _check(graph)
+    except TooManyOperators:
+        # Some calls are many operators, such as a recurrent layer's.
+        if not looped or size == 1:
+            raise
         return each(forward, loss, call, tensors, library, kind, 1)
-    _check(graph)
     library.count += 1
     return StepPrograms((graph,), (build(graph, tensors.all(), call.batch()),))
 
@@ -283,13 +288,6 @@ def step_of(
         key = _block_key(forward, loss, scalars_of(forward, loss, rows), own, its_call, found.size, kind)
         library.blocks.setdefault(key, (found.graphs[number], found.runs[number]))
     return PerMemberStep(found.graphs, found.runs, found.kinds, found.size, tensors, params)
-
-
-def looped_calls(source: BoundProgram) -> int:
-    """How many calls of single members' operators a program makes."""
-    program = source.compiled.program
-    loops = [n for n in program.module.graph.nodes if n.meta.get("layout") is Layout.LISTED]
-    return program.members * sum(not n.meta.get("transition") for n in loops)
 
 
 def each(
@@ -397,4 +395,4 @@ def _check(graph: StepGraph) -> None:
     if refused:
         raise Unprofitable(f"inductor cannot call {', '.join(refused)}, by which recurrent layers run")
     if len(operators) > MAX_OPERATORS:
-        raise Unprofitable(f"the step has {len(operators)} operators, and compilation pays up to {MAX_OPERATORS}")
+        raise TooManyOperators(f"the step has {len(operators)} operators, and compilation pays up to {MAX_OPERATORS}")

@@ -23,7 +23,6 @@ from hfusion.step.compiled import (
     StepProgram,
     Unprofitable,
     compile_programs,
-    looped_calls,
     order_for,
     step_of,
 )
@@ -287,7 +286,7 @@ def _extent(way: StepVariant) -> tuple[int, bool]:
     """How many operators a member has, and whether the array loops over members."""
     assert way.sources is not None
     count = sum(len(source.compiled.graph.nodes) for source in way.sources)
-    return count, looped_calls(way.sources[0]) > MAX_LOOPED_CALLS
+    return count, way.sources[0].looped_calls > MAX_LOOPED_CALLS
 
 
 def _kind(way: StepVariant, call: StepCall) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,6 +32,17 @@ class Sloped(nn.Module):
         return self.head(F.leaky_relu(F.leaky_relu(h, self.slope), self.slope))
 
 
+class Gated(nn.Module):
+    """A recurrent layer, each of whose calls is many operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(4, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x)[0][:, -1])
+
+
 @needs_compiler
 def test_member_by_member() -> None:
     """Loops over many members: one program per kind of member."""
@@ -56,6 +69,21 @@ def test_member_by_member_where_the_whole_is_too_large(monkeypatch: pytest.Monke
     for _ in range(2):
         step(*batch(model, 4))
     assert "called once per member" in step.report().rows[0].how
+
+
+@needs_compiler
+@pytest.mark.parametrize("parts", [1, 2])
+def test_blocks_of_one_where_more_members_are_too_large(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parts: int
+) -> None:
+    # What is refused here is not to be found by others.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(step_program, "MAX_OPERATORS", 600)
+    model = Model("gated", Gated, normal(6, 4))
+    both = pair(model, compile=True, count=4, parts=parts)
+    for step in range(3):
+        both.advance(*batch(model, 4), f"after step {step}")
+    assert "called once per member" in both.step.report().rows[0].how
 
 
 @needs_compiler

@@ -57,9 +57,12 @@ class Pair:
             opt.param_groups[0]["lr"] = rates
 
 
-def pair(model: Model, *, compile: bool, count: int = 3, loss: Callable[..., Any] = loss_of) -> Pair:
+def pair(
+    model: Model, *, compile: bool, count: int = 3, loss: Callable[..., Any] = loss_of, parts: int | str = "auto"
+) -> Pair:
     ours, theirs = arrays(model, count)
-    return Pair(hf.train_step(ours, loss, adam(ours), compile=compile), ours, theirs, hf.per_model(loss), adam(theirs))
+    step = hf.train_step(ours, loss, adam(ours), compile=compile, parts=parts)
+    return Pair(step, ours, theirs, hf.per_model(loss), adam(theirs))
 
 
 def batch(model: Model, size: int) -> tuple[Tensor, Tensor]:
