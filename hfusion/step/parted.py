@@ -155,12 +155,13 @@ class PartedStep:
         self._losses: torch.dtype | None = None
         self._fixed: _Fixed | None = None
         self._process = 0
-        self._team: Team | None = None
+        # By the number of their threads; of several, while it is measured which serves better.
+        self._teams: dict[int, Team] = {}
 
     @property
     def team(self) -> Team | None:
         """The threads that may help others, too; none where those of torch's serve better."""
-        return self._team if self._team is None or self._team.threads > 1 else None
+        return None if self._trial is not None and self._trial.best == "in turn" else self._teams.get(self._threads)
 
     @property
     def how(self) -> str:
@@ -201,9 +202,7 @@ class PartedStep:
         fixed = self._fixed
         if fixed is None or fixed.idle != call.idle or fixed.addresses != list(map(Tensor.data_ptr, own)):
             fixed = self._fixed = _Fixed(self._program, self._entries, own, call, dtype)
-        if self._team is None or self._process != os.getpid() or self._team.threads != threads:
-            # A forked process has no threads but one.
-            self._process, self._team = os.getpid(), team(threads, self._inner, self._joined)
+        helpers = self._helpers(threads)
         losses = torch.full((fixed.members,), torch.nan, dtype=dtype)
         fixed.outputs[0] = losses.data_ptr()
         handles = _Handles([*call.batch(), *([new_seeds(fixed.members)] if self._program.seeded else [])])
@@ -211,7 +210,7 @@ class PartedStep:
         try:
             # The threads of the team have no gradients on, and neither has this one, which may be among them.
             with torch.no_grad():
-                self._team.run(address_of("step_block"), addressof(fixed.step), len(fixed.blocks))
+                helpers.run(address_of("step_block"), addressof(fixed.step), len(fixed.blocks))
         except PieceError as error:
             block = fixed.blocks[error.piece]
             last = block.start + block.rows - 1
@@ -222,10 +221,23 @@ class PartedStep:
             own[place].grad = grad
         return losses
 
+    def _helpers(self, threads: int) -> Team:
+        if self._process != os.getpid():
+            # A forked process has no threads but one.
+            self._process, self._teams = os.getpid(), {}
+        if self._trial is None or self._trial.best is not None:
+            self._teams = {number: one for number, one in self._teams.items() if number == threads}
+        if threads not in self._teams:
+            self._teams[threads] = team(threads, self._inner, self._joined)
+        return self._teams[threads]
+
 
 @dataclass(eq=False)
 class ThreadTrial:
-    """Ways to do the same, in turns, until it is known which is fastest."""
+    """Ways to do the same, each several times, until it is known which is fastest.
+
+    One after the other: threads that are asked again soon are awake.
+    """
 
     ways: tuple[str, ...]
     taken: list[float] = field(default_factory=list)
@@ -233,7 +245,7 @@ class ThreadTrial:
     @property
     def next(self) -> str:
         """The way whose turn it is."""
-        return self.ways[len(self.taken) % len(self.ways)]
+        return self.ways[len(self.taken) // TURNS]
 
     def note(self, way: str, seconds: float) -> None:
         """How long ``way``, whose turn it was, has taken."""
@@ -242,8 +254,8 @@ class ThreadTrial:
 
     def seconds(self, way: str) -> float:
         """The least that ``way`` has taken, after its first time, which finds nothing in place."""
-        own = self.taken[self.ways.index(way) :: len(self.ways)]
-        return min(own[1:])
+        first = self.ways.index(way) * TURNS
+        return min(self.taken[first + 1 : first + TURNS])
 
     @property
     def best(self) -> str | None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.step.parted import TURNS, ThreadTrial
+from hfusion.step.parted import TURNS, PartedStep, ThreadTrial
 from tests.step.test_step_graph import arrays, loss_of
 from tests.step.test_train_step import ATTENTION, TINY, Pair, batch, needs_compiler
 from tests.zoo import Model, normal
@@ -156,11 +156,31 @@ def test_one_part_of_many_kinds() -> None:
 
 def test_a_trial_keeps_the_fastest() -> None:
     trial = ThreadTrial(("a", "b"))
-    for turn in range(TURNS):
-        assert trial.best is None
-        trial.note(trial.next, 1.0 if turn else 9.0)
-        trial.note(trial.next, 3.0 - turn if turn < 2 else 2.5)
+    for way, first, others in (("a", 9.0, 1.0), ("b", 0.5, 2.0)):
+        for turn in range(TURNS):
+            assert trial.best is None
+            assert trial.next == way
+            trial.note(way, others if turn else first)
+    # What a way takes the first time does not count.
     assert (trial.best, trial.seconds("a"), trial.seconds("b")) == ("a", 1.0, 2.0)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("two_threads")
+def test_the_threads_of_a_trial_stay_until_its_end() -> None:
+    """Threads that are new find nothing in place, and are slow."""
+    step, seen = classifier(4), []
+    for _ in range(2):
+        step(*data())
+    (program,) = step._programs()
+    assert isinstance(program, PartedStep)
+    assert program._trial is not None
+    while program._trial.best is None:
+        step(*data())
+        seen += [team for team in program._teams.values() if team not in seen]
+        assert len(seen) <= 2
+    step(*data())
+    assert [team in seen for team in program._teams.values()] == [True]
 
 
 @needs_compiler
