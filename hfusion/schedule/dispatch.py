@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hfusion.core.errors import PlanError
 from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
 from hfusion.schedule.policy import Candidate, Policy, State, Waiting
 
@@ -68,17 +69,25 @@ class Dispatcher:
 
         ``running``: the task whose unit the device has begun; it may be chosen if it has units left, and is
         where its next unit must follow at once. None: nothing that waits fits the device, and it is not to go on.
+        Raises PlanError where the policy gives something else.
         """
         present = None
         if running is not None and (after := self._tasks[running].next) is not None:
             if self._tasks[running].plan.must_follow(after):
                 return running
             present = self._tasks[running].candidate
+        first = self._waiting.first(budget)
         chosen = self._policy(State(budget, present, self._waiting, self._work / self._devices))
         if chosen is None:
             return None
-        if chosen is not present:
-            self._waiting.take(budget)
+        if chosen == present:
+            return running
+        if chosen != first or first != self._waiting.first(budget):
+            raise PlanError(
+                f"policy {self._policy.name!r} gave {chosen!r}: it may give state.running, what "
+                "state.waiting.first(state.budget) gives, or None, and change nothing"
+            )
+        self._waiting.take(budget)
         return chosen.task
 
     def begin(self, task: int) -> Unit:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
 
+from hfusion.core.errors import PlanError
 from hfusion.schedule.actions import Act, Action, Section
 from hfusion.schedule.dispatch import Dispatcher
 from hfusion.schedule.plan import Plan, TaskPlan, Unit
@@ -142,12 +143,14 @@ class Engine:
         self._spans: list[Span] = []
 
     def run(self) -> None:
-        """Run everything. Raises TaskFailed."""
+        """Run everything. Raises TaskFailed, and PlanError for a policy that lets all devices idle, or breaks rules."""
         self._idle = [device.number for device in self._devices]
         self._wake()
         while self._begun:
             for ticket in self._worker.wait():
                 self._end(ticket)
+        if self._dispatcher.waits():
+            raise PlanError("the policy gave None to every device while none ran and tasks waited: let it choose one")
         if self._dispatcher.left():
             raise AssertionError(f"nothing runs, but not all has ended: {self._devices}")
 

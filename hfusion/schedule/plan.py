@@ -31,8 +31,8 @@ class Plan:
 
     ``devices`` maps names to budgets in bytes; ``load_rate`` and ``evict_rate`` are the bytes/s from host to
     device and back, each device having a link of its own; ``action_seconds`` is what a device takes to begin and to end
-    an action that computes. Raises PlanError for names that repeat, no device,
-    rates that are not positive, and a task that fits no device.
+    an action that computes. Raises PlanError for names that repeat, no device, numbers out of range, and a task that
+    fits no device.
     """
 
     tasks: tuple[TaskPlan, ...]
@@ -55,6 +55,8 @@ class Plan:
         for label, rate in (("load_rate", self.load_rate), ("evict_rate", self.evict_rate)):
             if not rate > 0:
                 raise PlanError(f"{label} is {rate} bytes/s: it must be positive")
+        if not 0 <= self.action_seconds < math.inf:
+            raise PlanError(f"action_seconds is {self.action_seconds}: it must be finite and at least 0")
         self._check_room()
 
     def _check_room(self) -> None:

@@ -150,6 +150,7 @@ def named(policy: str | Policy) -> Policy:
     """The policy of this name. Raises PlanError that lists the names for an unknown one."""
     if isinstance(policy, Policy):
         return policy
-    if policy not in POLICIES:
-        raise PlanError(f"unknown policy {policy!r}: choose from {', '.join(POLICIES)}")
+    if not isinstance(policy, str) or policy not in POLICIES:
+        names = ", ".join(POLICIES)
+        raise PlanError(f"unknown policy {policy!r}: choose from {names}, or give a Policy of hfusion.schedule.policy")
     return POLICIES[policy]

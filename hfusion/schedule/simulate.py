@@ -10,6 +10,7 @@ from itertools import count
 from statistics import median
 from typing import TypeAlias
 
+from hfusion.core.errors import PlanError
 from hfusion.schedule.actions import Act, Action, estimate
 from hfusion.schedule.engine import Engine
 from hfusion.schedule.plan import Plan, Unit
@@ -21,10 +22,17 @@ Seconds: TypeAlias = Callable[[int, Unit, Action], float]
 
 
 def simulate(plan: Plan, policy: str | Policy = DEFAULT, measured: Timeline | None = None) -> Timeline:
-    """The timeline of ``plan`` under a policy or the name of one. Raises PlanError for an unknown name.
+    """The timeline of ``plan`` under a policy or the name of one.
 
-    ``measured``: a run whose actions took the seconds that those like them take now.
+    ``measured``: a run whose actions took the seconds that those like them take now. Raises PlanError for what is no
+    plan, no policy, or no timeline.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"hf.simulate runs a plan, not a {type(plan).__name__}: give what hf.plan(tasks, machine) gives"
+        )
+    if measured is not None and not isinstance(measured, Timeline):
+        raise PlanError(f"measured is a {type(measured).__name__}: give a timeline, such as report.timeline")
 
     def estimated(task: int, unit: Unit, action: Action) -> float:
         own = plan.action_seconds if action.act.lane == "compute" else 0.0

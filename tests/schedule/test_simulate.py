@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from hfusion.bench.schedule import MIXES, ScheduleCase, plan_of
 from hfusion.core.errors import PlanError
 from hfusion.schedule.actions import Act
 from hfusion.schedule.plan import Plan
+from hfusion.schedule.policy import Policy, State
 from hfusion.schedule.simulate import simulate
 from tests.shards import overlapped, plans, task
 
@@ -183,3 +185,30 @@ def test_no_tasks_and_unknown_policy() -> None:
     assert simulate(empty).makespan == simulate(empty).lower_bound == 0.0
     with pytest.raises(PlanError, match="unknown policy 'best': choose from sharded-lrtf, patient-lrtf, fifo"):
         simulate(empty, "best")
+
+
+POLICIES_THAT_BREAK_RULES: dict[str, Callable[[State], Any]] = {
+    "gives None": lambda state: None,
+    "gives a word": lambda state: "a",
+    "gives another task": lambda state: (state.waiting.first(state.budget) or state.running)._replace(task=1),
+    "takes it itself": lambda state: (state.waiting.first(state.budget), state.waiting.take(state.budget))[0],
+}
+
+
+@pytest.mark.parametrize("name", POLICIES_THAT_BREAK_RULES)
+def test_a_policy_that_breaks_rules_is_told(name: str) -> None:
+    broken = Policy("mine", "", lambda candidate: 0.0, lambda order, state: POLICIES_THAT_BREAK_RULES[name](state))
+    words = "the policy gave None to every device" if name == "gives None" else "policy 'mine' gave .*: it may give"
+    with pytest.raises(PlanError, match=words):
+        simulate(Plan((task("a"), task("b")), {"d": 999}, 1.0, 1.0), broken)
+
+
+def test_what_is_no_plan_policy_or_timeline_is_told() -> None:
+    empty, wrong = Plan((), {"d": 1}, 1.0, 1.0), object()
+    for each, words in (
+        ((wrong,), "hf.simulate runs a plan, not a object: give what hf.plan"),
+        ((empty, wrong), "unknown policy <object .* or give a Policy"),
+        ((empty, "fifo", wrong), "measured is a object: give a timeline"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            simulate(*each)
