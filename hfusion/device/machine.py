@@ -86,7 +86,7 @@ class Device:
 class Machine:
     """Devices, ``host`` bytes of memory that spilled state may take, and a ``disk`` folder for the rest.
 
-    Raises PlanError for no device, two of one name, and a bad size of the host.
+    Raises PlanError for no device, two of one name, a bad size of the host, and a disk that is no path.
     """
 
     devices: tuple[Device, ...]
@@ -94,8 +94,12 @@ class Machine:
     disk: Path
 
     def __init__(self, devices: Sequence[Device], host: str | int = "64GiB", disk: str | Path = "spill/") -> None:
+        if not isinstance(devices, Sequence) or not all(isinstance(device, Device) for device in devices):
+            raise PlanError(f"the devices are {devices!r}: give a list of hf.Device")
         if not devices:
             raise PlanError("the machine has no device: give at least one hf.Device")
+        if not isinstance(disk, str | os.PathLike):
+            raise PlanError(f"the disk is {disk!r}: give a folder, which is made when it is needed")
         names = [device.name for device in devices]
         for name in names:
             if names.count(name) > 1:

@@ -119,6 +119,31 @@ def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tu
     return found, Plan(tuple(one.plan for one in found), budgets, min(loads), min(evicts), room.rates.action_seconds)
 
 
+# What of a plan says how its tasks are trained, and not where.
+_SAME = ("name", "steps", "width", "epoch", "accumulate", "clipped", "evaluated")
+
+
+def checked_plan(given: Plan, made: Plan) -> Plan:
+    """``given``, if it is a plan of the same tasks, for devices that have no less."""
+    if not isinstance(given, Plan):
+        raise PlanError(f"the plan given is a {type(given).__name__}: give what hf.plan gave, or leave it out")
+    for theirs, ours in zip(given.tasks, made.tasks, strict=False):
+        for what in _SAME:
+            if getattr(theirs, what) != getattr(ours, what):
+                raise PlanError(
+                    f"the plan given has the task {theirs.name!r} where {ours.name!r} is to be trained: plan anew "
+                    f"({what} was {getattr(theirs, what)!r}, and is {getattr(ours, what)!r})"
+                )
+    if len(given.tasks) != len(made.tasks) or set(given.devices) != set(made.devices):
+        raise PlanError("the plan given has other tasks or devices than those of this call: plan anew")
+    for name, budget in given.devices.items():
+        if budget > made.devices[name]:
+            raise PlanError(
+                f"the plan given takes {budget:,} bytes of device {name!r}, which has {made.devices[name]:,}: plan anew"
+            )
+    return given
+
+
 def arrange_one(task: Task, members: Sequence[int], name: str, machine: Machine) -> tuple[list[Arrangement], Plan]:
     """One array of a task, of which is known who its members are. Raises as `arrange`."""
     room, first, models = room_of(machine, machine.calibrate(), keep=True), _first(task), task.models

@@ -28,8 +28,8 @@ _KEEP = 3
 
 def check_every(every: int | None) -> None:
     """Raises CheckpointError."""
-    if every is not None and every < 1:
-        raise CheckpointError(f"every={every}: give how many minibatches may be lost, at least 1")
+    if every is not None and (not isinstance(every, int) or every < 1):
+        raise CheckpointError(f"every={every!r}: give how many minibatches may be lost, at least 1")
 
 
 def array_folder(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock
 from typing import Any
 
@@ -17,6 +17,10 @@ from hfusion.capture.named import tensors
 from hfusion.core.errors import PlanError
 from hfusion.tasks.reading import generators
 from hfusion.tasks.task import Task
+
+# The tensors that runs of this process train in place, by id, with the task of each.
+_claimed: dict[int, str] = {}
+_claims = Lock()
 
 
 def listed(tasks: Any) -> list[Task]:
@@ -49,6 +53,28 @@ def check_tensors(tasks: Sequence[Task]) -> None:
                         f"{theirs!r} of the array that {writer.name!r} trains in place. Train both in one task, one "
                         "after the other in two calls, or give one of them a copy (copy.deepcopy, array.unfuse())"
                     )
+
+
+@contextmanager
+def claimed(tasks: Sequence[Task]) -> Iterator[None]:
+    """Inside it no other run of this process trains what these tasks train in place. Raises PlanError if one does."""
+    with _claims:
+        for task in tasks:
+            for name, tensor in _reached(task):
+                if id(tensor) in _claimed:
+                    raise PlanError(
+                        f"task {task.name!r} shares {name!r} with the task {_claimed[id(tensor)]!r} of another "
+                        "hf.train, which trains it and has not ended: train one after the other, or give one of them "
+                        "a copy (copy.deepcopy, array.unfuse())"
+                    )
+        ours = {id(tensor): task.name for task in tasks for _, tensor in _written(task)}
+        _claimed.update(ours)
+    try:
+        yield
+    finally:
+        with _claims:
+            for key in ours:
+                del _claimed[key]
 
 
 def _written(task: Task) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -34,8 +35,8 @@ def answered(answer: Any, result: Step | Evaluation) -> list[int]:
     if answer is True:
         return list(result.members)
     try:
-        members = [int(member) for member in answer]
-        wrong = isinstance(answer, str | bytes) or any(isinstance(member, bool) for member in answer)
+        members = [operator.index(member) for member in answer]
+        wrong = isinstance(answer, Mapping) or any(isinstance(member, bool) for member in answer)
     except (TypeError, ValueError):
         wrong = True
     if wrong:

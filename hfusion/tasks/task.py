@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -109,18 +110,17 @@ class Task:
     callbacks: Sequence[Callable[[Step | Evaluation], None]] = field(default=())
 
     def __post_init__(self) -> None:
-        if self.epochs < 1 or self.accumulate < 1:
-            given = f"epochs={self.epochs}, accumulate={self.accumulate}"
-            raise PlanError(f"task {self.name!r} has {given}: give whole numbers of at least 1")
+        self._check_numbers()
+        self._check_models()
+        if not isinstance(self.callbacks, Sequence) or not all(map(callable, self.callbacks)):
+            raise PlanError(f"task {self.name!r}: callbacks is {self.callbacks!r}; give a list of functions")
         try:
             CompileMode.of(self.compile == "auto" or self.compile, None, self.parts)
         except ValueError as error:
             raise PlanError(f"task {self.name!r}: {error}") from None
-        if not self.members:
-            raise PlanError(f"task {self.name!r} has no models: give at least one")
-        for role, loader in (("loader", self.loader), ("eval_loader", self.eval_loader)):
-            if loader is not None:
-                self._check_loader(role, loader)
+        self._check_loader("loader", self.loader)
+        if self.eval_loader is not None:
+            self._check_loader("eval_loader", self.eval_loader)
         if not isinstance(self.optimizer, FusedOptimizer) and not callable(self.optimizer):
             kind = type(self.optimizer).__name__
             raise PlanError(f"task {self.name!r}: the optimizer is a {kind}; {_REMEDY}")
@@ -130,6 +130,29 @@ class Task:
                 "one from the parameters, or fuse the models before"
             )
         self._check_scheduler()
+
+    def _check_numbers(self) -> None:
+        if not isinstance(self.name, str):
+            raise PlanError(f"task {self.name!r}: a name is one word")
+        if not all(_whole(count) and count >= 1 for count in (self.epochs, self.accumulate)):
+            given = f"epochs={self.epochs!r}, accumulate={self.accumulate!r}"
+            raise PlanError(f"task {self.name!r} has {given}: give whole numbers of at least 1")
+        # As `torch.manual_seed` takes it.
+        if self.seed is not None and not (_whole(self.seed) and -(1 << 63) <= self.seed < 1 << 64):
+            raise PlanError(f"task {self.name!r}: the seed is {self.seed!r}: give a whole number of 64 bits, or None")
+
+    def _check_models(self) -> None:
+        given: Any = self.models
+        if isinstance(given, nn.Module):
+            return
+        for one in given if isinstance(given, Sequence) else [given]:
+            if not isinstance(one, nn.Module):
+                raise PlanError(
+                    f"task {self.name!r}: a {type(one).__name__} is no model: give one module, a list of them, or a "
+                    "fused array"
+                )
+        if not given:
+            raise PlanError(f"task {self.name!r} has no models: give at least one")
 
     def _check_scheduler(self) -> None:
         given, about = self.scheduler, f"task {self.name!r}: the scheduler"
@@ -186,6 +209,11 @@ class Task:
         return 1 if isinstance(self.models, nn.Module) else len(self.models)
 
 
+def _whole(count: object) -> bool:
+    """Whether it is a whole number."""
+    return isinstance(count, Integral) and not isinstance(count, bool)
+
+
 def length(loader: Iterable[Any]) -> int:
     """How many minibatches a loader with a length gives."""
     return len(loader)  # type: ignore[arg-type]
@@ -217,9 +245,14 @@ def optimizer_of(task: Task, array: FusedModule, members: Sequence[int]) -> Fuse
     else:
         optimizer = _sliced(task, task.optimizer, array, members)
     own = {id(param) for param in array.parameters()}
-    for group in optimizer.param_groups:
-        if not all(id(param) in own for param in group["params"]):
-            raise PlanError(f"task {task.name!r}: the optimizer has parameters that are not the array's")
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not all(id(param) in own for param in params):
+        raise PlanError(f"task {task.name!r}: the optimizer has parameters that are not the array's")
+    if not any(param.requires_grad for param in params):
+        raise PlanError(
+            f"task {task.name!r} trains nothing: none of the {len(params)} parameters of its optimizer requires a "
+            "gradient; set requires_grad on those that are to be trained"
+        )
     return optimizer
 
 

@@ -34,18 +34,20 @@ from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.schedule.slices import Slices
 from hfusion.schedule.timeline import Timeline
 from hfusion.schedule.work import TaskFailed
-from hfusion.tasks.arrange import Arrangement, arrange, arrange_one
+from hfusion.tasks.arrange import Arrangement, arrange, arrange_one, checked_plan
 from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.border import Border
 from hfusion.tasks.checkpoints import Checkpoints, interval, saving
 from hfusion.tasks.checkpoints import resume as resume_from
 from hfusion.tasks.report import ArrayReport, Report, TaskReport, in_order
 from hfusion.tasks.scheduling import TaskScheduler
-from hfusion.tasks.sharing import listed, turns
+from hfusion.tasks.sharing import claimed, listed, turns
 from hfusion.tasks.source import Stream
 from hfusion.tasks.stepping import ArrayStep, eagerly, obstacle
 from hfusion.tasks.stopping import OnResult, StoppedMembers
 from hfusion.tasks.task import Task
+
+_MACHINE = "give hf.Machine.detect(), or hf.Machine([hf.Device(...), ...])"
 
 
 class TrainError(HFusionError):
@@ -68,6 +70,8 @@ def plan(tasks: Task | Iterable[Task], machine: Machine) -> Plan:
 
     Captures the models, but trains nothing. Raises PlanError and FusionError.
     """
+    if not isinstance(machine, Machine):
+        raise PlanError(f"the machine is a {type(machine).__name__}: {_MACHINE}")
     return arrange(listed(tasks), machine)[1]
 
 
@@ -115,13 +119,16 @@ def train(
     """
     checkpoint = resume_folder("train") if checkpoint is None else checkpoint
     if not isinstance(machine, Machine):
+        if not callable(getattr(machine, "train", None)):
+            raise PlanError(f"the machine is a {type(machine).__name__}: {_MACHINE}, or an hf.Cluster")
         options: dict[str, Any] = {"plan": plan, "progress": progress, "checkpoint": checkpoint, "every": every}
         return machine.train(tasks, policy, **options, resume=resume, on_result=on_result)
     chosen, tasks = named(policy), listed(tasks)
-    # Tasks that take turns would load and evict what they keep at every turn.
-    arrangements, made = arrange(tasks, machine, keep=chosen.patient or len(tasks) <= len(machine.devices))
-    made = made if plan is None else _checked(plan, made)
-    return _trained(arrangements, made, machine, chosen, progress, checkpoint, every, resume, on_result)
+    with claimed(tasks):
+        # Tasks that take turns would load and evict what they keep at every turn.
+        arrangements, made = arrange(tasks, machine, keep=chosen.patient or len(tasks) <= len(machine.devices))
+        made = made if plan is None else checked_plan(plan, made)
+        return _trained(arrangements, made, machine, chosen, progress, checkpoint, every, resume, on_result)
 
 
 def train_array(
@@ -164,19 +171,6 @@ def _trained(
             tasks = [(one.name, one.steps) for one in made.tasks]
             bars = stack.enter_context(TaskBars(tasks, [len(one.losses) for one in run.trainings]))
         return run.run(policy, bars)
-
-
-def _checked(given: Plan, made: Plan) -> Plan:
-    """``given``, if it is a plan of the same tasks."""
-    for theirs, ours in zip(given.tasks, made.tasks, strict=False):
-        same = (theirs.name, theirs.steps, theirs.width, theirs.accumulate, theirs.clipped)
-        if same != (ours.name, ours.steps, ours.width, ours.accumulate, ours.clipped):
-            raise PlanError(
-                f"the plan given has the task {theirs.name!r} where {ours.name!r} is to be trained: plan anew"
-            )
-    if len(given.tasks) != len(made.tasks) or set(given.devices) != set(made.devices):
-        raise PlanError("the plan given has other tasks or devices than those of this call: plan anew")
-    return given
 
 
 class _TrainRun:
@@ -329,12 +323,15 @@ class _TrainRun:
             with worker:
                 engine.run()
         except TaskFailed as failed:
+            cause = failed.__cause__
+            if cause is not None and not isinstance(cause, Exception):
+                # Somebody ends the process: no task failed.
+                raise cause from None
             name = self.plan.tasks[failed.task].name
             # A callback may have failed after the last unit.
             others = [index for index in range(len(self.trainings)) if index != failed.task]
             done = [index for index in others if engine.done(index)]
             report = self._report(engine, worker, done)
-            cause = failed.__cause__
             names = ", ".join(report) or "none"
             raise TrainError(
                 f"task {name!r} failed: {type(cause).__name__}: {cause}; finished before: {names} (error.report)",

@@ -60,6 +60,12 @@ def test_bad_machines() -> None:
         Machine([Device("cpu", memory=1), Device("cpu", memory=2)])
     with pytest.raises(PlanError, match="'much'"):
         Machine([Device("cpu", memory=1)], host="much")
+    device, wrong = Device("cpu", memory=1), None
+    for devices in (device, ["cpu"], "cpu", None):
+        with pytest.raises(PlanError, match=r"the devices are .*: give a list of hf.Device"):
+            Machine(devices)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="the disk is None: give a folder"):
+        Machine([device], disk=wrong)  # type: ignore[arg-type]
 
 
 def test_print() -> None:

@@ -137,6 +137,15 @@ def test_a_fault_in_one_task(fault: str, resident: bool, on: hf.Machine) -> None
         assert_same([array(index) for index in range(3)], again, [by_loop(index) for index in range(3)], on, plan)
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_who_ends_the_process_is_no_fault_of_a_task(kind: type[BaseException], on: hf.Machine) -> None:
+    def end(result: object) -> None:
+        raise kind("enough")
+
+    with nothing_left(on), pytest.raises(kind, match="enough"):
+        hf.train([task(array(0), WAY, LOADER, "good")], on, on_result=end)
+
+
 def test_a_fault_on_one_of_two_devices(on: hf.Machine) -> None:
     """The other device's task is at its end when the fault comes, and in the report."""
     ended = threading.Event()

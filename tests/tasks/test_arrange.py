@@ -107,6 +107,7 @@ def other_plan(made: Plan, **values: Any) -> Plan:
         ({"width": 1}, "the plan given has the task 'mine'"),
         ({"accumulate": 2}, "the plan given has the task 'mine'"),
         ({"clipped": True}, "the plan given has the task 'mine'"),
+        ({"evaluated": 2}, r"the plan given has the task 'mine' .*\(evaluated was 2, and is 0\)"),
     ],
 )
 def test_a_plan_of_other_tasks(values: dict[str, Any], words: str) -> None:
@@ -121,6 +122,21 @@ def test_a_plan_of_more_tasks_or_other_devices() -> None:
     for planned, on in (([*tasks], machine()), (tasks[:1], machine(2))):
         with pytest.raises(PlanError, match="the plan given has other tasks or devices than those of this call"):
             hf.train(tasks[:1], machine(), plan=hf.plan(planned, on))
+
+
+def test_a_plan_for_more_memory() -> None:
+    with pytest.raises(PlanError, match=r"takes 2,097,152 bytes of device 'cpu:0', which has 1,048,576: plan anew"):
+        hf.train(task(), machine(memory="1MiB"), plan=hf.plan(task(), machine(memory="2MiB")))
+
+
+@pytest.mark.parametrize("call", [hf.plan, hf.train])
+def test_what_is_no_machine_or_plan(call: Callable[..., Any]) -> None:
+    for given in (None, "cpu", hf.Device("cpu", memory="1GiB")):
+        with pytest.raises(PlanError, match=rf"the machine is a {type(given).__name__}: give hf.Machine.detect\(\)"):
+            call(task(), given)
+    no_plan: Any = "plan"
+    with pytest.raises(PlanError, match=r"the plan given is a str: give what hf.plan gave"):
+        hf.train(task(), machine(), plan=no_plan)
 
 
 def test_a_plan_of_another_program() -> None:

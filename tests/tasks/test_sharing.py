@@ -120,6 +120,24 @@ def test_what_is_refused(name: str, call: Callable[..., Any]) -> None:
         call(make(), machine())
 
 
+def test_a_run_within_another_trains_nothing_of_it() -> None:
+    array, told = hf.fuse([Net(), Net()], verify=False), list[str]()
+
+    def nested(result: Any) -> None:
+        for models in (array, [array, Net()]):
+            with pytest.raises(
+                PlanError, match="which trains it and has not ended: train one after the other"
+            ) as error:
+                hf.train(task("inner", models), machine())
+            told.append(str(error.value))
+        hf.train(task("apart", array.unfuse()), machine())
+
+    hf.train(task("outer", array), machine(), on_result=nested)
+    assert len(told) == 2 * len(LOADER)
+    assert told[0].startswith("task 'inner' shares 'norm.weight' with the task 'outer'")
+    hf.train(task("inner", array), machine())
+
+
 def alone(one: hf.Task) -> tuple[Tensor, list[dict[str, Tensor]]]:
     report = hf.train(one, machine())[one.name]
     return report.losses, [model.state_dict() for model in report.models]

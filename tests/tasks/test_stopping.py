@@ -253,6 +253,9 @@ def test_answers(name: str) -> None:
         ([True, False, False], r"on_result gave \[True, False, False\]"),
         ([3], r"stops member 3 of the task 'small', but was asked for members \[0, 1, 2\]"),
         (torch.tensor([True]), r"bool tensor of shape \[1\] for 3 members"),
+        (torch.ones(3), r"on_result gave \[1.0, 1.0, 1.0\]"),
+        ([0.5], r"on_result gave \[0.5\]"),
+        ({0: False}, "on_result gave {0: False}"),
     ],
     ids=str,
 )

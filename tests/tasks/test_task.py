@@ -45,7 +45,16 @@ def of_existing() -> hf.optim.SGD:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "epochs": ({"epochs": 0}, "'mine' has epochs=0, accumulate=1: give whole numbers of at least 1"),
     "accumulate": ({"accumulate": 0}, "'mine' has epochs=1, accumulate=0: give whole numbers"),
+    "half an epoch": ({"epochs": 1.5}, "'mine' has epochs=1.5, accumulate=1: give whole numbers"),
+    "a word": ({"accumulate": "2"}, "'mine' has epochs=1, accumulate='2': give whole numbers"),
+    "a seed": ({"seed": "x"}, "'mine': the seed is 'x': give a whole number of 64 bits, or None"),
+    "a large seed": ({"seed": 1 << 70}, "give a whole number of 64 bits"),
+    "a name": ({"name": 5}, "task 5: a name is one word"),
     "no models": ({"models": []}, "'mine' has no models: give at least one"),
+    "no model": ({"models": None}, "'mine': a NoneType is no model: give one module, a list of them, or a fused array"),
+    "classes": ({"models": [linear(), nn.Linear]}, "'mine': a type is no model"),
+    "no loader": ({"loader": None}, "'mine': the loader, a NoneType, has no length"),
+    "one callback": ({"callbacks": print}, "'mine': callbacks is <built-in function print>; give a list of functions"),
     "a generator": ({"loader": (pair for pair in [PAIR])}, "'mine': the loader, a generator, has no length.*a list"),
     "no length": (
         {"loader": DataLoader(Endless())},
@@ -101,6 +110,12 @@ def test_an_optimizer_of_all_members_is_the_tasks_own() -> None:
     assert optimizer_of(task(models=array, optimizer=existing), array, range(2)) is existing
     made = optimizer_of(task(models=models), array, range(2))
     assert [id(p) for p in made.param_groups[0]["params"]] == [id(p) for p in array.parameters()]
+
+
+def test_who_trains_nothing_is_told() -> None:
+    array = hf.fuse([linear().requires_grad_(False)])
+    with pytest.raises(PlanError, match="'mine' trains nothing: none of the 2 parameters of its optimizer requires"):
+        optimizer_of(task(models=array), array, range(1))
 
 
 def test_an_optimizer_of_some_members_has_their_numbers() -> None:
