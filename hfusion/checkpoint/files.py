@@ -7,6 +7,8 @@ there whole or not at all. The format is described in docs/checkpoints.md.
 from __future__ import annotations
 
 import json
+import math
+import operator
 import os
 import re
 import shutil
@@ -28,7 +30,7 @@ from hfusion.core.errors import CheckpointError
 
 FORMAT, VERSION = "hfusion checkpoint", 1
 MANIFEST, CHECKSUM, TENSORS = "manifest.json", "manifest.blake2b", "tensors.safetensors"
-_SAVE = re.compile(r"save-(\d{12})")
+_SAVE = re.compile(r"save-(\d{12,})")
 _ASIDE = ".aside-"
 # To read a plain file: no link is followed, no pipe waited for. Not every system has all of these.
 _PLAIN = os.O_RDONLY
@@ -78,7 +80,7 @@ def write(
 ) -> Path:
     """Make one more save under ``root``; then delete all but the last ``keep`` and the one of the highest ``score``.
 
-    ``body`` is JSON; ``tensors`` are on the CPU and change no more.
+    ``body`` is JSON; ``tensors`` are on the CPU and change no more. See `checked` for ``keep`` and ``score``.
 
     Raises:
         CheckpointError: it could not be written; what was there before is there.
@@ -97,6 +99,21 @@ def write(
             aside.drop()
         _prune(folder, keep)
     return made
+
+
+def checked(keep: Any, score: Any) -> tuple[int, float | None]:
+    """How many saves are left, and a score, as numbers. Raises CheckpointError where they are none."""
+    if isinstance(keep, bool) or not hasattr(keep, "__index__") or operator.index(keep) < 1:
+        raise CheckpointError(f"keep={keep!r}: give how many saves are left, at least 1")
+    try:
+        found = None if score is None else float(score)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"score={score!r}: give one number, or None") from error
+    if found is not None and not math.isfinite(found):
+        raise CheckpointError(
+            f"score={found}: no save is better or worse than this; give a finite number, or None (a free row has NaN)"
+        )
+    return operator.index(keep), found
 
 
 def _fill(aside: Path, body: Any, tensors: Mapping[str, Tensor], step: int, score: float | None) -> None:
@@ -196,7 +213,7 @@ def saves(root: str | os.PathLike[str]) -> list[Path]:
     folder = Path(root)
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if _SAVE.fullmatch(path.name) and path.is_dir())
+    return sorted((path for path in folder.iterdir() if _SAVE.fullmatch(path.name) and path.is_dir()), key=_number)
 
 
 def _number(path: Path) -> int:
@@ -208,9 +225,10 @@ def _number(path: Path) -> int:
 def newest(root: str | os.PathLike[str]) -> Path:
     """The latest save under ``root``, or ``root`` where it is one. Raises CheckpointError where there is none."""
     folder = Path(root)
-    if (folder / MANIFEST).exists():
-        return folder
-    found = saves(folder)
+    with _told(folder, "cannot be read"):
+        if (folder / MANIFEST).exists():
+            return folder
+        found = saves(folder)
     if not found:
         what = "is no folder" if not folder.is_dir() else "holds no save"
         raise CheckpointError(f"{folder} {what}: give the folder that a checkpoint was saved to, or a save-... in it")
@@ -259,12 +277,19 @@ def _advice(path: Path) -> str:
 
 def _content(file: Path, limit: int) -> bytes:
     """A plain file of at most ``limit`` bytes; no link, no pipe."""
-    handle = os.open(file, _PLAIN)
+    handle = _opened(file)
     with os.fdopen(handle, "rb") as opened:
         size = _size(file, handle)
         if size > limit:
             raise CheckpointError(f"{file} has {size} bytes, and more than {limit} are none of ours")
         return opened.read(limit)
+
+
+def _opened(file: Path) -> int:
+    try:
+        return os.open(file, _PLAIN)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing; {_advice(file.parent)}") from error
 
 
 def _size(file: Path, handle: int) -> int:
@@ -275,7 +300,7 @@ def _size(file: Path, handle: int) -> int:
 
 
 def _tensors(file: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
-    handle = os.open(file, _PLAIN)
+    handle = _opened(file)
     with os.fdopen(handle, "rb") as opened:
         size, wanted = _size(file, handle), manifest["bytes"]
         if size != wanted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from torch import nn
 from hfusion.array.module import FusedModule
 from hfusion.checkpoint import files
 from hfusion.checkpoint.files import told
-from hfusion.checkpoint.parts import SaveReader, SaveWriter
+from hfusion.checkpoint.parts import SaveWriter
+from hfusion.checkpoint.reader import SaveReader
 from hfusion.core.errors import CheckpointError
 from hfusion.optim import FusedOptimizer, GradScaler
 
@@ -59,6 +61,7 @@ def save(
     Raises:
         CheckpointError: it could not be written, and what was there before still is; or a value that only code makes.
     """
+    keep, score = files.checked(keep, score)
     tags = [f"member {row}" for row in range(len(fused))] if names is None else list(names)
     if len(tags) != len(fused) or len(set(tags)) < len(tags):
         raise CheckpointError(f"names={tags}: give each of {len(fused)} members one of its own")
@@ -79,15 +82,30 @@ def gather(
     """Copies of all that is saved."""
     writer.module(fused)
     if optimizer is not None:
+        _check_ours("optimizer", optimizer, FusedOptimizer)
         writer.optimizer(optimizer)
     if schedule is not None:
         writer.schedule(schedule)
     if scaler is not None:
+        _check_ours("scaler", scaler, GradScaler)
         writer.scaler(scaler)
     if loader is not None:
+        if not hasattr(loader, "state_dict"):
+            raise CheckpointError(
+                f"a {type(loader).__name__} as loader has no state_dict, by which it could go on: give torchdata's "
+                "StatefulDataLoader, or none"
+            )
         writer.body["loader"] = writer.tree("loader", loader.state_dict())
     writer.body["extra"] = writer.tree("extra", extra)
     writer.random(fused)
+
+
+def _check_ours(name: str, given: Any, kind: type) -> None:
+    if not isinstance(given, kind):
+        raise CheckpointError(
+            f"{name} is a {type(given).__module__}.{type(given).__qualname__}, whose state has no rows: give one of "
+            "hf.optim; the state of another one can be saved as extra=..."
+        )
 
 
 def load(
@@ -98,7 +116,7 @@ def load(
     schedule: Any = None,
     scaler: GradScaler | None = None,
     loader: Any = None,
-    names: Sequence[str] | None = None,
+    names: str | Sequence[str] | None = None,
     random: bool = True,
 ) -> Loaded:
     """Write members of the latest save under ``root``, or of the save there, into an array and what belongs to it.
@@ -106,7 +124,7 @@ def load(
     Args:
         root: several to merge the members of several saves.
         model: a fused module of as many members, or a plain model for one.
-        names: which members, in the order of the array's rows; by default all.
+        names: which members, in the order of the array's rows, or the one; by default all.
         random: whether the random generators go on from where they were.
 
     Raises:
@@ -132,10 +150,12 @@ def writing(
     """What writes the members into all that is given; that nothing is damaged, or of another model, is found before."""
     writes = [reader.module(model)]
     if optimizer is not None:
+        _check_ours("optimizer", optimizer, FusedOptimizer)
         writes.append(reader.optimizer(optimizer))
     if schedule is not None:
         writes.append(reader.schedule(schedule))
     if scaler is not None:
+        _check_ours("scaler", scaler, GradScaler)
         writes.append(reader.scaler(scaler))
     if random:
         writes.append(reader.random(model))
@@ -152,9 +172,34 @@ def writing(
     return write
 
 
-def in_thread(write: Callable[[], Path]) -> Future[Path]:
+class Writing(Future[Path]):
+    """A save that another thread writes: the folder, or the error, which is told where nobody asks for it."""
+
+    _asked = False
+
+    def result(self, timeout: float | None = None) -> Path:
+        self._asked = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._asked = True
+        return super().exception(timeout)
+
+    def settle(self) -> None:
+        """Wait until it is written. Raises its error where nobody has asked for it."""
+        error = super().exception()
+        if error is not None and not self._asked:
+            self._asked = True
+            raise CheckpointError(f"the save before this one: {error}") from error
+
+    def __del__(self) -> None:
+        if self.done() and not self._asked and (error := super().exception()) is not None:
+            warnings.warn(f"nobody asked for the result of a save: {error}", stacklevel=2)
+
+
+def in_thread(write: Callable[[], Path]) -> Writing:
     """``write`` in another thread, which the process waits for before it ends."""
-    future: Future[Path] = Future()
+    future = Writing()
 
     def run() -> None:
         try:
@@ -166,7 +211,9 @@ def in_thread(write: Callable[[], Path]) -> Future[Path]:
     return future
 
 
-def read(root: Root | Sequence[Root], names: Sequence[str] | None) -> SaveReader:
+def read(root: Root | Sequence[Root], names: str | Sequence[str] | None) -> SaveReader:
     """The members ``names`` of the latest saves under one root or several. Raises CheckpointError."""
     roots = [root] if isinstance(root, str | os.PathLike) else list(root)
-    return SaveReader.of([files.read(one) for one in roots], names)
+    if not roots:
+        raise CheckpointError("no folder was given: give the one that a checkpoint was saved to, or several")
+    return SaveReader.of([files.read(one) for one in roots], [names] if isinstance(names, str) else names)

@@ -35,14 +35,24 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_MARK: "float", "v": repr(float(value))}
     if isinstance(value, Tensor):
-        tensors[where] = value.detach()
-        return {_MARK: "tensor", "v": where}
-    if isinstance(value, np.ndarray):
-        tensors[where] = torch.from_numpy(np.ascontiguousarray(value).copy())
-        return {_MARK: "array", "v": where}
+        return {_MARK: "tensor", "v": _keep(value.detach(), tensors, where)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return {_MARK: "array", "v": _keep(torch.from_numpy(np.ascontiguousarray(value).copy()), tensors, where)}
     if isinstance(value, bytes):
         return {_MARK: "bytes", "v": base64.b64encode(value).decode()}
     return _encode_nest(value, tensors, where)
+
+
+def _keep(tensor: Tensor, tensors: dict[str, Tensor], where: str) -> str:
+    """The key under which a tensor is kept: one of its own, whatever keys with slashes there are."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        kind = tensor.dtype if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
+        raise CheckpointError(f"{where} is a tensor that is {kind}: a checkpoint keeps plain dense ones")
+    key, number = where, 0
+    while key in tensors:
+        key, number = f"{where}~{number}", number + 1
+    tensors[key] = tensor
+    return key
 
 
 def _encode_nest(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
@@ -60,8 +70,11 @@ def _encode_nest(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         if isinstance(value, list):
             return items
         return {_MARK: "tuple" if isinstance(value, tuple) else "set", "v": items}
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, np.ndarray):
+        kind += f" of {value.dtype}"
     raise CheckpointError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which only code can make again, and "
+        f"{where} is a {kind}, which only code can make again, and "
         "loading a checkpoint runs none: keep plain values (numbers, strings, tensors, lists, dicts)"
     )
 

@@ -182,6 +182,11 @@ class PerMember(torch_schedulers.LRScheduler):
         return copy.deepcopy({"scheduler": self._schedulers[row].state_dict(), "groups": kept_there})
 
     @property
+    def kinds(self) -> list[str]:
+        """The class of each member's scheduler."""
+        return [type(scheduler).__name__ for scheduler in self._schedulers]
+
+    @property
     def last_epoch(self) -> int:  # type: ignore[override]
         """As of torch's schedulers, of the first member; see ``last_epochs``."""
         return int(self.last_epochs[0])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial, wraps
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 
 from hfusion.checkpoint import files
 from hfusion.checkpoint.files import told
-from hfusion.checkpoint.parts import SaveReader, SaveWriter
-from hfusion.checkpoint.save import Root, gather, in_thread, read, writing
+from hfusion.checkpoint.parts import SaveWriter
+from hfusion.checkpoint.reader import SaveReader
+from hfusion.checkpoint.save import Root, Writing, gather, in_thread, read, writing
 from hfusion.core.errors import CheckpointError
 from hfusion.optim import FusedOptimizer
+from hfusion.optim.lr_scheduler import Make
 from hfusion.population.members import Event, Roll, What, key_of
 from hfusion.population.widths import Widths
 
@@ -43,7 +46,7 @@ def in_turn(method: Method) -> Method:
 class Saving:
     """How a population goes to disk and comes back, and is copied."""
 
-    _saving: Future[Path] | None = None
+    _saving: Writing | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickle and copy.deepcopy keep: what computes is made anew."""
@@ -69,11 +72,13 @@ class Saving:
         """Save everything in a new folder under ``root``; see `hfusion.save` for the arguments, and what is raised.
 
         ``wait=False``: only the copies are made now, and another thread writes them; the result of what is returned is
-        the folder, or the error. A save waits for the one before.
+        the folder, or the error. A save waits for the one before, and tells its error where nobody asked for it.
         """
         pop = cast("Population", self)
-        if self._saving is not None:
-            self._saving.exception()
+        keep, score = files.checked(keep, score)
+        before, self._saving = self._saving, None
+        if before is not None:
+            before.settle()
         with pop._lock:
             if pop._done:
                 made = f"{pop._done} of {pop._accumulate} steps of an update are made"
@@ -93,7 +98,8 @@ class Saving:
         *,
         optimizer: Callable[[Any], FusedOptimizer],
         loss: Callable[..., Any],
-        names: Sequence[str] | None = None,
+        names: str | Sequence[str] | None = None,
+        schedule: Make | Sequence[Make] | Mapping[str, Make] | None = None,
         loader: Any = None,
         random: bool = True,
         **options: Any,
@@ -103,7 +109,8 @@ class Saving:
         Args:
             make_model: gives a model of each member; its tensors are written over. It may take the member's name.
             optimizer: as when it was made; give one value of each hyper-parameter for all, what was saved is written
-                over it. So with ``schedule``, ``scaler`` and the other ``options``.
+                over it. So with ``scaler`` and the other ``options``.
+            schedule: as when it was made; where members have different ones, by their names.
             loader: goes on from where the saved one was.
             random: whether the random generators go on from where they were.
 
@@ -112,7 +119,9 @@ class Saving:
         """
         reader = read(root, names)
         rows = rows_of(reader, names)
-        pop: Population = cast(Any, cls)(models_of(make_model, rows), optimizer=optimizer, loss=loss, **options)
+        models = models_of(make_model, rows)
+        makes = makes_of(schedule, rows) if isinstance(schedule, Mapping) else schedule
+        pop: Population = cast(Any, cls)(models, optimizer=optimizer, loss=loss, schedule=makes, **options)
         restore(pop, reader, rows, loader, random)
         return pop
 
@@ -142,7 +151,7 @@ def gathered(pop: Population, loader: Any, extra: Any) -> SaveWriter:
     return writer
 
 
-def rows_of(reader: SaveReader, names: Sequence[str] | None) -> list[str | None]:
+def rows_of(reader: SaveReader, names: str | Sequence[str] | None) -> list[str | None]:
     """Who is in which row: as they were saved, where all of one save are loaded, else without free rows."""
     with told(reader.path):
         if names is None and len(reader.parts) == 1:
@@ -150,7 +159,20 @@ def rows_of(reader: SaveReader, names: Sequence[str] | None) -> list[str | None]
             if [tag for tag in rows if tag is not None] != reader.names:
                 raise CheckpointError(f"{reader.path}: its rows {rows} are not those of {reader.names}")
             return rows
+    twice = sorted({name for name in reader.names if reader.names.count(name) > 1})
+    if twice:
+        raise CheckpointError(f"{twice[0]!r} is named twice: load it once, and give it more rows by pop.copy")
     return list(reader.names)
+
+
+def makes_of(schedules: Mapping[str, Make], rows: Sequence[str | None]) -> list[Make]:
+    """The functions that make the members' schedules, row by row. Raises CheckpointError."""
+    missing = [tag for tag in rows if tag is not None and tag not in schedules]
+    if missing:
+        raise CheckpointError(f"schedule has none for {missing[0]!r}: give one for each of {[t for t in rows if t]}")
+    # Whoever starts in a free row brings his own, or has that of all others.
+    other = next(schedules[tag] for tag in rows if tag is not None)
+    return [other if tag is None else schedules[tag] for tag in rows]
 
 
 def models_of(make_model: Callable[..., nn.Module], rows: Sequence[str | None]) -> list[nn.Module]:
@@ -169,7 +191,8 @@ def restore(pop: Population, reader: SaveReader, rows: Sequence[str | None], loa
         live = [row for row, tag in enumerate(rows) if tag is not None]
         # Free rows hold what the first member is.
         places = {row: place for place, row in enumerate(live)}
-        wide = reader.at([places.get(row, 0) for row in range(len(rows))])
+        free = [row for row, tag in enumerate(rows) if tag is None]
+        wide = reader.at([places.get(row, 0) for row in range(len(rows))], free)
         write = writing(wide, pop.fused, pop.optimizer, pop.schedule, pop.scaler, loader, random)
         roll = _roll(wide, reader, rows)
         limits = pop._limits
@@ -178,6 +201,12 @@ def restore(pop: Population, reader: SaveReader, rows: Sequence[str | None], loa
                 limits = replace(limits, **{name: wide.own(f"population/clip_{name}")})
         bodies = [saved.body["population"] for saved, _ in reader.parts]
         whole = len(bodies) == 1 and bodies[0]["rows"] == list(rows)
+        for part, given in (("schedule", pop.schedule), ("scaler", pop.scaler)):
+            if given is None and any(saved.body.get(part) for saved, _ in reader.parts):
+                warnings.warn(
+                    f"{reader.path} holds a {part}, and {part}= was not given: members go on without one",
+                    stacklevel=3,
+                )
         write()
         pop._roll, pop._limits, pop._widths = roll, limits, Widths(int(bodies[0]["first"]) if whole else len(rows))
         pop._step.at_once = pop._widths.at_once(len(rows))

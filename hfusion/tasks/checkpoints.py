@@ -14,7 +14,8 @@ from urllib.parse import quote, unquote
 import torch
 
 from hfusion.checkpoint import files
-from hfusion.checkpoint.parts import OWN, SaveReader, SaveWriter
+from hfusion.checkpoint.parts import OWN, SaveWriter
+from hfusion.checkpoint.reader import SaveReader
 from hfusion.core.errors import CheckpointError
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.arrange import Arrangement

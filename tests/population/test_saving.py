@@ -138,6 +138,11 @@ def test_nothing_but_plain_values_is_saved(tmp_path: Path) -> None:
     assert found["n"][4].tolist() == [0, 1, 2]
 
 
+def two_groups(params: Any) -> hf.optim.AdamW:
+    first, *others = params
+    return hf.optim.AdamW([{"params": [first]}, {"params": others}], lr=0.1)
+
+
 def test_another_model_or_optimizer_is_told(tmp_path: Path) -> None:
     pop = population(2)
     train(pop, Batches(), 1)
@@ -151,8 +156,13 @@ def test_another_model_or_optimizer_is_told(tmp_path: Path) -> None:
     for make, options, words in (
         (Other, {}, r"last.weight is \[2, 3, 6\] torch.float32 in .* \[2, 4, 6\] torch.float32 here"),
         (lambda: nn.Linear(4, 3), {}, "do not have the same tensors: bias is in one of them only"),
-        (Net, {"optimizer": lambda p: hf.optim.SGD(p, lr=0.1)}, "was saved with AdamW .* this is SGD"),
-        (Net, {"optimizer": lambda p: hf.optim.AdamW(p, lr=0.1, amsgrad=True)}, "this is AdamW"),
+        (Net, {"optimizer": lambda p: hf.optim.SGD(p, lr=0.1)}, "was saved with another optimizer: AdamW, not SGD"),
+        (
+            Net,
+            {"optimizer": lambda p: hf.optim.AdamW(p, lr=0.1, amsgrad=True)},
+            "'amsgrad': False.* in param group 0, not",
+        ),
+        (Net, {"optimizer": two_groups}, "1 param groups, not 2"),
         (Net, {"scaler": hf.optim.GradScaler()}, "holds no scaler"),
     ):
         with pytest.raises(hf.CheckpointError, match=words):

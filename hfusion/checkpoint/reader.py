@@ -1,0 +1,327 @@
+"""Members of saves, read back into arrays and what belongs to them: all or some, of one save or several.
+
+Everything is checked before anything is written.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hfusion.array.module import FusedModule
+from hfusion.capture.named import tensors as tensors_of
+from hfusion.checkpoint.files import Saved, told
+from hfusion.checkpoint.parts import OWN, devices_of
+from hfusion.checkpoint.tree import decode, encode
+from hfusion.core.errors import CheckpointError
+from hfusion.core.membership import membership
+from hfusion.device.backend import backend
+from hfusion.optim import FusedOptimizer, GradScaler
+from hfusion.optim.group import membership_of
+from hfusion.optim.hyper import read
+from hfusion.optim.lr_scheduler import PerMember
+
+
+@dataclass
+class SaveReader:
+    """Members of saves: ``parts`` are pairs of a save and the places in it, the members in order.
+
+    ``free``: places of the order where nobody is; what is read there fills memory.
+    """
+
+    parts: list[tuple[Saved, list[int]]]
+    free: frozenset[int] = frozenset()
+
+    @staticmethod
+    def of(saved: Sequence[Saved], names: Sequence[str] | None) -> SaveReader:
+        """Members ``names``, or all of one save after those of the one before.
+
+        Raises:
+            CheckpointError: a member that no save holds, or that two do.
+        """
+        where: dict[str, Path] = {}
+        for one in saved:
+            with told(one.path):
+                members = one.body["members"]
+                if not isinstance(members, list) or not members or not all(isinstance(name, str) for name in members):
+                    raise CheckpointError(f"{one.path} says that its members are {members!r}: these are no names")
+                for name in members:
+                    if name in where:
+                        raise CheckpointError(
+                            f"{name!r} is a member in {where[name]} and in {one.path}: a merge wants every member "
+                            "once; load the others by names=[...]"
+                        )
+                    where[name] = one.path
+        wanted = list(where) if names is None else list(names)
+        if not wanted:
+            raise CheckpointError(f"{saved[0].path}: names=[]: load at least one member of {list(where)}")
+        missing = [name for name in wanted if name not in where]
+        if missing:
+            raise CheckpointError(f"{missing[0]!r} is no member in {saved[0].path}: it holds {list(where)}")
+        places = {name: place for place, name in enumerate(where)}
+        everybody = SaveReader([(one, list(range(len(one.body["members"])))) for one in saved])
+        return everybody.at([places[name] for name in wanted])
+
+    def at(self, places: Sequence[int], free: Iterable[int] = ()) -> SaveReader:
+        """The members at some places of its order, one that is named twice twice; nobody is in places ``free``."""
+        flat = [(saved, own) for saved, members in self.parts for own in members]
+        runs = groupby((flat[place] for place in places), key=lambda found: id(found[0]))
+        grouped = [list(run) for _, run in runs]
+        return SaveReader([(run[0][0], [own for _, own in run]) for run in grouped], frozenset(free))
+
+    @property
+    def path(self) -> Path:
+        return self.parts[0][0].path
+
+    @property
+    def names(self) -> list[str]:
+        return [saved.body["members"][place] for saved, places in self.parts for place in places]
+
+    def agreed(self, key: str) -> Any:
+        """What all saves have there. Raises CheckpointError where they differ."""
+        first: Any = self.parts[0][0].body.get(key)
+        for saved, _ in self.parts:
+            if saved.body.get(key) != first:
+                raise CheckpointError(f"{key} in {saved.path} is not that in {self.path}: these do not merge")
+        return first
+
+    def own(self, key: str) -> Tensor:
+        """The members' rows of a tensor."""
+        return torch.cat([saved.tensors[OWN + key][places] for saved, places in self.parts])
+
+    def common(self, key: str) -> Tensor:
+        """A tensor of all members. Raises CheckpointError where the saves differ."""
+        first = self.parts[0][0].tensors[key]
+        for saved, _ in self.parts:
+            if not _identical(saved.tensors[key], first):
+                raise CheckpointError(f"{key} in {saved.path} is not that in {self.path}: these do not merge")
+        return first
+
+    def has(self, key: str) -> bool:
+        return all(key in saved.tensors for saved, _ in self.parts)
+
+    def module(self, model: nn.Module) -> Callable[[], None]:
+        """What writes the members into a fused module, or the one member into a model; all is checked before."""
+        single = not isinstance(model, FusedModule)
+        own = dict(tensors_of(model))
+        for saved, _ in self.parts:
+            if odd := sorted(own.keys() ^ saved.body["module"]["stacked"].keys()):
+                raise CheckpointError(
+                    f"{saved.path} and the model do not have the same tensors: {odd[0]} is in one of them only"
+                )
+        if single and len(self.names) != 1:
+            raise CheckpointError(f"{self.path} holds {self.names}: say which one the model shall be, names=[...]")
+        found = {name: self._values(f"module/{name}", name, tensor) for name, tensor in own.items()}
+        for name, tensor in own.items():
+            _check(self.path, name, found[name], tensor)
+        return lambda: _copy([(tensor, found[name]) for name, tensor in own.items()])
+
+    def _values(self, key: str, name: str, like: Tensor) -> Tensor:
+        """What a tensor was, or a state of it: with a row for each member or as one, as ``like`` is here.
+
+        What all members had as one is each one's own here where nobody trains it, or there is one member; what each had
+        is one for all here where it was the same. Raises CheckpointError.
+        """
+        known = membership(like)
+        stacked, several = known is not None and known.stacked, len(self.names) > 1
+        there = {saved.body["module"]["stacked"][name] for saved, _ in self.parts}
+        if there == {False} and not stacked:
+            return self.common(key)
+        if several and like.requires_grad and there != {stacked}:
+            shown = "each member's own" if stacked else "one for all members"
+            raise CheckpointError(
+                f"{name} is trained and {shown} here, and was not in {self.path}: make models that share as the saved "
+                "ones did"
+            )
+        rows = torch.cat([_rows(saved, key, places) for saved, places in self.parts])
+        if stacked:
+            return rows
+        if not all(_identical(row, rows[0]) for row in rows):
+            raise CheckpointError(
+                f"{name} is one tensor for all members here, and differs between those in {self.path}: make models "
+                "with their own"
+            )
+        return rows[0]
+
+    def optimizer(self, optimizer: FusedOptimizer) -> Callable[[], None]:
+        """What writes the members' state into an optimizer of the array; all is checked before."""
+        kept, kind = self.agreed("optimizer"), type(optimizer).__name__
+        if kept is None:
+            raise CheckpointError(f"{self.path} holds no optimizer")
+        ours = []
+        for group in optimizer.param_groups:
+            options = encode({key: group[key] for key in optimizer.options}, {}, "options")
+            ours.append({"params": [membership_of(param).name for param in group["params"]], "options": options})
+        if odd := _difference(kept, {"class": kind, "groups": ours}):
+            raise CheckpointError(f"{self.path} was saved with another optimizer: {odd}; give the one that it had")
+        values: list[tuple[Tensor, Tensor]] = []
+        states: dict[Tensor, dict[str, Tensor]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            vectors, _ = read(group, optimizer.hypers, optimizer.members)
+            for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
+                mine = self.own(f"optimizer/{number}/{hyper.label}")
+                _check(self.path, hyper.label, mine, vector)
+                hyper.check(mine.tolist())
+                values.append((vector, mine))
+            for param in group["params"]:
+                states[param] = self._state(param)
+        begun = decode(kept["begun"], {})
+
+        def write() -> None:
+            _copy(values)
+            for param, entries in states.items():
+                optimizer.state.pop(param, None)
+                if entries:
+                    optimizer.state[param] = entries
+            optimizer.begun = begun
+            optimizer.forget()
+
+        return write
+
+    def _state(self, param: Tensor) -> dict[str, Tensor]:
+        found = membership_of(param)
+        prefix = f"optimizer/state/{found.name}/"
+        kept = [_entries(saved, prefix) for saved, _ in self.parts]
+        if any(keys != kept[0] for keys in kept):
+            raise CheckpointError(
+                f"{self.path}: the optimizer has no state of {found.name} in some of the saves: merge arrays that have "
+                "all made a step"
+            )
+        state = {}
+        for entry in sorted(kept[0]):
+            value = self._values(prefix + entry, found.name, param).clone()
+            like = param if value.dim() and value.shape == param.shape else None
+            wanted = [len(self.names)] if found.stacked else []
+            if like is None and list(value.shape) != wanted:
+                raise CheckpointError(f"{self.path}: {entry} of {found.name} has shape {list(value.shape)}")
+            state[entry] = value if like is None else value.to(like)
+        return state
+
+    def schedule(self, schedule: Any) -> Callable[[], None]:
+        kept = [(saved, places, saved.body.get("schedule")) for saved, places in self.parts]
+        if any(one is None for _, _, one in kept):
+            raise CheckpointError(f"{self.path} holds no schedule")
+        if not isinstance(schedule, PerMember):
+            if len(kept) > 1 or kept[0][1] != list(range(len(kept[0][0].body["members"]))) or "all" not in kept[0][2]:
+                raise CheckpointError(
+                    f"{self.path}: a {type(schedule).__name__} has one state for all members, and loads with all of "
+                    "them only; use hf.optim.lr_scheduler.PerMember"
+                )
+            self._check_kinds(kept[0][2].get("kinds", []), [type(schedule).__name__])
+            state = decode(kept[0][2]["all"], kept[0][0].tensors)
+            return lambda: schedule.load_state_dict(state)
+        states = [decode(one["members"][place], saved.tensors) for saved, places, one in kept for place in places]
+        if all("kinds" in one for *_, one in kept):
+            self._check_kinds([one["kinds"][place] for _, places, one in kept for place in places], schedule.kinds)
+
+        def write() -> None:
+            for row, own in enumerate(states):
+                # Whoever starts in a free row begins a schedule of his own.
+                if row not in self.free:
+                    schedule.load_member(row, own)
+
+        return write
+
+    def _check_kinds(self, kept: Sequence[str], ours: Sequence[str]) -> None:
+        """Saves of before know no kinds."""
+        for row, (theirs, own) in enumerate(zip(kept, ours, strict=bool(kept))):
+            if theirs != own and row not in self.free:
+                raise CheckpointError(
+                    f"{self.path} holds a {theirs} for {self.names[row]!r}, and its schedule here is a {own}: give the "
+                    "schedule that it was saved with"
+                )
+
+    def scaler(self, scaler: GradScaler) -> Callable[[], None]:
+        names = self.agreed("scaler")
+        if names is None:
+            raise CheckpointError(f"{self.path} holds no scaler")
+        state = {name: self.own(f"scaler/{name}") for name in names}
+        return lambda: scaler.load_state_dict(state)
+
+    def random(self, model: nn.Module) -> Callable[[], None]:
+        """What puts the random generators where they were; those of devices that ``model`` is not on are left out."""
+        saved = self.parts[0][0]
+        state: Mapping[str, Any] = decode(saved.body["random"], saved.tensors)
+        # A generator that would refuse its state is found here.
+        torch.Generator().set_state(state["torch"])
+        random.Random().setstate(state["python"])
+        np.random.RandomState().set_state(state["numpy"])
+
+        def write() -> None:
+            torch.set_rng_state(state["torch"])
+            random.setstate(state["python"])
+            np.random.set_state(state["numpy"])
+            for device in devices_of(model):
+                if str(device) in state["devices"]:
+                    backend(device).set_random_states(state["devices"][str(device)])
+
+        return write
+
+    def value(self, key: str) -> Any:
+        """A nest that the first save holds."""
+        saved = self.parts[0][0]
+        return decode(saved.body.get(key), saved.tensors)
+
+
+def _difference(kept: Any, ours: Any) -> str:
+    """The first thing in which two optimizers are not alike, in words; empty if they are."""
+    if kept["class"] != ours["class"]:
+        return f"{kept['class']}, not {ours['class']}"
+    theirs, own = kept["groups"], ours["groups"]
+    if len(theirs) != len(own):
+        return f"{len(theirs)} param groups, not {len(own)}"
+    for number, (one, other) in enumerate(zip(theirs, own, strict=True)):
+        if one["options"] != other["options"]:
+            return f"{one['options']} in param group {number}, not {other['options']}"
+        if one["params"] != other["params"]:
+            odd = sorted(set(one["params"]) ^ set(other["params"]))
+            return (
+                f"param group {number} has other parameters, {odd[0]}"
+                if odd
+                else f"param group {number} in another order"
+            )
+    return ""
+
+
+def _rows(saved: Saved, key: str, places: Sequence[int]) -> Tensor:
+    """The rows of members of one save; what they had as one is that of each."""
+    if OWN + key in saved.tensors:
+        return saved.tensors[OWN + key][places]
+    one = saved.tensors[key]
+    return one.expand(len(places), *one.shape)
+
+
+def _entries(saved: Saved, prefix: str) -> set[str]:
+    """What an optimizer kept of a parameter."""
+    keys = {key.removeprefix(OWN) for key in saved.tensors}
+    return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
+
+
+def _identical(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit, NaN too."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(*(value.contiguous().reshape(-1).view(torch.uint8) for value in (one, other)))
+
+
+def _check(path: Path, name: str, found: Tensor, wanted: Tensor) -> None:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        kinds = [f"{list(tensor.shape)} {tensor.dtype}" for tensor in (found, wanted)]
+        raise CheckpointError(
+            f"{name} is {kinds[0]} in {path}, and {kinds[1]} here: load as many members as there are rows, of the "
+            "model that was saved"
+        )
+
+
+@torch.no_grad()
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for tensor, found in pairs:
+        tensor.detach().copy_(found)

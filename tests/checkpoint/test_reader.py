@@ -1,0 +1,188 @@
+"""Members of saves in arrays of other widths and bases; what is no value, score, name or schedule is told."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, StepLR
+
+import hfusion as hf
+from hfusion.checkpoint.files import saves
+from tests.checkpoint.living import OPTIONS, Batches, Net, population, train
+
+BATCH = torch.randn(6, 4), torch.randint(3, (6,))
+
+
+def on_a_base(base: nn.Module, count: int, **options: Any) -> hf.Population:
+    return hf.Population([nn.Sequential(base, nn.Linear(4, 3)) for _ in range(count)], **{**SGD, **options})
+
+
+SGD: dict[str, Any] = {
+    "optimizer": lambda params: hf.optim.SGD(params, lr=0.1, momentum=0.9),
+    "loss": F.cross_entropy,
+    "compile": False,
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_one_of_the_members_of_a_base(trained: bool, tmp_path: Path) -> None:
+    """Alone it has the base for itself, with its state in the optimizer."""
+    pop = on_a_base(nn.Linear(4, 4).requires_grad_(trained), 3)
+    pop.step(*BATCH)
+    pop.save(tmp_path)
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4).requires_grad_(trained), nn.Linear(4, 3))
+
+    one = hf.Population.load(tmp_path, make, names="member 1", **SGD)
+    for name, tensor in one.fused.named_parameters():
+        stack = dict(pop.fused.named_parameters())[name]
+        expected = stack[1] if stack.dim() == tensor.dim() else stack
+        torch.testing.assert_close(tensor[0], expected, rtol=0, atol=0)
+        if tensor.requires_grad:
+            moved = pop.optimizer.state[stack]["momentum_buffer"]
+            own = one.optimizer.state[tensor]["momentum_buffer"][0]
+            assert torch.equal(own, moved[1] if moved.dim() > own.dim() else moved)
+    assert one.step(*BATCH).isfinite().all()
+    if trained:
+        with pytest.raises(
+            hf.CheckpointError, match=r"0\.weight is trained and each member's own here, and was not in"
+        ):
+            hf.Population.load(tmp_path, make, **SGD)
+
+
+def test_arrays_on_bases_merge(tmp_path: Path) -> None:
+    """Where members have bases of their own; or on one base, if it is the same."""
+    bases = [nn.Linear(4, 4).requires_grad_(False) for _ in range(2)]
+    pops = [on_a_base(base, 2, tags=[f"{k}.{row}" for row in range(2)]) for k, base in enumerate(bases)]
+    twin = on_a_base(bases[0], 1, tags=["twin"])
+    folders = [tmp_path / name for name in ("0", "1", "twin")]
+    for pop, folder in zip([*pops, twin], folders, strict=True):
+        pop.step(*BATCH)
+        pop.save(folder)
+    both = hf.Population.load(
+        folders[:2], lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3)), **SGD
+    )
+    weight = both.fused.get_parameter("0.weight")
+    assert [int(torch.equal(row, bases[1].weight)) for row in weight] == [0, 0, 1, 1]
+    base = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(hf.CheckpointError, match=r"0\.weight in .* is not that in"):
+        hf.Population.load(folders[:2], lambda: nn.Sequential(base, nn.Linear(4, 3)), **SGD)
+    three = hf.Population.load([folders[0], folders[2]], lambda: nn.Sequential(base, nn.Linear(4, 3)), **SGD)
+    assert torch.equal(base.weight, bases[0].weight) or torch.equal(three.fused.get_parameter("0.weight"), base.weight)
+    assert three.step(*BATCH).isfinite().all()
+
+
+def test_free_rows_have_no_schedule_to_go_on(tmp_path: Path) -> None:
+    """Members have schedules of different kinds, by name; who starts in a free row brings one."""
+    makes: dict[str, Any] = {
+        "a": lambda o: LinearLR(o, 0.1, total_iters=5),
+        "b": lambda o: StepLR(o, 2),
+        "c": lambda o: CosineAnnealingLR(o, 9),
+    }
+    options = {**OPTIONS, "schedule": list(makes.values())}
+    pop = hf.Population([Net() for _ in makes], **options, tags=list(makes))
+    train(pop, Batches(), 2)
+    pop.stop(0)
+    pop.save(tmp_path)
+    again = hf.Population.load(tmp_path, Net, **{**OPTIONS, "schedule": makes})
+    assert again.tags == [None, "b", "c"]
+    assert again.schedule is not None
+    assert again.schedule.kinds[1:] == ["StepLR", "CosineAnnealingLR"]
+    assert torch.equal(again.hparams["lr"][1:], pop.hparams["lr"][1:])
+    again.start(0, Net(), lr=0.1, schedule=makes["a"])
+    assert again.schedule.last_epochs.tolist() == [0, 2, 2]
+    with pytest.raises(hf.CheckpointError, match=r"schedule has none for 'b': give one for each of \['b', 'c'\]"):
+        hf.Population.load(tmp_path, Net, **{**OPTIONS, "schedule": {"a": makes["a"]}})
+    with pytest.raises(hf.CheckpointError, match="holds a StepLR for 'b', and its schedule here is a Cosine"):
+        hf.Population.load(tmp_path, Net, **OPTIONS)
+    with pytest.warns(UserWarning, match="holds a schedule, and schedule= was not given"):
+        hf.Population.load(tmp_path, Net, **{**OPTIONS, "schedule": None})
+
+
+def test_a_name_is_loaded_once(tmp_path: Path) -> None:
+    pop = population(3)
+    pop.save(tmp_path)
+    assert hf.load(tmp_path, Net(), names="net 0.2").names == ["net 0.2"]
+    with pytest.raises(hf.CheckpointError, match=r"'net 0\.1' is named twice: load it once"):
+        hf.Population.load(tmp_path, Net, names=["net 0.1", "net 0.1"], **OPTIONS)
+    with pytest.raises(hf.CheckpointError, match="no folder was given"):
+        hf.Population.load([], Net, **OPTIONS)
+
+
+ODD: dict[str, tuple[dict[str, Any], str]] = {
+    "NaN": ({"score": math.nan}, "score=nan: no save is better or worse than this"),
+    "text": ({"score": "a"}, "score='a': give one number, or None"),
+    "several": ({"score": torch.ones(2)}, "give one number, or None"),
+    "part": ({"keep": 1.5}, "keep=1.5: give how many saves are left, at least 1"),
+    "none": ({"keep": 0}, "keep=0"),
+    "sparse": ({"extra": torch.eye(2).to_sparse()}, "extra is a tensor that is torch.sparse_coo on cpu"),
+    "meta": ({"extra": torch.ones(2, device="meta")}, "extra is a tensor that is torch.strided on meta"),
+    "words": ({"extra": np.array(["a"])}, "extra is a numpy.ndarray of <U1"),
+    "loader": ({"loader": 3}, "a int as loader has no state_dict"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_no_value_is_told_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    pop = population(2)
+    options, words = ODD[name]
+    with pytest.raises(hf.CheckpointError, match=words):
+        pop.save(tmp_path, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_come_back_as_they_were(tmp_path: Path) -> None:
+    """Keys with slashes are other keys than nests; a score may be a tensor."""
+    pop = population(2)
+    extra = {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}, "a/b~0": torch.full((1,), 2.0)}
+    for score in (torch.tensor(0.5), np.float32(0.75), 1):
+        pop.save(tmp_path, score=score, extra=extra)  # type: ignore[arg-type]
+    found = hf.load(tmp_path, pop.fused).extra
+    assert (found["a/b"].item(), found["a"]["b"].item(), found["a/b~0"].item()) == (1.0, 0.0, 2.0)
+    nest: list[Any] = []
+    nest.append(nest)
+    with pytest.raises(hf.CheckpointError, match="extra is nested too deep, or holds itself"):
+        pop.save(tmp_path, extra=nest)
+
+
+def test_a_save_whose_error_nobody_heard_is_told_by_the_next(tmp_path: Path) -> None:
+    pop = population(2)
+    (tmp_path / "file").write_text("")
+    pop.save(tmp_path / "file", wait=False)
+    with pytest.raises(hf.CheckpointError, match=r"the save before this one: .*file could not write a checkpoint"):
+        pop.save(tmp_path / "good")
+    assert pop.save(tmp_path / "good").result().name == "save-000000000001"
+    failed = pop.save(tmp_path / "file", wait=False)
+    assert isinstance(failed.exception(), hf.CheckpointError)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pop.save(tmp_path / "good")
+
+
+def test_a_save_without_its_files_names_another(tmp_path: Path) -> None:
+    pop = population(2)
+    pop.save(tmp_path)
+    (tmp_path / "save-000000000009").mkdir()
+    with pytest.raises(hf.CheckpointError, match=r"manifest.json is missing; another save is .*save-000000000001"):
+        hf.load(tmp_path, pop.fused)
+    (tmp_path / "save-999999999999").mkdir()
+    assert pop.save(tmp_path).result() == saves(tmp_path)[-1] == tmp_path / "save-1000000000000"
+
+
+def test_optimizers_of_others_are_told(tmp_path: Path) -> None:
+    fused = hf.fuse([nn.Linear(4, 3) for _ in range(2)])
+    other: Any = torch.optim.SGD(fused.parameters(), lr=0.1)
+    with pytest.raises(hf.CheckpointError, match=r"optimizer is a torch\.optim\.sgd\.SGD, whose state has no rows"):
+        hf.save(tmp_path, fused, other)
+    hf.save(tmp_path, fused)
+    with pytest.raises(hf.CheckpointError, match=r"optimizer is a torch\.optim\.sgd\.SGD, whose state has no rows"):
+        hf.load(tmp_path, fused, other)
