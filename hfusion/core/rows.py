@@ -30,7 +30,7 @@ def copied(src: int | Sequence[int], dst: int | Sequence[int], members: int) -> 
 def pairs(src: int | Sequence[int], dst: int | Sequence[int], members: int) -> list[tuple[int, int]]:
     """``(src, dst)`` of each copy. Raises ValueError."""
     targets = rows_of(dst, members)
-    origins = [row_of(src, members)] * len(targets) if _is_row(src) else rows_of(src, members)
+    origins = [row_of(src, members)] * len(targets) if is_row(src) else rows_of(src, members)
     if len(origins) != len(targets):
         raise ValueError(
             f"copy of {len(origins)} members over {len(targets)}: give one source, or one for each of dst={targets}"
@@ -41,7 +41,7 @@ def pairs(src: int | Sequence[int], dst: int | Sequence[int], members: int) -> l
 
 def rows_of(rows: int | Sequence[int], members: int) -> list[int]:
     """One row, or several. Raises ValueError."""
-    if _is_row(rows) or not isinstance(rows, Iterable):
+    if is_row(rows) or not isinstance(rows, Iterable):
         return [row_of(rows, members)]
     return [row_of(row, members) for row in rows]
 
@@ -52,17 +52,14 @@ def row_of(row: Any, members: int) -> int:
         found = operator.index(row)
     except TypeError as error:
         raise ValueError(f"{row!r} is no row of an array of {members} members: give integers") from error
-    if isinstance(row, bool) or not -members <= found < members:
+    if isinstance(row, bool) or getattr(row, "dtype", None) is torch.bool or not -members <= found < members:
         raise ValueError(f"{row!r} is no row of an array of {members} members: rows are 0 to {members - 1}")
     return found % members
 
 
-def _is_row(rows: Any) -> bool:
-    return (
-        isinstance(rows, int)
-        or (hasattr(rows, "__index__") and not isinstance(rows, Tensor))
-        or (isinstance(rows, Tensor) and rows.dim() == 0)
-    )
+def is_row(rows: Any) -> bool:
+    """Whether it is one row, not several: arrays of numbers have ``__index__``, too."""
+    return hasattr(rows, "__index__") and getattr(rows, "ndim", 0) == 0
 
 
 def check_once(rows: Sequence[int]) -> None:

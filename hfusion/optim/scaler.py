@@ -144,6 +144,10 @@ class GradScaler:
             values["tracker"] = torch.where(full, 0, tracker)
         self._found, self._stepped = {}, set()
 
+    def forget(self) -> None:
+        """Begin anew what `update` ends, after an error in the midst of it: unscaled gradients do not count."""
+        self._found, self._stepped = {}, set()
+
     def keep(self, rows: Sequence[int]) -> None:
         """Hold the scales of members ``rows`` alone, in this order."""
         if self._values:

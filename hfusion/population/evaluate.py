@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,28 +16,48 @@ from hfusion.step.train_step import call_arguments
 
 
 @torch.no_grad()
-def evaluate(fused: FusedModule, metric: Callable[..., Any], loader: Iterable[Any], rows: Sequence[int]) -> list[float]:
-    """``metric`` of each of ``rows`` over all batches ``(inputs, target)`` of ``loader``, in eval mode."""
+def evaluate(
+    fused: FusedModule, metric: Callable[..., Any], loader: Iterable[Any], members: Mapping[int, str]
+) -> dict[int, float]:
+    """``metric`` of each of ``members`` by row, over all batches ``(inputs, target)`` of ``loader``, in eval mode."""
     batches = []
     with fused.evaluating():
-        for inputs, target in loader:
+        for batch in loader:
+            inputs, target = _pair(batch)
             args, kwargs = call_arguments(inputs, {})
             batches.append((fused(*args, **kwargs), target))
     if not batches:
         raise ValueError("the loader gave no batch, so that there is nothing to evaluate")
-    if all(hasattr(metric, name) for name in ("reset", "update", "compute")):
-        return [_updated(metric, [_of_member(batch, row) for batch in batches]) for row in rows]
-    outputs, targets = (_joined([batch[k] for batch in batches], dim) for k, dim in ((0, 1), (1, 0)))
-    return [_number(metric(*_of_member((outputs, targets), row))) for row in rows]
+    updated = all(hasattr(metric, name) for name in ("reset", "update", "compute"))
+    parts = batches if updated else [(_joined([b[0] for b in batches], 1), _joined([b[1] for b in batches], 0))]
+    found = {}
+    for row, tag in members.items():
+        own = [_of_member(part, row) for part in parts]
+        try:
+            found[row] = _number(_updated(metric, own) if updated else metric(*own[0]))
+        except Exception as error:
+            error.add_note(f"This is of the metric of member {tag!r} in row {row}.")
+            raise
+    return found
 
 
-def _updated(metric: Any, batches: Sequence[tuple[Any, Any]]) -> float:
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        many = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+        raise ValueError(
+            f"the loader gave a {type(batch).__name__}{many}: evaluate takes batches (inputs, target); several inputs "
+            "are a tuple, ((x, mask), target)"
+        )
+    return batch[0], batch[1]
+
+
+def _updated(metric: Any, batches: Sequence[tuple[Any, Any]]) -> Any:
     """A metric that keeps a state, such as those of torchmetrics: a copy of its own for each member."""
     own = copy.deepcopy(metric)
     own.reset()
     for output, target in batches:
         own.update(output, target)
-    return _number(own.compute())
+    return own.compute()
 
 
 def _of_member(batch: tuple[Any, Any], row: int) -> tuple[Any, Any]:
@@ -68,7 +88,11 @@ def _cat(leaves: Sequence[Any], dim: int) -> Any:
 
 
 def _number(value: Any) -> float:
-    found = torch.as_tensor(value)
-    if found.numel() != 1:
-        raise ValueError(f"the metric gave a tensor of shape {list(found.shape)} for one member: it must give a number")
+    try:
+        found = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"the metric gave a {type(value).__name__} for one member: it must give a number") from error
+    if found.numel() != 1 or found.is_complex():
+        shown = f"{found.dtype} of shape {list(found.shape)}"
+        raise ValueError(f"the metric gave a tensor of {shown} for one member: it must give a number")
     return float(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -105,6 +105,8 @@ class Roll:
         """Raise a ValueError for a name that is none, or another member's."""
         if not isinstance(tag, str) or not tag:
             raise ValueError(f"tag={tag!r}: a member's name is a string with something in it")
+        if not tag.isprintable() and any(0xD800 <= ord(letter) < 0xE000 for letter in tag):
+            raise ValueError(f"tag={tag!r}: a member's name has letters that no file can hold (lone surrogates)")
         if tag in self.tags:
             raise ValueError(f"tag={tag!r} is the name of the member in row {self.tags.index(tag)}: give another")
 
@@ -148,6 +150,7 @@ class Roll:
         self.frozen[row] = False
 
     def thaw(self, row: int) -> None:
+        self.tag(row)
         if bool(self.frozen[row]):
             self.note(row, What.THAW)
             self.frozen[row] = False
@@ -237,6 +240,15 @@ class Enrolled:
     def row(self, tag: str) -> int:
         """Where the member of this name is. Raises KeyError."""
         return self._roll.row(tag)
+
+
+def listed(name: str, given: Any, kind: type) -> list[Any]:
+    """One of a kind, or several. Raises ValueError."""
+    if isinstance(given, kind):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise ValueError(f"{name}={given!r}: give a {kind.__name__}, or one for each row")
+    return list(given)
 
 
 def apart(fused: FusedModule, row: int) -> nn.Module:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from hfusion.array.per_model import per_model
 from hfusion.array.rows import rearrange as rearrange_array
 from hfusion.core.errors import NonFiniteError
 from hfusion.core.exclusive import FairLock
-from hfusion.core.rows import check_once, pairs, rows_of
+from hfusion.core.rows import check_once, is_row, pairs, rows_of
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
@@ -24,7 +25,7 @@ from hfusion.population.evaluate import evaluate
 from hfusion.population.gradients import GradientSums, weighed, weighted
 from hfusion.population.guard import Buffers, Limits, OnNonfinite, bad_rows, check_common, stacked
 from hfusion.population.hparams import Hparams
-from hfusion.population.members import Enrolled, Roll, What, apart
+from hfusion.population.members import Enrolled, Roll, What, apart, listed
 from hfusion.population.saving import Saving, in_turn
 from hfusion.population.widths import Widths
 from hfusion.step.train_step import call_arguments, check_losses, train_step
@@ -173,7 +174,20 @@ class Population(Saving, Enrolled):
         self._update(losses)
 
     def _update(self, losses: Tensor) -> None:
-        """What is done with gradients: unscale, look at them, clip, update."""
+        """What is done with gradients; where it fails, the next step begins an update anew."""
+        try:
+            self._apply(losses)
+        except BaseException:
+            if self._buffers is not None:
+                self._buffers.put_back(torch.ones(len(self.fused), dtype=torch.bool))
+            if self.scaler is not None:
+                self.scaler.forget()
+            raise
+        finally:
+            self._done, self._spoilt, self._buffers = 0, self._none(), None
+
+    def _apply(self, losses: Tensor) -> None:
+        """Unscale, look at the gradients, clip, update."""
         roll = self._roll
         overflown = self._none() if self.scaler is None else self.scaler.unscale_(self.optimizer)
         if self._on_nonfinite != "ignore":
@@ -191,15 +205,12 @@ class Population(Saving, Enrolled):
                 self.scaler.update()
         roll.ages += roll.alive & ~(roll.frozen | overflown)
         roll.step += 1
-        self._done, self._spoilt, self._buffers = 0, self._none(), None
 
     def _look(self, bad: Tensor) -> None:
         """Freeze, or tell of, the members of ``bad``; those that are frozen keep their buffers."""
         assert self._buffers is not None
         rows = bad.nonzero().reshape(-1).tolist()
         if rows and self._on_nonfinite == "raise":
-            self._buffers.put_back(torch.ones_like(bad))
-            self._done, self._spoilt, self._buffers = 0, self._none(), None
             raise NonFiniteError(
                 f"the loss or a gradient of {', '.join(f'{self._roll.tag(row)!r} (row {row})' for row in rows)} is not "
                 f"finite in step {self._roll.step}; nothing was updated: lower its learning rate, stop it, or give "
@@ -223,14 +234,14 @@ class Population(Saving, Enrolled):
         Raises:
             ValueError: a row that is none, is free, or comes twice.
         """
-        rows = rows_of(row, len(self))
+        single, rows = is_row(row), rows_of(row, len(self))
         check_once(rows)
         for one in rows:
             self._roll.tag(one)
         models = [apart(self.fused, one) for one in rows]
         for one in rows:
             self._roll.leave(one)
-        return models if isinstance(row, Sequence) else models[0]
+        return models[0] if single else models
 
     @in_turn
     def start(
@@ -256,30 +267,38 @@ class Population(Saving, Enrolled):
             ValueError: a row that is taken, a tag that another member has, a hyper-parameter that is missing or wrong.
             FusionError: a model that cannot be fused with the members.
         """
-        roll = self._roll
-        if row is None:
-            if not roll.free:
-                self.grow(1)
-            row = roll.free[0]
-        rows = rows_of(row, len(self))
-        models = [model] if isinstance(model, nn.Module) else list(model)
-        tags = [tag] * len(rows) if tag is None or isinstance(tag, str) else list(tag)
+        models = listed("model", model, nn.Module)
+        tags = [None] * len(models) if tag is None else listed("tag", tag, str)
         self._check_between()
         if schedule is not None and self.schedule is None:
             raise ValueError("schedule: this population has none; give it one when it is made")
-        roll.check_start(rows, tags, len(models))
-        limits = self._limits.with_rows(rows, clip_norm, clip_value)
-        self._drop_gradients()
-        self.fused.put(rows, models)
-        rearrange_optimizer(self.optimizer, [None if one in rows else one for one in range(len(self))], hypers)
-        if self.schedule is not None:
-            self.schedule.replace(rows, schedule)
-        if self.scaler is not None:
-            self.scaler.restart(rows)
+        with self._room(row) as rows:
+            self._roll.check_start(rows, tags, len(models))
+            limits = self._limits.with_rows(rows, clip_norm, clip_value)
+            self._drop_gradients()
+            self.fused.put(rows, models)
+            rearrange_optimizer(self.optimizer, [None if one in rows else one for one in range(len(self))], hypers)
+            if self.schedule is not None:
+                self.schedule.replace(rows, schedule)
+            if self.scaler is not None:
+                self.scaler.restart(rows)
         self._limits = limits
         for one, name in zip(rows, tags, strict=True):
-            roll.enter(one, name)
-        return rows if isinstance(row, Sequence) else rows[0]
+            self._roll.enter(one, name)
+        return rows[0] if row is None or is_row(row) else rows
+
+    @contextmanager
+    def _room(self, row: int | Sequence[int] | None) -> Iterator[list[int]]:
+        """Rows for members that start; those that were made for them are given back where they cannot."""
+        before = len(self)
+        if row is None and not self._roll.free:
+            self.grow(1)
+        try:
+            yield self._roll.free[:1] if row is None else rows_of(row, len(self))
+        except BaseException:
+            if len(self) > before:
+                self._resize(list(range(before)), before)
+            raise
 
     def _drop_gradients(self) -> None:
         """Between updates nobody needs them, and to move them takes time."""
@@ -336,8 +355,8 @@ class Population(Saving, Enrolled):
     @in_turn
     def grow(self, count: int) -> None:
         """Make room for ``count`` members more at least, in free rows at the end."""
-        if count < 1:
-            raise ValueError(f"grow by {count}: at least one row")
+        if not is_row(count) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"grow by {count!r}: a whole number of rows, one at least")
         rows = len(self)
         self._resize([*range(rows), *[0] * (self._widths.of(rows + count) - rows)], rows)
 
@@ -374,7 +393,5 @@ class Population(Saving, Enrolled):
         function of torchmetrics.functional, any function. A metric with ``update`` and ``compute`` gets batch by batch.
         A free row has NaN.
         """
-        found = torch.full((len(self),), math.nan, dtype=torch.float64)
-        rows = self._roll.live
-        found[rows] = torch.tensor(evaluate(self.fused, metric, loader, rows), dtype=torch.float64)
-        return found
+        found = evaluate(self.fused, metric, loader, {row: self._roll.tag(row) for row in self._roll.live})
+        return torch.tensor([found.get(row, math.nan) for row in range(len(self))], dtype=torch.float64)

@@ -1,0 +1,466 @@
+"""Random lives of populations beside torch runs of each member: ``python -m tests.population.walk --walks 200``.
+
+A walk steps, stops, starts, copies, compacts, grows, evaluates, saves, loads and changes learning rates at random;
+after every step losses, weights, buffers, ages and rates of each member are those of torch.optim alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import random
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as schedules
+
+import hfusion as hf
+
+DOUBLE = torch.float64
+Make = Callable[[Any], Any]
+
+
+def normed() -> nn.Module:
+    """With statistics; no bias before them, whose gradient is noise that Adam makes large."""
+    return nn.Sequential(nn.Linear(5, 6, bias=False), nn.BatchNorm1d(6), nn.LeakyReLU(0.1), nn.Linear(6, 3)).double()
+
+
+class Tied(nn.Module):
+    """One weight in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.first(x).tanh()).tanh())
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv1d(1, 3, 3, bias=False), nn.GroupNorm(1, 3), nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.conv(x[:, None])).sigmoid().flatten(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.last = nn.GRU(1, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.cells(x[:, :, None])[0][:, -1])
+
+
+BASE = nn.Linear(5, 5).double().requires_grad_(False)
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "normed": normed,
+    "tied": lambda: Tied().double(),
+    "convolved": lambda: Convolved().double(),
+    "recurrent": lambda: Recurrent().double(),
+    "on a frozen base": lambda: nn.Sequential(BASE, nn.GELU(), nn.Linear(5, 3)).double(),
+}
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "adamw": ("AdamW", {"weight_decay": 0.1}),
+    "amsgrad": ("Adam", {"amsgrad": True, "betas": (0.8, 0.9)}),
+    "nadam": ("NAdam", {"momentum_decay": 0.01}),
+    "radam": ("RAdam", {}),
+    "rmsprop": ("RMSprop", {"centered": True, "momentum": 0.5, "eps": 1e-3}),
+    "adagrad": ("Adagrad", {"lr_decay": 0.1}),
+    "adadelta": ("Adadelta", {"rho": 0.8}),
+    "adamax": ("Adamax", {}),
+}
+
+SCHEDULES: dict[str, Make] = {
+    "warm-up": lambda o: schedules.LinearLR(o, 0.2, total_iters=5),
+    "steps": lambda o: schedules.StepLR(o, 3, 0.5),
+    "restarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 4),
+    "one cycle": lambda o: schedules.OneCycleLR(o, 0.05, total_steps=4000, cycle_momentum=False),
+    "plateau": lambda o: schedules.ReduceLROnPlateau(o, factor=0.5, patience=1),
+    "two": lambda o: schedules.SequentialLR(
+        o, [schedules.LinearLR(o, 0.5, total_iters=2), schedules.ExponentialLR(o, 0.95)], [3]
+    ),
+    "function": lambda o: schedules.LambdaLR(o, lambda epoch: 1 / (1 + 0.1 * epoch)),
+}
+
+
+@dataclass
+class Options:
+    """What a walk keeps from its begin to its end."""
+
+    model: str
+    optimizer: str
+    scheduled: bool
+    scaled: bool
+    accumulate: int
+    clip_norm: bool
+    clip_value: bool
+    mode: Any
+    compile: bool
+
+    @staticmethod
+    def drawn(draw: random.Random, compile: bool) -> Options:
+        scaled = draw.random() < 0.3
+        return Options(
+            draw.choice(list(MODELS)),
+            draw.choice(list(OPTIMIZERS)),
+            draw.random() < 0.6,
+            scaled,
+            draw.choice([1, 1, 2]),
+            draw.random() < 0.4,
+            draw.random() < 0.3,
+            draw.choice(["freeze", "ignore"]) if scaled else draw.choice(["freeze", "freeze", "raise", "ignore"]),
+            compile,
+        )
+
+
+@dataclass
+class Alone:
+    """What a member of the population is by itself."""
+
+    model: nn.Module
+    options: Options
+    lr: float
+    make: Make | None
+    norm: float = math.inf
+    value: float = math.inf
+    age: int = 0
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        kind, more = OPTIMIZERS[self.options.optimizer]
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.opt = getattr(torch.optim, kind)(self.trained, lr=self.lr, **more)
+        self.schedule = None if self.make is None else self.make(self.opt)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) if self.options.scaled else None
+
+    def twin(self) -> Alone:
+        made = copy.copy(self)
+        made.model = own_copy(self.model)
+        made.__post_init__()
+        made.opt.load_state_dict(copy.deepcopy(self.opt.state_dict()))
+        for ours, theirs in zip(made.trained, self.trained, strict=True):
+            # Torch makes NAdam's product float64 when it loads it.
+            made.opt.state[ours] = copy.deepcopy(self.opt.state.get(theirs, {}))
+        if made.schedule is not None and self.schedule is not None:
+            made.schedule.load_state_dict(copy.deepcopy(self.schedule.state_dict()))
+        if made.scaler is not None and self.scaler is not None and self.age:
+            made.scaler.load_state_dict(self.scaler.state_dict())
+        return made
+
+    def update(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        self.opt.zero_grad()
+        found = []
+        for x, y in batches:
+            loss = F.cross_entropy(self.model(x), y)
+            found.append(loss.detach())
+            loss = loss / len(batches)
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.scaler is not None:
+            self.scaler.unscale_(self.opt)
+        if self.value < math.inf:
+            nn.utils.clip_grad_value_(self.trained, self.value)
+        nn.utils.clip_grad_norm_(self.trained, self.norm)
+        if self.scaler is None:
+            self.opt.step()
+        else:
+            self.scaler.step(self.opt)
+            self.scaler.update()
+        self.age += 1
+        return found
+
+
+def own_copy(model: nn.Module) -> nn.Module:
+    frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
+    return copy.deepcopy(model, frozen)
+
+
+class Walk:
+    """A population and its members alone, by name."""
+
+    def __init__(self, seed: int, compile: bool) -> None:
+        self.draw = random.Random(seed)
+        torch.manual_seed(seed)
+        self.options = Options.drawn(self.draw, compile)
+        self.alone: dict[str, Alone] = {}
+        self.frozen: set[str] = set()
+        self.names = 0
+        self.worst = 0.0
+        self.acts: list[str] = []
+        members = [self.member() for _ in range(self.draw.choice([1, 2, 3, 5, 9]))]
+        tags = [self.name() for _ in members]
+        self.alone = dict(zip(tags, members, strict=True))
+        self.pop = hf.Population([own_copy(one.model) for one in members], **self.given(tags), tags=tags)
+        self.set_rates(range(len(members)))
+
+    def name(self) -> str:
+        self.names += 1
+        return f"{self.draw.choice(['ä', 'a/b', '..', 'x' * 300, '[red]'])} {self.names}"
+
+    def member(self) -> Alone:
+        own, draw = self.options, self.draw
+        return Alone(
+            MODELS[own.model](),
+            own,
+            draw.choice([0.001, 0.01, 0.03]),
+            draw.choice(list(SCHEDULES.values())) if own.scheduled else None,
+            draw.choice([0.1, 1.0]) if own.clip_norm else math.inf,
+            draw.choice([0.01, 0.1]) if own.clip_value else math.inf,
+        )
+
+    def given(self, rows: Sequence[str | None]) -> dict[str, Any]:
+        """The options of a population of these members."""
+        own = self.options
+        kind, more = OPTIMIZERS[own.optimizer]
+        any_one = next(iter(self.alone.values()))
+        members = [any_one if tag is None else self.alone[tag] for tag in rows]
+        return {
+            "optimizer": lambda params: getattr(hf.optim, kind)(params, lr=0.01, **more),
+            "loss": F.cross_entropy,
+            "schedule": [one.make for one in members] if own.scheduled else None,
+            "scaler": hf.optim.GradScaler(init_scale=64.0, growth_interval=3) if own.scaled else None,
+            "clip_norm": [one.norm for one in members] if own.clip_norm else None,
+            "clip_value": [one.value for one in members] if own.clip_value else None,
+            "accumulate": own.accumulate,
+            "on_nonfinite": own.mode,
+            "compile": own.compile,
+        }
+
+    def set_rates(self, rows: Sequence[int]) -> None:
+        """Rates of the members' own before the first step: their schedules begin anew from there."""
+        for row in rows:
+            self.pop.hparams["lr"][row] = self.alone[self.tag(row)].lr
+        if self.pop.schedule is not None:
+            self.pop.schedule.restart(list(rows))
+
+    def tag(self, row: int) -> str:
+        tag = self.pop.tags[row]
+        assert tag is not None
+        return tag
+
+    @property
+    def live(self) -> list[int]:
+        return [row for row, tag in enumerate(self.pop.tags) if tag is not None]
+
+    @property
+    def free(self) -> list[int]:
+        return [row for row, tag in enumerate(self.pop.tags) if tag is None]
+
+    def run(self, count: int) -> None:
+        acts: list[Callable[[], object]] = [
+            self.step, self.step, self.step, self.step, self.stop, self.start, self.start, self.copy, self.compact,
+            self.grow, self.hparams, self.evaluate, self.reload, self.deepcopy, self.poison,
+        ]  # fmt: skip
+        for _ in range(count):
+            act = self.draw.choice(acts)
+            self.acts.append(act.__name__)
+            act()
+            assert set(self.alone) == {tag for tag in self.pop.tags if tag is not None}
+            assert {self.tag(row) for row in self.pop.frozen} == self.frozen
+        self.step()
+
+    def batch(self) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+        """Of all members, or of each: as the population takes it, and row by row."""
+        size, rows = self.draw.choice([4, 4, 7]), len(self.pop)
+        if self.draw.random() < 0.6:
+            x, y = torch.randn(size, 5, dtype=DOUBLE), torch.randint(3, (size,))
+            return x, y, [(x, y)] * rows
+        xs, ys = torch.randn(rows, size, 5, dtype=DOUBLE), torch.randint(3, (rows, size))
+        return hf.stacked(xs), hf.stacked(ys), list(zip(xs, ys, strict=True))  # type: ignore[return-value]
+
+    def step(self) -> None:
+        given = [self.batch() for _ in range(self.options.accumulate)]
+        found = [self.pop.step(x, y) for x, y, _ in given]
+        metrics = torch.zeros(len(self.pop))
+        for row, tag in enumerate(self.pop.tags):
+            if tag is None:
+                assert all(bool(losses[row].isnan()) for losses in found)
+            elif tag not in self.frozen:
+                expected = self.alone[tag].update([rows[row] for *_, rows in given])
+                for ours, theirs in zip(found, expected, strict=True):
+                    self.close(ours[row], theirs)
+                metrics[row] = float(expected[-1])
+        if self.pop.schedule is not None:
+            self.pop.schedule.step(metrics=metrics)
+            for row, tag in enumerate(self.pop.tags):
+                if tag is not None:
+                    schedule = self.alone[tag].schedule
+                    plateau = isinstance(schedule, schedules.ReduceLROnPlateau)
+                    schedule.step(*[float(metrics[row])] if plateau else [])
+        self.check()
+
+    def check(self) -> None:
+        rates = self.pop.hparams["lr"].tolist()
+        for row in self.live:
+            one, model = self.alone[self.tag(row)], self.pop.models[row]
+            assert model is not None
+            assert self.pop.ages[row] == one.age, (self.pop.ages, one.age)
+            self.close(*(torch.tensor(rate, dtype=DOUBLE) for rate in (rates[row], one.opt.param_groups[0]["lr"])))
+            for ours, theirs in zip(model.state_dict().values(), one.model.state_dict().values(), strict=True):
+                self.close(ours, theirs)
+
+    def close(self, ours: Tensor, theirs: Tensor) -> None:
+        gap = ((ours.detach() - theirs.detach()).abs() / (1 + theirs.detach().abs())).max()
+        self.worst = max(self.worst, 0.0 if math.isnan(gap) else float(gap))
+        torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-9, atol=1e-10, equal_nan=True)
+
+    def stop(self) -> None:
+        rows = self.draw.sample(self.live, self.draw.randint(0, max(0, min(3, len(self.live) - 1))))
+        models = self.pop.stop(rows)
+        gone = [tag for tag in self.alone if tag not in self.pop.tags]
+        assert len(gone) == len(rows)
+        by_weights = [self.alone.pop(tag) for tag in gone]
+        for model in models:
+            assert any(_alike(model, one.model) for one in by_weights)
+        self.frozen -= set(gone)
+
+    def start(self) -> None:
+        one, tag = self.member(), self.name()
+        more: dict[str, Any] = {"lr": one.lr}
+        if self.options.scheduled:
+            more["schedule"] = one.make
+        for name in ("norm", "value"):
+            if getattr(self.options, f"clip_{name}"):
+                more[f"clip_{name}"] = getattr(one, name)
+        row = self.draw.choice([None, *self.free])
+        self.pop.start(row, own_copy(one.model), tag=tag, **more)
+        self.alone[tag] = one
+
+    def copy(self) -> None:
+        healthy = [row for row in self.live if self.tag(row) not in self.frozen]
+        if not healthy:
+            return
+        count = self.draw.randint(1, min(3, len(self.pop)))
+        dst = self.draw.sample(range(len(self.pop)), count)
+        src = [self.draw.choice(healthy) for _ in dst]
+        names = [self.tag(row) for row in src]
+        twins = [self.alone[name].twin() for name in names]
+        self.pop.copy(src[0] if len(src) == 1 else src, dst[0] if len(dst) == 1 else dst)
+        for row, origin, name, twin in zip(dst, src, names, twins, strict=True):
+            self.alone[self.tag(row)] = twin
+            if row != origin:
+                self.frozen.discard(self.tag(row))
+                assert self.pop.lineage[-1].source in names, name
+
+    def compact(self) -> None:
+        self.pop.compact()
+
+    def grow(self) -> None:
+        if len(self.pop) < 16:
+            before = len(self.pop)
+            self.pop.grow(self.draw.randint(1, 3))
+            assert len(self.pop) > before
+
+    def hparams(self) -> None:
+        for row in self.draw.sample(self.live, self.draw.randint(0, len(self.live))):
+            factor = self.draw.choice([0.5, 1.2])
+            self.pop.hparams["lr"][row] *= factor
+            self.alone[self.tag(row)].opt.param_groups[0]["lr"] *= factor
+
+    def evaluate(self) -> None:
+        """Of batches of unlike sizes."""
+        batches = [(torch.randn(n, 5, dtype=DOUBLE), torch.randint(3, (n,))) for n in (4, 4, 1)]
+        found = self.pop.evaluate(F.cross_entropy, batches)
+        x, y = (torch.cat([one[place] for one in batches]) for place in range(2))
+        for row, tag in enumerate(self.pop.tags):
+            if tag is None:
+                assert math.isnan(found[row])
+            elif tag not in self.frozen:
+                model = self.alone[tag].model.eval()
+                self.close(found[row], F.cross_entropy(model(x), y))
+                model.train()
+
+    def reload(self) -> None:
+        """All, or some in another order; of one folder, or of two."""
+        if not self.live:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            self.pop.save(folder)
+            tags = [tag for tag in self.pop.tags if tag is not None]
+            if self.draw.random() < 0.5:
+                rows: list[str | None] = self.pop.tags
+                names = None
+            else:
+                names = self.draw.sample(tags, self.draw.randint(1, len(tags)))
+                rows = list(names)
+            make = MODELS[self.options.model]
+            self.pop = hf.Population.load(folder, make, names=names, **self.given(rows))
+        kept = set(tags if names is None else names)
+        self.alone = {tag: one for tag, one in self.alone.items() if tag in kept}
+        self.frozen &= kept
+        assert self.pop.tags == rows
+
+    def deepcopy(self) -> None:
+        self.pop = copy.deepcopy(self.pop)
+
+    def poison(self) -> None:
+        """A weight that is NaN; where that is told, the member leaves."""
+        if self.options.scaled or self.options.mode == "ignore" or len(self.live) < 2:
+            return
+        row = self.draw.choice(self.live)
+        tag = self.tag(row)
+        name = self.draw.choice(
+            [n for n, p in self.pop.fused.named_parameters() if p.requires_grad and "norm" not in n]
+        )
+        with torch.no_grad():
+            self.pop.fused.get_parameter(name)[row].fill_(math.nan)
+            dict(self.alone[tag].model.named_parameters())[name].copy_(self.pop.fused.get_parameter(name)[row])
+        if tag in self.frozen:
+            return
+        x, y, _ = self.batch()
+        if self.options.mode == "raise":
+            for _ in range(self.options.accumulate - 1):
+                self.pop.step(x, y)
+            with pytest.raises(hf.NonFiniteError, match=re.escape(repr(tag))):
+                self.pop.step(x, y)
+            self.pop.stop(row)
+            del self.alone[tag]
+            return
+        self.frozen.add(tag)
+        self.step()
+
+
+def _alike(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.allclose(a, b, rtol=1e-9, atol=1e-10, equal_nan=True) for a, b in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--walks", type=int, default=200)
+    parser.add_argument("--acts", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compiled", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    begin, worst, acts = time.monotonic(), 0.0, 0
+    for seed in range(options.seed, options.seed + options.walks):
+        walk = Walk(seed, options.compiled)
+        try:
+            walk.run(options.acts)
+        except BaseException:
+            print(f"seed {seed}: {walk.options}\n{walk.acts}", flush=True)
+            raise
+        worst, acts = max(worst, walk.worst), acts + len(walk.acts)
+    print(
+        f"{options.walks} walks of {acts} acts equal: worst difference {worst:.1e} ({time.monotonic() - begin:.0f} s)"
+    )
+
+
+if __name__ == "__main__":
+    main()
