@@ -153,8 +153,10 @@ class ClusterWorkers:
         found: dict[str, Path] = self.ask({name: ("save", (folder,)) for name, folder in folders.items()})
         for name, path in found.items():
             told = self._told[name]
+            # A process may have been lost after it saved, while others did.
+            there = told.done == len(told.calls)
             told.calls = [told.calls[0], self._packed(("restore", (path, list(members[name]))))]
-            told.done = len(told.calls)
+            told.done = len(told.calls) if there else 0
         return found
 
     def drop(self, name: str, *, collect: bool) -> None:
