@@ -59,6 +59,18 @@ def _shut_down(loader: Any, iterator: _MultiProcessingDataLoaderIter) -> None:
         loader._iterator = None
 
 
+def restart_workers(loader: Any) -> None:
+    """End the workers that a DataLoader keeps, so that it is read as for the first time: they and it draw by the seed.
+
+    Workers that stay go on with their own generators, and with them a DataLoader draws the order of its samples first,
+    else second, after a seed for new workers.
+    """
+    iterator = getattr(loader, "_iterator", None)
+    if isinstance(iterator, _MultiProcessingDataLoaderIter):
+        iterator._shutdown_workers()
+        loader._iterator = None
+
+
 def end_workers(iterator: object) -> bool:
     """Kill the processes that read for a DataLoader's iterator, whatever they do; whether there were any.
 

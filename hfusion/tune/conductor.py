@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hfusion.cluster.node import DeviceInfo
-from hfusion.tasks.task import length
 from hfusion.tune.beats import Beats
 from hfusion.tune.exploit import PBT
 from hfusion.tune.folder import SweepFolder
@@ -23,8 +22,8 @@ from hfusion.tune.footprint import Footprint
 from hfusion.tune.result import Best
 from hfusion.tune.rooms import Rooms
 from hfusion.tune.shape_array import Seat, Shape, ShapeArray
-from hfusion.tune.space import Maker, Suggestion, TrialModel
-from hfusion.tune.trial_rows import SweepRecipe, first_inputs
+from hfusion.tune.space import Maker, Suggestion, TrialModel, check_choices
+from hfusion.tune.trial_rows import SweepRecipe, first_inputs, minibatches
 from hfusion.tune.trials import COPIES, Trials, Verdict
 from hfusion.tune.workers import SweepWorkers
 
@@ -170,7 +169,7 @@ class Conductor:
 
     def _refill(self) -> None:
         """Ask for trials while there is room for them, and let them join."""
-        while (found := self._next()) is not None:
+        while not self.rooms.full and (found := self._next()) is not None:
             self._waiting = found
             candidate, shape = found
             array = self.rooms.room_for(shape)
@@ -190,6 +189,8 @@ class Conductor:
         """The trial that comes next, and its shape; None where all are asked."""
         found, self._waiting = self._waiting, None
         while found is None and len(self.trials.asked) < self._extent.trials and not self._late():
+            if self.trials.over:
+                break
             trial = self.trials.ask()
             if trial is not None:
                 found = self._attempt(trial.number, partial(self._candidate, trial))
@@ -214,7 +215,10 @@ class Conductor:
             return None
 
     def _candidate(self, trial: Any) -> tuple[TrialModel, Shape]:
-        candidate = self._maker.candidate(trial.number, self._maker.suggestion(trial))
+        suggestion = self._maker.suggestion(trial)
+        if self._folder is not None:
+            check_choices(trial)
+        candidate = self._maker.candidate(trial.number, suggestion)
         shape = self._shape(candidate)
         self.rooms.check(shape, f"trial {candidate.number} with {trial.params}")
         return candidate, shape
@@ -236,7 +240,7 @@ class Conductor:
             self._recipe.optimizer_with(first.suggestion.options),
             self._inputs,
             device,
-            evaluated=length(self._recipe.judged[1]) if self._recipe.evaluates else 0,
+            evaluated=minibatches(self._recipe.judged[1]) if self._recipe.evaluates else 0,
             saved=self._folder is not None,
         )
 
@@ -269,6 +273,7 @@ class Conductor:
             "round": self._round,
             "opened": self.rooms.opened,
             "asked": self.trials.asked,
+            "stopped": self._extent.trials if self.trials.stopped else None,
             "waiting": None if self._waiting is None else self._waiting[0].number,
             "arrays": arrays,
             "best": None if self.best is None else [self.best.number, self.best.value],
@@ -279,6 +284,8 @@ class Conductor:
         """Go on from what was written."""
         assert self._folder is not None
         self._round, self.rooms.opened = body["round"], body["opened"]
+        if self._extent.trials <= (body.get("stopped") or -1):
+            self.trials.study.stop()
         epochs = {number: done for one in body["arrays"] for number, _, done, *_ in one["seats"]}
         if body["waiting"] is not None:
             epochs[body["waiting"]] = 0

@@ -84,9 +84,14 @@ class Rooms:
         sizes = [(one.shape.footprint(there), one.rows(1 if one is more else 0)) for one in arrays]
         return fits(int(there.budget * part), sizes)
 
+    @property
+    def full(self) -> bool:
+        """Whether there are as many rows as may be at once, whatever shape comes next."""
+        return self._rows is not None and sum(one.taken for one in self.arrays) >= self._rows
+
     def room_for(self, shape: Shape) -> ShapeArray | None:
         """The array that one more trial may join, on the device that has least to do: by rows at once, and in bytes."""
-        if self._rows is not None and sum(one.taken for one in self.arrays) >= self._rows:
+        if self.full:
             return None
         own = [array for array in self.arrays if array.shape is shape]
         there = {array.device: array for array in own}

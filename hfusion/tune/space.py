@@ -20,6 +20,12 @@ from hfusion.optim.hyper import member_vector
 if TYPE_CHECKING:
     from optuna import Trial
 
+# Of choices in a study that is stored.
+_NAMES = (
+    "a study on disk keeps choices that are None, bool, int, float or str: suggest a name, and look it up, as in "
+    "{'relu': nn.ReLU, 'tanh': nn.Tanh}[trial.suggest_categorical('act', ['relu', 'tanh'])]"
+)
+
 Space: TypeAlias = "Callable[[Trial], Mapping[str, Any]]"
 MakeModel: TypeAlias = Callable[..., nn.Module]
 MakeOptimizer: TypeAlias = Callable[[Any], FusedOptimizer]
@@ -84,7 +90,12 @@ class Maker:
 
     def suggestion(self, trial: Any) -> Suggestion:
         """What ``space(trial)`` gives, sorted by who takes it. Raises ValueError for what nobody takes or can take."""
-        given = self._space(trial)
+        try:
+            given = self._space(trial)
+        except TypeError as error:
+            if "JSON serializable" in str(error):
+                error.add_note(_NAMES)
+            raise
         if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
             raise ValueError(f"space gave {given!r} for trial {trial.number}: return a dict of keyword arguments")
         keys = {hyper.key for hyper in self._hypers}
@@ -128,6 +139,17 @@ class Maker:
                 f"trial {number}: of what space gives, {keys} go to {self.name} and the rest to "
                 f"make_model{signature}, which {error}: {rest}"
             ) from error
+
+
+def check_choices(trial: Any) -> None:
+    """Raise ValueError for choices that a study on disk gives back as others, such as tuples, which become lists."""
+    for name, distribution in trial.distributions.items():
+        for choice in getattr(distribution, "choices", ()):
+            if choice is not None and not isinstance(choice, bool | int | float | str):
+                raise ValueError(
+                    f"trial {trial.number}: {name!r} has the choice {choice!r}, with which a sweep in a directory "
+                    f"could not go on: {_NAMES}"
+                )
 
 
 def _known(optimizer: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from optuna import Study
+    from optuna.trial import FrozenTrial
 
 # Of the journal in a sweep's folder, and of its study.
 JOURNAL, STUDY = "study.journal", "sweep"
@@ -64,6 +67,62 @@ def open_study(
     if direction is not None and found.direction.name.lower() != str(getattr(direction, "name", direction)).lower():
         raise ValueError(f"direction={direction!r}: study {found.study_name!r} was made to {found.direction.name}")
     return found, own
+
+
+@contextmanager
+def listening(study: Study) -> Iterator[None]:
+    """Inside, `Study.stop` is heard as in study.optimize. Samplers call it that have tried all there is, and users."""
+    local = study._thread_local
+    before, local.in_optimize_loop = local.in_optimize_loop, True
+    study._stop_flag = False
+    try:
+        yield
+    finally:
+        local.in_optimize_loop = before
+
+
+def exhausted(study: Study) -> bool:
+    """Whether the sampler lists a finite space of which all is tried, or will be when what is in training has ended.
+
+    Asked again, it would repeat one of these. Optuna asks one trial at a time for each job, and so hardly meets that.
+    """
+    optuna = import_optuna()
+    sampler = study.sampler
+    while isinstance(sampler, optuna.samplers.PartialFixedSampler):
+        sampler = sampler._base_sampler
+    view: Any = _AllEnded(study)
+    begun = view.get_all_trials(study._study_id)
+    if not begun or any(one.state == optuna.trial.TrialState.WAITING for one in begun):
+        return False
+    if isinstance(sampler, optuna.samplers.GridSampler):
+        return bool(sampler.is_exhausted(view))
+    if isinstance(sampler, optuna.samplers.BruteForceSampler):
+        sampler.after_trial(view, begun[-1], begun[-1].state, begun[-1].values)
+    return bool(view.stopped)
+
+
+class _AllEnded:
+    """A study, and its storage, in which no trial is in training any more; `stop` is noted."""
+
+    def __init__(self, study: Study) -> None:
+        self._own, self._storage, self._study_id = study._storage, self, study._study_id
+        self.stopped = False
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def get_all_trials(self, study_id: int, deepcopy: bool = False, states: Any = None) -> list[FrozenTrial]:
+        trials = self._own.get_all_trials(study_id, deepcopy=False)
+        return [one for one in map(_ended, trials) if states is None or one.state in states]
+
+
+def _ended(one: FrozenTrial) -> FrozenTrial:
+    states = import_optuna().trial.TrialState
+    if one.state != states.RUNNING:
+        return one
+    found = copy.copy(one)
+    found.state = states.FAIL
+    return found
 
 
 class Draws:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from hfusion.cluster.cluster import Cluster
 from hfusion.core.errors import CheckpointError
@@ -25,9 +26,9 @@ from hfusion.tune.exploit import PBT
 from hfusion.tune.folder import SweepFolder
 from hfusion.tune.result import SweepResult
 from hfusion.tune.space import MakeModel, MakeOptimizer, Maker, Space
-from hfusion.tune.study import Draws, import_optuna, open_study
+from hfusion.tune.study import Draws, import_optuna, listening, open_study
 from hfusion.tune.trial_rows import SweepRecipe
-from hfusion.tune.trials import Trials, Verdict
+from hfusion.tune.trials import Callback, Trials, Verdict
 from hfusion.tune.workers import LocalWorkers, largest
 
 
@@ -54,6 +55,7 @@ def sweep(
     clip: float | None = None,
     timeout: float | None = None,
     catch: type[BaseException] | tuple[type[BaseException], ...] = (),
+    callbacks: Iterable[Callback] = (),
     pbt: PBT | None = None,
     compile: bool = False,
 ) -> SweepResult:
@@ -87,6 +89,8 @@ def sweep(
             to their end. A sweep that goes on begins to count anew.
         catch: errors of ``space`` and ``make_model`` that fail their trial, as study.optimize has it; others end the
             sweep.
+        callbacks: are called with the study and each trial that was told, as study.optimize has it. They, ``space`` and
+            ``metric`` may call study.stop(): no more trials are asked then.
         pbt: population based training among the trials of each array; by default no pruner goes with it.
         compile: as of `hfusion.train_step`; worth it for long sweeps of few shapes.
 
@@ -98,6 +102,7 @@ def sweep(
             process.
         DeviceLost: the processes of an array were lost more often than the cluster allows.
     """
+    _check_kinds(make_model, space, loss, metric, optimizer, machine)
     extent = _extent(trials, epochs, rows, seed, timeout, catch, pbt)
     if clip is not None and not clip > 0:
         raise ValueError(f"clip={clip!r}: give a norm above 0, or None")
@@ -119,7 +124,8 @@ def sweep(
         before = None if folder is None else folder.read()
         body = {} if before is None else before[0]
         _check_same(body, extent)
-        asked = _trials(found, body, alone=own)
+        stack.enter_context(listening(found))
+        asked = _trials(found, body, callbacks, alone=own)
         beats = Beats(found, asked.run, root)
         workers = _workers(machine, recipe, maker, stack)
         conductor = Conductor(asked, maker, recipe, extent, workers, folder, beats)
@@ -140,6 +146,19 @@ def sweep(
             raise
         beats.end()
         return SweepResult(found, tuple(asked.asked), conductor.best)
+
+
+def _check_kinds(make_model: Any, space: Any, loss: Any, metric: Any, optimizer: Any, machine: Any) -> None:
+    """Raise ValueError for what is of another kind than it must be, before anything is asked."""
+    if isinstance(make_model, nn.Module):
+        raise ValueError("make_model is a module: give a function that makes one, as each trial needs its own")
+    for name, value in (("make_model", make_model), ("space", space), ("loss", loss), ("optimizer", optimizer)):
+        if not callable(value):
+            raise ValueError(f"{name}={value!r}: give a function")
+    if metric is not None and not callable(metric):
+        raise ValueError(f"metric={metric!r}: give a function of outputs and targets, or None")
+    if not isinstance(machine, Machine | Cluster | None):
+        raise ValueError(f"machine={machine!r}: give an hf.Machine, an hf.Cluster, or None for this machine")
 
 
 def _extent(
@@ -164,7 +183,7 @@ def _extent(
     return Extent(trials, epochs, rows, seed, catch if isinstance(catch, tuple) else (catch,), pbt, deadline)
 
 
-def _trials(study: Any, body: Mapping[str, Any], *, alone: bool) -> Trials:
+def _trials(study: Any, body: Mapping[str, Any], callbacks: Iterable[Callback], *, alone: bool) -> Trials:
     """Those of the sweep that ``body`` was saved of, or of a new one; what dead sweeps left in the study has failed."""
     found = Trials(
         study,
@@ -173,6 +192,7 @@ def _trials(study: Any, body: Mapping[str, Any], *, alone: bool) -> Trials:
         asked=body.get("asked", ()),
         attributes={number: names for one in body.get("arrays", ()) for number, _, _, names, _ in one["seats"]},
         alone=alone,
+        callbacks=callbacks,
     )
     found.bury(dead_runs(study))
     return found

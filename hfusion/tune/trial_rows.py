@@ -18,7 +18,8 @@ from hfusion.device.backend import random_states_kept
 from hfusion.optim import FusedOptimizer
 from hfusion.population.population import Population
 from hfusion.population.widths import Widths
-from hfusion.tasks.reading import generators, reading
+from hfusion.tasks.reading import generators, reading, restart_workers
+from hfusion.tasks.task import length
 from hfusion.tune.folder import KEEP
 from hfusion.tune.space import MakeOptimizer, TrialModel
 
@@ -157,6 +158,7 @@ class TrialRows:
 @contextmanager
 def _seeded(loader: Iterable[Any], seed: int) -> Iterator[None]:
     """Inside, torch and the loader draw as after ``manual_seed(seed)``; afterwards all generators are as before."""
+    restart_workers(loader)
     own = [(each, each.get_state()) for each in generators(loader)]
     with random_states_kept():
         torch.manual_seed(seed)
@@ -186,6 +188,15 @@ def _batches(role: str, loader: Iterable[Any], device: torch.device) -> Iterator
 
 def _on(value: Any, device: torch.device) -> Any:
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def minibatches(loader: Iterable[Any]) -> int:
+    """How many it gives, read for that where it has no length; its generators are then as before."""
+    try:
+        return length(loader)
+    except TypeError:
+        with _seeded(loader, 0), reading(loader) as found:
+            return sum(1 for _ in found)
 
 
 def first_inputs(loader: Iterable[Any], device: torch.device) -> Any:

@@ -11,15 +11,18 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hfusion.tune.study import Draws, import_optuna
+from hfusion.tune.study import Draws, exhausted, import_optuna
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
     from optuna.trial import FrozenTrial
+
+# As of study.optimize.
+Callback: TypeAlias = "Callable[[Study, FrozenTrial], None]"
 
 RUN, ROUND, COPIES = "hfusion:run", "hfusion:round", "hfusion:copies"
 
@@ -41,6 +44,7 @@ class Trials:
         asked: the numbers of those that were asked when it was saved.
         attributes: of the trials in training then, the names of what pruners had noted.
         alone: nobody else asks trials of this study.
+        callbacks: are called with the study and a trial that was told.
     """
 
     def __init__(
@@ -52,7 +56,9 @@ class Trials:
         asked: Iterable[int] = (),
         attributes: Mapping[int, Iterable[str]] | None = None,
         alone: bool = False,
+        callbacks: Iterable[Callback] = (),
     ) -> None:
+        self._callbacks = tuple(callbacks)
         self.optuna = import_optuna()
         self.study, self.run, self.asked = study, run, list(asked)
         self._draws = draws
@@ -77,7 +83,7 @@ class Trials:
         states = self.optuna.trial.TrialState
         for one in self.study.get_trials(deepcopy=False, states=(states.RUNNING,)):
             if one.user_attrs.get(RUN) in dead - {self.run}:
-                self.end(one.number, Verdict.FAILED)
+                self.study.tell(one.number, state=states.FAIL, skip_if_finished=True)
 
     @property
     def base(self) -> int:
@@ -93,6 +99,16 @@ class Trials:
     def live(self) -> list[int]:
         """The trials that are asked and not told, as far as this process has them."""
         return list(self._live)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody called study.stop()."""
+        return self.study._stop_flag
+
+    @property
+    def over(self) -> bool:
+        """Whether no more are to be asked: the study was stopped, or its sampler has nothing else to try."""
+        return not self._adopted and (self.stopped or exhausted(self.study))
 
     def ask(self) -> Trial | None:
         """The next trial; None for one that was told before the sweep was killed."""
@@ -181,10 +197,16 @@ class Trials:
         if verdict is Verdict.GO_ON:
             return
         if verdict is Verdict.COMPLETE:
-            self.study.tell(number, value, skip_if_finished=True)
+            self._told(number, self.study.tell(number, value, skip_if_finished=True))
         else:
             self.end(number, verdict)
+
+    def _told(self, number: int, trial: FrozenTrial) -> None:
         self._live.pop(number, None)
+        before = self._ahead.get(number)
+        if before is None or not before.state.is_finished():
+            for callback in self._callbacks:
+                callback(self.study, trial)
 
     def suggested(self, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a trial suggested, and from which distributions."""
@@ -201,8 +223,7 @@ class Trials:
         """Tell a trial that has no value."""
         states = self.optuna.trial.TrialState
         state = states.PRUNED if verdict is Verdict.PRUNED else states.FAIL
-        self.study.tell(number, state=state, skip_if_finished=True)
-        self._live.pop(number, None)
+        self._told(number, self.study.tell(number, state=state, skip_if_finished=True))
 
     def attributes(self) -> dict[int, list[str]]:
         """The names of what pruners have noted on the trials that are not told."""

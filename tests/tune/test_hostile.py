@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 import hfusion as hf
 from tests.simulated.device import missing
@@ -60,6 +61,19 @@ def test_a_categorical_of_none_reaches_the_model() -> None:
     result = sweep(lambda t: {"hidden": t.suggest_categorical("hidden", [None, 8])}, make, trials=8)
     assert {one.params["hidden"] for one in result.trials} == {None, 8}
     assert states(result.study) == ["COMPLETE"] * 8
+
+
+@pytest.mark.filterwarnings("ignore:Choices for a categorical distribution")
+def test_choices_that_no_study_on_disk_gives_back(tmp_path: Path) -> None:
+    def space(*choices: Any) -> Callable[[Any], Any]:
+        return lambda t: {"hidden": t.suggest_categorical("hidden", choices)[0]}
+
+    with pytest.raises(ValueError, match=r"trial 0: 'hidden' has the choice \(4,\), with which .* suggest a name"):
+        sweep(space((4,), (8,)), directory=tmp_path / "a")
+    with pytest.raises(TypeError, match="JSON serializable") as raised:
+        sweep(space(nn.ReLU, nn.Tanh), directory=tmp_path / "b")
+    assert any("suggest a name" in note for note in raised.value.__notes__)
+    assert states(sweep(space((4,), (8,))).study) == ["COMPLETE"] * 4
 
 
 def test_options_of_the_optimizer_are_trials_of_their_own_array() -> None:
@@ -127,6 +141,22 @@ def test_zero_trials() -> None:
 @pytest.mark.parametrize(("name", "value"), [("trials", -1), ("epochs", 0), ("rows", 0), ("trials", 2.5)])
 def test_numbers_that_are_none(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"{name}={value}: give a whole number of at least"):
+        sweep(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("make", make_model(), "make_model is a module: give a function that makes one"),
+        ("space", {"lr": 0.1}, "space={'lr': 0.1}: give a function"),
+        ("optimizer", "adam", "optimizer='adam': give a function"),
+        ("metric", "accuracy", "metric='accuracy': give a function of outputs and targets"),
+        ("machine", "cpu", "machine='cpu': give an hf.Machine"),
+        ("metric", lambda output, target: None, "the metric gave None for one member: it must give a number"),
+    ],
+)
+def test_what_is_of_another_kind(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         sweep(**{name: value})
 
 
@@ -201,10 +231,72 @@ def test_enqueued_trials_come_first() -> None:
     assert sweep(study=study).trials[0].params == {"lr": 0.123}
 
 
+@pytest.mark.filterwarnings("ignore:BruteForceSampler is experimental")
+@pytest.mark.parametrize("name", ["grid", "brute force"])
+def test_a_space_that_is_tried_to_its_end(name: str, tmp_path: Path) -> None:
+    """Each point once, though more rows and trials are free; the same call then asks for nothing."""
+
+    def run() -> Any:
+        samplers = optuna.samplers
+        grid = {"lr": [0.01, 0.1], "hidden": [4, 5]}
+        sampler = samplers.GridSampler(grid, seed=0) if name == "grid" else samplers.BruteForceSampler(seed=0)
+        return sweep(
+            lambda t: {"lr": t.suggest_categorical("lr", [0.01, 0.1]), "hidden": t.suggest_int("hidden", 4, 5)},
+            sampler=sampler,
+            directory=tmp_path,
+            trials=9,
+            rows=3,
+        )
+
+    points = [tuple(one.params.values()) for one in run().trials]
+    assert len(points) == len(set(points)) == 4
+    assert [tuple(one.params.values()) for one in run().trials] == points
+
+
+def test_callbacks_and_what_stops_a_study(tmp_path: Path) -> None:
+    """Callbacks are told every trial once; the sweep stays stopped until more trials are asked of it."""
+    told: list[tuple[int, str]] = []
+
+    def callback(study: Any, trial: Any) -> None:
+        told.append((trial.number, trial.state.name))
+        if len(told) == 2:
+            study.stop()
+
+    def space(trial: Any) -> dict[str, Any]:
+        if trial.number == 1:
+            raise optuna.TrialPruned
+        return small(trial)
+
+    options: dict[str, Any] = {"callbacks": [callback], "directory": tmp_path, "rows": 2}
+    expected = [(0, "COMPLETE"), (1, "PRUNED"), (2, "COMPLETE")]
+    assert states(sweep(space, trials=9, **options).study) == [state for _, state in expected]
+    assert sorted(told) == expected
+    sweep(space, trials=9, **options)
+    assert len(sweep(space, trials=10, **options).trials) == 10
+    assert sorted(told)[:3] == expected
+    assert len(told) == 10
+
+
 def test_a_loader_that_cannot_be_read_again() -> None:
     given = iter(list(loaders()["loader"]))
     with pytest.raises(hf.PlanError, match="can be read again"):
         sweep(loader=given)
+
+
+def test_workers_that_stay_are_read_as_those_that_do_not() -> None:
+    """In every epoch; and loaders whose length nobody knows are read to be counted."""
+
+    class Endless:
+        def __iter__(self) -> Any:
+            yield from given["eval_loader"]
+
+    given, found = loaders(), []
+    for workers, judge in ((0, given["eval_loader"]), (1, Endless())):
+        options = {"num_workers": workers, "persistent_workers": bool(workers)}
+        loader = DataLoader(given["loader"].dataset, batch_size=32, shuffle=True, **options)
+        result = sweep(loader=loader, eval_loader=judge, epochs=3, metric=accuracy)
+        found.append([one.intermediate_values for one in result.trials])
+    assert found[0] == found[1]
 
 
 def test_memory_bounds_the_rows_and_shapes_wait() -> None:
