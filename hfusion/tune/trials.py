@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from hfusion.core.errors import CheckpointError
 from hfusion.tune.study import Draws, exhausted, import_optuna
 
 if TYPE_CHECKING:
@@ -74,6 +75,12 @@ class Trials:
         states = self.optuna.trial.TrialState
         known = set(self.asked)
         trials = self.study.get_trials(deepcopy=True)
+        there = {one.number for one in trials if one.user_attrs.get(RUN) == self.run}
+        if lacking := known - there:
+            raise CheckpointError(
+                f"trial {min(lacking)} of the sweep that was saved is not in study {self.study.study_name!r}: give the "
+                "study that it was, from a storage that outlives a process, or a new directory"
+            )
         found = [one for one in trials if one.number not in known and _is_ours(one, self.run, alone, states)]
         self._adopted = deque(sorted(found, key=lambda one: (one.datetime_start, one.number)))
         self._ahead = {one.number: one for one in trials if one.number in self._attributes}

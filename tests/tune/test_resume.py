@@ -82,3 +82,7 @@ def test_what_is_not_the_same_sweep_is_told(tmp_path: Path) -> None:
         run(str(tmp_path), at("judged", 1, kill))
     with pytest.raises(hf.CheckpointError, match="seed was 0 when the sweep was saved, and is 1"):
         run(str(tmp_path), nothing, seed=1)
+    with pytest.raises(
+        hf.CheckpointError, match="trial 0 of the sweep that was saved is not in study 'other': give the"
+    ):
+        run(str(tmp_path), nothing, study="other", storage=optuna.storages.InMemoryStorage())
