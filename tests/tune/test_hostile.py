@@ -152,7 +152,7 @@ def test_numbers_that_are_none(name: str, value: Any) -> None:
         ("optimizer", "adam", "optimizer='adam': give a function"),
         ("metric", "accuracy", "metric='accuracy': give a function of outputs and targets"),
         ("machine", "cpu", "machine='cpu': give an hf.Machine"),
-        ("metric", lambda output, target: None, "the metric gave None for one member: it must give a number"),
+        ("metric", lambda output, target: None, "the metric gave a NoneType for one member: it must give a number"),
     ],
 )
 def test_what_is_of_another_kind(name: str, value: Any, message: str) -> None:
