@@ -204,7 +204,8 @@ def told_by_a_number(self: Any, x: Tensor) -> Tensor:
 def stepwise(self: Any, x: Tensor) -> Tensor:
     h = x[:, 0]
     for t in range(x.shape[1]):
-        h = self.inner(h[:, None])[:, 0] + self.fc(x[:, t])
+        # Bounded, or rounding is all that is left after some steps.
+        h = (self.inner(h[:, None])[:, 0] + self.fc(x[:, t])).tanh()
     return h
 
 
