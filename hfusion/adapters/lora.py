@@ -15,7 +15,7 @@ from hfusion.adapters.configs import check as check_config
 from hfusion.adapters.layers import NAME, dropout, fill, layers, lora_names, rank, settle
 from hfusion.adapters.member import PREFIX, AdapterMember, member_class, patterns
 from hfusion.core.errors import FusionError
-from hfusion.device.backend import random_states_kept
+from hfusion.runtime.process import draws_kept
 
 
 def lora(
@@ -118,7 +118,7 @@ class Adapters(Sequence[nn.Module]):
         config.inference_mode = False
         check_config(config, str(directory))
         check_common(cast(Any, self._template).peft_config[NAME], config, str(directory))
-        with random_states_kept():
+        with draws_kept():
             model = PeftModel.from_pretrained(self._frozen.copy(), directory, is_trainable=True)
         return self._padded(self._frozen.part(model), str(directory))
 
@@ -195,7 +195,7 @@ class FrozenBase:
 
         # peft writes into configurations.
         config = copy.deepcopy(config)
-        with random_states_kept() if seed is not None else nullcontext():
+        with draws_kept() if seed is not None else nullcontext():
             if seed is not None:
                 torch.manual_seed(seed)
             return self.part(get_peft_model(self.copy(), config, autocast_adapter_dtype=self._autocast))

@@ -15,7 +15,7 @@ from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.core.errors import FusionError
 from hfusion.device.allocator import keep_large_blocks
-from hfusion.device.backend import random_states_kept
+from hfusion.runtime.process import draws_kept
 
 
 def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False) -> FusedModule:
@@ -141,7 +141,7 @@ def _check_made(index: int, model: object, first: nn.Module | None) -> None:
 
 
 def _made(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
-    with random_states_kept():
+    with draws_kept():
         torch.manual_seed(seed)
         return make_model()
 

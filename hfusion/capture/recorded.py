@@ -24,7 +24,7 @@ from hfusion.capture.rehearse import twin
 from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies
 from hfusion.core.memory import same_values
-from hfusion.device.backend import random_states_kept
+from hfusion.runtime.process import draws_kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +172,7 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mod
 def _random_kept() -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with random_states_kept():
+        with draws_kept():
             yield
     finally:
         random.setstate(python)

@@ -22,7 +22,7 @@ from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture, Kind
 from hfusion.core.silence import silence_tracers
-from hfusion.device.backend import random_states_kept
+from hfusion.runtime.process import draws_kept
 
 # Relative; a graph has the operators of the code, so that rounding hardly differs. Gradients may be ten times that.
 ALIKE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
@@ -97,7 +97,7 @@ def _apart(module: nn.Module) -> Iterator[None]:
     """Random numbers, the same for every run, autocast and grad mode come back as they were."""
     outer = random.getstate(), np.random.get_state()
     kinds = {tensor.device.type for _, tensor in tensors(module)} or {"cpu"}
-    with silence_tracers(), random_states_kept():
+    with silence_tracers(), draws_kept():
         try:
             torch.manual_seed(SEED)
             with torch.enable_grad(), torch.autocast(kinds.pop(), enabled=False):

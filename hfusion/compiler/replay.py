@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hfusion.core.errors import FusionError
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
+from hfusion.runtime.draws import seen_in_modes
 
 aten = torch.ops.aten
 
@@ -85,8 +85,7 @@ class Replay:
         return _Replaced(self._again)
 
     def _next(self, func: OpOverload) -> Tensor:
-        state = _state()
-        if state != self._state and not self._drawn_elsewhere(state):
+        if _state() != self._state:
             raise FusionError(
                 f"forward sets the state of torch's random numbers before {func}, which a fused array would lose; "
                 "draw from the numbers as they are, or keep what is drawn in a buffer"
@@ -94,17 +93,9 @@ class Replay:
         row = next(self._rows, None)
         if row is None:
             raise Unmatched(f"a member's {func} draws random numbers that the program draws elsewhere")
-        self._met[state] = row
+        self._met[self._state] = row
         self._state = _advanced()
         return row
-
-    def _drawn_elsewhere(self, state: bytes) -> bool:
-        """Whether another thread may have drawn: the state is new, but nobody has just set a seed."""
-        if threading.active_count() == 1 or state in self._met:
-            return False
-        generator, fresh = torch.Generator(), torch.Generator()
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        return not torch.equal(fresh.manual_seed(generator.initial_seed()).get_state(), generator.get_state())
 
     def _again(self, func: OpOverload) -> Tensor:
         row = self._met.get(_state())
@@ -137,6 +128,10 @@ class _Replaced(TorchDispatchMode):
         arguments = by_name(func, args, kwargs)
         if not is_random(func, arguments):
             return func(*args, **kwargs)
+        with seen_in_modes():
+            return self._given(func, args, kwargs, arguments)
+
+    def _given(self, func: OpOverload, args: Any, kwargs: Any, arguments: dict[str, Any]) -> Any:
         row = self._row(func)
         if func is aten.native_dropout.default:
             return _native_dropout(func, row, arguments["input"], arguments["p"])

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hfusion.core.silence import silence_tracers
-from hfusion.device.backend import random_states_kept
+from hfusion.runtime.process import draws_kept
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def without_trace() -> Iterator[None]:
     """
     dtype, python, numpy = torch.get_default_dtype(), random.getstate(), np.random.get_state()
     try:
-        with silence_tracers(), random_states_kept(), torch.enable_grad(), apart():
+        with silence_tracers(), draws_kept(), torch.enable_grad(), apart():
             yield
     finally:
         torch.set_default_dtype(dtype)

@@ -342,6 +342,12 @@ def _in_use() -> list[torch.device]:
     return accelerators() if started is None or started() else []
 
 
+def current_device() -> torch.device:
+    """The accelerator that is current, if this process has used one, else the host."""
+    found = _in_use()
+    return found[torch.accelerator.current_device_index()] if found else torch.device("cpu")
+
+
 def current_queue() -> AbstractContextManager[Any]:
     """In which any thread's operators run in the queue in which they run here, on the accelerator that is current."""
     return torch.accelerator.current_stream() if _in_use() else nullcontext()

@@ -10,17 +10,17 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from hfusion.device.backend import accelerators
 
-# Of torch's keys in front of all others the one that nothing uses. It, `_IncludeDispatchKeyGuard`, `redispatch` and
-# `torch.random.default_generator` are private names, tried on torch 2.13.
+# Of torch's keys in front of all others the one that nothing uses. It, guards and sets of keys, `redispatch`, the table
+# of higher-order operators and `torch.random.default_generator` are private names, tried on torch 2.13.
 _KEY = "TESTING_ONLY_GenericMode"
 
 Swapped: TypeAlias = "Callable[[], AbstractContextManager[None]]"
@@ -54,6 +54,16 @@ def drawing_from(own: torch.Generator, swapped: Swapped) -> Iterator[None]:
         _here.own, _here.swapped = before
 
 
+def seen_in_modes() -> AbstractContextManager[Any]:
+    """Inside, what the `TorchDispatchMode` calls that is asked, draws from this thread's own: torch hides it there."""
+    if _here.own is None:
+        return nullcontext()
+    hidden = torch._C._dispatch_tls_local_exclude_set()
+    seen = hidden - torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
+    found: Any = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), seen)
+    return cast("AbstractContextManager[Any]", found)
+
+
 def _in_child() -> None:
     """A process that was forked off draws from torch's generators, which it has for itself."""
     if _here.own is not None:
@@ -77,6 +87,11 @@ def _intercepted() -> tuple[torch.library.Library, ...]:
         # On the host each operator that draws is made of some that take a generator.
         if places or (accelerators() and torch.Tag.nondeterministic_seeded in _operator(schema).tags):
             aten.impl(_operator(schema), _kernel(schema, *places), with_keyset=True)
+    # Operators of Python, as the rules of autograd below `torch.vmap`, have tables of their own.
+    key: Any = torch._C._dispatch_key_parse(_KEY)
+    for each in torch._ops._higher_order_ops.values():
+        each.fallthrough(key)
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
     seeding: Any = torch.random
     seeding.default_generator = _Default(torch.default_generator)
     return rest, aten
@@ -99,7 +114,7 @@ def _kernel(schema: Any, place: int | None = None) -> Callable[..., Any]:
         here = kwargs.get("generator") if only_by_name or place is None else next(iter(args[place:]), None)
         # Of one generator there may be several objects.
         given = here is not None and here._cdata != shared._cdata
-        # A mode that sees all operators comes first; what it calls is intercepted.
+        # A mode that sees all operators comes first; what it calls is intercepted, where `seen_in_modes`.
         if _here.own is None or given or torch._C._len_torch_dispatch_stack():
             return operator.redispatch(keys - ours, *args, **kwargs)
         if _on_accelerator(args, kwargs):

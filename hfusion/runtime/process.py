@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import Condition, RLock
 
 import torch
 from torch import Tensor
 
-from hfusion.device.backend import backend, seeding_locks
+from hfusion.device.backend import backend, current_device, random_states_kept, seeding_locks
 from hfusion.runtime.draws import drawing_from
 
 
@@ -117,3 +118,18 @@ class Generators:
         if kind not in self.states:
             self.states[kind] = torch.Generator(kind).manual_seed(self.seed).get_state()
         return self.states[kind]
+
+
+@contextmanager
+def draws_kept() -> Iterator[None]:
+    """Let this thread draw, and seed, as if there were no other; afterwards torch's random states are as before.
+
+    What other threads draw meanwhile is what they would draw without it.
+    """
+    device, alone = current_device(), threading.active_count() == 1
+    with random_states_kept() if alone or device.type != "cpu" else nullcontext():
+        if alone:
+            yield
+        else:
+            with Generators(0, backend(device).random_states()).apart(device):
+                yield

@@ -13,9 +13,9 @@ from torch import nn
 
 from hfusion.capture.compare import check_alone
 from hfusion.core.membership import Membership, mark
-from hfusion.device.backend import random_states_kept
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import member_vector
+from hfusion.runtime.process import draws_kept
 
 if TYPE_CHECKING:
     from optuna import Trial
@@ -49,7 +49,7 @@ class ModelMaker:
 
     def model(self, number: int, suggestion: Suggestion) -> nn.Module:
         """It is made after ``torch.manual_seed(number)``. Raises FusionError for one that cannot be fused."""
-        with random_states_kept():
+        with draws_kept():
             torch.manual_seed(number)
             model = self.make_model(**suggestion.rest)
         if not isinstance(model, nn.Module):

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.core.errors import PlanError
-from hfusion.device.backend import random_states_kept
 from hfusion.optim import FusedOptimizer
 from hfusion.population.population import Population
 from hfusion.population.widths import Widths
+from hfusion.runtime.process import draws_kept
 from hfusion.tasks.reading import generators, reading, restart_workers
 from hfusion.tasks.task import length
 from hfusion.tune.folder import KEEP
@@ -160,7 +160,7 @@ def _seeded(loader: Iterable[Any], seed: int) -> Iterator[None]:
     """Inside, torch and the loader draw as after ``manual_seed(seed)``; afterwards all generators are as before."""
     restart_workers(loader)
     own = [(each, each.get_state()) for each in generators(loader)]
-    with random_states_kept():
+    with draws_kept():
         torch.manual_seed(seed)
         for each, _ in own:
             each.manual_seed(seed)

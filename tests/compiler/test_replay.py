@@ -159,20 +159,24 @@ def test_a_forward_that_seeds_runs_member_by_member(forward: Forward) -> None:
         assert torch.equal(found["output"][0], found["output"][1])
 
 
-@pytest.fixture
-def drawn_elsewhere() -> Iterator[None]:
-    """Another thread draws all the time."""
+@pytest.fixture(params=[1, 3])
+def drawn_elsewhere(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Other threads draw, and one of them seeds, all the time."""
     over = threading.Event()
 
-    def draw() -> None:
+    def draw(seeds: bool) -> None:
         while not over.is_set():
             torch.rand(3)
+            if seeds:
+                torch.manual_seed(0)
 
-    thread = threading.Thread(target=draw)
-    thread.start()
+    threads = [threading.Thread(target=draw, args=(k == 1,)) for k in range(request.param)]
+    for thread in threads:
+        thread.start()
     yield
     over.set()
-    thread.join()
+    for thread in threads:
+        thread.join()
 
 
 @pytest.mark.usefixtures("drawn_elsewhere")

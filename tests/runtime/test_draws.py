@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfusion.runtime.draws import drawing_from
+from hfusion.runtime.draws import drawing_from, seen_in_modes
 
 ONES = torch.ones(4, 3)
 
@@ -60,6 +61,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "dropout": lambda: [F.dropout(ONES), F.alpha_dropout(ONES, training=True), F.dropout1d(ONES)],
     "rrelu": lambda: F.rrelu(-ONES, training=True),
     "attention": lambda: F.scaled_dot_product_attention(*[torch.ones(1, 1, 2, 4)] * 3, dropout_p=0.5),
+    "below vmap": lambda: torch.vmap(lambda x: Doubled.apply(x + torch.rand_like(x)), randomness="different")(ONES),
     "a new layer": lambda: nn.LSTM(2, 2, 2, dropout=0.5)(torch.ones(3, 2, 2))[0].detach(),
     "the seed": lambda: torch.tensor(torch.initial_seed()),
     "the state": torch.get_rng_state,
@@ -67,6 +69,20 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "seed": seeded_by_itself,
     "set_rng_state": put_back,
 }
+
+
+class Doubled(torch.autograd.Function):
+    """An operator of Python, to torch.vmap."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
 
 def same(a: Any, b: Any) -> bool:
@@ -115,6 +131,25 @@ def test_other_threads_draw_from_torchs() -> None:
     thread.join()
     assert torch.equal(torch.cat(here), expected)
     assert torch.equal(torch.cat(found), torch.rand(6, generator=torch.Generator().manual_seed(2)))
+
+
+class Replaced(TorchDispatchMode):
+    """Gives random numbers in place of all results."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with seen_in_modes():
+            return torch.stack([torch.rand(3), torch.rand(3, out=torch.empty(3))])
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_a_mode_draws_is_of_its_thread(own: bool) -> None:
+    expected = torch.rand(6, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2 if own else 1)
+    before = torch.get_rng_state()
+    with drawing_from(torch.Generator().manual_seed(1), nullcontext) if own else nullcontext(), Replaced():
+        found = torch.rand(3)
+    assert torch.equal(found, expected.view(2, 3))
+    assert torch.equal(torch.get_rng_state(), before) == own
 
 
 def test_one_within_another() -> None:

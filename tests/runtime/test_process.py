@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hfusion.device.backend import random_states_kept
-from hfusion.runtime.process import Gate, Generators
+from hfusion.runtime.process import Gate, Generators, draws_kept
 
 CPU = torch.device("cpu")
 
@@ -47,6 +47,29 @@ def test_who_is_exclusive_is_alone(first: str, second: str) -> None:
             order.append(first)
         job.result()
     assert order == [first, second]
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_thread_draws_as_if_there_were_no_other(others: bool) -> None:
+    """Another one draws, and seeds, within it; what that draws is what it would draw by itself."""
+    with ThreadPoolExecutor(1) as pool:
+        if others:
+            pool.submit(torch.get_rng_state).result()
+        torch.manual_seed(5)
+        before = torch.get_rng_state()
+        with draws_kept():
+            inside = [torch.rand(2)]
+            aside = pool.submit(torch.rand, 2).result() if others else None
+            inside.append(torch.rand(2))
+            torch.manual_seed(5)
+            inside.append(torch.rand(4))
+        one, other = torch.cat(inside[:2]), inside[2]
+        assert torch.equal(one, other)
+        if aside is None:
+            assert torch.equal(torch.get_rng_state(), before)
+        else:
+            assert torch.equal(aside, other[:2])
+            assert torch.equal(torch.rand(2), other[2:])
 
 
 @pytest.mark.parametrize("way", ["computing", "exclusive"])
