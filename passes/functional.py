@@ -16,7 +16,7 @@ from hfusion.core.errors import FusionError
 from hfusion.passes.effects import RUNNING_STATISTICS, remove_dead
 from hfusion.passes.islands import OPAQUE, Watched, checked
 from hfusion.passes.old_values import differentiable, keep_old_values
-from hfusion.passes.scatters import SCATTERS, Rewriting, emit, scattered, sizes_of
+from hfusion.passes.scatters import SCATTERS, Rewriting, emit, scattered, shows_all, sizes_of
 from hfusion.passes.views import IDENTITY, LISTS, RESHAPES, location, viewed, writes
 
 aten = torch.ops.aten
@@ -152,7 +152,7 @@ def _hides_whole(state: Rewriting, write: fx.Node) -> bool:
     """Whether nothing is left of a tensor that gradients flow through."""
     node = write.args[0]
     assert isinstance(node, fx.Node)
-    while node in state.parent and (node.target in IDENTITY | RESHAPES or writes(node)):
+    while node in state.parent and shows_all(node):
         node = state.parent[node]
     return node not in state.parent and node in state.differentiable
 

@@ -163,3 +163,11 @@ SCATTERS: Mapping[Any, Scatter] = {
     aten.view_as_complex.default: _scatter_complex,
     operator.getitem: _scatter_part,
 }
+
+# What is put back by these leaves nothing of what was there.
+_WHOLE = (_permute_back, _same_again, _scatter_pairs, _scatter_complex)
+
+
+def shows_all(view: fx.Node) -> bool:
+    """Whether ``view`` shows all elements of what it is a view of."""
+    return view.target in IDENTITY | RESHAPES or writes(view) or SCATTERS.get(view.target) in _WHOLE

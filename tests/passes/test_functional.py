@@ -240,7 +240,10 @@ def test_a_copy_has_gradients(name: str, members: int) -> None:
 HIDING: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "copy": lambda h, x: h.copy_(x),
     "of a view": lambda h, x: h.view(-1).copy_(x.reshape(-1)),
+    "transposed": lambda h, x: h.t().copy_(x.t()),
+    "permuted, as a vector": lambda h, x: h.permute(1, 0).unsqueeze(0).copy_(x.T),
     "item": lambda h, x: h.__setitem__(slice(None), x),
+    "item of a transposed": lambda h, x: h.mT.__setitem__(slice(None), x.mT),
     "zero": lambda h, x: h.zero_(),
     "fill": lambda h, x: h.view(-1, 2, 3).fill_(2.0),
     "mask": lambda h, x: h.masked_fill_(torch.ones_like(h, dtype=torch.bool), 0.0),
