@@ -194,10 +194,13 @@ def run_sweep(parsed: argparse.Namespace) -> BenchmarkResult:
     chosen = sweep_settings(parsed)
     with meter(sweep.pieces(chosen)) as bar:
         rows, interrupted = collect(sweep.run(chosen, bar))
+    if parsed.plot and rows:
+        plot.draw_sweep(rows, parsed.plot)
     missing = [contender.name for contender in chosen.contenders if contender.missing()]
     footnotes = [f"{contender.name}: {contender.about}" for contender in chosen.contenders]
     footnotes += [f"left out, as a package is not installed: {', '.join(missing)}"] if missing else []
-    return BenchmarkResult(sweep.table(rows), footnotes, rows, interrupted, wrong=[])
+    wrong = [f"{row.case}, {row.contender}: {row.trials} trials" for row in rows if row.trials != chosen.trials]
+    return BenchmarkResult(sweep.table(rows), footnotes, rows, interrupted, wrong)
 
 
 def run_short(parsed: argparse.Namespace) -> BenchmarkResult:

@@ -32,7 +32,11 @@ SUB_BENCHMARKS = {
 SEPARATE = {"lora": "many LoRA adapters of one base, against peft one after another (`lora --help`)"}
 MEMBERS = (4, 16, 64)
 NOT_FOR = {"schedule": ("members", "repeats"), "shard": ("members",), "sweep": ("members", "repeats")}
-CHOSEN_BY = {"models": ("fuse", "foretold", "short", "sweep"), "contenders": ("fuse", "short", "sweep")}
+CHOSEN_BY = {
+    "models": ("fuse", "foretold", "short", "sweep"),
+    "contenders": ("fuse", "short", "sweep"),
+    "plot": ("fuse", "sweep"),
+}
 # What models and contenders are chosen from, other than those of fuse.
 ENTRANTS: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
     "short": (CASES, short.CONTENDERS),
@@ -94,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         type=Path,
         action="append",
-        help="fuse: draw speed-up against members, as PNG or SVG by the suffix; may be given again (needs matplotlib)",
+        help="fuse, sweep: draw speed-up, or seconds, as PNG or SVG; may be given again (needs matplotlib)",
     )
     made.add_argument("--amp", choices=sorted(AMP), help="fuse: forward and loss under autocast, for all contenders")
     instead = made.add_mutually_exclusive_group()

@@ -1,4 +1,4 @@
-"""The results of the sub-benchmark ``fuse`` as a picture: speed-up over serial against members."""
+"""Results as pictures: of ``fuse`` the speed-up over serial against members, of ``sweep`` seconds as bars."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hfusion.bench.results import BASELINE, OURS, FuseRow
+from hfusion.bench.sweep import SweepRow
 
 COLUMNS = 4
 COLOURS = {"hfusion": "tab:red", "hfusion-compiled": "darkred"}
@@ -63,3 +64,25 @@ def _line(rows: Sequence[FuseRow], contender: str) -> tuple[list[int], list[floa
     """Members and speed-ups of the rows in which ``contender`` was timed against the serial loop."""
     points = [(row.members, row.speedup) for row in rows if row.contender == contender and row.speedup is not None]
     return [members for members, _ in points], [speedup for _, speedup in points]
+
+
+def draw_sweep(rows: Sequence[SweepRow], paths: Sequence[Path]) -> None:
+    """Write one panel per case with a bar per contender, its seconds, and how many epochs it trained.
+
+    Raises ModuleNotFoundError without matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(row.case for row in rows))
+    figure = Figure(figsize=(5.2 * len(cases), 0.36 * len(rows) / len(cases) + 1.2), layout="constrained")
+    panels = figure.subplots(1, len(cases), squeeze=False)[0]
+    for panel, case in zip(panels, cases, strict=True):
+        own = [row for row in rows if row.case == case]
+        colours = [COLOURS.get(row.contender, "indianred" if "hfusion" in row.contender else "tab:blue") for row in own]
+        bars = panel.barh([row.contender for row in own], [row.seconds for row in own], color=colours)
+        panel.bar_label(bars, [f" {row.seconds:.0f} s, {row.epochs} epochs" for row in own], fontsize=8)
+        panel.set(title=f"{case}, {own[0].trials} trials", xlabel="seconds")
+        panel.invert_yaxis()
+        panel.margins(x=0.35)
+    for path in paths:
+        figure.savefig(path, dpi=110)

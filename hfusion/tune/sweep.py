@@ -174,6 +174,8 @@ def _extent(
     for name, value, least in (("trials", trials, 0), ("epochs", epochs, 1), ("rows", 1 if rows is None else rows, 1)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name}={value!r}: give a whole number of at least {least}")
+    if not isinstance(pbt, PBT | None):
+        raise ValueError(f"pbt={pbt!r}: give an hf.PBT, such as hf.PBT(), or None")
     if pbt is not None and rows is None:
         # They are compared with one another.
         rows = max(1, trials)

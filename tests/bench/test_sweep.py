@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("optuna")
 pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
 from hfusion.bench import sweep
 from hfusion.bench.__main__ import main
 from hfusion.bench.sweep_contenders import CONTENDERS, configurations
@@ -20,7 +21,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr("hfusion.bench.arguments.cores", lambda: 1)
     target = tmp_path / "bench.json"
     names = "one-by-one,threads,hfusion"
-    assert main(["sweep", "--quick", "--contenders", names, "--trials", "3", "--json", str(target)]) == 0
+    options = ["--quick", "--contenders", names, "--trials", "3", "--plot", str(tmp_path / "bench.svg")]
+    assert main(["sweep", *options, "--json", str(target)]) == 0
+    assert all(name in (tmp_path / "bench.svg").read_text() for name in names.split(","))
     assert "hf.sweep" in capsys.readouterr().out
     rows = json.loads(target.read_text())["rows"]
     assert [row["contender"] for row in rows] == names.split(",")
