@@ -82,8 +82,8 @@ def _capture(
     real = rehearse(module, args, kwargs) if runnable(module) else None
     if real is None:
         return _exported(module, args, kwargs, attempts, {})
-    if real.outside:
-        raise FusionError(real.outside)
+    if real.lost:
+        raise FusionError(real.lost)
     key = capture_key(module, args, kwargs, [(attempt.first, attempt.dims) for attempt in attempts])
     known = find_capture(key)
     if known is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,16 @@ from hfusion.capture.contents import contents
 from hfusion.capture.kept import restored, variables
 from hfusion.capture.named import tensors
 from hfusion.capture.registered import REMEDY, Registered, check_registered
-from hfusion.capture.rehearse import EQUAL, Outcome, changed_modes, difference, run, twin
+from hfusion.capture.rehearse import (
+    ALIKE,
+    EQUAL,
+    Outcome,
+    changed_modes,
+    difference,
+    run,
+    run_without_gradients,
+    twin,
+)
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 
@@ -30,14 +39,14 @@ MAX_SIZES = 4
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a member's code gave; ``outside`` says in words which state it keeps in variables of classes and files.
+    """What a member's code gave; ``lost`` says in words what a graph of it would lose, as state in variables of files.
 
     ``modes``: the submodules, by path, that it left in train (True) or eval mode and had met in the other.
     """
 
     outcome: Outcome
     modes: Mapping[str, bool]
-    outside: str = ""
+    lost: str = ""
 
 
 def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rehearsal:
@@ -63,7 +72,7 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
                 _judge(subject, varied, outcome)
             except FusionError as error:
                 return Rehearsal(outcome, modes, str(error))
-        return Rehearsal(outcome, modes)
+        return Rehearsal(outcome, modes, _asks_for_gradients(subject, outcome))
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,27 @@ class _Rehearsed:
                 if name in values and tensor.shape == values[name].shape:
                     tensor.copy_(values[name].detach())
                     tensor.grad = None
+
+
+def _asks_for_gradients(subject: _Rehearsed, outcome: Outcome) -> str:
+    """What forward gives otherwise while gradients are off, in words; empty if nothing.
+
+    It may ask torch.is_grad_enabled(), or its values whether they require a gradient, and a graph knows one answer.
+    """
+    try:
+        found = run_without_gradients(subject.member(), subject.args, subject.kwargs)
+    except Exception:
+        # Such as torch.autograd.grad in forward: alone, it cannot be called so.
+        return ""
+    names = [name for name in found.values if name.endswith(" afterwards")]
+    off, on = (replace(one, values={name: one.values[name] for name in names}) for one in (found, outcome))
+    unlike = difference(off, on, ALIKE)
+    if unlike is None:
+        return ""
+    return (
+        f"in forward {unlike} differs while gradients are off (torch.no_grad), and a graph knows one of them only; "
+        "ask self.training instead"
+    )
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

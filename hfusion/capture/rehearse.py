@@ -80,6 +80,14 @@ def run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         return _outcome(outputs, leaves, dict(tensors(module)))
 
 
+def run_without_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
+    """As `run`, in torch.no_grad."""
+    args, kwargs = copies((args, dict(kwargs)))
+    with _apart(module), torch.no_grad():
+        result = module(*args, **kwargs)
+        return _outcome(pytree.tree_leaves(result), {}, dict(tensors(module)))
+
+
 def run_graph(found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
     """The same of a graph that was captured of ``module``."""
     args, kwargs = copies((args, dict(kwargs)))

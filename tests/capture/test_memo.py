@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -249,3 +250,35 @@ def test_state_outside_of_members_runs_their_code() -> None:
         assert 2 * step + 2 == COUNT
         theirs = [one.fc(x) * (2 * step + k) for k, one in enumerate(models, 1)]
         torch.testing.assert_close(ours, torch.stack(theirs))
+
+
+class MaskedEncoder(nn.TransformerEncoder):
+    """While gradients are off torch takes another way, in which what is masked gives zeros."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, src_key_padding_mask=torch.arange(x.shape[1]).expand(x.shape[:2]) > 2)
+
+
+ASKING: dict[str, Callable[[], nn.Module]] = {
+    "the mode": net(lambda self, x: self.fc(x) * (2 if torch.is_grad_enabled() else 3)),
+    "a value": net(lambda self, x: self.fc(x) * (2 if self.fc(x).requires_grad else 3)),
+    "within a model": lambda: nn.Sequential(nn.Linear(4, 4), MaskedEncoder(), nn.Linear(4, 4)),
+}
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ASKING)
+def test_a_forward_that_asks_for_gradients_gives_what_it_gives_alone(
+    name: str, off: Callable[[], AbstractContextManager[None]]
+) -> None:
+    models = [ASKING[name]().double().eval() for _ in range(2)]
+    array, (x, *_) = hf.fuse(models), SEQUENCES
+    for mode in (nullcontext, off, nullcontext):
+        with mode():
+            for model, y in zip(models, array(x), strict=True):
+                torch.testing.assert_close(y, model(x), rtol=1e-9, atol=1e-12)
+    if name == "within a model":
+        assert "loop over members, 1: in forward output 0 differs while gradients are off" in str(array.report())
