@@ -134,9 +134,12 @@ def _functional_call(state: Rewriting, node: fx.Node) -> fx.Node:
         return _with_gradient_of(state, node, written, copied) if _hides_whole(state, node) else copied
     value = emit(state, node, target, args, kwargs)
     example = written.meta["val"]
-    if value.meta["val"].dtype != example.dtype:
-        value = emit(state, node, aten.to.dtype, (value, example.dtype), {})
-    return value
+    if value.meta["val"].dtype == example.dtype:
+        return value
+    cast = emit(state, node, aten.to.dtype, (value, example.dtype), {})
+    # Comparisons and the like give bools, where gradients end.
+    ends = not (value.meta["val"].is_floating_point() or value.meta["val"].is_complex())
+    return _with_gradient_of(state, node, written, cast) if ends and _hides_whole(state, node) else cast
 
 
 def _copy(state: Rewriting, node: fx.Node, written: fx.Node, source: fx.Node) -> fx.Node:

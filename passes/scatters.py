@@ -170,4 +170,6 @@ _WHOLE = (_permute_back, _same_again, _scatter_pairs, _scatter_complex)
 
 def shows_all(view: fx.Node) -> bool:
     """Whether ``view`` shows all elements of what it is a view of."""
+    if view.target is aten.real.default:
+        return not view.args[0].meta["val"].is_complex()  # type: ignore[union-attr]
     return view.target in IDENTITY | RESHAPES or writes(view) or SCATTERS.get(view.target) in _WHOLE

@@ -244,7 +244,10 @@ HIDING: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "permuted, as a vector": lambda h, x: h.permute(1, 0).unsqueeze(0).copy_(x.T),
     "item": lambda h, x: h.__setitem__(slice(None), x),
     "item of a transposed": lambda h, x: h.mT.__setitem__(slice(None), x.mT),
+    "real part": lambda h, x: torch.real(h).copy_(x),
     "zero": lambda h, x: h.zero_(),
+    "compared": lambda h, x: h.eq_(x),
+    "compared, transposed": lambda h, x: h.t().gt_(0.0),
     "fill": lambda h, x: h.view(-1, 2, 3).fill_(2.0),
     "mask": lambda h, x: h.masked_fill_(torch.ones_like(h, dtype=torch.bool), 0.0),
 }
