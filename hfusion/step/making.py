@@ -31,7 +31,7 @@ from hfusion.step.parting import AUTO, Parting, check_parts
 from hfusion.step.row_entry import Unparted
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.variants import StepVariant
-from hfusion.step.worker import BackgroundJob
+from hfusion.step.worker import BackgroundJob, error_text
 from hfusion.step.worth import CompileRecord, add_record, judge, read_records, spare_core
 
 # Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
@@ -197,7 +197,7 @@ class ProgramMaker:
             way.why = str(error)
         except Exception as error:
             # Only what is traced and compiled here: the call itself has run eagerly, with the user's own errors.
-            way.why = f"compilation failed: {told(error)}"
+            way.why = f"compilation failed: {error_text(error)}"
 
     def _find_or_compile(
         self, way: StepVariant, call: StepCall, parting: Parting, autocast: Any, due: bool, find_only: bool
@@ -296,11 +296,3 @@ def _kind(way: StepVariant, call: StepCall) -> Any:
     parting = way.parting
     threads = parting.inner if parting is not None and parting.threads > 1 else None
     return (tuple(modes), *others, call.inputs.loose_key, call.target.loose_key, threads)
-
-
-def told(error: Exception) -> str:
-    """The error in one line, with the remedy where it is known."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
-    missing = "cxx" in type(error).__name__.lower() or "compiler" in text.lower()
-    return f"{text}; install a C++ compiler (g++ or clang++), or name it in the variable CXX" if missing else text

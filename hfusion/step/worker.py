@@ -148,7 +148,6 @@ def _carried_out(content: dict[str, Any], folder: Path) -> str:
     # Not where this module is imported to start such a process.
     from hfusion.step import kept
     from hfusion.step.compiled import Library, Unprofitable, compile_programs
-    from hfusion.step.making import told
     from hfusion.step.order import read_order
 
     order = Order(content)
@@ -159,7 +158,7 @@ def _carried_out(content: dict[str, Any], folder: Path) -> str:
         # It is kept that there is no program, and why.
         pass
     except Exception as error:
-        return told(error)
+        return error_text(error)
     return "done" if kept.find(order, folder) is not None else "what inductor made of it cannot be handed over"
 
 
@@ -173,3 +172,11 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def error_text(error: Exception) -> str:
+    """The error in one line, with the remedy where it is known."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    missing = "cxx" in type(error).__name__.lower() or "compiler" in text.lower()
+    return f"{text}; install a C++ compiler (g++ or clang++), or name it in the variable CXX" if missing else text
