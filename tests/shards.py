@@ -88,7 +88,7 @@ def overlapped(made: TaskPlan) -> int:
     found = [made.device_bytes]
     pins = sum(load.takes for load in made.pins.values())
     for before, after in pairwise(map(made.unit, range(made.units))):
-        now, later = made.turn(before), made.turn(after)
+        now, later = made.actions_of(before), made.actions_of(after)
         own = 0 if before.shard in made.pinned else now.evict.frees
         more = later.load.takes if later.load is not None and before.shard != after.shard else 0
         found.append(pins + own + now.extra + more)

@@ -133,7 +133,7 @@ def us_per_decision(plan: Plan, policy: Policy) -> float:
             dispatcher.begin(task)
             running[place] = chosen = dispatcher.choose(BUDGET, task)
             if chosen != task:
-                dispatcher.wait(task)
+                dispatcher.add_waiting(task)
     return (time.perf_counter() - start) / DECISIONS * 1e6
 
 

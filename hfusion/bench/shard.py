@@ -45,7 +45,7 @@ from hfusion.device.backend import backend
 from hfusion.device.machine import Device, Machine
 from hfusion.schedule.actions import Act
 from hfusion.schedule.plan import Phase, Plan, TaskPlan
-from hfusion.schedule.task_plan import Turn
+from hfusion.schedule.task_plan import UnitActions
 from hfusion.schedule.timeline import Timeline
 from hfusion.tasks.arrange import arrange
 from hfusion.tasks.task import Task
@@ -206,19 +206,19 @@ def _moved(timeline: Timeline, task: TaskPlan) -> list[int]:
     """Bytes that each step of a task that is not clipped copies, by the plan: what is loaded counts when it is used."""
     moved = [0] * task.steps
     loading: set[int] = set()
-    ran: dict[int, Turn] = {}
+    ran: dict[int, UnitActions] = {}
     for action in timeline.actions:
         if action.act is Act.LOAD:
             loading.add(action.shard)
         elif action.act is Act.EVICT:
-            turn = ran.pop(action.shard, None)
-            moved[action.step] += 0 if turn is None else turn.evict.moves
+            actions = ran.pop(action.shard, None)
+            moved[action.step] += 0 if actions is None else actions.evict.moves
         elif action.act is not Act.STEP:
             way = Phase.FORWARD if action.act is Act.FORWARD else Phase.BACKWARD
-            ran[action.shard] = turn = task.turns[way, action.shard]
+            ran[action.shard] = actions = task.unit_actions[way, action.shard]
             if action.shard in loading:
                 loading.remove(action.shard)
-                load = turn.load or task.pins.get(action.shard)
+                load = actions.load or task.pins.get(action.shard)
                 moved[action.step] += 0 if load is None else load.moves
     return moved
 

@@ -62,7 +62,7 @@ class Dispatcher:
         self._units = sum(task.units for task in plan.tasks) - sum(ran)
         self._begun = 0
         for number in range(len(self._tasks)):
-            self.wait(number)
+            self.add_waiting(number)
 
     def choose(self, budget: int, running: int | None) -> int | None:
         """The task that a device of ``budget`` bytes runs next; if it waited, it waits no longer.
@@ -139,15 +139,15 @@ class Dispatcher:
         if not rest:
             state.next = None
 
-    def wait(self, task: int) -> None:
+    def add_waiting(self, task: int) -> None:
         """Let a task wait: its unit ended and no device goes on with it. A task that is done does not wait."""
         if self._tasks[task].next is not None:
             self._waiting.add(self._tasks[task].candidate)
 
-    def waits(self) -> bool:
+    def has_waiting(self) -> bool:
         """Whether any task waits."""
         return bool(self._waiting)
 
-    def left(self) -> bool:
+    def unfinished(self) -> bool:
         """Whether any task has units that have not begun."""
         return self._begun < self._units

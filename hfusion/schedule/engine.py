@@ -18,7 +18,7 @@ from hfusion.schedule.actions import Act, Action, Section
 from hfusion.schedule.dispatch import Dispatcher
 from hfusion.schedule.plan import Plan, TaskPlan, Unit
 from hfusion.schedule.policy import Policy
-from hfusion.schedule.task_plan import Turn
+from hfusion.schedule.task_plan import UnitActions
 from hfusion.schedule.timeline import Span, Timeline
 from hfusion.schedule.work import Ticket, Worker
 
@@ -60,7 +60,7 @@ class _Visit:
 
     run: _Run
     unit: Unit
-    turn: Turn
+    actions: UnitActions
     tickets: dict[Ticket, Action] = field(default_factory=dict)
     begun: bool = False
     started: bool = False
@@ -71,7 +71,7 @@ class _Visit:
     @property
     def loads(self) -> list[Ticket | None]:
         """Of what it needs; None: that cannot begin yet."""
-        return [self.run.held[shard].ticket for shard in self.turn.needs]
+        return [self.run.held[shard].ticket for shard in self.actions.needs]
 
     @property
     def frees(self) -> int:
@@ -102,7 +102,7 @@ class _DeviceState:
         """Bytes that the queued unit, if it has begun, takes beyond those that the present one frees first."""
         if self.queued is None or not self.queued.begun:
             return 0
-        return max(0, self.queued.turn.takes - (0 if self.current is None else self.current.frees))
+        return max(0, self.queued.actions.takes - (0 if self.current is None else self.current.frees))
 
     def fits(self, size: int) -> bool:
         return self.taken + self.reserved + size <= self.budget
@@ -149,9 +149,9 @@ class Engine:
         while self._begun:
             for ticket in self._worker.wait():
                 self._end(ticket)
-        if self._dispatcher.waits():
+        if self._dispatcher.has_waiting():
             raise PlanError("the policy gave None to every device while none ran and tasks waited: let it choose one")
-        if self._dispatcher.left():
+        if self._dispatcher.unfinished():
             raise AssertionError(f"nothing runs, but not all has ended: {self._devices}")
 
     @property
@@ -208,7 +208,7 @@ class Engine:
             if visit.run.plan.resident and self._dispatcher.next(visit.run.number) is not None:
                 device.parked[visit.run] = None
                 self._make_room(device)
-            self._dispatcher.wait(visit.run.number)
+            self._dispatcher.add_waiting(visit.run.number)
         device.current = None
         self._promote(device)
         if device.current is None:
@@ -228,12 +228,12 @@ class Engine:
         """What was queued is next."""
         device.current, device.queued = device.queued, None
         if device.current is not None and device.current.begun:
-            device.take(device.current.turn.takes)
+            device.take(device.current.actions.takes)
 
     def _wake(self) -> None:
         """Give idle devices, the first first, what fits them."""
         still = []
-        while self._idle and self._dispatcher.waits():
+        while self._idle and self._dispatcher.has_waiting():
             number = heappop(self._idle)
             if not self._engage(self._devices[number]):
                 still.append(number)
@@ -257,15 +257,15 @@ class Engine:
             visit = device.current
             if visit is None:
                 return
-            if not visit.begun and self._can_begin(device, visit, visit.turn.takes):
-                device.take(visit.turn.takes)
+            if not visit.begun and self._can_begin(device, visit, visit.actions.takes):
+                device.take(visit.actions.takes)
                 self._compute(device, visit)
             if visit.started or not visit.begun or not self._there(visit):
                 break
             self._start(device, visit)
         queued = device.queued
         if queued is not None and not queued.begun and visit.started:
-            more = max(0, queued.turn.takes - visit.frees)
+            more = max(0, queued.actions.takes - visit.frees)
             if self._can_begin(device, queued, more):
                 self._compute(device, queued)
                 device.note()
@@ -281,7 +281,7 @@ class Engine:
     def _compute(self, device: _DeviceState, visit: _Visit) -> None:
         visit.begun = True
         after = [ticket for ticket in visit.loads if ticket is not None]
-        for action in visit.turn.computes:
+        for action in visit.actions.computes:
             visit.tickets[self._begin(device, visit.run, visit.unit, action, after)] = action
 
     def _start(self, device: _DeviceState, visit: _Visit) -> None:
@@ -292,10 +292,10 @@ class Engine:
         chosen = self._dispatcher.choose(device.budget, run.number)
         visit.goes_on = chosen == run.number and after is not None
         held = run.held[visit.unit.shard]
-        held.owed.add(visit.turn.evict)
+        held.owed.add(visit.actions.evict)
         if after is None or not (visit.goes_on or run.plan.resident):
             self._leave(device, run)
-        elif visit.turn.ends and not self._reuses(device, run, visit.unit, after, held):
+        elif visit.actions.ends and not self._reuses(device, run, visit.unit, after, held):
             self._evict(device, run, visit.unit.shard)
         if chosen is not None:
             self._queue(device, self._runs[chosen])
@@ -304,23 +304,23 @@ class Engine:
 
     def _reuses(self, device: _DeviceState, run: _Run, before: Unit, after: Unit, held: _HeldShard) -> bool:
         """Whether what is loaded for a unit is all that the next one needs, and can stay until that is evicted."""
-        turn = run.plan.turn(after)
-        if before.shard != after.shard or turn.load is None:
+        actions = run.plan.actions_of(after)
+        if before.shard != after.shard or actions.load is None:
             return before.shard == after.shard
-        return turn.load.sections <= held.load.sections and held.load.takes + turn.beside <= device.budget
+        return actions.load.sections <= held.load.sections and held.load.takes + actions.beside <= device.budget
 
     def _queue(self, device: _DeviceState, run: _Run) -> None:
         """Let a task's next unit come next on a device, and load what it needs as early as that can be."""
         unit = self._dispatcher.next(run.number)
         assert unit is not None
-        device.queued = visit = _Visit(run, unit, run.plan.turn(unit))
+        device.queued = visit = _Visit(run, unit, run.plan.actions_of(unit))
         moved = run.device is not device
         if moved and run.device is not None:
             self._leave(run.device, run)
         run.device = device
         device.parked.pop(run, None)
-        waits = run.gone.keys() if moved else visit.turn.waits
-        loads = [visit.turn.load, *run.plan.pins.values()]
+        waits = run.gone.keys() if moved else visit.actions.waits
+        loads = [visit.actions.load, *run.plan.pins.values()]
         for load in sorted(filter(None, loads), key=lambda load: load.shard != unit.shard):
             if load.shard not in run.held:
                 run.held[load.shard] = held = _HeldShard(load, unit, self._leaving(run, waits))
@@ -346,35 +346,35 @@ class Engine:
 
     def _load_ahead(self, device: _DeviceState, visit: _Visit) -> None:
         """Load for the units after the queued one, too, as far as there is room that nobody before them will need."""
-        run, extra, between = visit.run, visit.turn.extra, {visit.unit.shard}
+        run, extra, between = visit.run, visit.actions.extra, {visit.unit.shard}
         if not visit.goes_on or run.plan.resident:
             return
         parked = sum(each.size for each in device.parked)
         for before, after in pairwise(self._dispatcher.rest(run.number)):
-            turn = run.plan.turn(after)
-            extra = max(extra, run.plan.turn(before).extra, turn.extra)
+            actions = run.plan.actions_of(after)
+            extra = max(extra, run.plan.actions_of(before).extra, actions.extra)
             between.add(before.shard)
             if len(between) == len(run.plan.shards):
                 return
             held = run.held.get(after.shard)
-            if turn.load is None or (held is not None and held.unit == after):
+            if actions.load is None or (held is not None and held.unit == after):
                 continue
             if held is not None:
                 if self._reuses(device, run, before, after, held):
                     continue
                 return
-            waits = between & turn.waits or self._leaving(run, turn.waits) or device.loads
-            size = turn.load.takes
+            waits = between & actions.waits or self._leaving(run, actions.waits) or device.loads
+            size = actions.load.takes
             if waits or run.size + parked + size + extra > device.budget or not device.fits(size):
                 return
-            run.held[after.shard] = held = _HeldShard(turn.load, after, [])
+            run.held[after.shard] = held = _HeldShard(actions.load, after, [])
             self._begin_load(device, run, held)
 
     def _make_room(self, device: _DeviceState) -> None:
         """Let parked tasks leave, the oldest first, until what the next unit's task holds and takes will fit."""
         if device.queued is None:
             return
-        size = device.queued.run.size + device.queued.turn.extra
+        size = device.queued.run.size + device.queued.actions.extra
         while device.parked and sum(run.size for run in device.parked) + size > device.budget:
             self._leave(device, next(iter(device.parked)))
 

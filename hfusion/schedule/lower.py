@@ -118,10 +118,10 @@ class _ActionList:
 
     def _forward(self, index: int) -> None:
         part = self.shards[index]
-        if self._turns(index):
+        if self._backward_follows(index):
             held = self._held(part)
             self._begin(index, self._sections, held, held + self._at(index))
-            self._compute(Act.FORWARD, index, part.forward, self._turning(index) + part.workspace, part.workspace)
+            self._compute(Act.FORWARD, index, part.forward, self._alive_between(index) + part.workspace, part.workspace)
             return
         extra = part.workspace + (0 if self._resident else part.boundary)
         self._begin(index, _ENTRY, part.weights + self._at(index))
@@ -131,8 +131,8 @@ class _ActionList:
     def _backward(self, index: int) -> None:
         part = self.shards[index]
         more = max(0, part.peak - part.activations)
-        if self._turns(index):
-            self._compute(Act.BACKWARD, index, part.backward, more, more + self._turning(index))
+        if self._backward_follows(index):
+            self._compute(Act.BACKWARD, index, part.backward, more, more + self._alive_between(index))
         elif self._resident:
             self._compute(Act.BACKWARD, index, part.backward, more, more)
         else:
@@ -173,7 +173,7 @@ class _ActionList:
     def _pins(self, index: int) -> bool:
         return self.memory.pins(index, len(self.shards))
 
-    def _turns(self, index: int) -> bool:
+    def _backward_follows(self, index: int) -> bool:
         """Whether the backward follows the forward at once, so that what is saved for it takes room from then on."""
         return index == len(self.shards) - 1 and not self._resident
 
@@ -181,7 +181,7 @@ class _ActionList:
         """Bytes at the input cut."""
         return self.shards[index - 1].boundary if index else 0
 
-    def _turning(self, index: int) -> int:
+    def _alive_between(self, index: int) -> int:
         """Bytes alive between the forward and the backward of the last shard."""
         return self._at(index) + self.shards[index].boundary + self.shards[index].activations
 

@@ -126,7 +126,7 @@ class Slices:
             *([Phase.UPDATE] if self.plan.clipped and self.plan.closes(step) else ()),
         ]
         for phase in phases:
-            for action in self.plan.turn(self.unit(step, phase)).computes:
+            for action in self.plan.actions_of(self.unit(step, phase)).computes:
                 begin, end = times[action.act]
                 size = max(action.takes, action.frees)
                 yield replace(span, act=action.act, step=step, start=begin, end=end, bytes=size)

@@ -31,7 +31,7 @@ PHASES = {
 }
 
 
-class Turn(NamedTuple):
+class UnitActions(NamedTuple):
     """What a device does for a unit: it loads, computes, evicts.
 
     Args:
@@ -55,7 +55,7 @@ class Turn(NamedTuple):
     ends: bool
 
 
-def split(actions: Sequence[Action], pinned: frozenset[int], *, clip: bool) -> dict[tuple[Phase, int], Turn]:
+def split(actions: Sequence[Action], pinned: frozenset[int], *, clip: bool) -> dict[tuple[Phase, int], UnitActions]:
     """What each unit of a list of actions does, by its phase and shard."""
     found, used = {}, set()
     on_device = levels(actions)
@@ -69,7 +69,7 @@ def split(actions: Sequence[Action], pinned: frozenset[int], *, clip: bool) -> d
         run = tuple(actions[place] for place in computes)
         takes = sum(action.takes for action in run)
         phase = Phase.UPDATE if first.act is Act.STEP else PHASES[first.act]
-        found[phase, shard] = Turn(
+        found[phase, shard] = UnitActions(
             load if begin not in used and shard not in pinned else None,
             frozenset(~each if each < 0 else actions[each].shard for each in load.after),
             frozenset(actions[each].shard for each in first.after if actions[each].act is Act.LOAD),
@@ -224,25 +224,25 @@ class TaskPlan:
         loads = [action for action in self.training if action.act is Act.LOAD]
         return {action.shard: action for action in loads if action.shard in self.pinned}
 
-    def turn(self, unit: Unit) -> Turn:
+    def actions_of(self, unit: Unit) -> UnitActions:
         """What a device does for a unit, of STEP and SAVE those that are due."""
         key = unit.phase, unit.shard, unit.updates, self.saves(unit)
-        found = self._turns.get(key)
+        found = self._actions_of.get(key)
         if found is None:
-            found = self.turns[unit.phase, unit.shard]
+            found = self.unit_actions[unit.phase, unit.shard]
             out = {act for act, done in ((Act.STEP, unit.updates), (Act.SAVE, key[-1])) if not done}
             computes = tuple(action for action in found.computes if action.act not in out)
-            found = self._turns[key] = found._replace(computes=computes)
+            found = self._actions_of[key] = found._replace(computes=computes)
         return found
 
     @cached_property
-    def turns(self) -> dict[tuple[Phase, int], Turn]:
+    def unit_actions(self) -> dict[tuple[Phase, int], UnitActions]:
         lists = (self.training, self.evaluation)
-        return {key: turn for each in lists for key, turn in split(each, self.pinned, clip=self.clipped).items()}
+        return {key: found for each in lists for key, found in split(each, self.pinned, clip=self.clipped).items()}
 
     @cached_property
-    def _turns(self) -> dict[tuple[Phase, int, bool, bool], Turn]:
-        """What `turn` gave so far."""
+    def _actions_of(self) -> dict[tuple[Phase, int, bool, bool], UnitActions]:
+        """What `actions_of` gave so far."""
         return {}
 
     @cached_property
@@ -326,14 +326,14 @@ class TaskPlan:
     @property
     def moved_bytes(self) -> tuple[float, float]:
         """Bytes per minibatch, in the mean, to the device and back, of what comes and goes with each unit."""
-        turns = [(count, self.turn(Unit(self.name, 0, *sort))) for sort, count in self.counts.items()]
-        loaded = sum(count * turn.load.moves for count, turn in turns if turn.load is not None)
-        evicted = sum(count * turn.evict.moves for count, turn in turns if turn.ends)
+        found = [(count, self.actions_of(Unit(self.name, 0, *sort))) for sort, count in self.counts.items()]
+        loaded = sum(count * each.load.moves for count, each in found if each.load is not None)
+        evicted = sum(count * each.evict.moves for count, each in found if each.ends)
         return loaded / self.steps, evicted / self.steps
 
     def unit_seconds(self, unit: Unit) -> float:
         """Seconds a unit computes."""
-        return sum(action.seconds for action in self.turn(unit).computes)
+        return sum(action.seconds for action in self.actions_of(unit).computes)
 
     @property
     def counts(self) -> dict[tuple[Phase, int, bool], int]:

@@ -229,7 +229,7 @@ def levels(changes: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
 def _computing(task: TaskPlan) -> Iterator[tuple[Act, int, int]]:
     """What a task computes, in order: act, step, shard."""
     for unit in map(task.unit, range(task.units)):
-        for action in task.turn(unit).computes:
+        for action in task.actions_of(unit).computes:
             yield action.act, unit.step, unit.shard
 
 
@@ -286,7 +286,7 @@ def _check_use(
     task: TaskPlan, action: Span, here: Span, gone: dict[int, Span], left_at: tuple[str, int] | None
 ) -> None:
     phase = Phase.UPDATE if action.act is Act.STEP and task.clipped else PHASES[action.act]
-    needed = task.turns[phase, action.shard].evict.frees
+    needed = task.unit_actions[phase, action.shard].evict.frees
     if here.bytes < needed:
         raise TimelineError(f"{here} holds less than the {needed:,} bytes that this needs: {action}")
     if left_at is not None and left_at[0] != action.device:

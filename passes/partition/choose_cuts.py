@@ -36,7 +36,7 @@ _MAX_MORE = 12
 _STEPS = 3
 
 
-class Way(NamedTuple):
+class Partition(NamedTuple):
     """Where to cut, ascending; whether the last shard is kept on the device."""
 
     cuts: tuple[int, ...]
@@ -46,21 +46,21 @@ class Way(NamedTuple):
 _Shards = Callable[[Sequence[int]], tuple[Shard, ...]]
 
 
-def choose_cuts(segments: Segments, budget: int, rates: Rates, shards: _Shards, *, keep: bool) -> Way | None:
+def choose_cuts(segments: Segments, budget: int, rates: Rates, shards: _Shards, *, keep: bool) -> Partition | None:
     """The best way to cut; None if none fits. ``shards`` makes them of cuts; ``keep``: the last one may be kept."""
 
-    def seconds(way: Way) -> float:
-        return _seconds(shards(way.cuts), way.kept, budget, rates, carried=segments.carried)
+    def seconds(partition: Partition) -> float:
+        return _seconds(shards(partition.cuts), partition.kept, budget, rates, carried=segments.carried)
 
-    cost = {way: seconds(way) for way in dict.fromkeys(_ways(segments, budget, shards, keep))}
+    cost = {partition: seconds(partition) for partition in dict.fromkeys(_partitions(segments, budget, shards, keep))}
     if not cost or min(cost.values()) == math.inf:
         cuts = cut(segments, budget)
-        return None if cuts is None else Way(cuts, False)
+        return None if cuts is None else Partition(cuts, False)
     best = min(cost, key=cost.__getitem__)
     more = _fewest(segments, range(1, segments.count), _MAX_MORE)
     for _ in range(_ROUNDS):
         before = best
-        cost |= {way: seconds(way) for way in _beside(best, more) if way not in cost}
+        cost |= {partition: seconds(partition) for partition in _beside(best, more) if partition not in cost}
         best = min(cost, key=cost.__getitem__)
         if best == before:
             break
@@ -73,34 +73,34 @@ def cut(segments: Segments, budget: int) -> tuple[int, ...] | None:
     return fewest_alive(segments.alive, range(end), _running(segments, budget), end, budget)
 
 
-def _ways(segments: Segments, budget: int, shards: _Shards, keep: bool) -> Iterator[Way]:
+def _partitions(segments: Segments, budget: int, shards: _Shards, keep: bool) -> Iterator[Partition]:
     end = segments.count
     few = _fewest(segments, range(1, end), _MAX_PLACES)
     running, ends = _running(segments, budget), {*few, end}
     runs = {first: [run for run in running(first) if run[0] in ends] for first in (0, *few)}
 
-    def ways(end: int, budget: int, parts: Iterable[float]) -> Iterator[tuple[int, ...]]:
+    def cuttings(end: int, budget: int, parts: Iterable[float]) -> Iterator[tuple[int, ...]]:
         found = (fewest_alive(segments.alive, runs, runs.__getitem__, end, round(part * budget)) for part in parts)
         return (cuts for cuts in found if cuts is not None)
 
-    for cuts in ways(end, budget, _PARTS):
-        yield Way(cuts, False)
+    for cuts in cuttings(end, budget, _PARTS):
+        yield Partition(cuts, False)
     if not keep:
         return
-    yield Way((), True)
+    yield Partition((), True)
     for start in _fewest(segments, [first for first in few if any(last == end for last, _ in runs[first])], _MAX_KEPT):
         left = budget - host_bytes(shards((start,))[-1], carried=segments.carried)
-        for cuts in ways(start, left, _PARTS_BESIDE):
-            yield Way((*cuts, start), True)
+        for cuts in cuttings(start, left, _PARTS_BESIDE):
+            yield Partition((*cuts, start), True)
 
 
-def _beside(way: Way, more: Sequence[int]) -> Iterator[Way]:
-    """The same way with one cut more, at some of ``more``, or one less."""
+def _beside(partition: Partition, more: Sequence[int]) -> Iterator[Partition]:
+    """The same one with one cut more, at some of ``more``, or one less."""
     for place in more:
-        if place not in way.cuts:
-            yield Way(tuple(sorted((*way.cuts, place))), way.kept)
-    for place in way.cuts:
-        yield Way(tuple(each for each in way.cuts if each != place), way.kept)
+        if place not in partition.cuts:
+            yield Partition(tuple(sorted((*partition.cuts, place))), partition.kept)
+    for place in partition.cuts:
+        yield Partition(tuple(each for each in partition.cuts if each != place), partition.kept)
 
 
 def _running(segments: Segments, budget: int) -> Callable[[int], Iterator[tuple[int, int]]]:

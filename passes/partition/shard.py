@@ -57,10 +57,10 @@ def sharding(
         PlanError: a bad argument; or no cut fits, which says the smallest budget that would do and which node needs it.
     """
     segments = _segments(program, batch, rates, optimizer_state, carried=carried)
-    way = choose_cuts(segments, budget, rates, partial(_between, segments, rates=rates), keep=keep)
-    if way is None:
+    partition = choose_cuts(segments, budget, rates, partial(_between, segments, rates=rates), keep=keep)
+    if partition is None:
         raise PlanError(_infeasible(program.name, segments, budget))
-    return Sharding(_between(segments, way.cuts, rates), way.kept)
+    return Sharding(_between(segments, partition.cuts, rates), partition.kept)
 
 
 def shards_at(

@@ -232,7 +232,7 @@ def test_nothing_begins_before_what_the_engine_has_heard_of() -> None:
         for ended in (2.0, 1.0):
             here.ended.put(worker._Job(0, lambda: None, (), 0.0, ended=ended))
             here.wait()
-        ticket = here.begin(0, 0, plan.unit(0), plan.turn(plan.unit(0)).computes[0], ())
+        ticket = here.begin(0, 0, plan.unit(0), plan.actions_of(plan.unit(0)).computes[0], ())
         assert here.wait() == (ticket,)
     assert ticket.started == 2.0
 

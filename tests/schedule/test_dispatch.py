@@ -23,7 +23,7 @@ def test_every_unit_begins_once_and_in_order(plan: Plan, policy: str) -> None:
     rest = [[*dispatcher.rest(number)] for number in range(len(plan.tasks))]
     running = dispatcher.choose(budget, None)
     while running is not None:
-        assert dispatcher.left()
+        assert dispatcher.unfinished()
         expected = dispatcher.next(running)
         assert next(dispatcher.rest(running)) == expected
         unit = dispatcher.begin(running)
@@ -31,10 +31,10 @@ def test_every_unit_begins_once_and_in_order(plan: Plan, policy: str) -> None:
         begun[running].append(unit)
         chosen = dispatcher.choose(budget, running)
         if chosen != running:
-            dispatcher.wait(running)
+            dispatcher.add_waiting(running)
         running = chosen
-    assert not dispatcher.left()
-    assert not dispatcher.waits()
+    assert not dispatcher.unfinished()
+    assert not dispatcher.has_waiting()
     assert not any([*dispatcher.rest(number)] for number in range(len(plan.tasks)))
     assert begun == rest == [[each.unit(number) for number in range(each.units)] for each in plan.tasks]
 
@@ -55,9 +55,9 @@ def test_who_ends_early_is_forgotten(plan: Plan, policy: str, data: st.DataObjec
             assert len([*dispatcher.rest(stop)]) == min(more, plan.tasks[stop].units - begins)
         chosen = dispatcher.choose(budget, running)
         if chosen != running:
-            dispatcher.wait(running)
+            dispatcher.add_waiting(running)
         running = chosen
-    assert not dispatcher.left()
+    assert not dispatcher.unfinished()
     wanted = [task.units for task in plan.tasks]
     wanted[stop] = min(begins + more, wanted[stop])
     assert begun == wanted
@@ -94,10 +94,10 @@ def test_a_policy_sees_what_is_left_except_where_the_last_shard_turns() -> None:
 def test_a_task_that_runs_is_chosen_by_no_other_device() -> None:
     dispatcher = Dispatcher(Plan((task("a", steps=2), task("b")), {"d": 99, "e": 99}, 1.0, 1.0), LONGEST)
     assert [dispatcher.choose(99, None) for _ in range(3)] == [0, 1, None]
-    assert not dispatcher.waits()
+    assert not dispatcher.has_waiting()
     dispatcher.begin(0)
-    dispatcher.wait(0)
-    assert dispatcher.waits()
+    dispatcher.add_waiting(0)
+    assert dispatcher.has_waiting()
     assert dispatcher.choose(1, None) is None
     assert dispatcher.choose(99, None) == 0
 
@@ -108,9 +108,9 @@ def test_a_task_that_is_done_neither_waits_nor_begins() -> None:
     for _ in range(2):
         dispatcher.begin(0)
     assert dispatcher.next(0) is None
-    dispatcher.wait(0)
+    dispatcher.add_waiting(0)
     assert dispatcher.choose(99, 0) is None
-    assert not dispatcher.left()
+    assert not dispatcher.unfinished()
     with pytest.raises(IndexError, match="task 'a' has no unit left to begin"):
         dispatcher.begin(0)
 
@@ -118,5 +118,5 @@ def test_a_task_that_is_done_neither_waits_nor_begins() -> None:
 def test_no_tasks() -> None:
     dispatcher = Dispatcher(Plan((), {"d": 1}, 1.0, 1.0), LONGEST)
     assert dispatcher.choose(1, None) is None
-    assert not dispatcher.left()
-    assert not dispatcher.waits()
+    assert not dispatcher.unfinished()
+    assert not dispatcher.has_waiting()

@@ -57,7 +57,7 @@ def test_units_and_their_seconds_are_those_of_the_minibatches(made: TaskPlan) ->
     assert made.seconds == pytest.approx(sum(made.unit_seconds(unit) for unit in units))
     counted = Counter((unit.phase, unit.shard, unit.updates) for unit in units)
     assert made.counts == counted
-    assert made.device_bytes >= max(made.turn(unit).evict.frees + made.turn(unit).extra for unit in units)
+    assert made.device_bytes >= max(made.actions_of(unit).evict.frees + made.actions_of(unit).extra for unit in units)
 
 
 def kinds(made: TaskPlan) -> str:
@@ -118,10 +118,10 @@ def test_what_a_spilled_unit_does(
 ) -> None:
     """The last shard is loaded for its forward, and evicted after its backward."""
     made = task("a", 3, resident=False, accumulate=accumulate, clipped=clipped, **SPILLED, **CUTS)
-    turn = made.turns[phase, index]
-    assert (turn.evict.frees, turn.extra, turn.evict.moves) == (held, extra, moved_out)
-    assert (None if turn.load is None else turn.load.moves) == moved_in
-    assert turn.ends == ((phase, index) != (FORWARD, 2))
+    actions = made.unit_actions[phase, index]
+    assert (actions.evict.frees, actions.extra, actions.evict.moves) == (held, extra, moved_out)
+    assert (None if actions.load is None else actions.load.moves) == moved_in
+    assert actions.ends == ((phase, index) != (FORWARD, 2))
 
 
 @pytest.mark.parametrize(("clipped", "home"), [(False, 1400), (True, 1600)])
@@ -129,10 +129,10 @@ def test_a_kept_shard_holds_the_same_in_every_unit(clipped: bool, home: int) -> 
     made = task("a", 3, resident=False, clipped=clipped, evaluated=1, kept=True, **SPILLED, **CUTS)
     other = replace(made, kept=False)
     assert [made.host_bytes(2), made.pins[2].takes] == [home, home]
-    phases = [phase for phase in Phase if (phase, 2) in made.turns]
-    assert {made.turns[phase, 2].evict.frees for phase in phases} == {home}
-    assert not any(made.turns[phase, 2].load or made.turns[phase, 2].ends for phase in phases)
-    middle = [other.turns[phase, 1] for phase in phases]
+    phases = [phase for phase in Phase if (phase, 2) in made.unit_actions]
+    assert {made.unit_actions[phase, 2].evict.frees for phase in phases} == {home}
+    assert not any(made.unit_actions[phase, 2].load or made.unit_actions[phase, 2].ends for phase in phases)
+    middle = [other.unit_actions[phase, 1] for phase in phases]
     assert made.device_bytes == home + max(turn.evict.frees + turn.extra for turn in middle)
 
 
@@ -148,7 +148,7 @@ def test_a_kept_shard_does_not_move() -> None:
 
 def test_updates_and_evaluations_move_as_often_as_they_come() -> None:
     made = task("a", 1, steps=4, epoch=2, resident=False, clipped=True, accumulate=2, evaluated=1, **SPILLED, **CUTS)
-    (forward, update, evaluation) = (made.turns[phase, 0].load for phase in (FORWARD, UPDATE, EVALUATE))
+    (forward, update, evaluation) = (made.unit_actions[phase, 0].load for phase in (FORWARD, UPDATE, EVALUATE))
     assert forward is not None
     assert update is not None
     assert evaluation is not None
@@ -171,8 +171,8 @@ def test_a_task_is_saved_at_the_first_border_where_that_is_due_and_at_its_end(ma
             if steps == made.steps or steps // every > before // every:
                 saved.append(unit)
             before = steps
-        assert (made.turn(unit).computes[-1].act is Act.SAVE) == (unit in saved)
-        assert any(action.act is Act.STEP for action in made.turn(unit).computes) == unit.updates
+        assert (made.actions_of(unit).computes[-1].act is Act.SAVE) == (unit in saved)
+        assert any(action.act is Act.STEP for action in made.actions_of(unit).computes) == unit.updates
     assert not (every and not saved)
 
 

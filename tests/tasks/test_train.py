@@ -213,7 +213,7 @@ def test_a_frozen_base_moves_once_for_all_members() -> None:
         plan = planned([one], on, [2], [False])
         hf.train([one], on, plan=plan)
         (made,) = plan.tasks
-        return made.turns[Phase.FORWARD, 0].load.moves
+        return made.unit_actions[Phase.FORWARD, 0].load.moves
 
     frozen = base.weight.nbytes + base.bias.nbytes
     assert moved(4) < moved(1) + frozen

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hfusion.device.calibrate import Rates
 from hfusion.passes.cost.cost import Line, OperatorCost, Storage, Weight
-from hfusion.passes.partition.choose_cuts import _MAX_PLACES, Way, _seconds, choose_cuts, cut
+from hfusion.passes.partition.choose_cuts import _MAX_PLACES, Partition, _seconds, choose_cuts, cut
 from hfusion.passes.partition.segments import Segments
 from hfusion.passes.partition.shard import _between, tightest
 from hfusion.schedule.plan import Shard, TaskPlan
@@ -25,11 +25,11 @@ def shards(segments: Segments, cuts: Sequence[int]) -> tuple[Shard, ...]:
     return _between(segments, cuts, RATES)
 
 
-def chosen(segments: Segments, budget: int, *, keep: bool = True) -> Way | None:
+def chosen(segments: Segments, budget: int, *, keep: bool = True) -> Partition | None:
     return choose_cuts(segments, budget, RATES, partial(shards, segments), keep=keep)
 
 
-def seconds(segments: Segments, way: Way, budget: int) -> float:
+def seconds(segments: Segments, way: Partition, budget: int) -> float:
     return _seconds(shards(segments, way.cuts), way.kept, budget, RATES, carried=segments.carried)
 
 
@@ -46,7 +46,7 @@ def test_what_is_chosen_fits_and_beats_the_fewest_bytes(
     assert plan.device_bytes <= budget
     assert keep or not way.kept
     if fewest is not None:
-        assert seconds(segments, way, budget) <= seconds(segments, Way(fewest, False), budget)
+        assert seconds(segments, way, budget) <= seconds(segments, Partition(fewest, False), budget)
 
 
 @given(lines(), st.integers(20, 200))
@@ -57,7 +57,7 @@ def test_near_the_best_of_all_ways(plain: Line, budget: int) -> None:
         return
     places = range(1, segments.count)
     ways = [
-        Way(cuts, kept)
+        Partition(cuts, kept)
         for number in range(segments.count)
         for cuts in combinations(places, number)
         for kept in (False, True)
@@ -76,7 +76,7 @@ def layers(count: int, weight: int, compute: float) -> Segments:
 def test_where_computing_takes_longer_room_for_the_next_shard_is_left() -> None:
     """A layer takes 404 bytes at most while it runs, and 302 while it waits: two layers fit, and one beside another."""
     found = chosen(layers(4, 100, 1e3), 706, keep=False)
-    assert found == Way((1, 2, 3), False)
+    assert found == Partition((1, 2, 3), False)
 
 
 def test_where_copies_take_longer_shards_are_few() -> None:
