@@ -53,8 +53,11 @@ def hinting(arguments: Arguments, members: int) -> Iterator[None]:
 
 
 def _outputs(arguments: Arguments) -> set[tuple[int, ...]]:
-    """The shapes that a member sees of what is stacked."""
-    return {tuple(leaf.tensor.shape[1:]) for leaf in arguments.leaves if is_stacked(leaf)}
+    """The shapes that a member sees of what is stacked; a number beside the first argument is a weight, no output."""
+    args, _ = arguments.of_member(0)
+    firsts = {tuple(leaf.shape) for leaf in pytree.tree_leaves(args[:1]) if isinstance(leaf, Tensor)}
+    found = {tuple(leaf.tensor.shape[1:]) for leaf in arguments.leaves if is_stacked(leaf)}
+    return found if () in firsts else found - {()}
 
 
 def _plain(arguments: Arguments) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hfusion.core.usage import absent_rows, mark_absent
 def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
     """A loss with the values of ``loss`` and gradients times a weight, for targets of `weighed`."""
 
+    @wraps(loss, updated=())
     def found(output: Any, target: Any) -> Any:
         value = loss(output, target["target"])
         held = value.detach()

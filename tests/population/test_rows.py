@@ -148,3 +148,10 @@ def test_a_metric_that_is_none_is_told_with_its_member(metric: Any, words: str) 
 def test_a_batch_is_a_pair(loader: Any, words: str) -> None:
     with pytest.raises(ValueError, match=f"the loader gave {words}: evaluate takes batches"):
         population(2).evaluate(F.cross_entropy, loader)
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"scaler": hf.optim.GradScaler()}])
+def test_as_many_samples_as_members_are_no_reason_to_warn(options: dict[str, Any]) -> None:
+    """The weights of the losses are no outputs of members."""
+    x, y = BATCH
+    population(4, **options).step(x[:4], y[:4])
