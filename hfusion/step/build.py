@@ -13,6 +13,7 @@ from hfusion.core.program import describe_value
 from hfusion.core.silence import silence_tracers
 from hfusion.runtime.process import draws_kept
 from hfusion.step.entry import entry_of
+from hfusion.step.inductor import quick_inductor
 from hfusion.step.row_entry import with_row_entries
 from hfusion.step.step_graph import StepGraph, written_inputs
 
@@ -33,7 +34,7 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
     kind = graph.examples[0].device.type
     options = cpu_options(graph.module) if kind == "cpu" else {}
     with silence_tracers(), torch.no_grad(), torch.autocast(kind, enabled=False):
-        with with_row_entries():
+        with with_row_entries(), quick_inductor():
             run: Callable[..., Sequence[Tensor]] = inductor(graph.module, [e.detach() for e in graph.examples], options)
         written = written_inputs(graph.module.graph)
         kept = [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]

@@ -188,7 +188,8 @@ def _own_code() -> str:
     """A digest of hfusion itself."""
     whole = hashlib.sha256()
     root = Path(errors.__file__).parents[1]
-    for file in sorted((*root.rglob("*.py"), *(root / "ops").rglob("*.py"), *(root / "passes").rglob("*.py"))):
+    folders = (root, root / "ops", root / "passes")
+    for file in sorted(file for folder in folders for kind in ("*.py", "*.h") for file in folder.rglob(kind)):
         whole.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
     return whole.hexdigest()
 

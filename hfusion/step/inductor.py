@@ -1,0 +1,78 @@
+"""What torch's inductor does many times over and need do once, while it compiles a step.
+
+Private to torch: tried with 2.13; where it has no such things, it does what it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+HEADER = Path(__file__).with_name("program.h")
+# The two that `HEADER` includes.
+_WRAPPER, _PREFIX = "torch/csrc/inductor/cpp_wrapper/cpu.h", "torch/csrc/inductor/cpp_prefix.h"
+
+
+@contextmanager
+def quick_inductor() -> Iterator[None]:
+    """Inside, inductor compiles the same programs in less time. For one thread at a time."""
+    with ExitStack() as stack:
+        stack.enter_context(_dtype_rules_once())
+        stack.enter_context(_all_headers_precompiled())
+        yield
+
+
+@contextmanager
+def _dtype_rules_once() -> Iterator[None]:
+    """There is one table of dtype rules, which torch fills anew for every operator: a third of its Python."""
+    from torch._inductor import dtype_propagation, utils
+    from torch._inductor.codegen import common
+
+    table: Any = getattr(dtype_propagation, "DtypePropagationOpsHandler", None)
+    sources: list[Any] = [
+        getattr(utils, "op_dtype_propagation_rules", None),
+        getattr(common, "pointwise_overrides_data", None),
+    ]
+    if not hasattr(table, "_instance") or None in sources:
+        yield
+        return
+    fill, filled = table.__init__, [-1]
+
+    def fill_once(self: Any) -> None:
+        # Rules are added where what has them is imported.
+        sizes = [len(source) for source in sources]
+        if sizes != filled:
+            fill(self)
+            filled[:] = sizes
+
+    table.__init__ = fill_once
+    try:
+        yield
+    finally:
+        table.__init__ = fill
+
+
+@contextmanager
+def _all_headers_precompiled() -> Iterator[None]:
+    """Of a program's two headers torch precompiles one; the other is a fifth of the time to compile a small program."""
+    from torch._inductor import codecache
+
+    cache: Any = codecache.CppWrapperCodeCache
+    original = cache.__dict__.get("_get_uncompiled_header")
+    prefix = getattr(codecache, "_get_cpp_prefix_header", None)
+    # In a zip file it is no file.
+    if original is None or prefix is None or prefix("cpu") != _PREFIX or not HEADER.is_file():
+        yield
+        return
+
+    def header(cls: type, device: str) -> Any:
+        found = original.__get__(None, cls)(device)
+        return str(HEADER) if found == _WRAPPER else found
+
+    cache._get_uncompiled_header = classmethod(header)
+    try:
+        yield
+    finally:
+        cache._get_uncompiled_header = original
