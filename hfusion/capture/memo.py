@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -117,15 +117,19 @@ def _asks_for_gradients(subject: _Rehearsed, outcome: Outcome) -> str:
     except Exception:
         # Such as torch.autograd.grad in forward: alone, it cannot be called so.
         return ""
-    names = [name for name in found.values if name.endswith(" afterwards")]
-    off, on = (replace(one, values={name: one.values[name] for name in names}) for one in (found, outcome))
-    unlike = difference(off, on, ALIKE)
+    unlike = difference(_tensors_of(found), _tensors_of(outcome), ALIKE)
     if unlike is None:
         return ""
     return (
         f"in forward {unlike} differs while gradients are off (torch.no_grad), and a graph knows one of them only; "
         "ask self.training instead"
     )
+
+
+def _tensors_of(outcome: Outcome) -> Outcome:
+    """The tensors that forward gives and leaves, without what is about gradients."""
+    outputs = tuple(output for output in outcome.outputs if isinstance(output, Tensor))
+    return Outcome(outputs, {name: value for name, value in outcome.values.items() if name.endswith(" afterwards")})
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -85,6 +85,7 @@ def run_without_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapp
     args, kwargs = copies((args, dict(kwargs)))
     with _apart(module), torch.no_grad():
         result = module(*args, **kwargs)
+        know_dataclasses(result)
         return _outcome(pytree.tree_leaves(result), {}, dict(tensors(module)))
 
 
