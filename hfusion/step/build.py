@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from hfusion.core.program import describe_value
 from hfusion.core.silence import silence_tracers
-from hfusion.runtime.process import draws_kept
+from hfusion.device.backend import random_states_kept
 from hfusion.step.entry import entry_of
 from hfusion.step.inductor import quick_inductor
 from hfusion.step.row_entry import with_row_entries
@@ -39,7 +39,8 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
         written = written_inputs(graph.module.graph)
         kept = [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
         batch = [*batch, *(torch.zeros(seeds.shape, dtype=seeds.dtype) for seeds in graph.drawn)]
-        with draws_kept():
+        # Programs draw past the dispatcher, from torch's own generator whatever thread this is.
+        with random_states_kept():
             given = _results(run, kept, batch)
         entry = entry_of(run, len(own) + len(batch), len(given) - len(kept))
         if entry is None:
@@ -47,7 +48,7 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
 
         def again(call: Callable[..., Sequence[Tensor]]) -> list[Tensor]:
             fresh = [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
-            with draws_kept():
+            with random_states_kept():
                 return _results(call, fresh, batch)
 
         # Past the wrappers around it there must be the same bits.
