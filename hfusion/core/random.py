@@ -68,8 +68,8 @@ class MemberSeeds:
         self.count += 1
         members = [-1, *[1] * (len(shape) - 1)]
         # Keys of this draw: the member's seed and the number of the draw, hashed.
-        low = _hashed(((self.seeds & _WORD) + self.count * _GOLDEN % (1 << 32)) & _WORD)
-        high = _hashed(((self.seeds >> 32) & _WORD) ^ low)
+        low = self._stored(_hashed(((self.seeds & _WORD) + self.count * _GOLDEN % (1 << 32)) & _WORD))
+        high = self._stored(_hashed(((self.seeds >> 32) & _WORD) ^ low))
         size = 1
         for length in shape[1:]:
             size = size * length
@@ -78,8 +78,16 @@ class MemberSeeds:
         first = _hashed(numbers ^ high.view(members))
         if dtype is not torch.float64:
             return (first >> 8).to(torch.float32) * 2.0**-24
-        second = _hashed(numbers ^ _hashed(high ^ _GOLDEN).view(members))
+        second = _hashed(numbers ^ self._stored(_hashed(high ^ _GOLDEN)).view(members))
         return (first >> 5).to(dtype) * 2.0**-27 + (second >> 6).to(dtype) * 2.0**-53
+
+    def _stored(self, keys: Tensor) -> Tensor:
+        """``keys``, in memory: what is concatenated inductor stores.
+
+        Else it writes the hash of a key into that of each number; so it takes 4 s of Python instead of 8 for a step
+        with one dropout in float64.
+        """
+        return torch.cat([keys, self.seeds])[: keys.shape[0]]
 
     def normal(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """Normal numbers, ``[B, *S]``: where a uniform one lies in their distribution."""
