@@ -78,8 +78,8 @@ def test_blocks_of_one_where_more_members_are_too_large(
 ) -> None:
     # What is refused here is not to be found by others.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(step_program, "MAX_OPERATORS", 600)
-    model = Model("gated", Gated, normal(6, 4))
+    monkeypatch.setattr(step_program, "MAX_OPERATORS", 300)
+    model = Model("gated", Gated, normal(2, 4))
     both = pair(model, compile=True, count=4, parts=parts)
     for step in range(3):
         both.advance(*batch(model, 4), f"after step {step}")

@@ -47,14 +47,14 @@ def test_others_do_not_notice(make: type[nn.Module], size: int | None, parts: in
 
     def run(resting: bool) -> tuple[list[Tensor], list[Tensor]]:
         torch.manual_seed(0)
-        fused = hf.fuse([make().double() for _ in range(MEMBERS)])
+        fused = hf.fuse([make() for _ in range(MEMBERS)])
         opt = hf.optim.AdamW(fused.parameters(), lr=0.01)
         step, losses = hf.train_step(fused, F.cross_entropy, opt, parts=parts), []
         step.at_once = size
         for number in range(8):
             if number == 4 and resting:
                 step.idle = idle
-            losses.append(step(torch.randn(5, 9, dtype=torch.float64), torch.randint(3, (5,))))
+            losses.append(step(torch.randn(5, 9), torch.randint(3, (5,))))
         states = [tensor for entry in opt.state.values() for tensor in entry.values()]
         return losses, [*fused.state_dict().values(), *states]
 
