@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -31,6 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    # What was imported stays; Python's garbage collector need not look through all of it again and again.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
