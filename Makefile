@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-cluster docs bench fuzz ops-sweep clean
+.PHONY: help demo test lint style types suite test-cluster docs bench fuzz ops-sweep clean
 
 help:
 	@echo "make demo   run the main job: an array of CNNs on real handwritten digits"
 	@echo "make test   lint, types, import contracts, tests"
+	@echo "make lint   the same without the tests"
 	@echo "make test-cluster  the tests that start Ray, or many processes, on this machine"
 	@echo "make docs   the pages as a site in build/docs; warnings are errors"
 	@echo "make bench  compare fused and unfused training (ARGS='--quick' passes arguments on)"
@@ -21,12 +22,22 @@ help:
 demo: $(STAMP)
 	$(BIN)/python examples/digits_sweep.py
 
-test: $(STAMP)
+# Types use one core only, and for half a minute without a cache: tests run beside them.
+test: style
+	$(MAKE) --jobs=2 types suite
+
+lint: style types
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest --numprocesses $(WORKERS)
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+suite: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --durations=40
 
 test-cluster: $(VENV)/.cluster
 	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -m cluster tests/cluster tests/tune
