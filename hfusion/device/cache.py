@@ -177,6 +177,33 @@ def write_sealed(path: Path, content: bytes) -> None:
     write(path, content + _digest(path.name, content))
 
 
+def write_sealed_once(path: Path, content: bytes) -> bool:
+    """The same, unless a whole file of that name is there: whether it was not. Raises OSError."""
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    write(beside, content + _digest(path.name, content))
+    with _opened(path.parent) as folder:
+        new, final = (beside, path) if folder is None else (Path(beside.name), Path(path.name))
+        try:
+            # Unlike a renamed file a link takes nobody's place.
+            os.link(new, final, src_dir_fd=folder, dst_dir_fd=folder)
+            return True
+        except FileExistsError:
+            if _whole(path):
+                return False
+            write_sealed(path, content)
+            return True
+        finally:
+            os.unlink(new, dir_fd=folder)
+
+
+def _whole(path: Path) -> bool:
+    try:
+        read_sealed(path)
+    except OSError:
+        return False
+    return True
+
+
 def _digest(name: str, content: bytes) -> bytes:
     return hashlib.sha256(name.encode() + b"\0" + content).digest()
 

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -15,11 +15,14 @@ from typing import Any
 
 from hfusion.core.exclusive import compiling, tracing
 from hfusion.core.stages import BrokenProgram
-from hfusion.device.cache import cache_folder
+from hfusion.device.cache import cache_folder, lasts
 from hfusion.step import kept
+from hfusion.step.choice import ONE_PART, PARTS, ChosenProgram, find_times, keep_times, measure
 from hfusion.step.compiled import (
     MAX_LOOPED_CALLS,
+    FusedStep,
     Library,
+    PerMemberStep,
     StepProgram,
     Unprofitable,
     compile_programs,
@@ -207,6 +210,20 @@ class ProgramMaker:
         began = perf_counter()
         with parting.set_threads():
             order = order_for(*way.sources, call, parting.size, autocast, always=behind)
+        rival = None
+        # The two differ in last bits: time decides once for all, or not at all.
+        if parting.rival and order is not None and kept.keeping() and lasts():
+            times = find_times(order, parting.threads)
+            if times is not None:
+                way.parting = parting = parting.chosen(times)
+                if times.fastest == ONE_PART:
+                    self._find_or_compile(way, call, parting, autocast, due, find_only)
+                    return
+            elif find_only:
+                return
+            else:
+                rival = self._rival(way, call, order, autocast)
+        with parting.set_threads():
             with tracing:
                 known = None if order is None or not kept.keeping() else kept.find(order)
             if known is None and not find_only and not (behind and order is not None):
@@ -215,43 +232,102 @@ class ProgramMaker:
                     kind = _kind(way, call)
                     known = compile_programs(*way.sources, call, self.library, kind, parting.size, keep)
                     way.compiling = perf_counter() - began
-        if known is not None:
-            self._use(way, call, known)
+        if known is not None and (rival is None or not behind):
+            self._use(way, call, known, rival)
+            if way.compiling is not None:
+                way.compiling = perf_counter() - began
         elif not find_only:
             assert order is not None
-            way.job = PendingProgram(BackgroundJob(order, self._folder, self), order, call)
+            job = BackgroundJob(order, self._folder, self) if known is None else None
+            way.job = PendingProgram(job, order, call, rival)
             if due:
                 self._take(way)
+
+    def _rival(self, way: StepVariant, call: StepCall, parts: Order, autocast: Any) -> Rival | None:
+        """All members in one part, to be compared with the program of the order ``parts`` before that is used; None
+        where that cannot be. Another process makes it meanwhile.
+        """
+        assert way.sources is not None
+        order = order_for(*way.sources, call, None, autocast, always=True)
+        if order is None:
+            return None
+        with tracing:
+            known = kept.find(order)
+        try:
+            job = None if known is not None else BackgroundJob(order, self._folder, self)
+        except OSError:
+            return None
+        return Rival(PendingProgram(job, order, call), parts)
 
     def _take(self, way: StepVariant) -> None:
         """What the other process has made of ``way``."""
         pending, way.job = way.job, None
         assert pending is not None
-        trouble = pending.job.result()
-        if pending.job.cancelled:
+        found = self._result(pending)
+        if found is None:
             # It was of a step that is gone; it is asked for anew at the next call.
             return
-        found = None if trouble else kept.find(pending.order, pending.job.folder)
-        if found is None:
-            way.why = f"its compilation in the background failed: {trouble or 'what was made cannot be read'}"
+        if isinstance(found, str):
+            way.why = f"its compilation in the background failed: {found}"
             return
-        way.compiling = pending.job.seconds
-        self.library.count += 0 if isinstance(found, kept.NoProgram) else len(found.runs)
+        if pending.job is not None:
+            way.compiling = pending.job.seconds
+            self.library.count += 0 if isinstance(found, kept.NoProgram) else len(found.runs)
         try:
-            self._use(way, pending.call, found)
+            self._use(way, pending.call, found, pending.rival)
         except Unparted as error:
             # It is asked for anew, as one part, at the next call.
             way.parting = Parting(None, why=str(error))
         except Unprofitable as error:
             way.why = str(error)
 
-    def _use(self, way: StepVariant, call: StepCall, found: kept.StepPrograms | kept.NoProgram) -> None:
+    def _result(self, pending: PendingProgram) -> kept.StepPrograms | kept.NoProgram | str | None:
+        """What there is of an order, once that has been waited for; in words, why nothing; None if it was cancelled."""
+        trouble = "" if pending.job is None else pending.job.result()
+        if pending.job is not None and pending.job.cancelled:
+            return None
+        found = None if trouble else kept.find(pending.order, self._folder)
+        if found is None:
+            return trouble or "what was made cannot be read"
+        return found
+
+    def _use(
+        self,
+        way: StepVariant,
+        call: StepCall,
+        found: kept.StepPrograms | kept.NoProgram,
+        rival: Rival | None = None,
+    ) -> None:
         if isinstance(found, kept.NoProgram):
             raise Unprofitable(found.why)
-        assert way.sources is not None
         assert way.parting is not None
-        step = step_of(found, *way.sources, call, way.places, self.library, _kind(way, call))
-        way.program = way.parting.applied(step)
+        parts = self._step(way, call, found)
+        way.program = way.parting.applied(parts)
+        other = None if rival is None else self._result(rival.pending)
+        if rival is not None and isinstance(other, kept.StepPrograms):
+            self._choose(way, call, parts, other, rival.parts)
+        if way.parting.times is not None:
+            way.program = ChosenProgram(way.program, way.parting.times)
+
+    def _choose(
+        self, way: StepVariant, call: StepCall, parts: FusedStep | PerMemberStep, found: kept.StepPrograms, order: Order
+    ) -> None:
+        """Measure ``parts``, of ``order``, and all members in one, and give ``way`` the faster."""
+        assert way.parting is not None
+        parting, way.parting = way.parting, Parting(None)
+        one = self._step(way, call, found)
+        ways: dict[str, StepProgram] = {
+            ONE_PART: way.parting.applied(one),
+            PARTS: replace(parting, measured=False).applied(parts),
+        }
+        times = keep_times(order, measure(ways, call, way.places), parting.threads)
+        way.parting = parting if times is None else parting.chosen(times)
+        if times is not None and times.fastest == ONE_PART:
+            way.program = ways[ONE_PART]
+
+    def _step(self, way: StepVariant, call: StepCall, found: kept.StepPrograms) -> FusedStep | PerMemberStep:
+        assert way.sources is not None
+        return step_of(found, *way.sources, call, way.places, self.library, _kind(way, call))
 
     @cached_property
     def _folder(self) -> Path:
@@ -267,19 +343,34 @@ class ProgramMaker:
         """End the processes that make programs; what they were to make is asked for anew, if it is needed."""
         for way in self._variants():
             if way.job is not None:
-                way.job.job.cancel()
+                way.job.cancel()
 
 
 @dataclass(frozen=True, eq=False)
 class PendingProgram:
-    """A program that another process makes, for calls like ``call``."""
+    """A program that another process makes, or has made if there is no ``job``, for calls like ``call``."""
 
-    job: BackgroundJob
+    job: BackgroundJob | None
     order: Order
     call: StepCall
+    rival: Rival | None = None
 
     def ready(self) -> bool:
-        return self.job.ready()
+        pending = self if self.rival is None else self.rival.pending
+        return all(one.job is None or one.job.ready() for one in (self, pending))
+
+    def cancel(self) -> None:
+        for one in (self, None if self.rival is None else self.rival.pending):
+            if one is not None and one.job is not None:
+                one.job.cancel()
+
+
+@dataclass(frozen=True, eq=False)
+class Rival:
+    """A program that is compared with that of the order ``parts``."""
+
+    pending: PendingProgram
+    parts: Order
 
 
 def _extent(way: StepVariant) -> tuple[int, bool]:

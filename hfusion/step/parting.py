@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from hfusion.device.team import Team, library
 from hfusion.ops.random import seedable
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
-from hfusion.step.compiled import FusedStep, PerMemberStep, StepProgram, too_many_kinds
+from hfusion.step.choice import ONE_PART, WayTimes
+from hfusion.step.compiled import MAX_LOOPED_CALLS, FusedStep, PerMemberStep, StepProgram, too_many_kinds
 from hfusion.step.parted import PartedStep, torch_threads
 from hfusion.step.recorded import recorded
 from hfusion.step.step_graph import StepCall
@@ -29,8 +30,9 @@ AUTO = "auto"
 class Parting:
     """Programs compute ``size`` members, or all if None; ``threads`` of them at a time, each with ``inner`` of torch's.
 
-    ``measured``: whether that is faster than one after the other is to be measured. ``why``: why there is one part
-    where more were asked for.
+    ``measured``: whether that is faster than one after the other is to be measured. ``rival``: whether all members in
+    one part, each operator on torch's threads, may be faster; ``times``: how fast both were. ``why``: why there is one
+    part where more were asked for.
     """
 
     size: int | None
@@ -38,13 +40,16 @@ class Parting:
     inner: int = 1
     measured: bool = False
     why: str = ""
+    rival: bool = False
+    times: WayTimes | None = None
 
     @staticmethod
     def of(parts: int | str, forward: BoundProgram, loss: BoundProgram, size: int | None) -> Parting:
         """For ``parts`` at a time, or for as many as torch has threads; ``size``: where it is given.
 
         An operator that all threads compute together waits for the slowest of them, and the small ones gain nothing:
-        measured on two cores, 0.8 of the speed of threads that compute members of their own.
+        where the array loops over members, and every thread has as much to do, parts are as good as they can be.
+        Elsewhere both compute about as much, and what it takes to wake threads decides, or what is left to the last.
         """
         members, cores = forward.compiled.program.members, torch.get_num_threads()
         threads = min(cores if isinstance(parts, str) else parts, members)
@@ -54,7 +59,14 @@ class Parting:
         why = obstacle(forward, loss) or too_many_kinds(forward, loss, block)
         if why:
             return Parting(size, why=why)
-        return Parting(block, threads, max(1, cores // threads), parts == AUTO)
+        auto = parts == AUTO
+        even = members % threads == 0 and cores % threads == 0
+        rival = auto and size is None and not (even and forward.looped_calls > MAX_LOOPED_CALLS)
+        return Parting(block, threads, max(1, cores // threads), auto, rival=rival)
+
+    def chosen(self, times: WayTimes) -> Parting:
+        """What was faster, of these parts and of all members in one."""
+        return Parting(None, times=times) if times.fastest == ONE_PART else replace(self, rival=False, times=times)
 
     def set_threads(self) -> AbstractContextManager[None]:
         """In which its programs are compiled: inductor writes for as many threads as it finds set."""

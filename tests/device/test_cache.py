@@ -200,6 +200,19 @@ def test_no_file_is_believed_in_a_folder_of_others(make: Callable[[Path], None],
     assert os.listdir(tmp_path / "hfusion") == ["kept"]
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_first_who_keeps_once_is_believed(damaged: bool, tmp_path: Path) -> None:
+    """Unless what is there is damaged."""
+    path = tmp_path / "choice.json"
+    assert cache.write_sealed_once(path, b"first")
+    if damaged:
+        path.write_bytes(path.read_bytes()[:-1])
+    assert cache.write_sealed_once(path, b"second") == damaged
+    assert cache.read_sealed(path) == (b"second" if damaged else b"first")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("content", ["", "[" * 1_000_000, '{"a":' * 100_000, "\x00", "[" + "9" * 5000 + "]"])
 def test_what_is_no_json(content: str, tmp_path: Path) -> None:
     write(tmp_path / "hfusion" / "kept.json", content.encode())
