@@ -218,10 +218,9 @@ def broken(seed: int, disk: str, fault: Fault | None = None) -> list[str]:
 
     threads = set(threading.enumerate())
     QUEUES.start(seed, fault, None if fault is None else 1.0)
-    one = task(array, KINDS[1][1], LOADER, "t1", callbacks=[stop])
     root = Path(disk) / f"saves-{seed}" if draw.random() < 0.5 else None
     try:
-        hf.train([one], order.machine(disk), plan=plan, checkpoint=root, every=1)
+        hf.train(order.tasks(stop), order.machine(disk), plan=plan, checkpoint=root, every=1)
     except TrainError as error:
         found = [] if isinstance(error.__cause__, Broken) else [str(error)]
     else:
