@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import RLock
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -76,9 +77,12 @@ class TrainStep:
         self._known: dict[Any, StepVariant] = {}
         self._warned: set[str] = set()
         self._maker = ProgramMaker(mode, self._ways)
+        # Gradients and parameters are those of one step at a time.
+        self._turn = RLock()
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
-        return self.run(self.prepare(inputs, target, **keywords))
+        with self._turn:
+            return self.run(self.prepare(inputs, target, **keywords))
 
     def prepare(self, inputs: Any, target: Any, **keywords: Any) -> PreparedStep:
         """All of a step that comes before it computes, such as to compile it; `run` does the rest, once."""
@@ -96,7 +100,7 @@ class TrainStep:
 
     def run(self, prepared: PreparedStep) -> Tensor:
         """The step that was prepared."""
-        with keyed(self.keys):
+        with self._turn, keyed(self.keys):
             return self._run(prepared)
 
     def _run(self, prepared: PreparedStep) -> Tensor:

@@ -150,3 +150,24 @@ def test_ctrl_c_ends_between_steps_and_steps_go_on() -> None:
         with pytest.raises(KeyboardInterrupt):
             go_on()
         assert torch.equal(step(*given), expected)
+
+
+def test_threads_that_call_one_step_take_turns() -> None:
+    """A batch of all, so that the order of the threads shows in nothing."""
+    results = []
+    for count in (1, 4):
+        array, opt = make()
+        step = hf.train_step(array, F.cross_entropy, opt, parts=2)
+        step(*data())
+
+        def advance(step: Any = step, times: int = 24 // count) -> None:
+            for _ in range(times):
+                step(*data())
+
+        threads = [threading.Thread(target=advance) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        results.append(torch.cat([param.detach().flatten() for param in array.parameters()]))
+    assert torch.equal(*results)
