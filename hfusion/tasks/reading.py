@@ -47,15 +47,19 @@ def reading(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
 
 def _shut_down(loader: Any, iterator: _MultiProcessingDataLoaderIter) -> None:
     alive = all(worker.is_alive() for worker in iterator._workers)
-    if iterator._persistent_workers and alive:
-        return
+    if not (iterator._persistent_workers and alive):
+        _end_iterator(loader, iterator)
+
+
+def _end_iterator(loader: Any, iterator: _MultiProcessingDataLoaderIter) -> None:
+    """End its workers, and the threads that feed them; the loader makes others when it is read again."""
     iterator._shutdown_workers()
     for queue in iterator._index_queues:
         feeder = getattr(queue, "_thread", None)
         if feeder is not None:
             feeder.join(_PATIENCE)
     if iterator._persistent_workers:
-        # With workers that died the loader could not be read again.
+        # With workers that ended the loader could not be read again.
         loader._iterator = None
 
 
@@ -67,8 +71,7 @@ def restart_workers(loader: Any) -> None:
     """
     iterator = getattr(loader, "_iterator", None)
     if isinstance(iterator, _MultiProcessingDataLoaderIter):
-        iterator._shutdown_workers()
-        loader._iterator = None
+        _end_iterator(loader, iterator)
 
 
 def end_workers(iterator: object) -> bool:
