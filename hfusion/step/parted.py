@@ -95,6 +95,7 @@ class _Fixed:
         held = [tensor.detach() for tensor in own]
         made = torch.empty_like if all(wanted) else torch.zeros_like
         self.grads = [made(held[k], memory_format=torch.contiguous_format) for k in program.trained]
+        self._written = {grad.untyped_storage().data_ptr() for grad in self.grads}
         handles = _Handles(held)
         finalize(self, handles.release).atexit = False
         stacked = [*program.tensors.stacked, *call.stacked, *[True] * program.seeded]
@@ -115,6 +116,10 @@ class _Fixed:
             addressof(self._bytes),
             len(self.outputs),
         )
+
+    def apart(self, tensor: Tensor) -> Tensor:
+        """An input that is no part of the gradients of the step before, where those of this one will be."""
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in self._written else tensor
 
 
 def _of_one_dnn(operator: str) -> bool:
@@ -205,7 +210,8 @@ class PartedStep:
         helpers = self._helpers(threads)
         losses = torch.full((fixed.members,), torch.nan, dtype=dtype)
         fixed.outputs[0] = losses.data_ptr()
-        handles = _Handles([*call.batch(), *([new_seeds(fixed.members)] if self._program.seeded else [])])
+        batch = [fixed.apart(tensor) for tensor in call.batch()]
+        handles = _Handles([*batch, *([new_seeds(fixed.members)] if self._program.seeded else [])])
         fixed.inputs[fixed.batch] = handles.addresses
         try:
             # The threads of the team have no gradients on, and neither has this one, which may be among them.

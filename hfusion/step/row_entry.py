@@ -1,9 +1,10 @@
 """The C++ that inductor makes of a block of members, as a function that threads without Python call.
 
 Inductor's programs take handles of tensors and give handles, between which they hold no lock of Python's; but they
-begin by letting go of it, which only a thread that has it may do. So its source gets two changes before it is
-compiled: the lock is let go of by who has it, and `hfusion_rows` stands at its end, which takes stacks of all members,
-computes a block of rows of them, and writes losses and gradients to the rows of other stacks.
+begin by letting go of it, which only a thread that has it may do. So its source gets three changes before it is
+compiled: the lock is let go of by who has it; `hfusion_rows` stands at its end, which takes stacks of all members,
+computes a block of rows of them, and leaves losses and gradients in the rows of other stacks; and memory that such a
+result comes to lie in is that of its rows, where they begin as memory of torch's does.
 Tried with torch 2.13; where its source or its wrappers are others than expected, there is no entry.
 """
 
@@ -24,9 +25,62 @@ _OWN_RELEASE = """
         ~Release() { if (state) PyEval_RestoreThread(state); }
     } release;"""
 
+_ALLOCATES = "aoti_torch_empty_strided("
+_MAIN = "void inductor_entry_impl("
+# A program always allocates the same tensors one after the other: which of them become results is seen at the first
+# call of each thread, and all those of the same memory as torch's own is aligned to, so that no bit hangs on the call.
+_PLACES = """
+#include <cstdint>
+#include <vector>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+namespace {
+struct HfusionPlaces {
+    bool wanted = false, known = false;
+    int64_t next = 0, start = 0, rows = 0;
+    char* const* outputs = nullptr;
+    const int64_t* bytes = nullptr;
+    std::vector<void*> made;
+    std::vector<int64_t> results; /* of each allocation: the result that comes to lie there, or -1 */
+
+    /* Where allocation `number` is to lie, if it needs so many bytes; 0 for anywhere. */
+    char* place(int64_t number, int64_t needed) const {
+        if (!wanted || !known || number >= static_cast<int64_t>(results.size()) || results[number] < 0) return nullptr;
+        const int64_t k = results[number];
+        char* found = outputs[k] + start * bytes[k];
+        return needed == rows * bytes[k] && reinterpret_cast<uintptr_t>(found) % 64 == 0 ? found : nullptr;
+    }
+};
+thread_local HfusionPlaces hfusion_places;
+
+AOTITorchError hfusion_empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype,
+                                     int32_t device_type, int32_t device, AtenTensorHandle* found) {
+    HfusionPlaces& places = hfusion_places;
+    if (!places.wanted) return aoti_torch_empty_strided(dims, sizes, strides, dtype, device_type, device, found);
+    const int64_t number = places.next++;
+    int64_t last = 1;
+    for (int64_t i = 0; i < dims; i++) last = sizes[i] ? last + (sizes[i] - 1) * strides[i] : 0;
+    const int64_t needed = last * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
+    if (char* place = places.place(number, needed))
+        return aoti_torch_create_tensor_from_blob(place, dims, sizes, strides, 0, dtype, device_type, device, found);
+    const AOTITorchError failed =
+        aoti_torch_empty_strided(dims, sizes, strides, dtype, device_type, device, found);
+    if (!failed && !places.known) {
+        void* data = nullptr;
+        aoti_torch_get_data_ptr(*found, &data);
+        places.made.resize(number + 1);
+        places.made[number] = data;
+    }
+    return failed;
+}
+}
+
+"""
+
 _ENTRY = """
 #include <cstdio>
 #include <cstring>
+#include <stdexcept>
 #include <vector>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
@@ -48,6 +102,14 @@ extern "C" __attribute__((visibility("default"))) int hfusion_rows(
         char* const* outputs, const int64_t* bytes, int64_t count, char* message, int64_t room) noexcept {
     int failed = 1;
     std::vector<AtenTensorHandle> made;
+    HfusionPlaces& places = hfusion_places;
+    places.next = 0;
+    places.start = start;
+    places.rows = rows;
+    places.outputs = outputs;
+    places.bytes = bytes;
+    places.wanted = true;
+    places.made.clear();
     try {
         std::vector<AtenTensorHandle> given(inputs);
         made.resize(count, nullptr);
@@ -56,17 +118,27 @@ extern "C" __attribute__((visibility("default"))) int hfusion_rows(
             else AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensors[i], &given[i]));
         }
         inductor_entry_impl(given.data(), made.data());
+        if (!places.known) places.results.assign(places.made.size(), -1);
+        std::vector<void*> found(count);
         for (int64_t k = 0; k < count; k++) {
-            void* data;
-            AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(made[k], &data));
-            std::memcpy(outputs[k] + start * bytes[k], data, rows * bytes[k]);
+            AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(made[k], &found[k]));
+            for (size_t number = 0; !places.known && number < places.made.size(); number++)
+                if (places.made[number] == found[k]) places.results[number] = k;
         }
+        for (int64_t k = 0; k < count; k++) {
+            char* to = outputs[k] + start * bytes[k];
+            for (int64_t other = k + 1; found[k] != to && other < count; other++)
+                if (found[other] == to) throw std::runtime_error("its memory was asked for in another order");
+            if (found[k] != to) std::memcpy(to, found[k], rows * bytes[k]);
+        }
+        places.known = true;
         failed = 0;
     } catch (std::exception const& error) {
         std::snprintf(message, room, "%s", error.what());
     } catch (...) {
         std::snprintf(message, room, "an error of an unknown kind");
     }
+    places.wanted = false;
     for (AtenTensorHandle handle : made)
         if (handle) aoti_torch_delete_tensor_object(handle);
     return failed;
@@ -82,8 +154,9 @@ def with_row_entries() -> Iterator[None]:
     original = CppWrapperCodeCache.load_pybinding
 
     def load_pybinding(*args: Any, main_code: str = "", **kwargs: Any) -> Any:
-        if main_code.count(_RELEASE) == 1 and "void inductor_entry_impl(" in main_code:
-            main_code = main_code.replace(_RELEASE, _OWN_RELEASE) + _ENTRY
+        if main_code.count(_RELEASE) == 1 and main_code.count(_MAIN) == 1:
+            head, main = main_code.replace(_RELEASE, _OWN_RELEASE).split(_MAIN)
+            main_code = head + _PLACES + _MAIN + main.replace(_ALLOCATES, f"hfusion_{_ALLOCATES[11:]}") + _ENTRY
         return original(*args, main_code=main_code, **kwargs)
 
     CppWrapperCodeCache.load_pybinding = load_pybinding  # type: ignore[method-assign]
