@@ -8,13 +8,14 @@ written out, and the weights get their gradients from one product over all steps
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hfusion.core.layout import Layout, Listed
 from hfusion.device import native
@@ -36,18 +37,83 @@ MAX_WEIGHTS = 1 << 19
 # backward there is nothing else to win.
 FEW_PRODUCTS = 1 << 17
 
-# Numbers (i) and addresses (p), as the functions of rnn.c take them.
-_ARGUMENTS = {"lstm_forward": "iiippppipiii", "lstm_backward": "iiippppiipppii"}
+# Not the tensors that are given, which lie as the kernels need them.
+_EXACT = (torch.Tag.needs_exact_strides,)
+_STATES = "Tensor x, Tensor h, Tensor c, Tensor weights, int reverse"
+_GRADS = "Tensor d_y, Tensor d_h, Tensor d_c, int reverse, int to_the_first"
+_definitions = torch.library.Library("hfusion_lstm", "DEF")
+_definitions.define(f"steps({_STATES}) -> (Tensor, Tensor, Tensor, Tensor)", tags=_EXACT)
+_definitions.define(
+    f"steps_backward(Tensor gates, Tensor cells, Tensor w_hidden, {_GRADS}) -> (Tensor, Tensor, Tensor)", tags=_EXACT
+)
+
+# What rnn.c calls, in its order.
+_FUNCTIONS = (
+    "aoti_torch_dtype_float64",
+    "aoti_torch_device_type_cpu",
+    "aoti_torch_get_dtype",
+    "aoti_torch_get_data_ptr",
+    "aoti_torch_get_dim",
+    "aoti_torch_get_sizes",
+    "aoti_torch_get_strides",
+    "aoti_torch_empty_strided",
+    "aoti_torch__reinterpret_tensor",
+    "aoti_torch_cpu_bmm_out",
+    "aoti_torch_delete_tensor_object",
+    "aoti_torch_check",
+    "aoti_torch_library_init_impl",
+    "aoti_torch_library_impl",
+    "omp_get_max_threads",
+)
+
+
+def _steps(x: Tensor, h: Tensor, c: Tensor, weights: Tensor, reverse: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (steps, samples), (members, width), size = x.shape[-3:-1], weights.shape[:2], h.shape[-1]
+    return (
+        x.new_empty(members, steps, samples, width),
+        x.new_empty(members, steps, samples, size),
+        x.new_empty(steps, members, samples, 4 * size),
+        x.new_empty(steps + 1, members, samples, size),
+    )
+
+
+def _steps_backward(
+    gates: Tensor,
+    cells: Tensor,
+    w_hidden: Tensor,
+    d_y: Tensor,
+    d_h: Tensor,
+    d_c: Tensor,
+    reverse: int,
+    to_the_first: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    steps, members, samples, sums = gates.shape
+    state = (members, samples, w_hidden.shape[-1])
+    return gates.new_empty(members, steps, samples, sums), gates.new_empty(state), gates.new_empty(state)
+
+
+torch.library.register_fake("hfusion_lstm::steps", _steps, lib=_definitions)
+torch.library.register_fake("hfusion_lstm::steps_backward", _steps_backward, lib=_definitions)
+
+
+def kernels() -> str:
+    """Let torch call the kernels; empty if it can, else in words why not."""
+    found = native.library(SOURCE)
+    return found if isinstance(found, str) else _registered()
 
 
 @cache
-def _kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
+def _registered() -> str:
+    """Private to torch, tried on 2.13: its C interface for what inductor compiles."""
     found = native.library(SOURCE)
     assert not isinstance(found, str), found
-    made: Any = found[f"{name}_{native.TYPES[dtype]}"]
-    made.restype = None
-    made.argtypes = [ctypes.c_int64 if kind == "i" else ctypes.c_void_p for kind in _ARGUMENTS[name]]
-    return made  # type: ignore[no-any-return]
+    try:
+        own = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+        addresses = [ctypes.cast(getattr(own, name), ctypes.c_void_p).value for name in _FUNCTIONS]
+    except (OSError, AttributeError) as error:
+        return f"torch is built in another way than expected: {error}"
+    given = (ctypes.c_void_p * len(addresses))(*addresses)
+    return "torch takes no operators in C" if found.lstm_register(given) else ""
 
 
 def lstm(site: Site, input: Value, hx: Sequence[Value], params: Sequence[Value], **options: Any) -> Call | None:
@@ -57,8 +123,7 @@ def lstm(site: Site, input: Value, hx: Sequence[Value], params: Sequence[Value],
     known = x.device.type == "cpu" and x.dtype in native.TYPES and len(params) == per_layer * options["num_layers"]
     sizes = [p.example.numel() for p in params if p.rank == 2]
     large = any(sum(pair) > MAX_WEIGHTS for pair in zip(sizes[::2], sizes[1::2], strict=False))
-    alone = site.members == 1
-    if has_per_member(options) or not known or alone or large or isinstance(native.library(SOURCE), str):
+    if has_per_member(options) or not known or large or kernels():
         return None
     samples = hint(x.shape[0 if options["batch_first"] else 1]) or 1
     if not options["train"] and samples * (sizes[0] + sizes[1]) > FEW_PRODUCTS:
@@ -103,7 +168,8 @@ def _runs(tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels can work on the memory of these."""
     first = tensors[0]
     return (
-        not torch.compiler.is_compiling()
+        not kernels()
+        and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
         and first.numel() > 0
         and first.dtype in native.TYPES
@@ -112,9 +178,11 @@ def _runs(tensors: Sequence[Tensor]) -> bool:
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Whether it has an address: no fake tensor, and none of a transform."""
+    """Whether it has an address, or stands for one that has when a step is traced, and is none of a transform."""
     functorch: Any = torch._C._functorch
-    return type(tensor) in (Tensor, torch.nn.Parameter) and not functorch.is_functorch_wrapped_tensor(tensor)
+    return type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor) and not functorch.is_functorch_wrapped_tensor(
+        tensor
+    )
 
 
 def _per_member(
@@ -147,30 +215,14 @@ class LstmLayer(torch.autograd.Function):
         b_input: Tensor | None,
         b_hidden: Tensor | None,
     ) -> Results:
-        (steps, samples, features), (members, sums, size) = x.shape[-3:], w_hidden.shape
-        order = range(steps - 1, -1, -1) if reverse else range(steps)
-        rows, weights = _rows(x, h, order[0], w_input, w_hidden, b_input, b_hidden)
-        gates = x.new_empty(steps, members, samples, sums)
-        cells = x.new_empty(steps + 1, members, samples, size)
-        y = x.new_empty(members, steps, samples, size)
-        cells[0] = c
-        at, outputs, products = rows.unbind(1), y.unbind(1), gates.unbind()
-        beside = [row.data_ptr() for row in rows.narrow(-1, features, size).unbind(1)]
-        states = [cell.data_ptr() for cell in cells.unbind()]
-        run, threads = _kernel("lstm_forward", x.dtype), torch.get_num_threads()
-        strides = rows.stride(0), rows.stride(2)
-        for step, time in enumerate(order):
-            torch.bmm(at[time], weights, out=products[step])
-            following = beside[order[step + 1]] if step + 1 < steps else None
-            run(
-                members * samples, samples, size,
-                products[step].data_ptr(), states[step], states[step + 1],
-                outputs[time].data_ptr(), y.stride(0), following, *strides, threads,
-            )  # fmt: skip
+        operators: Any = torch.ops.hfusion_lstm
+        weights = _weights(w_input, w_hidden, b_input, b_hidden)
+        given = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (x, h, c)]
+        rows, y, gates, cells = operators.steps(*given, weights, int(reverse))
         ctx.reverse = reverse
         ctx.save_for_backward(x, h, c, w_input, w_hidden, b_input, b_hidden, rows, gates, cells)
         ctx.set_materialize_grads(False)
-        return y, outputs[order[-1]].clone(), cells[-1].clone()
+        return y, y[:, 0 if reverse else -1].clone(), cells[-1].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -198,29 +250,12 @@ class LstmLayer(torch.autograd.Function):
         )
 
 
-def _rows(
-    x: Tensor,
-    h: Tensor,
-    first: int,
-    w_input: Tensor,
-    w_hidden: Tensor,
-    b_input: Tensor | None,
-    b_hidden: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """What is multiplied: ``[B, T, N, K]`` and ``[B, K, 4*H]``, K inputs, then hidden states, then a 1 for the biases.
-
-    Of the hidden states only those before step ``first`` are there yet.
-    """
+def _weights(w_input: Tensor, w_hidden: Tensor, b_input: Tensor | None, b_hidden: Tensor | None) -> Tensor:
+    """By what inputs, hidden states and, for the biases, a 1 beside them are multiplied: ``[B, K, 4*H]``."""
     parts = [w_input.mT, w_hidden.mT]
     if b_input is not None and b_hidden is not None:
         parts.append((b_input + b_hidden).unsqueeze(1))
-    weights = torch.cat(parts, 1)
-    rows = x.new_empty(len(weights), *x.shape[-3:-1], weights.shape[1])
-    features, size = x.shape[-1], w_hidden.shape[-1]
-    rows[..., :features] = x
-    rows[:, first, :, features : features + size] = h
-    rows[..., features + size :] = 1
-    return rows, weights
+    return torch.cat(parts, 1)
 
 
 def _sums(
@@ -230,31 +265,16 @@ def _sums(
 
     That of the hidden state is right only if it shall go ``to_the_first``.
     """
-    steps, members, samples, _ = gates.shape
-    size = w_hidden.shape[-1]
-    order = range(steps - 1, -1, -1) if reverse else range(steps)
-    d_y, *lasts = grads
-    if d_y is not None and d_y.stride(-1) != 1:
-        d_y = d_y.contiguous()
-    hidden, carry = (
-        torch.zeros_like(cells[0]) if grad is None else grad.clone(memory_format=torch.contiguous_format)
-        for grad in lasts
+    steps, members, samples, sums = gates.shape
+    operators: Any = torch.ops.hfusion_lstm
+    shapes = ((members, steps, samples, sums // 4), cells.shape[1:], cells.shape[1:])
+    given = [
+        gates.new_zeros(shape) if grad is None else grad.contiguous() for grad, shape in zip(grads, shapes, strict=True)
+    ]
+    found: tuple[Tensor, Tensor, Tensor] = operators.steps_backward(
+        gates, cells, w_hidden.contiguous(), *given, int(reverse), int(to_the_first)
     )
-    sums = gates.new_empty(members, steps, samples, 4 * size)
-    to, products, states = sums.unbind(1), gates.unbind(), [cell.data_ptr() for cell in cells.unbind()]
-    given = [None] * steps if d_y is None else [grad.data_ptr() for grad in d_y.unbind(1)]
-    strides = (0, 0) if d_y is None else (d_y.stride(0), d_y.stride(2))
-    run, threads = _kernel("lstm_backward", gates.dtype), torch.get_num_threads()
-    for step in range(steps - 1, -1, -1):
-        time = order[step]
-        run(
-            members * samples, samples, size,
-            products[step].data_ptr(), states[step], states[step + 1], given[time], *strides,
-            hidden.data_ptr(), carry.data_ptr(), to[time].data_ptr(), sums.stride(0), threads,
-        )  # fmt: skip
-        if step or to_the_first:
-            torch.bmm(to[time], w_hidden, out=hidden)
-    return sums, hidden, carry
+    return found
 
 
 def _reduced(grad: Tensor | None, like: Tensor) -> Tensor | None:

@@ -32,8 +32,20 @@ def parted(model: Model, count: int, parts: int) -> Pair:
     return Pair(step, ours, theirs, hf.per_model(loss_of), adam(theirs))
 
 
+RECURRENT = Model("recurrent", lambda: RecurrentBothWays(), lambda n: torch.randn(n, 3, 4, dtype=torch.float64))
+
+
+class RecurrentBothWays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(4, 3, batch_first=True, bidirectional=True), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.lstm(x)[0].relu().sum(1))
+
+
 @needs_compiler
-@pytest.mark.parametrize("model", [TINY, ATTENTION], ids=str)
+@pytest.mark.parametrize("model", [TINY, ATTENTION, RECURRENT], ids=str)
 def test_parts_equal_the_loop(model: Model) -> None:
     """Blocks of unequal sizes, other numbers of samples, loaded state, other rates."""
     both = parted(model, 5, 2)
@@ -92,6 +104,19 @@ def test_threads_show_in_no_bit(stacked: bool) -> None:
             way.program = way.program._program
         results.append(advance(step, *given))
     assert all(same(results[0], other) for other in results[1:])
+
+
+@needs_compiler
+def test_gradients_of_the_step_before_may_be_an_input() -> None:
+    """They lie where those of this step will."""
+    results = []
+    for copied in (True, False):
+        step = classifier(4, parts=2)
+        advance(step, *data(), times=3)
+        first = next(p.grad for p in step._fused.parameters() if p.dim() == 3)
+        x = first.flatten(0, 1)[:5]
+        results.append(advance(step, x.clone() if copied else x, data()[1], times=1))
+    assert same(*results)
 
 
 def convolutional() -> nn.Module:
