@@ -1,4 +1,4 @@
-"""``python -m hfusion.bench [fuse|optim|shard|schedule|foretold|short|sweep|lora]``: see ``--help`` and ``--list``."""
+"""``python -m hfusion.bench NAME``: ``--list`` says which there are, ``--help`` what one takes."""
 
 from __future__ import annotations
 

@@ -29,7 +29,10 @@ SUB_BENCHMARKS = {
     "sweep": "a search of hyper-parameters with Hyperband, in several ways",
 }
 # Those with arguments of their own: see ``python -m hfusion.bench NAME --help``.
-SEPARATE = {"lora": "many LoRA adapters of one base, against peft one after another (`lora --help`)"}
+SEPARATE = {
+    "lora": "many LoRA adapters of one base, against peft one after another (`lora --help`)",
+    "links": "arrays that do not fit an accelerator, simulated by its data sheet (`links --help`)",
+}
 MEMBERS = (4, 16, 64)
 NOT_FOR = {"schedule": ("members", "repeats"), "shard": ("members",), "sweep": ("members", "repeats")}
 CHOSEN_BY = {

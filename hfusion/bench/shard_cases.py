@@ -87,3 +87,9 @@ CASES = (
     *map(_lora, (1, 4, 16)),
 )
 QUICK_CASES = (replace(CASES[0], parts=(1, 4)), *(replace(_lora(members), parts=(2,)) for members in (1, 4)))
+# What an accelerator is bought for: more to compute for each byte that is moved.
+LARGE_CASES = (
+    _mlp("wide mlp, batch 128", "4 MLPs of 20 layers of 1024", 1024, 128, (1, 2, 8)),
+    _mlp("wide mlp, batch 2048", "the same with more to compute", 1024, 2048, (1, 2, 8)),
+    _transformer("wide transformer", "the transformer LMs with d=1024, batch 16", 1024, 16, (1, 2, 8)),
+)
