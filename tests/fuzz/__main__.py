@@ -9,9 +9,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-import torch
-
-from tests.fuzz.compare import Outcome, Verdict, outcome
+from tests.fuzz.apart import Worker
+from tests.fuzz.compare import Outcome, Verdict
 from tests.fuzz.generate import LARGE, SMALL, for_compilation, generate
 from tests.fuzz.program import Program
 from tests.fuzz.shrink import shrink
@@ -49,9 +48,9 @@ def same_fault(found: Outcome) -> str:
     return "self-check" if "self-check" in found.words else "different"
 
 
-def shrunk(program: Program, found: Outcome, seconds: float) -> Program:
+def shrunk(program: Program, found: Outcome, seconds: float, worker: Worker) -> Program:
     def faulty(candidate: Program) -> bool:
-        now = outcome(candidate)
+        now = worker.outcome(candidate)
         return now.verdict is found.verdict and same_fault(now) == same_fault(found)
 
     return shrink(program, faulty, seconds)
@@ -66,23 +65,23 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true", help="train by hf.train_step, compiled")
     parser.add_argument("--shrink", type=float, default=120.0, help="seconds for one difference")
     given = parser.parse_args()
-    torch.set_num_threads(1)
     first = time.time_ns() // 1000 % 10**9 if given.seed is None else given.seed
     print(f"seeds from {first}", flush=True)
     tally, start = Tally(), time.monotonic()
     seed = first
-    while time.monotonic() < start + given.seconds and seed < first + given.programs:
-        program = generate(seed, SMALL if given.small or given.compiled else LARGE)
-        if given.compiled:
-            program = for_compilation(program)
-        found = outcome(program)
-        new = found.bad and gist(found.words) not in tally.faults
-        tally.add(program, found)
-        if new:
-            print(f"--- seed {seed}: {found.verdict}: {found.words}", flush=True)
-            small = shrunk(program, found, given.shrink)
-            print(f"{small.text()}\n--- {outcome(small).words}\n", flush=True)
-        seed += 1
+    with Worker() as worker:
+        while time.monotonic() < start + given.seconds and seed < first + given.programs:
+            program = generate(seed, SMALL if given.small or given.compiled else LARGE)
+            if given.compiled:
+                program = for_compilation(program)
+            found = worker.outcome(program)
+            new = found.bad and gist(found.words) not in tally.faults
+            tally.add(program, found)
+            if new:
+                print(f"--- seed {seed}: {found.verdict}: {found.words}", flush=True)
+                small = shrunk(program, found, given.shrink, worker)
+                print(f"{small.text()}\n--- {worker.outcome(small).words}\n", flush=True)
+            seed += 1
     _summary(tally, seed - first, time.monotonic() - start)
     return 1 if tally.faults else 0
 

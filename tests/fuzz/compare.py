@@ -121,6 +121,15 @@ def outcome(program: Program) -> Outcome:
     return run(trial)
 
 
+def outcome_alone(program: Program) -> Outcome:
+    """What comes of the members by themselves."""
+    with _float64(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seen in alone(Trial.of(program)):
+            del seen
+    return Outcome(Verdict.EQUAL)
+
+
 def run(trial: Trial) -> Outcome:
     with _float64(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

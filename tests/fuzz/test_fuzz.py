@@ -14,7 +14,8 @@ from hfusion.compiler import compiled as compiling
 from hfusion.core.layout import Layout
 from hfusion.ops.rule import Call
 from tests.fuzz import __main__ as command
-from tests.fuzz.compare import Verdict, outcome
+from tests.fuzz.apart import Worker
+from tests.fuzz.compare import Outcome, Verdict, outcome
 from tests.fuzz.generate import SMALL, generate
 from tests.fuzz.pieces import GROUPS
 from tests.fuzz.program import Block, Input, Piece, Program, Statement, Step
@@ -58,6 +59,19 @@ def _chain() -> Program:
         members=2,
         steps=(Step("train", "step", 3, 3), Step("eval", "forward", 4, 3)),
     )
+
+
+class _Here(Worker):
+    """Runs programs in this process."""
+
+    def __enter__(self) -> _Here:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def outcome(self, program: Program) -> Outcome:
+        return outcome(program)
 
 
 def _others(y: Tensor) -> Tensor:
@@ -134,6 +148,8 @@ def test_a_fault_is_shrunk_to_its_statement(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_command_prints_the_source_and_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # Rules are planted in this process.
+    monkeypatch.setattr(command, "Worker", _Here)
     monkeypatch.setattr(command, "generate", lambda seed, scale: replace(_chain(), seed=seed))
     arguments = ["fuzz", "--seed", "3", "--programs", "2", "--shrink", "1"]
     monkeypatch.setattr("sys.argv", arguments)
@@ -146,6 +162,10 @@ def test_the_command_prints_the_source_and_fails(
     assert "FAULT 2 times: IndexError: no such row" in printed
 
 
+def _own(text: str) -> Program:
+    return _program(Statement(Piece("own", ("vec",), ("vec",), text), ("x0",), ("v0",), "s0"))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -154,7 +174,7 @@ def test_the_command_prints_the_source_and_fails(
     ],
 )
 def test_a_refusal_in_words_is_no_fault(text: str, words: str) -> None:
-    found = outcome(_program(Statement(Piece("own", ("vec",), ("vec",), text), ("x0",), ("v0",), "s0")))
+    found = outcome(_own(text))
     assert found.verdict is Verdict.REFUSED
     assert words in found.words
 
@@ -168,5 +188,13 @@ def test_a_refusal_in_words_is_no_fault(text: str, words: str) -> None:
     ],
 )
 def test_what_cannot_be_compared_is_no_fault(text: str, verdict: Verdict) -> None:
-    found = outcome(_program(Statement(Piece("own", ("vec",), ("vec",), text), ("x0",), ("v0",), "s0")))
+    found = outcome(_own(text))
     assert found.verdict in (verdict, Verdict.EQUAL)
+
+
+def test_a_program_that_ends_the_process_is_told() -> None:
+    with Worker() as worker:
+        assert worker.outcome(_own("import os\nos._exit(3)\n{o} = x0")).verdict is Verdict.INVALID
+        found = worker.outcome(_own("import os\nif type(x0) is not torch.Tensor: os._exit(3)\n{o} = x0"))
+        assert found == Outcome(Verdict.RAW, "the process ended with the status 3")
+        assert worker.outcome(_own("{o} = x0 + 1")).verdict is Verdict.EQUAL
