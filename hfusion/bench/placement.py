@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hfusion.cluster.placement import Load, Placement, lower_bound
+
+_STEPS = 1000
 
 
 class Placed(NamedTuple):
@@ -21,41 +25,121 @@ class Placed(NamedTuple):
     us_per_decision: float
 
 
-class _VirtualClock:
+class VirtualClock:
     now = 0.0
 
     def __call__(self) -> float:
         return self.now
 
 
+@dataclass(frozen=True)
+class RealCluster:
+    """What arrays really take: ``seconds[array][device]``.
+
+    ``startup``: seconds until an array trains, on each device on which it begins; ``leaving``: until one has left that
+    was asked to. ``told``: seconds between two messages of how far an array is; None: nothing is told.
+    """
+
+    seconds: Sequence[Sequence[float]]
+    startup: float = 0.0
+    leaving: float = 0.0
+    told: float | None = None
+
+
+@dataclass(eq=False)
+class _Training:
+    """An array that trains: from ``first`` of its minibatches, at ``begun``."""
+
+    number: int
+    begun: float
+    first: float
+
+
+class SimulatedRun:
+    """A placement at work. ``moved``: how many arrays have gone on elsewhere; ``deciding``: seconds, really."""
+
+    def __init__(self, placement: Placement, clock: VirtualClock, real: RealCluster) -> None:
+        self._placement, self._clock, self._real = placement, clock, real
+        self._steps = [0.0] * len(real.seconds)
+        self._now: dict[int, _Training] = {}
+        self._events: list[tuple[float, int, str, int, _Training]] = []
+        self.done: list[int] = []
+        self.moved, self.decisions, self.deciding = 0, 0, 0.0
+
+    def run(self) -> float:
+        """Seconds until all has ended."""
+        idle = self._placement.idle
+        while True:
+            for device in self._decide(self._placement.moves):
+                self._tell(self._clock.now + self._real.leaving, device, "left")
+            for device in idle:
+                number = self._decide(self._placement.begin, device)
+                self.decisions += 1
+                if number is not None:
+                    self._begin(device, number)
+            idle = []
+            if not self._events:
+                return self._clock.now
+            self._clock.now, _, what, device, run = heappop(self._events)
+            if self._now.get(device) is run:
+                self._hear(what, device, run)
+                if what != "told":
+                    # Who found nothing before finds nothing now, but for who goes on with what has left.
+                    idle = [each for each in self._placement.idle if what == "left" or each == device]
+
+    def _decide(self, ask: Any, *args: Any) -> Any:
+        begun = time.perf_counter()
+        found = ask(*args)
+        self.deciding += time.perf_counter() - begun
+        return found
+
+    def _tell(self, at: float, device: int, what: str) -> None:
+        heappush(self._events, (at, len(self._events) + self.decisions, what, device, self._now[device]))
+
+    def _begin(self, device: int, number: int) -> None:
+        run = self._now[device] = _Training(number, self._clock.now + self._real.startup, self._steps[number])
+        left = 1 - run.first / _STEPS
+        self._tell(run.begun + left * self._real.seconds[number][device], device, "end")
+        if self._real.told is not None:
+            self._tell(run.begun, device, "told")
+
+    def _hear(self, what: str, device: int, run: _Training) -> None:
+        if what == "end":
+            self.done.append(self._placement.end(device))
+            del self._now[device]
+            return
+        each = self._real.seconds[run.number][device] / _STEPS
+        steps = min(_STEPS - 1.0, run.first + max(0.0, self._clock.now - run.begun) / each)
+        self._decide(self._placement.reach, device, int(steps), run.begun + (int(steps) - run.first) * each)
+        if what == "told" and self._real.told is not None:
+            self._tell(self._clock.now + self._real.told, device, "told")
+        elif what == "left":
+            self._steps[run.number] = int(steps)
+            self._placement.left(device)
+            del self._now[device]
+            self.moved += 1
+
+
 def placed(arrays: int, devices: int, *, alike: bool, seed: int = 0) -> Placed:
     """One run; ``alike``: all devices are of one speed and all arrays of one length, else of three, up to 8-fold."""
-    drawn, clock = random.Random(seed), _VirtualClock()
+    drawn, clock = random.Random(seed), VirtualClock()
     speeds = (1.0,) if alike else (1.0, 2.0, 4.0)
     kinds = [drawn.randrange(len(speeds)) for _ in range(devices)]
     sizes = [1000.0 if alike else 1000.0 * drawn.uniform(0.25, 2.0) for _ in range(arrays)]
     errors = [drawn.uniform(2 / 3, 4 / 3) for _ in range(arrays)]
-    estimated = [Load(f"array{n}", tuple(size / speed for speed in speeds)) for n, size in enumerate(sizes)]
-    real = [
-        Load(one.name, tuple(error * each for each in one.seconds if each is not None))
-        for one, error in zip(estimated, errors, strict=True)
-    ]
-    begun, decisions, deciding = time.perf_counter(), 0, 0.0
-    placement = Placement(estimated, kinds, 0, clock)
-    deciding += time.perf_counter() - begun
-    ends: list[tuple[float, int]] = []
-    idle = placement.idle
-    while True:
-        for device in idle:
-            begun = time.perf_counter()
-            number = placement.begin(device)
-            deciding += time.perf_counter() - begun
-            decisions += 1
-            if number is not None:
-                heappush(ends, (clock.now + (real[number].seconds[kinds[device]] or 0.0), device))
-        if not ends:
-            break
-        clock.now, device = heappop(ends)
-        placement.end(device)
-        idle = [device]
-    return Placed(clock.now, lower_bound(real, kinds), deciding / decisions * 1e6)
+    estimated = [loaded(number, [size / speed for speed in speeds]) for number, size in enumerate(sizes)]
+    took = [[error * size / speed for speed in speeds] for error, size in zip(errors, sizes, strict=True)]
+    begun = time.perf_counter()
+    placement = Placement(estimated, kinds, 0, clock, range(arrays))
+    placing = time.perf_counter() - begun
+    # Each array is heard of twice at least.
+    real = RealCluster([[each[kind] for kind in kinds] for each in took], told=100.0)
+    run = SimulatedRun(placement, clock, real)
+    makespan = run.run()
+    bound = lower_bound([loaded(number, each) for number, each in enumerate(took)], kinds)
+    return Placed(makespan, bound, (placing + run.deciding) / run.decisions * 1e6)
+
+
+def loaded(number: int, seconds: Sequence[float], task: str | None = None) -> Load:
+    """An array by itself, or one of a task."""
+    return Load(f"array{number}", tuple(seconds), task or f"task{number}", _STEPS)

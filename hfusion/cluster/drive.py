@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from hfusion.array.module import FusedModule
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.jobs import ClusterArrays, PlacedArray, SharedParts
-from hfusion.cluster.node import ArrayDone, Lost, Message, Raised, Told
+from hfusion.cluster.node import ArrayDone, Left, Lost, Message, Raised, Told
 from hfusion.cluster.placement import Placement, lower_bound
 from hfusion.core.errors import HFusionError
 from hfusion.optim.base import FusedOptimizer
@@ -36,10 +36,12 @@ class Drive:
         self._tasks, self._arrays, self._executor = arrays.tasks, arrays.arrays, executor
         loads = [one.load for one in arrays.arrays]
         self._bound = lower_bound(loads, arrays.kinds)
-        self._placement = Placement(loads, arrays.kinds, max_failures, time.monotonic)
+        saved = [number for number, one in enumerate(arrays.arrays) if one.checkpoint is not None]
+        self._placement = Placement(loads, arrays.kinds, max_failures, time.monotonic, saved)
         self._parts = SharedParts(arrays.arrays, executor)
         self._now: dict[int, int] = {}
         self._done: dict[int, tuple[int, ArrayDone]] = {}
+        self._left: list[tuple[int, Left]] = []
         self._failed: dict[int, BaseException] = {}
         self._began = time.time()
         self.show: Callable[[int, int], None] = lambda index, steps: None
@@ -48,6 +50,8 @@ class Drive:
         """Train all. Raises TrainError in the end for what failed."""
         placement = self._placement
         while not placement.over:
+            for device in placement.moves():
+                self._executor.leave(device, self._arrays[self._now[device]].load.name)
             for device in placement.idle:
                 number = placement.begin(device)
                 if number is not None:
@@ -69,13 +73,30 @@ class Drive:
         elif isinstance(message, Told):
             for result in message.results:
                 self._tell(device, result)
+            self._reach(device, message)
         elif isinstance(message, Raised):
             self._fail(device, message.error)
+        elif isinstance(message, Left):
+            self._leave(device, message)
         elif isinstance(message, ArrayDone):
             number = self._now.pop(device)
             self._placement.end(device)
             self._done[number] = (device, message)
             self.show(number, self._arrays[number].task.steps)
+
+    def _leave(self, device: int, message: Left) -> None:
+        number = self._now.pop(device)
+        self._left.append((device, message))
+        if number in self._failed:
+            self._placement.end(device)
+        else:
+            self._placement.left(device)
+
+    def _reach(self, device: int, message: Told) -> None:
+        number, steps = self._now.get(device), [result for result in message.results if isinstance(result, Step)]
+        if number is not None and steps:
+            done = steps[-1].epoch * self._arrays[number].task.epoch + steps[-1].step + 1
+            self._placement.reach(device, done, message.at)
 
     def _tell(self, device: int, result: object) -> None:
         number = self._now.get(device)
@@ -150,9 +171,9 @@ class Drive:
         """What ran on all devices, from when the driver began, by the driver's clock."""
         names = [device.name for device in self._executor.devices]
         spans = []
-        for device, done in self._done.values():
-            later = done.begun - self._executor.offsets[device] - self._began
-            for span in done.report.timeline.actions:
+        for device, begun, timeline, _ in self._ran():
+            later = begun - self._executor.offsets[device] - self._began
+            for span in timeline.actions:
                 start, end = span.start + later, span.end + later
                 spans.append(replace(span, device=names[device], start=start, end=end))
         return Timeline(tuple(sorted(spans, key=lambda span: span.start)), tuple(names), self._bound)
@@ -160,6 +181,13 @@ class Drive:
     def _peak(self) -> dict[str, int]:
         peak = {device.name: 0 for device in self._executor.devices}
         names = [*peak]
-        for device, done in self._done.values():
-            peak[names[device]] = max(peak[names[device]], *done.report.peak.values())
+        for device, _, _, found in self._ran():
+            peak[names[device]] = max(peak[names[device]], *found.values())
         return peak
+
+    def _ran(self) -> Iterator[tuple[int, float, Timeline, Mapping[str, int]]]:
+        """What ran of arrays that were trained: the device, when that began by its clock, its timeline and peak."""
+        for device, left in self._left:
+            yield device, left.begun, left.timeline, left.peak
+        for device, done in self._done.values():
+            yield device, done.begun, done.report.timeline, done.report.peak

@@ -24,6 +24,9 @@ class Executor(Protocol):
     def begin(self, device: int, job: ArrayJob | CallJob) -> None:
         """Let a device do something that does nothing now, such as to train an array."""
 
+    def leave(self, device: int, name: str) -> None:
+        """Ask the array of this name to leave the device that trains it, where it is saved next to go on elsewhere."""
+
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
         """What devices have told since, at least one thing unless that takes longer."""
 

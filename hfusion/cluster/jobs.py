@@ -85,7 +85,7 @@ def arranged(
         # What was fused to plan is not needed any more.
         for one in arrays_of(task, largest):
             seconds = tuple(one.seconds_on(Room(*room, keep=True)) for room in rooms)
-            load = Load(one.plan.name, seconds)
+            load = Load(one.plan.name, seconds, task.name, task.steps)
             folder = None if checkpoint is None else checkpoint / array_folder(load.name)
             arrays.append(PlacedArray(task, one.members, load, _sent(one), folder, every, policy))
     check_loaders([(one.load.name, (one.task.loader, one.task.eval_loader)) for one in arrays])

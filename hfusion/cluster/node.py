@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
@@ -17,6 +17,7 @@ from hfusion.cluster.parcel import unpack
 from hfusion.device.calibrate import Rates
 from hfusion.device.machine import Device, Machine
 from hfusion.optim.base import FusedOptimizer
+from hfusion.schedule.timeline import Timeline
 from hfusion.tasks.report import Report
 from hfusion.tasks.task import Evaluation, Step
 from hfusion.tasks.train import TrainError, train_array
@@ -58,9 +59,10 @@ class CallJob(Protocol):
 
 @dataclass(frozen=True)
 class Told:
-    """Results of minibatches and evaluations, in order."""
+    """Results of minibatches and evaluations, in order; ``at``: when the last one was there, see `time.monotonic`."""
 
     results: tuple[Step | Evaluation, ...]
+    at: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +71,15 @@ class ArrayDone:
 
     report: Report
     optimizer: FusedOptimizer | None
+    begun: float
+
+
+@dataclass(frozen=True, eq=False)
+class Left:
+    """An array has left its device, as it was asked to, and is saved. ``begun``: as of `ArrayDone`."""
+
+    timeline: Timeline
+    peak: Mapping[str, int]
     begun: float
 
 
@@ -94,7 +105,7 @@ class Lost:
 
 
 # What a job ends with.
-End: TypeAlias = ArrayDone | Answered | Raised
+End: TypeAlias = ArrayDone | Left | Answered | Raised
 Message: TypeAlias = Told | End | Lost
 
 
@@ -113,6 +124,8 @@ class ArrayTrainer:
     def __init__(self, name: str, machine: Machine) -> None:
         self._name, self._machine = name, machine
         self.stopping = Event()
+        # The name of an array that is to leave; another thread sets it.
+        self.leaving: str | None = None
         self.kept: dict[str, Any] = {}
 
     @property
@@ -136,7 +149,7 @@ class ArrayTrainer:
             cause = error.__cause__ if isinstance(error, TrainError) and error.__cause__ is not None else error
             tell(Raised(_portable(cause)))
 
-    def _trained(self, job: ArrayJob, part: Callable[[Any], Any], tell: Callable[[Message], None]) -> ArrayDone:
+    def _trained(self, job: ArrayJob, part: Callable[[Any], Any], tell: Callable[[Message], None]) -> ArrayDone | Left:
         # A copy for each array: reading changes what a loader is.
         parts: dict[str, Any] = {}
 
@@ -156,7 +169,7 @@ class ArrayTrainer:
             results.append(result)
             if time.monotonic() - told > _TELL:
                 told = time.monotonic()
-                tell(Told(tuple(results)))
+                tell(Told(tuple(results), told))
                 results.clear()
 
         report = train_array(
@@ -167,12 +180,17 @@ class ArrayTrainer:
             job.policy,
             job.checkpoint,
             job.every,
+            lambda: self.leaving == job.name,
         )
         ended = time.time()
         if results:
-            tell(Told(tuple(results)))
+            tell(Told(tuple(results), time.monotonic()))
         optimizer = task.optimizer if isinstance(task.optimizer, FusedOptimizer) else None
-        return ArrayDone(report, optimizer, ended - max((span.end for span in report.timeline.actions), default=0.0))
+        begun = ended - max((span.end for span in report.timeline.actions), default=0.0)
+        found = report[task.name]
+        if len(found.losses) < task.steps and not found.stopped:
+            return Left(report.timeline, report.peak, begun)
+        return ArrayDone(report, optimizer, begun)
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -1,27 +1,35 @@
 """Which device trains which array: numbers only, no process is asked.
 
 Arrays go to devices longest first, each to the device on which it would end first (R. Graham, 1969; on machines of
-different speeds E. Horowitz and S. Sahni, 1976), and where estimates were wrong, a device without work takes of what
-waits for another.
+different speeds E. Horowitz and S. Sahni, 1976), and a device without work takes of what waits for another. Where what
+is measured differs from what was estimated the plan is made anew (introspection, as in Saturn: K. Nagrecha and
+A. Kumar, 2023).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
+from hfusion.cluster.rates import DIFFERS, Progress, Ratios
 from hfusion.core.errors import PlanError
+
+# What waits is placed anew when a 32nd of it, or anything where less waits, was measured to be other than it was
+# estimated: of 10,000 arrays a decision costs a tenth of a millisecond then.
+_OFTEN = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An array: its seconds on each kind of device, None where it does not fit."""
+    """An array of a task: its estimated seconds on each kind of device, None where it does not fit; its minibatches."""
 
     name: str
     seconds: tuple[float | None, ...]
+    task: str
+    steps: int
 
     @property
     def least(self) -> float:
@@ -35,33 +43,42 @@ class Load:
 
 
 def place(
-    loads: Sequence[Load], waiting: Iterable[int], kinds: Sequence[int], busy: Sequence[float | None]
+    loads: Sequence[Load],
+    waiting: Mapping[int, float],
+    kinds: Sequence[int],
+    busy: Sequence[float | None],
+    slow: Sequence[float],
 ) -> list[list[int]]:
     """The arrays of every device, in the order in which it trains them.
 
     Args:
-        waiting: the numbers of those that are to be placed.
+        waiting: how many times what was estimated each array takes that is to be placed.
         kinds: of each device.
         busy: for how many seconds each device has work already; None where it is gone.
+        slow: how many times what was estimated each device takes.
 
     Raises:
         PlanError: an array fits no device that is there.
     """
-    heaps: dict[int, list[tuple[float, int]]] = {}
+    heaps: dict[tuple[int, float], list[tuple[float, int]]] = {}
     for device, (kind, free) in enumerate(zip(kinds, busy, strict=True)):
         if free is not None:
-            heaps.setdefault(kind, []).append((free, device))
+            heaps.setdefault((kind, slow[device]), []).append((free, device))
     for heap in heaps.values():
         heapify(heap)
     found: list[list[int]] = [[] for _ in kinds]
-    for number in sorted(waiting, key=lambda number: (-loads[number].least, number)):
-        seconds = loads[number].seconds
-        ends = [(heap[0][0] + each, kind) for kind, heap in heaps.items() if (each := seconds[kind]) is not None]
+    for number in sorted(waiting, key=lambda number: (-loads[number].least * waiting[number], number)):
+        seconds, more = loads[number].seconds, waiting[number]
+        ends = [
+            (heap[0][0] + each * more * key[1], key)
+            for key, heap in heaps.items()
+            if (each := seconds[key[0]]) is not None
+        ]
         if not ends:
             raise PlanError(f"the array {loads[number].name!r} fits none of the devices that are left")
-        end, kind = min(ends)
-        device = heaps[kind][0][1]
-        heapreplace(heaps[kind], (end, device))
+        end, key = min(ends)
+        device = heaps[key][0][1]
+        heapreplace(heaps[key], (end, device))
         found[device].append(number)
     return found
 
@@ -79,64 +96,150 @@ def lower_bound(loads: Sequence[Load], kinds: Sequence[int]) -> float:
     return max(max(least, default=0.0), math.fsum(least) / math.fsum(speeds[kind] for kind in kinds))
 
 
+@dataclass(eq=False)
+class _Running:
+    """An array on a device. ``heard``: when it was last told how far it is, at first when it ``begun``.
+
+    ``startup``: seconds from then to its first minibatch.
+    """
+
+    number: int
+    begun: float
+    heard: float
+    progress: Progress | None = None
+    startup: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """Where an array goes on that was ``asked`` to leave its device."""
+
+    target: int
+    asked: float
+
+
 class Placement:
     """What every device trains now, and what next.
+
+    What is measured replaces what was estimated, see `Ratios`. What waits is placed anew where that ends sooner by
+    it; and an array that would make all others wait goes on where it ends sooner, if that saves more than it costs.
 
     Args:
         kinds: of each device; an index into ``load.seconds``.
         max_failures: how often the device of an array may be lost before the array is given up.
         clock: seconds.
+        saved: the arrays that go on, where they begin again, from where they were.
 
     Raises:
         PlanError: an array that fits no device.
     """
 
     def __init__(
-        self, loads: Sequence[Load], kinds: Sequence[int], max_failures: int, clock: Callable[[], float]
+        self,
+        loads: Sequence[Load],
+        kinds: Sequence[int],
+        max_failures: int,
+        clock: Callable[[], float],
+        saved: Collection[int] = (),
     ) -> None:
         self._loads, self._kinds, self._max_failures, self._clock = loads, kinds, max_failures, clock
+        self._saved = frozenset(saved)
+        self._ratios = Ratios([load.task for load in loads], len(kinds))
+        self._steps = [0] * len(loads)
         self._queues: list[deque[int]] = []
+        # Seconds of each array that waits, where it waits.
+        self._planned: dict[int, float] = {}
         self._waiting = [0.0] * len(kinds)
-        self._running: dict[int, tuple[int, float]] = {}
+        self._running: dict[int, _Running] = {}
+        self._leaving: dict[int, _Leaving] = {}
+        self._handover = 0.0
         self._gone: set[int] = set()
+        # How much was measured since all was placed, and whether anything has happened since moves were looked for.
+        self._news, self._stirred = 0, False
         self.failures = [0] * len(loads)
         self._arrange(range(len(loads)))
 
     @property
     def idle(self) -> list[int]:
-        """The devices that are there and train nothing."""
-        busy = self._gone.union(self._running)
+        """The devices that are there and train nothing, and that no array is to come to."""
+        busy = self._gone.union(self._running, (move.target for move in self._leaving.values()))
         return [device for device in range(len(self._kinds)) if device not in busy]
 
     @property
     def over(self) -> bool:
         """Whether nothing runs and nothing waits."""
-        return not self._running and not any(self._queues)
+        return not self._running and not self._planned
+
+    def _whole(self, number: int, device: int) -> float | None:
+        """Seconds of all of an array as they were estimated."""
+        return self._loads[number].seconds[self._kinds[device]]
 
     def _seconds(self, number: int, device: int) -> float | None:
-        return self._loads[number].seconds[self._kinds[device]]
+        """Of what is left of an array."""
+        whole, left = self._whole(number, device), 1 - self._steps[number] / self._loads[number].steps
+        return None if whole is None else whole * left * self._ratios.factor(number, device)
 
     def _left(self, device: int) -> float:
         """Seconds until what runs there will have ended."""
         if device not in self._running:
             return 0.0
-        number, begun = self._running[device]
-        return max(0.0, begun + (self._seconds(number, device) or 0.0) - self._clock())
+        run = self._running[device]
+        return max(0.0, run.heard + (self._seconds(run.number, device) or 0.0) - self._clock())
+
+    def _lefts(self) -> list[float | None]:
+        """Seconds until each device has trained what it does now, or what is on its way to it; None: it is gone."""
+        found = [None if device in self._gone else self._left(device) for device in range(len(self._kinds))]
+        for source, move in self._leaving.items():
+            if move.target not in self._gone:
+                run = self._running[source]
+                found[source] = self._handover
+                found[move.target] = self._handover + run.startup + (self._seconds(run.number, move.target) or 0.0)
+        return found
+
+    def _placed(self, waiting: Iterable[int], busy: Sequence[float | None]) -> list[list[int]]:
+        """Where what waits is placed best, by what is known now."""
+        left = {n: self._ratios.of_array(n) * (1 - self._steps[n] / self._loads[n].steps) for n in waiting}
+        slow = [self._ratios.of_device(device) for device in range(len(self._kinds))]
+        return place(self._loads, left, self._kinds, busy, slow)
+
+    def _end(self, placed: Sequence[Collection[int]], busy: Sequence[float | None]) -> float:
+        """Seconds until all will have ended that is placed so."""
+        return max(
+            (free or 0.0) + math.fsum(self._seconds(number, device) or 0.0 for number in own)
+            for device, (own, free) in enumerate(zip(placed, busy, strict=True))
+        )
 
     def _arrange(self, waiting: Collection[int]) -> None:
-        busy = [None if device in self._gone else self._left(device) for device in range(len(self._kinds))]
-        self._queues = [deque(each) for each in place(self._loads, waiting, self._kinds, busy)]
-        for device, queue in enumerate(self._queues):
-            self._waiting[device] = math.fsum(self._seconds(number, device) or 0.0 for number in queue)
+        self._settle(self._placed(waiting, self._lefts()))
+
+    def _settle(self, placed: Sequence[Collection[int]]) -> None:
+        self._queues = [deque(each) for each in placed]
+        self._planned = {
+            number: self._seconds(number, device) or 0.0
+            for device, queue in enumerate(self._queues)
+            for number in queue
+        }
+        self._waiting = [math.fsum(self._planned[number] for number in queue) for queue in self._queues]
+        self._news = 0
+
+    def _arrange_by_news(self) -> None:
+        """Place anew what waits, if enough is known better and it will all end sooner."""
+        if self._news * _OFTEN <= len(self._planned):
+            return
+        busy = self._lefts()
+        placed = self._placed(self._planned, busy)
+        better = self._end(placed, busy) * (1 + DIFFERS) < self._end(self._queues, busy)
+        self._settle(placed if better else self._queues)
 
     def begin(self, device: int) -> int | None:
         """The array that an idle device trains next; None: nothing that is left would end there sooner."""
+        self._arrange_by_news()
         owner = device if self._queues[device] else self._taken_from(device)
         if owner is None:
             return None
         number = self._queues[owner].popleft() if owner == device else self._queues[owner].pop()
-        self._waiting[owner] -= self._seconds(number, owner) or 0.0
-        self._running[device] = (number, self._clock())
+        self._waiting[owner] -= self._planned.pop(number)
+        self._running[device] = _Running(number, self._clock(), self._clock())
         return number
 
     def _taken_from(self, device: int) -> int | None:
@@ -152,20 +255,85 @@ class Placement:
                 return owner
         return None
 
+    def reach(self, device: int, steps: int, at: float) -> None:
+        """What a device trains has had ``steps`` minibatches at ``at`` by the clock of the device."""
+        run = self._running[device]
+        whole, load = self._whole(run.number, device), self._loads[run.number]
+        run.heard, self._steps[run.number] = self._clock(), min(steps, load.steps)
+        if run.progress is None:
+            run.progress, run.startup = Progress(steps, at), run.heard - run.begun
+            return
+        run.progress.reach(steps, at)
+        seconds = run.progress.seconds
+        if seconds is not None and whole and self._ratios.note(run.number, device, seconds * load.steps / whole):
+            self._news, self._stirred = self._news + 1, True
+
+    def moves(self) -> list[int]:
+        """The devices whose arrays are to leave now, each once: they go on elsewhere when they have left."""
+        found: list[int] = []
+        while self._stirred and (move := self._move()) is not None:
+            source, target = move
+            self._leaving[source] = _Leaving(target, self._clock())
+            found.append(source)
+        self._stirred = False
+        return found
+
+    def _move(self) -> tuple[int, int] | None:
+        """The array that ends last, from where it runs to an idle device, if all ends sooner then.
+
+        As long as much waits, what is placed anew does the same and costs nothing.
+        """
+        idle, busy = self.idle, self._lefts()
+        if not idle or len(self._planned) >= len(self._kinds):
+            return None
+        ends = [(free or 0.0) + waiting for free, waiting in zip(busy, self._waiting, strict=True)]
+        source = max(range(len(ends)), key=ends.__getitem__)
+        run = self._running.get(source)
+        if run is None or run.number not in self._saved or source in self._leaving or self._queues[source]:
+            return None
+        each = None if run.progress is None else run.progress.seconds
+        if each is None:
+            return None
+        leaves = max(self._handover, each)
+        fits = [(leaves + run.startup + s, d) for d in idle if (s := self._seconds(run.number, d)) is not None]
+        if not fits:
+            return None
+        there, target = min(fits)
+        busy[target], busy[source] = there, leaves
+        placed = self._placed(self._planned, busy)
+        if self._end(placed, busy) * (1 + DIFFERS) >= ends[source]:
+            return None
+        self._settle(placed)
+        return source, target
+
+    def left(self, device: int) -> None:
+        """An array that was to leave has left, and waits: first where it is to go on, if that is still there."""
+        number, move = self._running.pop(device).number, self._leaving.pop(device)
+        self._handover, self._stirred = max(self._handover, self._clock() - move.asked), True
+        if move.target in self._gone:
+            self._arrange([*self._planned, number])
+            return
+        self._queues[move.target].appendleft(number)
+        self._planned[number] = seconds = self._seconds(number, move.target) or 0.0
+        self._waiting[move.target] += seconds
+
     def end(self, device: int) -> int:
         """The array that a device has trained, or failed to."""
-        return self._running.pop(device)[0]
+        self._leaving.pop(device, None)
+        self._stirred = True
+        return self._running.pop(device).number
 
     def lose(self, device: int, *, back: bool) -> list[int]:
         """A device is lost, or was and is ``back``; those that are given up, of which nothing runs any more.
 
         The array that ran there waits again, and all that waits is placed anew.
         """
-        waiting = [number for queue in self._queues for number in queue]
-        lost: list[int] = []
+        waiting, lost = [*self._planned], list[int]()
         if device in self._running:
             number = self.end(device)
             self.failures[number] += 1
+            if number not in self._saved:
+                self._steps[number] = 0
             (waiting if self.failures[number] <= self._max_failures else lost).append(number)
         if not back:
             self._gone.add(device)

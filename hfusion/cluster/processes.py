@@ -36,7 +36,7 @@ class ProcessExecutor:
         count = len(machine.devices)
         self._pipes: list[Connection | None] = [None] * count
         self._processes: list[BaseProcess | None] = [None] * count
-        # Closed, they tell a process to end; so does the end of this one.
+        # They tell a process which array is to leave; closed, as by the end of this one, to end.
         self._stops: list[Connection | None] = [None] * count
         self.offsets: list[float] = [0.0] * count
         self.devices: Sequence[DeviceInfo] = ()
@@ -87,6 +87,12 @@ class ProcessExecutor:
         with suppress(OSError):
             if pipe is not None:
                 _send(pipe, job)
+
+    def leave(self, device: int, name: str) -> None:
+        stop = self._stops[device]
+        with suppress(OSError):
+            if stop is not None:
+                _send(stop, name)
 
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
         there = {pipe: device for device, pipe in enumerate(self._pipes) if pipe is not None}
@@ -168,5 +174,6 @@ def _work(pipe: Connection, end: Connection, device: Device, host: int, disk: Pa
 
 def _hear(end: Connection, trainer: ArrayTrainer) -> None:
     with suppress(EOFError, OSError):
-        end.recv()
+        while True:
+            trainer.leaving = end.recv()
     trainer.stopping.set()

@@ -44,6 +44,9 @@ class DeviceActor:
                 break
         thread.join()
 
+    def leave(self, name: str) -> None:
+        self._trainer.leaving = name
+
     def stop(self) -> None:
         """What trains ends at its next minibatch."""
         self._trainer.stopping.set()
@@ -148,6 +151,9 @@ class RayExecutor:
 
     def begin(self, device: int, job: ArrayJob | CallJob) -> None:
         self._running[device] = self._actors[device].train.options(num_returns="streaming").remote(job)
+
+    def leave(self, device: int, name: str) -> None:
+        self._actors[device].leave.remote(name)
 
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
         streams = list(self._running.values())

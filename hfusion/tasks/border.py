@@ -23,6 +23,7 @@ class Border:
     Args:
         plan: of the array; ``streams`` give it its minibatches.
         on_result: asked who stops, by one thread at a time, which holds ``asking``.
+        leaves: asked where the array may be saved whether it ends there, to go on elsewhere.
     """
 
     def __init__(
@@ -35,10 +36,11 @@ class Border:
         stopped: StoppedMembers,
         on_result: OnResult | None,
         asking: Lock,
+        leaves: Callable[[], bool],
     ) -> None:
         self.one, self.plan, self.training, self.streams = one, plan, training, streams
         self.scheduler, self.stopped = scheduler, stopped
-        self._on_result, self._asking = on_result, asking
+        self._on_result, self._asking, self._leaves = on_result, asking, leaves
 
     @property
     def units(self) -> int:
@@ -75,6 +77,9 @@ class Border:
             epoch, step = divmod(unit.step, plan.evaluated)
             if step == plan.evaluated - 1:
                 self._evaluated(epoch, broken)
+        if plan.ended(unit) not in (None, plan.steps) and self._leaves():
+            training.state.settle()
+            training.over = training.over or not broken()
 
     def _trained(self, step: int, broken: Callable[[], bool]) -> None:
         epoch, losses = self.one.task.epoch, self.training.losses

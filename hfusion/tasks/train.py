@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,11 +18,9 @@ from torch import Tensor
 from hfusion.array.per_model import per_model
 from hfusion.capture.named import tensors
 from hfusion.core.errors import HFusionError, PlanError
-from hfusion.core.membership import membership
 from hfusion.core.resuming import resume_folder
 from hfusion.device.backend import backend, memory_of
 from hfusion.device.machine import Machine
-from hfusion.optim.hyper import member_vector
 from hfusion.runtime.spill import SpillFolder
 from hfusion.runtime.state import Holding, TaskTensors, holdings
 from hfusion.runtime.training import Training
@@ -39,6 +37,7 @@ from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.border import Border
 from hfusion.tasks.checkpoints import Checkpoints, interval, saving
 from hfusion.tasks.checkpoints import resume as resume_from
+from hfusion.tasks.limits import clip_limits
 from hfusion.tasks.report import ArrayReport, Report, TaskReport, in_order
 from hfusion.tasks.scheduling import TaskScheduler
 from hfusion.tasks.sharing import claimed, listed, turns
@@ -139,10 +138,15 @@ def train_array(
     policy: str,
     checkpoint: Path | None,
     every: int | None,
+    leaves: Callable[[], bool],
 ) -> Report:
-    """Train ``members`` of a task as one array of this name; the other models are not looked at."""
+    """Train ``members`` of a task as one array of this name; the other models are not looked at.
+
+    ``leaves``: asked between minibatches, where the array can be saved, whether it ends there, to go on from its
+    checkpoint somewhere else.
+    """
     arrangements, plan = arrange_one(task, members, name, machine)
-    return _trained(arrangements, plan, machine, named(policy), False, checkpoint, every, True, None)
+    return _trained(arrangements, plan, machine, named(policy), False, checkpoint, every, True, None, leaves)
 
 
 def _trained(
@@ -155,6 +159,7 @@ def _trained(
     every: int | None,
     resume: bool,
     on_result: OnResult | None,
+    leaves: Callable[[], bool] = lambda: False,
 ) -> Report:
     made = saving(made, every, saves=checkpoint is not None)
     with ExitStack() as stack:
@@ -163,7 +168,7 @@ def _trained(
             most = [interval(task, every) for task in made.tasks]
             saves = Checkpoints(checkpoint, arrangements, most, len(made.devices), resume=resume)
             stack.callback(saves.close)
-        run = _TrainRun(arrangements, made, machine, stack, saves, on_result)
+        run = _TrainRun(arrangements, made, machine, stack, saves, on_result, leaves)
         for index, why in run.refused.items():
             warnings.warn(eagerly(made.tasks[index].name, why), stacklevel=3)
         bars = None
@@ -184,10 +189,11 @@ class _TrainRun:
         stack: ExitStack,
         saves: Checkpoints | None,
         on_result: OnResult | None,
+        leaves: Callable[[], bool],
     ) -> None:
         self.arrangements = arrangements
         self.saves = saves
-        self._on_result, self._asking = on_result, Lock()
+        self._on_result, self._asking, self._leaves = on_result, Lock(), leaves
         self.plan = plan
         self._steps: dict[int, ArrayStep] = {}
         # Why arrays run eagerly that were to be compiled.
@@ -217,7 +223,7 @@ class _TrainRun:
         names = {name: first[id(tensor)] for name, tensor in tensors(one.array)}
         optimized = {id(param) for group in one.optimizer.param_groups for param in group["params"]}
         trained = frozenset(n for n, t in own.items() if t.requires_grad and id(t) in optimized)
-        limits = self._limits(one)
+        limits = clip_limits(one)
         loss, devices = per_model(one.task.loss), list(dict.fromkeys(self._devices.values()))
         stream, recipe = one.trained(plan, loss, devices, self._turns[index])
         stack.callback(stream.close)
@@ -250,7 +256,8 @@ class _TrainRun:
         training = self._training(index, state, names, streams, limits, seed if kept is None else kept["seed"])
         if index in self._steps:
             stack.callback(self._steps[index].close)
-        border = Border(one, plan, training, streams, scheduler, stopped, self._on_result, self._asking)
+        asked = self._on_result, self._asking, self._leaves
+        border = Border(one, plan, training, streams, scheduler, stopped, *asked)
         if kept is not None:
             resume_from(kept, border)
         return border
@@ -282,22 +289,6 @@ class _TrainRun:
             return Training(*given)
         self._steps[index] = ArrayStep(one, plan.name)
         return WholeTraining(*given, step=self._steps[index], slices=Slices.of(plan))
-
-    def _limits(self, one: Arrangement) -> Tensor | None:
-        """The largest norms ``[width]`` of these members."""
-        if one.task.clip is None:
-            return None
-        for param in one.array.parameters():
-            found = membership(param)
-            if param.requires_grad and found is not None and not found.stacked and found.members > 1:
-                raise PlanError(
-                    f"task {one.task.name!r} is clipped per member, but {found.name!r} is one trained tensor for all "
-                    "members, whose gradient is no member's own: freeze it, or give each member its own"
-                )
-        limits = member_vector("clip", one.task.clip, one.task.members).as_subclass(Tensor)
-        if not bool((limits >= 0).all()):
-            raise PlanError(f"task {one.task.name!r}: clip is {limits.tolist()}: every value must be at least 0")
-        return limits[list(one.members)]
 
     def _file(self, folder: SpillFolder, task: int, shard: int, size: int) -> Path | None:
         """A file for a shard that the host has no room for."""

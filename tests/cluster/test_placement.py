@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 import pytest
@@ -16,41 +16,49 @@ from hfusion.core.errors import PlanError
 
 
 def loads_of(seconds: Sequence[float], speeds: Sequence[float] = (1.0,)) -> list[Load]:
-    return [Load(f"array{n}", tuple(each / speed for speed in speeds)) for n, each in enumerate(seconds)]
+    return [
+        Load(f"array{n}", tuple(each / speed for speed in speeds), f"task{n}", 100) for n, each in enumerate(seconds)
+    ]
 
 
-def makespan(placed: list[list[int]], loads: Sequence[Load], kinds: Sequence[int]) -> float:
-    return max(sum(loads[n].seconds[kind] or 0.0 for n in own) for own, kind in zip(placed, kinds, strict=True))
+def placed(
+    loads: Sequence[Load], waiting: Iterable[int], kinds: Sequence[int], busy: Sequence[float | None]
+) -> list[list[int]]:
+    return place(loads, dict.fromkeys(waiting, 1.0), kinds, busy, [1.0] * len(kinds))
+
+
+def makespan(where: list[list[int]], loads: Sequence[Load], kinds: Sequence[int]) -> float:
+    return max(sum(loads[n].seconds[kind] or 0.0 for n in own) for own, kind in zip(where, kinds, strict=True))
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=7), st.integers(1, 3))
 @settings(max_examples=50)
 def test_longest_first_is_within_a_third_of_the_best(seconds: list[float], devices: int) -> None:
     loads, kinds = loads_of(seconds), [0] * devices
-    placed = place(loads, range(len(loads)), kinds, [0.0] * devices)
-    assert sorted(itertools.chain.from_iterable(placed)) == list(range(len(loads)))
+    found = placed(loads, range(len(loads)), kinds, [0.0] * devices)
+    assert sorted(itertools.chain.from_iterable(found)) == list(range(len(loads)))
     best = min(
         max(sum(s for s, d in zip(seconds, where, strict=True) if d == device) for device in range(devices))
         for where in itertools.product(range(devices), repeat=len(seconds))
     )
     assert lower_bound(loads, kinds) <= best * (1 + 1e-9)
     # Graham's bound.
-    assert makespan(placed, loads, kinds) <= best * (4 / 3 - 1 / (3 * devices)) * (1 + 1e-9)
+    assert makespan(found, loads, kinds) <= best * (4 / 3 - 1 / (3 * devices)) * (1 + 1e-9)
 
 
 def test_fast_devices_get_more() -> None:
     loads = loads_of([1.0] * 12, speeds=(3.0, 1.0))
-    placed = place(loads, range(12), [0, 1], [0.0, 0.0])
-    assert [len(own) for own in placed] == [9, 3]
+    found = placed(loads, range(12), [0, 1], [0.0, 0.0])
+    assert [len(own) for own in found] == [9, 3]
 
 
 def test_what_does_not_fit_goes_elsewhere() -> None:
-    loads = [Load("small", (1.0, 1.0)), Load("large", (None, 5.0))]
-    assert place(loads, [0, 1], [0, 1], [0.0, 0.0]) == [[0], [1]]
+    loads = [Load("small", (1.0, 1.0), "a", 1), Load("large", (None, 5.0), "b", 1)]
+    assert placed(loads, [0, 1], [0, 1], [0.0, 0.0]) == [[0], [1]]
     with pytest.raises(PlanError, match="'large' fits none of the devices that are left"):
-        place(loads, [0, 1], [0, 1], [0.0, None])
+        placed(loads, [0, 1], [0, 1], [0.0, None])
     with pytest.raises(PlanError, match="'huge' fits no device of the cluster"):
-        Placement([Load("huge", (None,))], [0], 0, lambda: 0.0)
+        Placement([Load("huge", (None,), "c", 1)], [0], 0, lambda: 0.0)
 
 
 class Clock:

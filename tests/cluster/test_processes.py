@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
+from hfusion.cluster.processes import ProcessExecutor
 
 pytest.importorskip("cloudpickle")
 
@@ -188,6 +189,63 @@ def test_who_is_killed_loses_an_interval_at_most(at: int, saved: bool, tmp_path:
     begins = [steps[0], *(after for one, after in itertools.pairwise(steps) if after != one + 1)]
     # Once killed it has made 8 minibatches, and saved the last of them.
     assert begins[-1] >= (6 if saved and at == 100 else 0)
+
+
+class SlowAtFirst(TensorDataset):
+    """Gives a sample after a while in the process that asks first, and at once in others."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__(*samples().tensors)
+        self.mark = mark
+
+    def __getitem__(self, index: Any) -> Any:
+        if multiprocessing.parent_process() is not None:
+            if not self.mark.exists():
+                self.mark.write_text(str(os.getpid()))
+            time.sleep(0.02 if self.mark.read_text() == str(os.getpid()) else 0.0)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("killed", [None, pytest.param("source", marks=LONG), pytest.param("target", marks=LONG)])
+def test_an_array_on_a_slow_device_goes_on_elsewhere(
+    killed: str | None, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, no minibatch twice; where a process is killed as it is asked, from the last save."""
+    asked: list[str] = []
+    leave = ProcessExecutor.leave
+
+    def kill_and_leave(self: ProcessExecutor, device: int, name: str) -> None:
+        asked.append(name)
+        victim = {"source": device, "target": 1 - device}.get(killed or "")
+        process = None if victim is None else self._processes[victim]
+        leave(self, device, name)
+        if process is not None and len(asked) == 1:
+            os.kill(process.pid or 0, signal.SIGKILL)
+
+    monkeypatch.setattr(ProcessExecutor, "leave", kill_and_leave)
+    heard: list[Any] = []
+
+    def made(loader: Any, callback: Any) -> list[hf.Task]:
+        mixed, plain = tasks(callback)
+        return [mixed, replace(plain, loader=loader, epochs=30)]
+
+    before = shared_memory()
+    torch.manual_seed(1)
+    wanted = hf.train(made(DataLoader(samples(), batch_size=12, shuffle=True), None), machine(tmp_path, 1))
+    torch.manual_seed(1)
+    slow = DataLoader(SlowAtFirst(tmp_path / "mark"), batch_size=12, shuffle=True)
+    cluster = hf.Cluster(machine(tmp_path, 2))
+    found = hf.train(made(slow, heard.append), cluster, checkpoint=tmp_path / "saves", every=8)
+    assert_same(found, wanted)
+    assert asked[0] == "plain"
+    assert nothing_left(temporary, before)
+    if killed is None:
+        steps = [
+            event.epoch * 4 + event.step for event in heard if isinstance(event, hf.Step) and event.task == "plain"
+        ]
+        assert steps == [*range(120)]
+        assert {span.device for span in found.timeline.actions if span.task == "plain"} == {"cpu:0", "cpu:1"}
+        found.timeline.validate(found.plan)
 
 
 @LONG

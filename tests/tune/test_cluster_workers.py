@@ -40,6 +40,9 @@ class Here:
             self.lose = None
             self._messages.append((device, Lost("killed")))
 
+    def leave(self, device: int, name: str) -> None:
+        raise AssertionError("no array of a sweep is asked to leave")
+
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
         return [self._messages.popleft()]
 
