@@ -210,7 +210,8 @@ def schedule_settings(parsed: argparse.Namespace) -> schedule.ScheduleSettings:
     """The settings of the sub-benchmark ``schedule``."""
     cases = schedule.QUICK_CASES if parsed.quick else schedule.CASES
     placements = schedule.PLACEMENT_CASES[: 1 if parsed.quick else None]
-    return schedule.ScheduleSettings(cases, tuple(COMPARED.values()), placements)
+    replanned = schedule.REPLANNED_CASES[: 1 if parsed.quick else None]
+    return schedule.ScheduleSettings(cases, tuple(COMPARED.values()), placements, replanned)
 
 
 def foretold_settings(parsed: argparse.Namespace) -> foretold.ForetoldSettings:

@@ -47,8 +47,8 @@ class RealCluster:
 
 
 @dataclass(eq=False)
-class _Training:
-    """An array that trains: from ``first`` of its minibatches, at ``begun``."""
+class _Visitor:
+    """An array on a device: from ``first`` of its minibatches, at ``begun``."""
 
     number: int
     begun: float
@@ -61,8 +61,8 @@ class SimulatedRun:
     def __init__(self, placement: Placement, clock: VirtualClock, real: RealCluster) -> None:
         self._placement, self._clock, self._real = placement, clock, real
         self._steps = [0.0] * len(real.seconds)
-        self._now: dict[int, _Training] = {}
-        self._events: list[tuple[float, int, str, int, _Training]] = []
+        self._now: dict[int, _Visitor] = {}
+        self._events: list[tuple[float, int, str, int, _Visitor]] = []
         self.done: list[int] = []
         self.moved, self.decisions, self.deciding = 0, 0, 0.0
 
@@ -80,8 +80,10 @@ class SimulatedRun:
             idle = []
             if not self._events:
                 return self._clock.now
-            self._clock.now, _, what, device, run = heappop(self._events)
+            now, _, what, device, run = heappop(self._events)
+            # Nothing else comes of what has left or ended.
             if self._now.get(device) is run:
+                self._clock.now = now
                 self._hear(what, device, run)
                 if what != "told":
                     # Who found nothing before finds nothing now, but for who goes on with what has left.
@@ -97,13 +99,13 @@ class SimulatedRun:
         heappush(self._events, (at, len(self._events) + self.decisions, what, device, self._now[device]))
 
     def _begin(self, device: int, number: int) -> None:
-        run = self._now[device] = _Training(number, self._clock.now + self._real.startup, self._steps[number])
+        run = self._now[device] = _Visitor(number, self._clock.now + self._real.startup, self._steps[number])
         left = 1 - run.first / _STEPS
         self._tell(run.begun + left * self._real.seconds[number][device], device, "end")
         if self._real.told is not None:
             self._tell(run.begun, device, "told")
 
-    def _hear(self, what: str, device: int, run: _Training) -> None:
+    def _hear(self, what: str, device: int, run: _Visitor) -> None:
         if what == "end":
             self.done.append(self._placement.end(device))
             del self._now[device]

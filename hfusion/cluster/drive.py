@@ -11,7 +11,7 @@ import torch
 from hfusion.array.module import FusedModule
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.jobs import ClusterArrays, PlacedArray, SharedParts
-from hfusion.cluster.node import ArrayDone, Left, Lost, Message, Raised, Told
+from hfusion.cluster.node import ArrayDone, ArrayLeft, Lost, Message, Raised, Told
 from hfusion.cluster.placement import Placement, lower_bound
 from hfusion.core.errors import HFusionError
 from hfusion.optim.base import FusedOptimizer
@@ -41,7 +41,7 @@ class Drive:
         self._parts = SharedParts(arrays.arrays, executor)
         self._now: dict[int, int] = {}
         self._done: dict[int, tuple[int, ArrayDone]] = {}
-        self._left: list[tuple[int, Left]] = []
+        self._left: list[tuple[int, ArrayLeft]] = []
         self._failed: dict[int, BaseException] = {}
         self._began = time.time()
         self.show: Callable[[int, int], None] = lambda index, steps: None
@@ -76,7 +76,7 @@ class Drive:
             self._reach(device, message)
         elif isinstance(message, Raised):
             self._fail(device, message.error)
-        elif isinstance(message, Left):
+        elif isinstance(message, ArrayLeft):
             self._leave(device, message)
         elif isinstance(message, ArrayDone):
             number = self._now.pop(device)
@@ -84,7 +84,7 @@ class Drive:
             self._done[number] = (device, message)
             self.show(number, self._arrays[number].task.steps)
 
-    def _leave(self, device: int, message: Left) -> None:
+    def _leave(self, device: int, message: ArrayLeft) -> None:
         number = self._now.pop(device)
         self._left.append((device, message))
         if number in self._failed:

@@ -75,7 +75,7 @@ class ArrayDone:
 
 
 @dataclass(frozen=True, eq=False)
-class Left:
+class ArrayLeft:
     """An array has left its device, as it was asked to, and is saved. ``begun``: as of `ArrayDone`."""
 
     timeline: Timeline
@@ -105,7 +105,7 @@ class Lost:
 
 
 # What a job ends with.
-End: TypeAlias = ArrayDone | Left | Answered | Raised
+End: TypeAlias = ArrayDone | ArrayLeft | Answered | Raised
 Message: TypeAlias = Told | End | Lost
 
 
@@ -149,7 +149,9 @@ class ArrayTrainer:
             cause = error.__cause__ if isinstance(error, TrainError) and error.__cause__ is not None else error
             tell(Raised(_portable(cause)))
 
-    def _trained(self, job: ArrayJob, part: Callable[[Any], Any], tell: Callable[[Message], None]) -> ArrayDone | Left:
+    def _trained(
+        self, job: ArrayJob, part: Callable[[Any], Any], tell: Callable[[Message], None]
+    ) -> ArrayDone | ArrayLeft:
         # A copy for each array: reading changes what a loader is.
         parts: dict[str, Any] = {}
 
@@ -189,7 +191,7 @@ class ArrayTrainer:
         begun = ended - max((span.end for span in report.timeline.actions), default=0.0)
         found = report[task.name]
         if len(found.losses) < task.steps and not found.stopped:
-            return Left(report.timeline, report.peak, begun)
+            return ArrayLeft(report.timeline, report.peak, begun)
         return ArrayDone(report, optimizer, begun)
 
 

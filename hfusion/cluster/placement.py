@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
-from hfusion.cluster.rates import DIFFERS, Progress, Ratios
+from hfusion.cluster.rates import DIFFERS, ArrayProgress, Ratios
 from hfusion.core.errors import PlanError
 
-# What waits is placed anew when a 32nd of it, or anything where less waits, was measured to be other than it was
-# estimated: of 10,000 arrays a decision costs a tenth of a millisecond then.
-_OFTEN = 32
+# All is looked at anew when as much has happened as a 16th of what waits or runs, or anything where less does: with
+# 10,000 arrays on 1,000 devices a decision costs less than a millisecond then.
+_OFTEN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def lower_bound(loads: Sequence[Load], kinds: Sequence[int]) -> float:
 
 
 @dataclass(eq=False)
-class _Running:
+class _OnDevice:
     """An array on a device. ``heard``: when it was last told how far it is, at first when it ``begun``.
 
     ``startup``: seconds from then to its first minibatch.
@@ -106,7 +106,7 @@ class _Running:
     number: int
     begun: float
     heard: float
-    progress: Progress | None = None
+    progress: ArrayProgress | None = None
     startup: float = 0.0
 
 
@@ -150,12 +150,12 @@ class Placement:
         # Seconds of each array that waits, where it waits.
         self._planned: dict[int, float] = {}
         self._waiting = [0.0] * len(kinds)
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _OnDevice] = {}
         self._leaving: dict[int, _Leaving] = {}
         self._handover = 0.0
         self._gone: set[int] = set()
-        # How much was measured since all was placed, and whether anything has happened since moves were looked for.
-        self._news, self._stirred = 0, False
+        # How much was measured since all was placed, and how much has happened since moves were looked for.
+        self._news = self._stirs = 0
         self.failures = [0] * len(loads)
         self._arrange(range(len(loads)))
 
@@ -224,7 +224,7 @@ class Placement:
 
     def _arrange_by_news(self) -> None:
         """Place anew what waits, if enough is known better and it will all end sooner."""
-        if self._news * _OFTEN <= len(self._planned):
+        if self._news * _OFTEN <= max(len(self._planned), len(self._running)) or not self._planned:
             return
         busy = self._lefts()
         placed = self._placed(self._planned, busy)
@@ -239,7 +239,7 @@ class Placement:
             return None
         number = self._queues[owner].popleft() if owner == device else self._queues[owner].pop()
         self._waiting[owner] -= self._planned.pop(number)
-        self._running[device] = _Running(number, self._clock(), self._clock())
+        self._running[device] = _OnDevice(number, self._clock(), self._clock())
         return number
 
     def _taken_from(self, device: int) -> int | None:
@@ -261,21 +261,23 @@ class Placement:
         whole, load = self._whole(run.number, device), self._loads[run.number]
         run.heard, self._steps[run.number] = self._clock(), min(steps, load.steps)
         if run.progress is None:
-            run.progress, run.startup = Progress(steps, at), run.heard - run.begun
+            run.progress, run.startup = ArrayProgress(steps, at), run.heard - run.begun
             return
         run.progress.reach(steps, at)
         seconds = run.progress.seconds
         if seconds is not None and whole and self._ratios.note(run.number, device, seconds * load.steps / whole):
-            self._news, self._stirred = self._news + 1, True
+            self._news, self._stirs = self._news + 1, self._stirs + 1
 
     def moves(self) -> list[int]:
         """The devices whose arrays are to leave now, each once: they go on elsewhere when they have left."""
         found: list[int] = []
-        while self._stirred and (move := self._move()) is not None:
+        if self._stirs * _OFTEN <= len(self._running):
+            return found
+        while (move := self._move()) is not None:
             source, target = move
             self._leaving[source] = _Leaving(target, self._clock())
             found.append(source)
-        self._stirred = False
+        self._stirs = 0
         return found
 
     def _move(self) -> tuple[int, int] | None:
@@ -309,7 +311,8 @@ class Placement:
     def left(self, device: int) -> None:
         """An array that was to leave has left, and waits: first where it is to go on, if that is still there."""
         number, move = self._running.pop(device).number, self._leaving.pop(device)
-        self._handover, self._stirred = max(self._handover, self._clock() - move.asked), True
+        self._handover = max(self._handover, self._clock() - move.asked)
+        self._stirs += 1
         if move.target in self._gone:
             self._arrange([*self._planned, number])
             return
@@ -320,7 +323,7 @@ class Placement:
     def end(self, device: int) -> int:
         """The array that a device has trained, or failed to."""
         self._leaving.pop(device, None)
-        self._stirred = True
+        self._stirs += 1
         return self._running.pop(device).number
 
     def lose(self, device: int, *, back: bool) -> list[int]:

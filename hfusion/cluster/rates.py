@@ -18,7 +18,7 @@ _ROUNDS = 8
 
 
 @dataclass(eq=False)
-class Progress:
+class ArrayProgress:
     """How far an array is on its device: ``steps`` minibatches, at ``at`` by the clock of that device."""
 
     steps: int

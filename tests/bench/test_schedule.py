@@ -18,8 +18,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "makespan" in capsys.readouterr().out
     rows = json.loads(target.read_text())["rows"]
     policies = [*COMPARED] * len(schedule.QUICK_CASES) + ["placement"]
-    assert len(rows) == len(schedule.MIXES) * len(policies)
-    assert {row["policy"] for row in rows} == set(policies)
+    plans = ["first plan", "made anew", "rates known"]
+    assert len(rows) == len(schedule.MIXES) * (len(policies) + len(plans))
+    assert {row["policy"] for row in rows} == {*policies, *plans}
+    first, anew, *_ = (row["makespan"] for row in rows if row["mix"] == "estimates wrong")
+    assert anew < 0.7 * first
+    first, anew, *_ = (row["makespan"] for row in rows if row["mix"] == "estimates right")
+    assert anew == first
     names = "tasks devices mix policy makespan lower_bound ratio us_per_decision"
     assert list(rows[0]) == names.split()
     for row in rows:

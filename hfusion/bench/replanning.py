@@ -1,0 +1,56 @@
+"""Plans of a cluster made anew by what is measured, simulated, against first plans and plans that knew it all before.
+
+In ``wrong`` cases every task takes 0.3 to 3 times what was estimated, and so does every device; in ``right`` ones both
+take what was estimated. Each move costs the seconds until an array has left, and those until it trains again.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hfusion.bench.placement import RealCluster, SimulatedRun, VirtualClock, loaded
+from hfusion.cluster.placement import Load, Placement, lower_bound
+
+# Seconds until an array trains where it begins, until one has left, and between two messages of how far it is.
+STARTUP, LEAVING, TOLD = 10.0, 2.0, 5.0
+
+
+class Replanned(NamedTuple):
+    """Seconds until all has ended, and microseconds of a decision; ``moved``: arrays that went on elsewhere."""
+
+    makespan: float
+    lower_bound: float
+    us_per_decision: float
+    moved: int
+
+
+def replanned(arrays: int, devices: int, *, right: bool, seed: int) -> dict[str, Replanned]:
+    """One case by each kind of plan: arrays of up to 8-fold lengths, of a task each four, on devices of one kind."""
+    drawn = random.Random(seed)
+    sizes = [1000.0 * drawn.uniform(0.25, 2.0) for _ in range(arrays)]
+    tasks = [f"task{number // 4}" for number in range(arrays)]
+    of_task = {task: _wrong(drawn, right=right) for task in dict.fromkeys(tasks)}
+    slow = [_wrong(drawn, right=right) for _ in range(devices)]
+    took = [[size * of_task[task] * each for each in slow] for size, task in zip(sizes, tasks, strict=True)]
+    estimated = [loaded(number, [size], tasks[number]) for number, size in enumerate(sizes)]
+    known = [loaded(number, each, tasks[number]) for number, each in enumerate(took)]
+    bound = lower_bound(known, [*range(devices)])
+
+    def run(loads: Sequence[Load], kinds: Sequence[int], told: float | None) -> Replanned:
+        clock = VirtualClock()
+        placement = Placement(loads, kinds, 0, clock, range(arrays))
+        made = SimulatedRun(placement, clock, RealCluster(took, STARTUP, LEAVING, told))
+        return Replanned(made.run(), bound, made.deciding / made.decisions * 1e6, made.moved)
+
+    return {
+        "first plan": run(estimated, [0] * devices, None),
+        "made anew": run(estimated, [0] * devices, TOLD),
+        "rates known": run(known, range(devices), None),
+    }
+
+
+def _wrong(drawn: random.Random, *, right: bool) -> float:
+    return 1.0 if right else math.exp(drawn.uniform(math.log(0.3), math.log(3.0)))
