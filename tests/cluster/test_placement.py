@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hfusion.bench.placement import RealCluster, SimulatedRun, VirtualClock, loaded
 from hfusion.cluster.placement import Load, Placement, lower_bound, place
 from hfusion.core.errors import PlanError
 
@@ -117,3 +118,57 @@ def test_a_device_without_work_takes_what_waits_for_another() -> None:
     assert placement.begin(1) == 3
     assert placement.end(0) == 0
     assert placement.begin(0) is None
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 12), st.integers(1, 5), st.integers(0, 3))
+@settings(max_examples=100)
+def test_devices_that_are_not_as_estimated_cost_no_more_than_the_moves(
+    draw: random.Random, arrays: int, devices: int, more: int
+) -> None:
+    """Every array ends once; and where all begin at once, no later than by the first plan, but for the moves."""
+    sizes = [draw.uniform(100, 1000) for _ in range(arrays)]
+    slow = [draw.uniform(0.3, 3) for _ in range(devices if more == 0 else arrays + more)]
+    loads = [loaded(number, [size], f"task{number % 2}") for number, size in enumerate(sizes)]
+    took = [[size * each for each in slow] for size in sizes]
+    ends = []
+    for told in (None, 5.0):
+        clock = VirtualClock()
+        placement = Placement(loads, [0] * len(slow), 0, clock, range(arrays))
+        run = SimulatedRun(placement, clock, RealCluster(took, 3, 2, told))
+        ends.append(run.run())
+        assert sorted(run.done) == list(range(arrays))
+    if more:
+        assert ends[1] <= ends[0] + run.moved * (3 + 2)
+
+
+def two_of_which_one_is_slow(clock: Clock) -> Placement:
+    """The second device takes ten times what was estimated, and the first is idle when that is known."""
+    loads = [loaded(0, [100.0], "task"), loaded(1, [90.0], "task")]
+    placement = Placement(loads, [0, 0], 1, clock, range(2))
+    assert [placement.begin(0), placement.begin(1)] == [0, 1]
+    for now in (0, 50, 100):
+        clock.now = now
+        placement.reach(0, now * 10, now)
+        placement.reach(1, round(now / 0.9), now)
+        assert placement.moves() == []
+    placement.end(0)
+    assert [placement.moves(), placement.moves(), placement.idle] == [[1], [], []]
+    return placement
+
+
+def test_who_leaves_goes_on_where_all_ends_sooner() -> None:
+    placement = two_of_which_one_is_slow(Clock())
+    placement.left(1)
+    assert placement.idle == [0, 1]
+    assert [placement.begin(0), placement.begin(1)] == [1, None]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_device_that_is_lost_in_a_move_takes_nothing_with_it(lost: int) -> None:
+    placement = two_of_which_one_is_slow(Clock())
+    assert placement.lose(lost, back=False) == []
+    if lost == 0:
+        placement.left(1)
+    assert placement.begin(1 - lost) == 1
+    assert placement.end(1 - lost) == 1
+    assert placement.over

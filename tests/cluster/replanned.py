@@ -1,0 +1,90 @@
+"""A node of a Ray cluster that has become slow: ``python -m tests.cluster.replanned --repeats 3``.
+
+Two nodes on this machine train two tasks with checkpoints; where the second of them begins, a minibatch is read twenty
+times slower than elsewhere. Runs whose plan is made anew and runs that keep their first plan take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import hfusion as hf
+from hfusion.cluster import drive
+from hfusion.cluster.placement import Placement
+from tests.cluster.test_processes import assert_same, machine, samples, tasks
+from tests.cluster.test_ray import Nodes, cluster
+
+EPOCHS = 50
+
+
+class FirstPlan(Placement):
+    """A placement that is told nothing of what was measured."""
+
+    def reach(self, device: int, steps: int, at: float) -> None:
+        """Forget it."""
+
+
+class SlowWhereItBegins(TensorDataset):
+    """Gives a sample after 20 ms in the process that asks first, and after 1 ms in others."""
+
+    def __init__(self, mark: Path, driver: int) -> None:
+        super().__init__(*samples().tensors)
+        self.mark, self.driver = mark, driver
+
+    def __getitem__(self, index: Any) -> Any:
+        if os.getpid() != self.driver:
+            if not self.mark.exists():
+                self.mark.write_text(str(os.getpid()))
+            time.sleep(0.02 if self.mark.read_text() == str(os.getpid()) else 0.001)
+        return super().__getitem__(index)
+
+
+def made(dataset: TensorDataset) -> list[hf.Task]:
+    mixed, plain = tasks()
+    return [mixed, replace(plain, loader=DataLoader(dataset, batch_size=12, shuffle=True), epochs=EPOCHS)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    repeats = parser.parse_args().repeats
+    torch.set_num_threads(1)
+    import ray
+
+    nodes = Nodes(2)
+    ray.init(address=nodes.cluster.address, log_to_driver=False)
+    seconds: dict[str, list[float]] = {"first plan": [], "made anew": []}
+    with tempfile.TemporaryDirectory() as name:
+        torch.manual_seed(1)
+        wanted = hf.train(made(samples()), machine(Path(name), 1))
+        for repeat in range(repeats):
+            for kind, placement in (("first plan", FirstPlan), ("made anew", Placement)):
+                folder = Path(name, f"{kind} {repeat}")
+                folder.mkdir()
+                torch.manual_seed(1)
+                with patch.object(drive, "Placement", placement):
+                    began = time.monotonic()
+                    slow = SlowWhereItBegins(folder / "mark", os.getpid())
+                    found = hf.train(made(slow), cluster(folder), checkpoint=folder / "saves")
+                    seconds[kind].append(time.monotonic() - began)
+                assert_same(found, wanted)
+                print(f"{kind}: {seconds[kind][-1]:.1f} s", flush=True)
+    ray.shutdown()
+    nodes.cluster.shutdown()
+    for kind, each in seconds.items():
+        print(f"{kind}: median {median(each):.1f} s, {min(each):.1f} to {max(each):.1f} s")
+
+
+if __name__ == "__main__":
+    main()
