@@ -26,6 +26,8 @@ from torch.optim import lr_scheduler as schedules
 import hfusion as hf
 
 DOUBLE = torch.float64
+# Measured over 200 walks of 40 acts: 2.1e-14, by centered RMSprop, which takes a square from another one.
+BOUND = 1e-12
 Make = Callable[[Any], Any]
 
 
@@ -317,7 +319,7 @@ class Walk:
     def close(self, ours: Tensor, theirs: Tensor) -> None:
         gap = ((ours.detach() - theirs.detach()).abs() / (1 + theirs.detach().abs())).max()
         self.worst = max(self.worst, 0.0 if math.isnan(gap) else float(gap))
-        torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-9, atol=1e-10, equal_nan=True)
+        torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=BOUND, atol=BOUND, equal_nan=True)
 
     def stop(self) -> None:
         rows = self.draw.sample(self.live, self.draw.randint(0, max(0, min(3, len(self.live) - 1))))
