@@ -21,8 +21,9 @@ from hfusion.cluster.node import ArrayJob, DeviceInfo
 from hfusion.cluster.parcel import pack
 from hfusion.cluster.placement import Load
 from hfusion.core.errors import CheckpointError, PlanError
+from hfusion.core.text import file_name
 from hfusion.tasks.arrange import Arrangement, Room, arrays_of
-from hfusion.tasks.checkpoints import array_folder, check_every
+from hfusion.tasks.checkpoints import check_every
 from hfusion.tasks.sharing import check_loaders, check_tensors
 from hfusion.tasks.task import Task
 
@@ -86,7 +87,7 @@ def arranged(
         for one in arrays_of(task, largest):
             seconds = tuple(one.seconds_on(Room(*room, keep=True)) for room in rooms)
             load = Load(one.plan.name, seconds, task.name, task.steps)
-            folder = None if checkpoint is None else checkpoint / array_folder(load.name)
+            folder = None if checkpoint is None else checkpoint / file_name(load.name)
             arrays.append(PlacedArray(task, one.members, load, _sent(one), folder, every, policy))
     check_loaders([(one.load.name, (one.task.loader, one.task.eval_loader)) for one in arrays])
     if checkpoint is not None:

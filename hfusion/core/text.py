@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
+from urllib.parse import quote
+
+# Of a name in a folder; most file systems take 255.
+MAX_FILE_NAME = 200
 
 
 def readable(count: float) -> str:
@@ -16,6 +21,23 @@ def readable(count: float) -> str:
             return f"{count:.0f}B" if unit == "B" else f"{count:.1f}{unit}"
         count /= 1024
     return f"{count:.1f}TiB"
+
+
+def file_name(name: str, safe: str = "") -> str:
+    """A name as that of a file or folder: another for every name, which stays in the folder where it is made.
+
+    Letters of ASCII, digits, ``_-.~`` and those of ``safe`` stay as they are.
+
+    >>> file_name("../a_b"), file_name("a b", safe=" ")
+    ('%2E.%2Fa_b', 'a b')
+    """
+    found = quote(name, safe=safe)
+    if found.startswith("."):
+        found = f"%2E{found[1:]}"
+    if 0 < len(found) <= MAX_FILE_NAME:
+        return found
+    # No other name gives a percent sign before what is no digit.
+    return f"{found[:MAX_FILE_NAME]}%~{blake2b(name.encode(), digest_size=16).hexdigest()}"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.screen import ProgressBars, Tenths, plain
+from hfusion.core.text import file_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,24 +31,53 @@ class LogSink(Protocol):
 
 
 class Csv:
-    """A file with the columns step, member, name, value; an existing one goes on."""
+    """A file with the columns step, member, name, value; an existing one goes on.
+
+    What was written is in the file, also where the process is killed. Raises ValueError for a file of other columns.
+    """
+
+    columns = ("step", "member", "name", "value")
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a", newline="")  # noqa: SIM115
+        self._file = open(path, "a+", newline="", encoding="utf-8")  # noqa: SIM115
         self._writer = csv.writer(self._file)
-        if self._file.tell() == 0:
-            self._writer.writerow(["step", "member", "name", "value"])
+        try:
+            self._go_on(path)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _go_on(self, path: str | os.PathLike[str]) -> None:
+        self._file.seek(0)
+        head = next(csv.reader(self._file), None)
+        if head is None:
+            self._writer.writerow(self.columns)
+        elif head != [*self.columns]:
+            raise ValueError(f"{path} begins with {head}, and a log with {[*self.columns]}: give another file")
+        else:
+            with open(path, "rb") as content:
+                content.seek(-1, os.SEEK_END)
+                torn = content.read() != b"\n"
+            self._file.seek(0, os.SEEK_END)
+            if torn:
+                # The machine went down in the middle of a line.
+                self._file.write("\r\n")
+        self._file.flush()
 
     def write(self, step: int, member: str, values: Mapping[str, float]) -> None:
         self._writer.writerows([step, member, name, value] for name, value in values.items())
+        self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
 
 class TensorBoard:
-    """A run for each member, in a folder of its name. Needs the package tensorboard."""
+    """A run for each member, in a folder of its name, where what is no letter of ASCII is written as in a URL.
+
+    Needs the package tensorboard.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -57,7 +87,7 @@ class TensorBoard:
 
     def write(self, step: int, member: str, values: Mapping[str, float]) -> None:
         if member not in self._writers:
-            self._writers[member] = self._make(str(self._folder / member.replace(os.sep, "_")))
+            self._writers[member] = self._make(str(self._folder / file_name(member, safe=" ")))
         for name, value in values.items():
             self._writers[member].add_scalar(name, value, step)
 
@@ -146,7 +176,7 @@ class MemberLogger:
         """Note numbers ``[rows]`` by name; ``members``: a population, or the members' names, None where nobody is.
 
         Raises:
-            ValueError: another number of values than of rows.
+            ValueError: another number of values than of rows, or names that are none, or of two members.
         """
         tags = names_of(members)
         columns = {name: numbers_of(name, given, len(tags)) for name, given in values.items()}
@@ -229,8 +259,19 @@ class MemberProgress:
 
 
 def names_of(members: Any) -> list[str | None]:
-    """Of a population, or as given."""
-    return list(members.tags if hasattr(members, "tags") else members)
+    """Of a population, or as given. Raises ValueError for what is no name, or of two members."""
+    if hasattr(members, "tags"):
+        return list(members.tags)
+    if isinstance(members, str):
+        raise ValueError(f"members={members!r}: give a population, or a list with a name for each row")
+    found = list(members)
+    names = [name for name in found if name is not None]
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"{name!r} among the members: a name is a string with something in it, or None")
+    if len(set(names)) < len(names):
+        raise ValueError(f"members={found}: every member has a name of its own")
+    return found
 
 
 def numbers_of(name: str, given: Numbers, rows: int) -> list[float]:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import torch
 
@@ -17,6 +17,7 @@ from hfusion.checkpoint import files
 from hfusion.checkpoint.parts import OWN, SaveWriter
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.core.errors import CheckpointError
+from hfusion.core.text import file_name
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.border import Border
@@ -31,12 +32,6 @@ def check_every(every: int | None) -> None:
     """Raises CheckpointError."""
     if every is not None and (not isinstance(every, int) or every < 1):
         raise CheckpointError(f"every={every!r}: give how many minibatches may be lost, at least 1")
-
-
-def array_folder(name: str) -> str:
-    """The name of an array as that of a folder, which stays in the folder where it is made."""
-    found = quote(name, safe="")
-    return f"%2E{found[1:]}" if found.startswith(".") else found
 
 
 def _names(one: Arrangement) -> list[str]:
@@ -93,8 +88,9 @@ class Checkpoints:
         self._threads = ThreadPoolExecutor(threads, "hfusion checkpoint")
 
     def _check(self, *, resume: bool) -> None:
-        there = {unquote(path.name) for path in self._root.iterdir() if files.saves(path)}
         ours = [one.plan.name for one in self._arrays]
+        known = {file_name(name): name for name in ours}
+        there = {known.get(path.name, unquote(path.name)) for path in self._root.iterdir() if files.saves(path)}
         if files.saves(self._root) or (self._root / files.MANIFEST).exists():
             raise CheckpointError(
                 f"{self._root} is a checkpoint of one array, not of hf.train: give the folder of a run, or a new one"
@@ -120,7 +116,7 @@ class Checkpoints:
             CheckpointError: a file is damaged, or it is of another task, or of other members or shapes.
         """
         one = self._arrays[index]
-        folder = self._root / array_folder(one.plan.name)
+        folder = self._root / file_name(one.plan.name)
         # What has ended is not saved again.
         files.clean(folder)
         if not files.saves(folder):
@@ -182,7 +178,7 @@ class Checkpoints:
         if border.scheduler is not None:
             writer.schedule(border.scheduler.scheduler)
         writer.body["task"] = writer.tree("task", _progress(border))
-        folder = self._root / array_folder(one.plan.name)
+        folder = self._root / file_name(one.plan.name)
         write = self._threads.submit(files.write, folder, writer.body, writer.tensors, step=steps, keep=_KEEP)
         self._writes[index], self._copied[index] = write, steps
         if border.training.over or steps == border.plan.steps:

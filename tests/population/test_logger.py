@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 import hfusion as hf
+from hfusion.core.text import file_name
 from tests.checkpoint.living import population
 
 
@@ -50,6 +51,46 @@ def test_a_file_and_whatever_else(tmp_path: Path) -> None:
         logger.log(pop, 0, loss=[1.0, 2.0])
 
 
+def rows_of(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+
+
+def test_a_file_goes_on_after_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "all.csv"
+    # What is in the file before it is closed is there after a kill.
+    with hf.MemberLogger(csv=path) as logger:
+        for step in range(3):
+            logger.log(["ä", "b"], step, loss=[0.5, 0.25])
+        rows = rows_of(path)
+    assert len(rows) == 6
+    assert rows[4] == {"step": "2", "member": "ä", "name": "loss", "value": "0.5"}
+    with path.open("ab") as file:
+        file.write(b"3,a,lo")
+    with hf.MemberLogger(csv=path) as logger:
+        logger.log(["a"], 3, loss=[0.125])
+    rows = rows_of(path)
+    assert rows[7] == {"step": "3", "member": "a", "name": "loss", "value": "0.125"}
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"begins with \['a', 'b'\], and a log with"):
+        hf.MemberLogger(csv=tmp_path / "other.csv")
+
+
+@pytest.mark.parametrize("names", [["a", "a"], ["a", ""], ["a", 3], "ab"])
+def test_names_that_are_none_or_of_two(names: Any) -> None:
+    with pytest.raises(ValueError, match=r"name of its own|a name is a string|a name for each row"):
+        hf.MemberLogger(sinks=[Kept()]).log(names, 0, loss=[1.0, 2.0])
+
+
+def test_folders_of_names_are_apart_and_stay_where_they_are(tmp_path: Path) -> None:
+    names = ["a/b", "a_b", "a%2Fb", "..", ".", "/etc", "x" * 300, "x" * 299, "ä", "a b", "a\\b", "a\nb", "%~", ".a"]
+    made = [tmp_path / file_name(name, safe=" ") for name in names]
+    for folder in made:
+        folder.mkdir()
+        assert folder.resolve().parent == tmp_path.resolve()
+    assert len({folder.name.lower() for folder in made}) == len(names)
+    assert file_name("net 0.1_b-c~", safe=" ") == "net 0.1_b-c~"
+
+
 def test_tensorboard_has_a_run_for_each_member(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -57,8 +98,8 @@ def test_tensorboard_has_a_run_for_each_member(tmp_path: Path) -> None:
     with hf.MemberLogger(tensorboard=tmp_path) as logger:
         for step in range(3):
             logger.log(["a", None, "b/c"], step, loss=[float(step), 0.0, 2.0 * step])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b_c"]
-    events = EventAccumulator(str(tmp_path / "b_c"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b%2Fc"]
+    events = EventAccumulator(str(tmp_path / "b%2Fc"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 0.0), (1, 2.0), (2, 4.0)]
 
