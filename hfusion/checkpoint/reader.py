@@ -28,6 +28,7 @@ from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.group import membership_of
 from hfusion.optim.hyper import read
 from hfusion.optim.lr_scheduler import PerMember
+from hfusion.optim.rows import begin_rows
 
 
 @dataclass
@@ -163,7 +164,7 @@ class SaveReader:
         if odd := _difference(kept, {"class": kind, "groups": ours}):
             raise CheckpointError(f"{self.path} was saved with another optimizer: {odd}; give the one that it had")
         values: list[tuple[Tensor, Tensor]] = []
-        states: dict[Tensor, dict[str, Tensor]] = {}
+        states: dict[Tensor, tuple[dict[str, Tensor], dict[str, list[int]]]] = {}
         for number, group in enumerate(optimizer.param_groups):
             vectors, _ = read(group, optimizer.hypers, optimizer.members)
             for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
@@ -177,33 +178,43 @@ class SaveReader:
 
         def write() -> None:
             _copy(values)
-            for param, entries in states.items():
-                optimizer.state.pop(param, None)
-                if entries:
-                    optimizer.state[param] = entries
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    entries, fresh = states[param]
+                    optimizer.state.pop(param, None)
+                    if entries:
+                        optimizer.state[param] = entries
+                        begin_rows(optimizer, group, param, fresh)
             optimizer.begun = begun
             optimizer.forget()
 
         return write
 
-    def _state(self, param: Tensor) -> dict[str, Tensor]:
+    def _state(self, param: Tensor) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+        """The state of a parameter, and by name the rows of members that have none of it yet."""
         found = membership_of(param)
         prefix = f"optimizer/state/{found.name}/"
         kept = [_entries(saved, prefix) for saved, _ in self.parts]
-        if any(keys != kept[0] for keys in kept):
+        if not found.stacked and any(keys != kept[0] for keys in kept):
             raise CheckpointError(
-                f"{self.path}: the optimizer has no state of {found.name} in some of the saves: merge arrays that have "
-                "all made a step"
+                f"{self.path}: {found.name} is one for all members, and the optimizer has no state of it in some of "
+                "the saves: merge arrays that have all made a step"
             )
-        state = {}
-        for entry in sorted(kept[0]):
-            value = self._values(prefix + entry, found.name, param).clone()
+        state, fresh = {}, {}
+        for entry in sorted(set().union(*kept)):
+            there = [entry in keys for keys in kept]
+            reader = SaveReader([part for part, has in zip(self.parts, there, strict=True) if has], self.free)
+            value = reader._values(prefix + entry, found.name, param).clone()
+            if not all(there):
+                marks = [has for (_, places), has in zip(self.parts, there, strict=True) for _ in places]
+                value = _spread(value, marks)
+                fresh[entry] = [row for row, has in enumerate(marks) if not has]
             like = param if value.dim() and value.shape == param.shape else None
             wanted = [len(self.names)] if found.stacked else []
             if like is None and list(value.shape) != wanted:
                 raise CheckpointError(f"{self.path}: {entry} of {found.name} has shape {list(value.shape)}")
             state[entry] = value if like is None else value.to(like)
-        return state
+        return state, fresh
 
     def schedule(self, schedule: Any) -> Callable[[], None]:
         kept = [(saved, places, saved.body.get("schedule")) for saved, places in self.parts]
@@ -303,6 +314,13 @@ def _entries(saved: Saved, prefix: str) -> set[str]:
     """What an optimizer kept of a parameter."""
     keys = {key.removeprefix(OWN) for key in saved.tensors}
     return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
+
+
+def _spread(rows: Tensor, marks: Sequence[bool]) -> Tensor:
+    """``rows`` in the places that are marked, zeros in the others."""
+    found = rows.new_zeros(len(marks), *rows.shape[1:])
+    found[torch.tensor(marks)] = rows
+    return found
 
 
 def _identical(one: Tensor, other: Tensor) -> bool:

@@ -261,6 +261,16 @@ def _move_state(optimizer: Any, group: ParamGroup, sources: Sources) -> None:
             entry[name] = moved
 
 
+@torch.no_grad()
+def begin_rows(optimizer: Any, group: ParamGroup, param: Tensor, fresh: Mapping[str, Sequence[int]]) -> None:
+    """Let the state of a parameter be as before the first step for some members: their rows by the state's name."""
+    begins = _begins(optimizer, group, _width(optimizer), sorted({row for rows in fresh.values() for row in rows}))
+    for name, rows in fresh.items():
+        first = optimizer.numbers.get(name)
+        for row in rows:
+            optimizer.state[param][name][row] = begins[row].get(name, 0.0) if first is None else first
+
+
 def _begins(optimizer: Any, group: ParamGroup, width: int, rows: Sequence[int]) -> dict[int, Mapping[str, float]]:
     """What the stacks of members ``rows`` are filled with before their first step."""
     if not rows:

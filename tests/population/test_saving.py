@@ -186,3 +186,37 @@ def test_a_file_of_the_first_version_is_read_for_ever() -> None:
     losses = pop.step(*next(iter(batches)))
     assert losses[[0, 2]].tolist() == pytest.approx(expected, rel=1e-5)
     assert pop.ages.tolist() == [6, 0, 6]
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Adagrad", "NAdam", "SGD", "RMSprop"])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_trained_array_merges_with_one_that_is_not(kind: str, last: bool, tmp_path: Path) -> None:
+    more = {"initial_accumulator_value": 0.5} if kind == "Adagrad" else {}
+    more |= {"momentum": 0.9} if kind in ("SGD", "RMSprop") else {}
+
+    def options() -> dict[str, Any]:
+        return {
+            "optimizer": lambda params: getattr(hf.optim, kind)(params, lr=0.1, **more),
+            "loss": F.cross_entropy,
+            "compile": False,
+        }
+
+    torch.manual_seed(0)
+    folders = [tmp_path / "old", tmp_path / "new"]
+    old, new = (
+        hf.Population([nn.Linear(3, 2).double() for _ in tags], tags=[*tags], **options()) for tags in ("ab", "c")
+    )
+    batch = torch.randn(5, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1])
+    old.step(*batch)
+    for pop, folder in zip((old, new), folders, strict=True):
+        pop.save(folder)
+    both = hf.Population.load(folders[::-1] if last else folders, lambda: nn.Linear(3, 2).double(), **options())
+    for _ in range(3):
+        for pop in (old, new, both):
+            pop.step(*batch)
+    for pop in (old, new):
+        for tag in pop.tags:
+            ours, theirs = both.models[both.row(tag)], pop.models[pop.row(tag)]
+            for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert sorted(both.ages.tolist()) == [3, 4, 4]
