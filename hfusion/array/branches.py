@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hfusion.array.modes import Change
 from hfusion.core.errors import FusionError
 
-_STATE = frozenset(
+STATE = frozenset(
     {
         "_original",
         "_fixed",
@@ -24,6 +24,7 @@ _STATE = frozenset(
         "_states",
         "_number",
         "_numbers",
+        "_situations",
         "_place",
     },
 )
@@ -42,7 +43,7 @@ class Tree(nn.Module):
         self._fixed = fixed
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _STATE:
+        if name in STATE:
             # Past nn.Module, which would refuse the name where a member has a submodule or tensor of this name.
             object.__setattr__(self, name, value)
             return

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.array.branches import Tree, fixed_attributes, grow
+from hfusion.array.branches import STATE, Tree, fixed_attributes, grow
 from hfusion.array.dynamo import finder, inline
 from hfusion.array.exported import exported
 from hfusion.array.modes import Change, Left, Switch, own_modes
 from hfusion.array.rows import Rows
-from hfusion.array.state import Array, ArrayState, renewed, row_copy
+from hfusion.array.state import Array, ArrayState, partly_written, renewed, row_copy
+from hfusion.array.variables import Situations
 from hfusion.capture.contents import modeless_fingerprint
 from hfusion.capture.exporting import exporting
 from hfusion.capture.named import tensors
@@ -58,6 +59,7 @@ class FusedModule(Rows, Tree):
         self._states: dict[Any, ArrayState] = {}
         self._numbers = itertools.count(1)
         self._number = 0
+        self._situations = Situations()
         self._compiler = self._new_compiler()
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
         self._checks: dict[int, str] = {}
@@ -71,7 +73,10 @@ class FusedModule(Rows, Tree):
     def _new_compiler(self) -> Compiler:
         array = self._array
         variants, shared = array.comparison.variants, array.comparison.shared
-        return Compiler(ArraySpec(self._original, array.members, variants, shared, self._member, tune=array.tune))
+        looped = self._situations.looped
+        return Compiler(
+            ArraySpec(self._original, array.members, variants, shared, self._member, tune=array.tune, looped=looped)
+        )
 
     def _mark(self) -> None:
         array = self._array
@@ -114,6 +119,8 @@ class FusedModule(Rows, Tree):
             self._compiler.distrust(self._modes(), arguments, compiled, str(error))
             return self.forward(*args, **kwargs)
         self._leave(compiled)
+        if compiled.opaque:
+            self._situations.ran([call.place for call in compiled.opaque])
         return found
 
     def _leave(self, compiled: Compiled) -> None:
@@ -176,17 +183,10 @@ class FusedModule(Rows, Tree):
         found = self._compiler.find(modes, arguments)
         if found is None:
             found = self._compiler.get(modes, arguments)
-            self._check_partly_shared(found)
+            if partly := found.written & self._array.comparison.partly:
+                self._compiler.clear()
+                raise partly_written(min(partly))
         return found
-
-    def _check_partly_shared(self, compiled: Compiled) -> None:
-        """Raise a FusionError where a program writes to a buffer that only some members share, or another tensor."""
-        for name in sorted(compiled.written & self._array.comparison.partly):
-            self._compiler.clear()
-            raise FusionError(
-                f"forward writes into the buffer {name}, which some models share but not all, or which lies in the "
-                "memory of another tensor of the model; give each its own, by copy.deepcopy or clone()"
-            )
 
     def _exportable(self, arguments: Arguments) -> Compiled:
         """A program without loops over members' own code; a new one is not kept, as an export hides the tensors."""
@@ -195,12 +195,14 @@ class FusedModule(Rows, Tree):
         modes = self._modes()
         return self._compiler.find(modes, arguments) or compiler.make(modes, arguments)
 
-    def _modes(self) -> tuple[bool, ...]:
-        """What the programs of one `ArrayState` hang on besides arguments: train and eval modes."""
-        return tuple([branch.training for branch in self._branches])
+    def _modes(self) -> tuple[int, ...]:
+        """What programs of one `ArrayState` hang on besides arguments: variables that code names, train and eval."""
+        if not torch.compiler.is_dynamo_compiling():
+            self._situations.look(self._array.skeletons)
+        return (self._situations.number, *[branch.training for branch in self._branches])
 
     def _pattern(self) -> tuple[int, ...]:
-        """What programs hang on besides arguments: train and eval modes, and which `ArrayState` the members are in."""
+        """What programs hang on besides arguments: `_modes`, and which `ArrayState` the members are in."""
         return (*self._modes(), self._number)
 
     def check(self, compiled: Compiled, arguments: Arguments) -> None:
@@ -390,7 +392,7 @@ class FusedModule(Rows, Tree):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_compiler", "_real", "_bound", "_checks", "_branches", "_found", "_states", "_number", "_numbers")
+        own = STATE - {"_original", "_fixed", "_array"}
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hfusion.capture.compare import Comparison
 from hfusion.capture.skeleton import skeleton
 from hfusion.compiler.compiler import Compiler
+from hfusion.core.errors import FusionError
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,11 @@ def empty_stack(tensor: Tensor, members: int) -> Tensor:
     """Room ``[B, *shape]`` for tensors like ``tensor``, contiguous; a parameter if it is one."""
     stack = torch.empty(members, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return nn.Parameter(stack, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stack
+
+
+def partly_written(name: str) -> FusionError:
+    """Of a program that writes to a buffer that only some members share, or another tensor."""
+    return FusionError(
+        f"forward writes into the buffer {name}, which some models share but not all, or which lies in the memory of "
+        "another tensor of the model; give each its own, by copy.deepcopy or clone()"
+    )

@@ -86,7 +86,7 @@ def _holders(module: nn.Module) -> dict[Any, frozenset[str]]:
             if not _foreign(kind.__module__) and kind not in found:
                 found[kind] = frozenset(name for name in vars(kind) if not name.startswith("__"))
         for holder in (part, *type(part).__mro__):
-            waiting += [code for value in list(vars(holder).values()) for code in _functions(value)]
+            waiting += [code for value in list(vars(holder).values()) for code in functions_behind(value)]
     return found | _files(waiting)
 
 
@@ -103,19 +103,19 @@ def _files(functions: list[types.FunctionType]) -> dict[Any, frozenset[str]]:
         met.add(function.__code__)
         names = frozenset(names_in(function.__code__))
         found.setdefault(file, set()).update(names)
-        waiting += [code for name in names & vars(file).keys() for code in _functions(vars(file)[name])]
+        waiting += [code for name in names & vars(file).keys() for code in functions_behind(vars(file)[name])]
     return {file: frozenset(names) for file, names in found.items()}
 
 
-def _functions(value: Any) -> Iterator[types.FunctionType]:
+def functions_behind(value: Any) -> Iterator[types.FunctionType]:
     """The Python functions behind an attribute: itself, what it wraps, or those of a class."""
     value = inspect.unwrap(value) if callable(value) and not isinstance(value, nn.Module | type) else value
     if isinstance(value, types.FunctionType):
         yield value
     elif isinstance(value, staticmethod | classmethod | types.MethodType):
-        yield from _functions(value.__func__)
+        yield from functions_behind(value.__func__)
     elif isinstance(value, property):
-        yield from (code for part in (value.fget, value.fset) if part is not None for code in _functions(part))
+        yield from (code for part in (value.fget, value.fset) if part is not None for code in functions_behind(part))
     elif isinstance(value, type) and not _foreign(value.__module__):
         yield from (part for part in vars(value).values() if isinstance(part, types.FunctionType))
 

@@ -249,13 +249,26 @@ def _run_member(
     args, kwargs = pytree.tree_unflatten(leaves, call.spec)
     own = dict(zip((*call.fixed, *call.changing), (*weights, *given[count:]), strict=True))
     with _filled(call, member, own) as body, torch.set_grad_enabled(call.grad and torch.is_grad_enabled()):
-        output = getattr(body, call.method)(*args, **kwargs)
+        output = _called(call, member, body, args, kwargs)
     found = _results(call, member, output, inputs, sizes)
     for place in [*range(count), *(place for place in alive if place >= count)]:
         if _version(held[place]) != versions[place] and place not in call.written:
             raise FusionError(_writes(f"{call.path} of model {member}", held[place]))
     _check_apart(call, member, found, [*inputs, *own.values()], apart)
     return list(map(own_memory, found)) if call.addresses else found
+
+
+def _called(call: OpaqueCall, member: int, body: nn.Module, args: Any, kwargs: Any) -> Any:
+    try:
+        return getattr(body, call.method)(*args, **kwargs)
+    except RuntimeError as error:
+        # In the loop parameters are rows of stacks, which torch gives no flag of their own.
+        if "can only change requires_grad flags of leaf" not in str(error):
+            raise
+        raise FusionError(
+            f"{call.path or 'forward'} of model {member} switches requires_grad of a parameter or another tensor while "
+            "it runs, where an array has one stack for all members; detach() what shall get no gradient there"
+        ) from error
 
 
 def _next(leaf: Any, inputs: Iterator[Tensor], sizes: Iterator[int]) -> Any:

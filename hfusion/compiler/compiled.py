@@ -48,7 +48,7 @@ class ArraySpec:
 
     ``loops``: what cannot be captured runs in a loop over members, at the smallest submodule; otherwise it is an error.
     ``tune``: ways to run operators are measured, not estimated. ``device``: on which they will run, where that is not
-    the one on which the tensors lie.
+    the one on which the tensors lie. ``looped``: what runs in a loop whatever it is, each with the reason; it may grow.
     """
 
     name: str
@@ -59,6 +59,7 @@ class ArraySpec:
     loops: bool = True
     tune: bool = False
     device: torch.device | None = None
+    looped: Mapping[Island, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def compile_array(subject: ArraySpec, arguments: Arguments, training: bool, size
     """
     check_members(subject.members, arguments)
     _check_signature(subject, arguments)
-    looped: dict[Island, str] = {WHOLE: sizes.whole} if sizes.whole else {}
+    looped: dict[Island, str] = {WHOLE: sizes.whole} if sizes.whole else dict(subject.looped)
     while True:
         captured = _captured(subject, arguments, sizes, looped)
         try:

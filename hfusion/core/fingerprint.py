@@ -31,13 +31,13 @@ class TooMuch(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class _Same:
+class Same:
     """Equal only to a holder of the very same object, which it keeps alive, so that its id is not used again."""
 
     held: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.held is other.held
+        return isinstance(other, Same) and self.held is other.held
 
     def __hash__(self) -> int:
         return id(self.held)
@@ -73,7 +73,7 @@ def read_state(function: Callable[..., Any]) -> Any:
     """
     # The common case first, as it is read at every step.
     if type(function) is types.FunctionType and _fixed(function.__module__):
-        return _Same(function)
+        return Same(function)
     try:
         return _ClosureReader().read(function)
     except TooMuch:
@@ -147,7 +147,7 @@ class _ClosureReader:
         if isinstance(value, functools.partial):
             return self.read((value.func, value.args, value.keywords))
         if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket | logging.Logger):
-            return _Same(value)
+            return Same(value)
         if not hasattr(value, "__dict__") or isinstance(value, types.ModuleType) or _has_slots(type(value)):
             raise TooMuch
         call = inspect.getattr_static(value, "__call__", None)
@@ -159,7 +159,7 @@ class _ClosureReader:
 
     def _class(self, kind: type) -> Any:
         """A class, and what it and those it derives from hold: functions, and variables."""
-        bases = [base for base in kind.__mro__ if not _installed(base.__module__)]
+        bases = [base for base in kind.__mro__ if not is_installed(base.__module__)]
         held = [
             (name, value)
             for base in bases
@@ -171,8 +171,8 @@ class _ClosureReader:
         return (kind, tuple([(name, self.read(_plain_function(value))) for name, value in held]))
 
     def _function(self, function: types.FunctionType) -> Any:
-        if _fixed(function.__module__) or (self.classes and _installed(function.__module__)):
-            return _Same(function)
+        if _fixed(function.__module__) or (self.classes and is_installed(function.__module__)):
+            return Same(function)
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         outside = list(_outside(names_in(function.__code__), function.__globals__, set()))
         return (
@@ -217,10 +217,10 @@ _PLAIN_SIZE = _Bare.__basicsize__
 
 
 def _is_read(value: object) -> bool:
-    return isinstance(value, type) and not _installed(value.__module__)
+    return isinstance(value, type) and not is_installed(value.__module__)
 
 
-def _installed(module: str | None) -> bool:
+def is_installed(module: str | None) -> bool:
     """Whether it is torch's, or Python's own."""
     return _fixed(module) or (module or "").partition(".")[0] in sys.stdlib_module_names
 

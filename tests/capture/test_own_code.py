@@ -336,3 +336,23 @@ def test_sparse_results_that_need_a_gradient_are_refused() -> None:
     array = hf.fuse([Sparse(), Sparse()])
     with pytest.raises(hf.FusionError, match=r"layout torch.sparse_coo that needs a gradient.*to_dense"):
         array(torch.ones(2, 4))
+
+
+class Switching(nn.Module):
+    """Freezes a part while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last.requires_grad_(False)
+        x = self.last(self.first(x))
+        self.last.requires_grad_(True)
+        return x
+
+
+def test_a_flag_that_forward_switches_off_and_on_is_refused() -> None:
+    fused = hf.fuse([Switching() for _ in range(2)])
+    with pytest.raises(hf.FusionError, match="switches requires_grad of a parameter"):
+        fused(torch.randn(4, 3))

@@ -1,0 +1,81 @@
+"""The variables besides tensors that members' code names, while an array lives: programs are kept by their values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from hfusion.capture.intercept import WHOLE, Island
+from hfusion.capture.watched import Variables, within
+from hfusion.core.exclusive import tracing
+
+# Values of one variable for which programs are made.
+MAX_VALUES = 4
+
+
+class Situations:
+    """Numbers what the variables of files, classes, objects and closures are that forward's code names.
+
+    ``looped``: what runs member by member from now on, as it names variables that change too often, each with the
+    reason; what it names is then read when it runs.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.looped: dict[Island, str] = {}
+        self._models: Sequence[nn.Module] = ()
+        self._variables: Variables | None = None
+        self._left_out: frozenset[str] = frozenset()
+        self._numbers: dict[Any, int] = {}
+        self._met: dict[str, set[Any]] = {}
+
+    def look(self, models: Sequence[nn.Module]) -> int:
+        """The number of the present values, by the code of ``models``."""
+        if self._variables is None or self._models != models or not self._variables.same():
+            with tracing:
+                self._look(models)
+        return self.number
+
+    def ran(self, places: Sequence[str]) -> None:
+        """After a run of members' own code at ``places``: what that has changed is read by own code only."""
+        before = self._variables
+        if before is None or before.same():
+            return
+        with tracing:
+            now = Variables(self._models, self._left_out)
+            changed = {name for name, value in now.values.items() if before.values.get(name) != value}
+            for name in sorted(changed):
+                if not within(now.readers, name, places):
+                    self._loop(now, name, f"it names {name}, which forward changes")
+            self._left_out |= changed
+            # Where only left-out ones changed, the programs hold on.
+            values = {name: value for name, value in now.values.items() if name not in changed}
+            self._variables = Variables(self._models, self._left_out)
+            if not changed or all(within(now.readers, name, places) for name in changed):
+                self._numbers[self._key(values)] = self.number
+            self.number = self._numbers.setdefault(self._key(values), len(self._numbers))
+
+    def _look(self, models: Sequence[nn.Module]) -> None:
+        found = Variables(models, self._left_out)
+        for name, value in found.values.items():
+            self._met.setdefault(name, set()).add(value)
+        often = {name for name in found.values if len(self._met[name]) > MAX_VALUES}
+        if often:
+            for name in sorted(often):
+                self._loop(found, name, f"it names {name}, which has had more than {MAX_VALUES} values")
+                del self._met[name]
+            self._left_out |= often
+            found = Variables(models, self._left_out)
+        self._models, self._variables = models, found
+        self.number = self._numbers.setdefault(self._key(found.values), len(self._numbers))
+
+    def _loop(self, found: Variables, name: str, why: str) -> None:
+        remedy = "make that an argument of forward or a buffer"
+        for path in found.readers[name]:
+            self.looped.setdefault(Island(path) if path else WHOLE, f"{why}; {remedy}")
+
+    def _key(self, values: dict[str, Any]) -> Any:
+        # What does not vary in what is looped matters by then no more.
+        return len(self.looped), tuple(values.items())

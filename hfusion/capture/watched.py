@@ -1,0 +1,265 @@
+"""The variables that forward's code names, of files, classes, objects and closures: a graph has their values in it."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from hfusion.capture.kept import functions_behind
+from hfusion.core.fingerprint import Same, is_installed, names_in
+
+_PLAIN = (str, bool, int, float, complex, bytes, types.NoneType)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+# Items of a container, and levels of containers and objects in one another, that are looked at.
+MAX_ITEMS = 100
+MAX_DEPTH = 4
+_MISSING = object()
+
+Read: TypeAlias = Callable[[Any], Iterable[Any]]
+
+
+@dataclass
+class _Holder:
+    """Something whose variables are named: ``names`` to the paths of the modules whose code does."""
+
+    title: str
+    held: Any
+    names: dict[str, set[str]] = field(default_factory=dict)
+
+    def read(self, name: str) -> Any:
+        if isinstance(self.held, types.CellType):
+            return _cell(self.held)
+        if isinstance(self.held, type):
+            return getattr(self.held, name, _MISSING)
+        return vars(self.held).get(name, _MISSING) if not isinstance(self.held, dict) else self.held.get(name, _MISSING)
+
+
+class Variables:
+    """The variables that the code of ``models`` names, with the values they had when last looked at.
+
+    ``without`` are left out, by name.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], without: frozenset[str] = frozenset()) -> None:
+        self._groups: list[tuple[Read, Any, tuple[Any, ...]]] = []
+        self.values: dict[str, Any] = {}
+        self.readers: dict[str, frozenset[str]] = {}
+        for holder in _CodeSearch(models).holders():
+            self._add(holder, without)
+
+    def same(self) -> bool:
+        """Whether all are the very objects that they were."""
+        try:
+            for read, held, values in self._groups:
+                if not all(map(operator.is_, read(held), values)):
+                    return False
+        except (KeyError, AttributeError, ValueError, RuntimeError):
+            return False
+        return True
+
+    def _add(self, holder: _Holder, without: frozenset[str]) -> None:
+        left = [name for name in sorted(holder.names) if f"{holder.title}{name}" not in without]
+        values = [holder.read(name) for name in left]
+        if left and not isinstance(holder.held, types.CellType):
+            self._groups.append((_reader(holder.held, left), _table(holder.held), (*values, values[-1])))
+        elif left:
+            self._groups.append((_cells, holder.held, (values[0],)))
+        for name, value in zip(left, values, strict=True):
+            title = f"{holder.title}{name}"
+            self.values[title] = content(value)
+            self.readers[title] = frozenset(holder.names[name])
+            self._groups += _items(value)
+
+
+def _reader(held: Any, names: list[str]) -> Read:
+    # With one name more, as of a single one there would be no tuple.
+    return (operator.attrgetter if isinstance(held, type) else operator.itemgetter)(*names, names[-1])
+
+
+def _table(held: Any) -> Any:
+    return held if isinstance(held, type | dict) else vars(held)
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING
+
+
+def _cells(cell: types.CellType) -> tuple[Any, ...]:
+    return (_cell(cell),)
+
+
+def _items(value: Any, depth: int = MAX_DEPTH) -> Iterator[tuple[Read, Any, tuple[Any, ...]]]:
+    """What is to be compared of containers of plain values, which may be changed in place."""
+    if isinstance(value, list | dict) and _is_plain(value):
+        yield _flat, value, tuple(_flat(value))
+    if isinstance(value, list | dict | tuple) and depth and _is_plain(value):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _items(item, depth - 1)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """Keys and values, or items, and something else where there are more or fewer."""
+    yield len(value) if len(value) <= MAX_ITEMS else None
+    yield from value
+    if isinstance(value, dict):
+        yield from value.values()
+
+
+def _is_plain(value: Any, depth: int = MAX_DEPTH) -> bool:
+    if isinstance(value, _PLAIN):
+        return True
+    if not isinstance(value, _CONTAINERS) or depth == 0 or len(value) > MAX_ITEMS:
+        return False
+    items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    return all(_is_plain(item, depth - 1) for item in items)
+
+
+def content(value: Any) -> Any:
+    """A value in a form that can be compared and hashed: what is plain by its value, else by identity."""
+    if not _is_plain(value):
+        return Same(value)
+    if isinstance(value, dict):
+        return (type(value), tuple((content(k), content(v)) for k, v in value.items()))
+    if isinstance(value, list | tuple):
+        return (type(value), tuple(map(content, value)))
+    if isinstance(value, set | frozenset):
+        return (type(value), frozenset(map(content, value)))
+    # 0.0 equals -0.0, and a NaN nothing.
+    return (type(value), repr(value) if isinstance(value, float | complex) else value)
+
+
+class _CodeSearch:
+    """Follows the code of modules from their forward on: methods, functions of files, what these name in turn."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._parts: dict[type, set[str]] = {}
+        self._own: dict[type, list[types.FunctionType]] = {}
+        for model in models:
+            for path, part in model.named_modules():
+                self._parts.setdefault(type(part), set()).add(path)
+                own = [f for value in list(vars(part).values()) if callable(value) for f in functions_behind(value)]
+                self._own.setdefault(type(part), []).extend(own)
+        self._named: set[str] = {"forward", "__call__", "__getattr__"}
+        self._holders: dict[int, _Holder] = {}
+
+    def holders(self) -> list[_Holder]:
+        # Methods are called from any module, so that what is named anywhere counts for all.
+        before = -1
+        while before != len(self._named):
+            before = len(self._named)
+            for kind, paths in self._parts.items():
+                self._follow(kind, paths)
+        return [holder for holder in self._holders.values() if holder.names]
+
+    def _follow(self, kind: type, paths: set[str]) -> None:
+        met: set[int] = set()
+        waiting = [*self._own[kind], *self._methods(kind)]
+        while waiting:
+            function = waiting.pop()
+            if id(function) in met or _skipped(function.__module__):
+                continue
+            met.add(id(function))
+            names = _names(function)
+            self._named |= names
+            for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
+                if name != "__class__":
+                    self._note(f"{function.__qualname__}: ", cell, name, paths)
+                    waiting += self._inside(name, _cell(cell), names, paths)
+            waiting += self._named_in(function.__module__, function.__globals__, names, paths, set())
+        for base in kind.__mro__:
+            if not _skipped(base.__module__):
+                self._class(base, self._named, paths)
+
+    def _methods(self, kind: type) -> list[types.FunctionType]:
+        return [
+            function
+            for base in kind.__mro__
+            if not _skipped(base.__module__)
+            for name, value in list(vars(base).items())
+            if name in self._named
+            for function in functions_behind(value)
+        ]
+
+    def _class(self, kind: type, names: set[str], paths: set[str]) -> None:
+        for name, value in list(vars(kind).items()):
+            # Those made anew whenever they are asked for have no identity.
+            if name in names and not isinstance(value, classmethod) and not name.startswith("__"):
+                self._note(f"{kind.__qualname__}.", kind, name, paths)
+
+    def _named_in(
+        self, title: str, space: dict[str, Any], names: set[str], paths: set[str], met: set[int]
+    ) -> Iterator[types.FunctionType]:
+        """What ``names`` stand for in a file; yields the functions there."""
+        met.add(id(space))
+        for name in names & space.keys():
+            value = space[name]
+            if isinstance(value, types.ModuleType):
+                if not _skipped(value.__name__) and id(vars(value)) not in met:
+                    yield from self._named_in(value.__name__, vars(value), names, paths, met)
+                continue
+            self._note(f"{title}.", space, name, paths)
+            yield from self._inside(name, value, names, paths)
+
+    def _inside(
+        self, title: str, value: Any, names: set[str], paths: set[str], depth: int = MAX_DEPTH
+    ) -> Iterator[types.FunctionType]:
+        if isinstance(value, (*_PLAIN, *_UNREAD)) or depth == 0:
+            return
+        if isinstance(value, type):
+            if not _skipped(value.__module__):
+                self._class(value, names, paths)
+                yield from _called(value, names)
+        elif callable(value) and not hasattr(value, "__dict__"):
+            return
+        elif isinstance(value, types.FunctionType | types.MethodType | staticmethod | classmethod):
+            yield from functions_behind(value)
+        elif not _skipped(type(value).__module__) and isinstance(getattr(value, "__dict__", None), dict):
+            yield from _called(type(value), names)
+            more = names.union(*(_names(function) for function in _called(type(value), names)))
+            for name in more & vars(value).keys():
+                self._note(f"{title}.", value, name, paths)
+                yield from self._inside(f"{title}.{name}", vars(value)[name], more, paths, depth - 1)
+
+    def _note(self, title: str, held: Any, name: str, paths: set[str]) -> None:
+        holder = self._holders.setdefault(id(held), _Holder(title, held))
+        holder.names.setdefault(name, set()).update(paths)
+
+
+_UNREAD = (Tensor, nn.Module, logging.Logger, types.ModuleType, *_CONTAINERS)
+_MADE = frozenset({"__init__", "__post_init__", "__call__", "__getattr__", "__getitem__"})
+
+
+def _called(kind: type, names: set[str]) -> list[types.FunctionType]:
+    """The methods of a class that code with these names may call."""
+    return [
+        function
+        for base in kind.__mro__
+        if not _skipped(base.__module__)
+        for name, value in list(vars(base).items())
+        if name in names or name in _MADE
+        for function in functions_behind(value)
+    ]
+
+
+def _names(function: types.FunctionType) -> set[str]:
+    """The names in its code, and what it asks for by getattr."""
+    strings = (const for const in function.__code__.co_consts if isinstance(const, str) and const.isidentifier())
+    return {*names_in(function.__code__), *strings}
+
+
+def _skipped(module: str | None) -> bool:
+    return module is None or is_installed(module) or module.partition(".")[0] == "hfusion"
+
+
+def within(readers: Mapping[str, frozenset[str]], name: str, places: Sequence[str]) -> bool:
+    """Whether a variable is read only by modules at or below ``places``."""
+    return all(any(not at or path == at or path.startswith(f"{at}.") for at in places) for path in readers[name])

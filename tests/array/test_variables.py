@@ -1,0 +1,180 @@
+"""Variables that forward names and that change while an array lives: the array computes with them as the members do."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+
+TEMPERATURE = 1.0
+POWERS = {0: [1], 1: [2]}
+SETTINGS: dict[str, Any] = {"gain": 1.0, "powers": POWERS}
+ACTIVATION = torch.tanh
+CONFIG = types.SimpleNamespace(inner=types.SimpleNamespace(shift=0.0))
+CALLS = 0
+
+
+class Config:
+    def __init__(self) -> None:
+        self.width = 1.0
+
+    def scaled(self) -> float:
+        return 2 * self.width
+
+
+OBJECT = Config()
+
+
+def tempered(x: Tensor) -> Tensor:
+    return x / TEMPERATURE
+
+
+class Inner(nn.Module):
+    slope = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    @property
+    def steep(self) -> float:
+        return self.slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) * self.steep * SETTINGS["gain"] + OBJECT.scaled()
+        return tempered(x) ** SETTINGS["powers"][1][0]
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(3, 3), Inner(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(ACTIVATION(self.inner(self.first(x))))
+
+
+CHANGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "of a file": lambda m: m.setitem(globals(), "TEMPERATURE", 2.0),
+    "by an equal number of another type": lambda m: m.setitem(globals(), "TEMPERATURE", True),
+    "in a dict": lambda m: m.setitem(SETTINGS, "gain", 3.0),
+    "in a dict in a dict": lambda m: m.setitem(POWERS, 1, [3]),
+    "a dict anew": lambda m: m.setitem(globals(), "SETTINGS", {"gain": 0.5, "powers": {1: [1]}}),
+    "of an object, in its method": lambda m: m.setattr(OBJECT, "width", 4.0),
+    "of a class, in a property": lambda m: m.setattr(Inner, "slope", -1.0),
+    "a function": lambda m: m.setitem(globals(), "ACTIVATION", F.relu),
+    "a function's code": lambda m: m.setitem(globals(), "tempered", lambda x: x * 7),
+    "forward itself": lambda m: m.setattr(Inner, "forward", lambda self, x: self.linear(x) / TEMPERATURE),
+}
+
+
+def check_equal(fused: hf.FusedModule, models: list[Any], x: Tensor) -> None:
+    fused.zero_grad()
+    alone = torch.stack([model(x) for model in models])
+    found = fused(x)
+    torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+    found.square().sum().backward()
+    for name, parameter in fused.named_parameters():
+        grads = torch.autograd.grad(alone.square().sum(), [m.get_parameter(name) for m in models], retain_graph=True)
+        torch.testing.assert_close(parameter.grad, torch.stack(grads), rtol=1e-9, atol=1e-12)
+
+
+def programs(fused: hf.FusedModule) -> int:
+    return len(fused.report().parts)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_variable_that_changes_is_seen(change: str, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [Outer().double() for _ in range(2)]
+    fused = hf.fuse(models)
+    check_equal(fused, models, x)
+    with monkeypatch.context() as patched:
+        CHANGES[change](patched)
+        check_equal(fused, models, x)
+    made = programs(fused)
+    check_equal(fused, models, x)
+    assert programs(fused) == made == 2
+
+
+def test_a_closure_that_changes_is_seen(x: Tensor) -> None:
+    factor = 1.0
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * factor
+
+    models = [Scaled(3, 2).double() for _ in range(2)]
+    fused = hf.fuse(models)
+    check_equal(fused, models, x)
+    factor = 3.0
+    check_equal(fused, models, x)
+
+
+def test_what_names_a_variable_of_many_values_runs_in_a_loop(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [Outer().double() for _ in range(2)]
+    fused = hf.fuse(models)
+    for step in range(10):
+        monkeypatch.setitem(globals(), "TEMPERATURE", 1.0 + step)
+        check_equal(fused, models, x)
+    assert programs(fused) == 5
+    rows = [row for row in str(fused.report().parts[-1]).splitlines() if "loop over members" in row]
+    assert len(rows) == 1
+    assert "inner: it names" in rows[0]
+    assert "TEMPERATURE" in rows[0]
+
+
+class Counting(nn.Module):
+    """Python counts the calls, as no graph can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS += 1
+        return self.linear(x)
+
+
+class WithCounter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.counting = nn.Linear(3, 3), Counting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.counting(self.first(x).relu())
+
+
+def test_a_counter_in_forward_costs_no_captures(x: Tensor) -> None:
+    models = [WithCounter().double() for _ in range(2)]
+    fused = hf.fuse(models)
+    for _ in range(6):
+        check_equal(fused, models, x)
+    assert programs(fused) == 1
+
+
+def test_a_step_sees_a_variable_that_changes(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [Outer().double() for _ in range(2)]
+    fused = hf.fuse(models)
+    target = torch.ones(5, 2, dtype=torch.float64)
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).square().mean()
+
+    step = hf.train_step(fused, loss, hf.optim.SGD(fused.parameters(), lr=0.0))
+    for temperature in (1.0, 1.0, 2.0, 2.0, 1.0):
+        monkeypatch.setitem(globals(), "TEMPERATURE", temperature)
+        alone = torch.stack([loss(model(x), target) for model in models]).detach()
+        torch.testing.assert_close(step(x, target), alone, rtol=1e-12, atol=1e-12)
