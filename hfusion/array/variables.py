@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from hfusion.capture.intercept import WHOLE, Island
@@ -25,6 +26,7 @@ class Situations:
     def __init__(self) -> None:
         self.number = 0
         self.looped: dict[Island, str] = {}
+        self._dtype = torch.get_default_dtype()
         self._models: Sequence[nn.Module] = ()
         self._variables: Variables | None = None
         self._left_out: frozenset[str] = frozenset()
@@ -33,7 +35,8 @@ class Situations:
 
     def look(self, models: Sequence[nn.Module]) -> int:
         """The number of the present values, by the code of ``models``."""
-        if self._variables is None or self._models != models or not self._variables.same():
+        known = self._variables is not None and self._models == models and self._dtype is torch.get_default_dtype()
+        if not known or self._variables is None or not self._variables.same():
             with tracing:
                 self._look(models)
         return self.number
@@ -58,6 +61,7 @@ class Situations:
             self.number = self._numbers.setdefault(self._key(values), len(self._numbers))
 
     def _look(self, models: Sequence[nn.Module]) -> None:
+        self._dtype = torch.get_default_dtype()
         found = Variables(models, self._left_out)
         for name, value in found.values.items():
             self._met.setdefault(name, set()).add(value)
@@ -78,4 +82,4 @@ class Situations:
 
     def _key(self, values: dict[str, Any]) -> Any:
         # What does not vary in what is looped matters by then no more.
-        return len(self.looped), tuple(values.items())
+        return self._dtype, len(self.looped), tuple(values.items())

@@ -178,3 +178,22 @@ def test_a_step_sees_a_variable_that_changes(x: Tensor, monkeypatch: pytest.Monk
         monkeypatch.setitem(globals(), "TEMPERATURE", temperature)
         alone = torch.stack([loss(model(x), target) for model in models]).detach()
         torch.testing.assert_close(step(x, target), alone, rtol=1e-12, atol=1e-12)
+
+
+class Made(nn.Linear):
+    """Computes with the precision of the default dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.finfo(torch.get_default_dtype()).bits
+
+
+def test_another_default_dtype_is_seen(x: Tensor) -> None:
+    models = [Made(3, 2).double() for _ in range(2)]
+    fused = hf.fuse(models)
+    check_equal(fused, models, x)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if before is torch.float32 else torch.float32)
+    try:
+        check_equal(fused, models, x)
+    finally:
+        torch.set_default_dtype(before)
