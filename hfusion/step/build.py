@@ -31,8 +31,10 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
     # Imported late: most programs never compile, and inductor takes a second to import.
     from torch._inductor import compile as inductor
 
+    from hfusion.step.overlap import CopiesOfOverlaps
+
     kind = graph.examples[0].device.type
-    options = cpu_options(graph.module) if kind == "cpu" else {}
+    options = {"post_grad_custom_post_pass": CopiesOfOverlaps(), **(cpu_options(graph.module) if kind == "cpu" else {})}
     with silence_tracers(), torch.no_grad(), torch.autocast(kind, enabled=False):
         with with_row_entries(), quick_inductor():
             run: Callable[..., Sequence[Tensor]] = inductor(graph.module, [e.detach() for e in graph.examples], options)
