@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from hfusion.core.program import describe_value
 from hfusion.core.silence import silence_tracers
 from hfusion.device.backend import random_states_kept
+from hfusion.step.agreement import disagreement, draws, result_names
 from hfusion.step.entry import entry_of
 from hfusion.step.inductor import quick_inductor
 from hfusion.step.row_entry import with_row_entries
@@ -23,10 +24,14 @@ _CONVOLUTION = torch.ops.aten.convolution.default
 _LONG_ROW = 1 << 11
 
 
+class WrongProgram(Exception):
+    """A compiled program that computes something else than its graph; the message says what."""
+
+
 def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
     """``graph.module`` compiled by inductor and tried once on tensors ``own``, on copies of the buffers.
 
-    Raises what inductor raises, and where there is no C++ compiler; also what its code raises.
+    Raises what inductor raises, and where there is no C++ compiler; also what its code raises; WrongProgram.
     """
     # Imported late: most programs never compile, and inductor takes a second to import.
     from torch._inductor import compile as inductor
@@ -44,6 +49,11 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
         # Programs draw past the dispatcher, from torch's own generator whatever thread this is.
         with random_states_kept():
             given = _results(run, kept, batch)
+        if not draws(graph.module.graph):
+            fresh = [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
+            wrong = disagreement(graph, given, _results(graph.module, fresh, batch))
+            if wrong:
+                raise WrongProgram(f"what torch.compile made of it is wrong: {wrong}")
         entry = entry_of(run, len(own) + len(batch), len(given) - len(kept))
         if entry is None:
             return run
@@ -79,10 +89,7 @@ def _fallback(difference: str, repeats: bool) -> str:
 
 def _difference(graph: StepGraph, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str:
     """The first thing in which results of a step differ, in words; empty if they are the same bits."""
-    count = 1 + len(graph.trained)
-    names = ["the losses", *(f"the gradient of tensor {k}" for k in graph.trained)]
-    names += [f"tensor {k} after it" for k in range(len(ours) - count)]
-    for name, one, other in zip(names, ours, theirs, strict=True):
+    for name, one, other in zip(result_names(graph, len(ours)), ours, theirs, strict=True):
         if _same_bits(one, other):
             continue
         kinds = [f"{describe_value(tensor, None, 0)} of strides {list(tensor.stride())}" for tensor in (one, other)]
