@@ -149,8 +149,15 @@ def _added(name: str, tree: Tree) -> FusionError:
 
 
 def fixed_attributes(module: nn.Module) -> frozenset[str]:
-    """The attributes that forward may read, which are captured."""
-    return frozenset(vars(module)) - _STANDARD
+    """The attributes that forward may read, of the module and of its classes, which are captured."""
+    classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
+    named = {
+        name
+        for each in classes
+        for name, value in vars(each).items()
+        if not name.startswith("__") and (isinstance(value, property) or not hasattr(type(value), "__get__"))
+    }
+    return frozenset(named.union(vars(module)) - _STANDARD)
 
 
 def grow(branch: Tree, skeleton: nn.Module, stacks: Mapping[str, Tensor]) -> None:

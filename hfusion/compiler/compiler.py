@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from hfusion.capture.member import VaryingSizes
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled import UNKNOWN, ArraySpec, Compiled, compile_array
@@ -103,6 +105,11 @@ class Compiler:
 
     def make(self, training: Any, arguments: Arguments) -> Compiled:
         """Capture, align and batch; raises FusionError where that is impossible."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise FusionError(
+                f"{self.subject.name} is captured at its first call with such arguments, and not inside "
+                "torch.func.grad, vmap or another transform: call the array with such tensors once before"
+            )
         loose = arguments.loose_key
         shapes = arguments.shapes
         met = self.met.setdefault(loose, Met.of(shapes))
