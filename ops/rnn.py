@@ -168,8 +168,8 @@ def _runs(tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels can work on the memory of these."""
     first = tensors[0]
     return (
-        not kernels()
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
+        and not kernels()
         and not torch.is_autocast_enabled("cpu")
         and first.numel() > 0
         and first.dtype in native.TYPES

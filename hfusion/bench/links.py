@@ -23,6 +23,7 @@ from hfusion.bench.shard_cases import CASES, LARGE_CASES, QUICK_CASES, ShardCase
 from hfusion.bench.shard_results import ALONE, OURS
 from hfusion.bench.table import factor
 from hfusion.core.errors import PlanError
+from hfusion.device.backend import types
 from hfusion.device.calibrate import Rates
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.simulate import simulate
@@ -56,7 +57,7 @@ class LinksRow:
 
 def rates(link: float) -> Rates:
     """Those of the accelerator behind a link of so many bytes per second each way."""
-    return Rates(FLOPS, MEMORY, CALLS, link, link, DISK, DISK, device="cuda")
+    return Rates(FLOPS, MEMORY, CALLS, link, link, DISK, DISK, device=types()[0])
 
 
 def planned(workload: ShardWorkload, budget: int, link: float, *, keep: bool) -> Plan:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from hfusion.core.program import describe_value
 from hfusion.core.silence import silence_tracers
 from hfusion.device.backend import random_states_kept
-from hfusion.step.agreement import disagreement, draws, result_names
+from hfusion.step.agreement import ByOperator, disagreement, draws, result_names
 from hfusion.step.entry import entry_of
 from hfusion.step.inductor import quick_inductor
 from hfusion.step.row_entry import with_row_entries
@@ -51,7 +51,7 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
             given = _results(run, kept, batch)
         if not draws(graph.module.graph):
             fresh = [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
-            wrong = disagreement(graph, given, _results(graph.module, fresh, batch))
+            wrong = disagreement(graph, given, _results(ByOperator(graph.module).run, fresh, batch))
             if wrong:
                 raise WrongProgram(f"what torch.compile made of it is wrong: {wrong}")
         entry = entry_of(run, len(own) + len(batch), len(given) - len(kept))

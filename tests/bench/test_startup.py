@@ -1,17 +1,10 @@
 from __future__ import annotations
 
-from functools import partial
-
 from rich.console import Console
-from torch import nn
 
-from hfusion.bench import cases, models, startup
-from tests.bench.tiny import TINY, workload
+from hfusion.bench import startup
+from tests.bench.tiny import TINY, TINY_BRANCHING, workload
 from tests.step.test_train_step import needs_compiler
-
-RECURRENT = cases.FuseCase(
-    "recurrent", "", partial(models.RecurrentClassifier, nn.LSTM, 3, 4), partial(cases.classified, 4, 2, 3)
-)
 
 
 @needs_compiler
@@ -23,10 +16,10 @@ def test_stages() -> None:
 
 
 def test_what_is_not_compiled_is_told() -> None:
-    row = startup.once(workload(RECURRENT))
+    row = startup.once(workload(TINY_BRANCHING))
     assert row.compiled_ms is None
     assert row.next_ms is None
-    assert row.note.startswith("eager: inductor cannot call")
+    assert row.note.startswith("eager: forward runs in a loop over members")
     shown, footnotes = startup.table([row])
     console = Console(width=150)
     with console.capture() as captured:

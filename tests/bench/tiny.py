@@ -21,5 +21,16 @@ def tiny_batch_norm() -> nn.Module:
 TINY_BATCH_NORM = cases.FuseCase("tiny-bn", "with BatchNorm", tiny_batch_norm, partial(cases.classified, 5, 3))
 
 
+class Branching(nn.Linear):
+    """Its way hangs on values, so that nothing compiles it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y if y.sum() > 0 else 2 * y
+
+
+TINY_BRANCHING = cases.FuseCase("tiny-branch", "", partial(Branching, 3, 10), partial(cases.classified, 5, 3))
+
+
 def workload(case: cases.FuseCase = TINY, members: int = 3) -> Workload:
     return Workload(case, members, CPU)
