@@ -83,6 +83,6 @@ def draw_sweep(rows: Sequence[SweepRow], paths: Sequence[Path]) -> None:
         panel.bar_label(bars, [f" {row.seconds:.0f} s, {row.epochs} epochs" for row in own], fontsize=8)
         panel.set(title=f"{case}, {own[0].trials} trials", xlabel="seconds")
         panel.invert_yaxis()
-        panel.margins(x=0.35)
+        panel.margins(x=0.5)
     for path in paths:
         figure.savefig(path, dpi=110)
