@@ -24,6 +24,7 @@ from torch._ops import OpOverload
 
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Layout, Listed
+from hfusion.core.random import draws_random
 from hfusion.core.tree import change, holds, leaves
 from hfusion.ops.lowering import PLAIN, Efficiency, Lowering, Saves, View
 from hfusion.ops.saved import saved_by, view_of
@@ -161,7 +162,7 @@ def has_per_member(arguments: Any) -> bool:
 
 def is_random(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
     """Whether a call draws random numbers, so that each member needs its own even of shared operands."""
-    if torch.Tag.nondeterministic_seeded not in target.tags:
+    if not draws_random(target):
         return False
     off = any(arguments.get(name) is False for name in ("train", "training"))
     rates = (arguments.get(name) for name in ("p", "dropout", "dropout_p"))

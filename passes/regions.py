@@ -11,11 +11,11 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch._ops import OpOverload
 
 from hfusion.core.layout import Layout, Listed
+from hfusion.core.random import draws_random
 from hfusion.ops.lowering import View
 from hfusion.ops.rule import Memberwise, each
 from hfusion.passes.candidates import pick
@@ -105,7 +105,7 @@ def _memberwise(node: fx.Node) -> bool:
 
 def _random(node: fx.Node) -> bool:
     origin = node.meta.get("origin", node)
-    return torch.Tag.nondeterministic_seeded in getattr(origin.target, "tags", ())
+    return draws_random(origin.target)
 
 
 def _borders(node: fx.Node) -> bool:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -81,11 +79,6 @@ def print_names(out: Console) -> None:
         out.print(title, style="bold")
         for name, about in names.items():
             out.print(f"  {name:<16} {about}", markup=False)
-
-
-def write_json(path: Path, machine: dict[str, str | int], rows: Sequence[Any], kind: str = "rows") -> None:
-    """Write ``{"machine": ..., kind: rows}``; the rows are dataclasses."""
-    path.write_text(json.dumps({"machine": machine, kind: [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
 def collect(results: Iterable[T]) -> tuple[list[T], bool]:
@@ -248,7 +241,7 @@ def main(arguments: Sequence[str]) -> int:
     for line in (*outcome.footnotes, ", ".join(f"{name} {value}" for name, value in machine.items())):
         out.print(line, markup=False, soft_wrap=True)
     if parsed.json:
-        write_json(parsed.json, machine, outcome.rows, outcome.kind)
+        results.write_json(parsed.json, machine, outcome.rows, outcome.kind)
     for reason in outcome.wrong:
         out.print(f"WRONG LOSSES: {reason}", style="bold red", markup=False, soft_wrap=True)
     if outcome.interrupted:

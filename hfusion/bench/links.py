@@ -8,9 +8,8 @@ arrays as hf.train trains them, with no shard that stays on the device, and with
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hfusion.bench.progress import Meter, meter
-from hfusion.bench.shard import ShardWorkload, read
+from hfusion.bench.results import write_json
+from hfusion.bench.shard import ShardWorkload, read, without_prefetch
 from hfusion.bench.shard_cases import CASES, LARGE_CASES, QUICK_CASES, ShardCase
 from hfusion.bench.shard_results import ALONE, OURS
 from hfusion.bench.table import factor
@@ -84,7 +84,7 @@ def rows_of(case: ShardCase, meter: Meter) -> Iterator[LinksRow]:
 
 def _row(head: LinksRow, plan: Plan) -> LinksRow:
     if head.contender == ALONE:
-        plan = replace(plan, devices=dict.fromkeys(plan.devices, plan.tasks[0].device_bytes))
+        plan = without_prefetch(plan)
     sample = read(simulate(plan), plan)
     assert sample.lanes is not None
     assert sample.moved is not None
@@ -132,5 +132,4 @@ def main(arguments: Sequence[str]) -> None:
         found = [row for case in cases for row in rows_of(case, bar)]
     Console(width=160, highlight=False).print(table(found))
     if parsed.json:
-        sheet = {"flops": FLOPS, "memory": MEMORY, "calls": CALLS}
-        parsed.json.write_text(json.dumps({"machine": sheet, "rows": [asdict(row) for row in found]}, indent=1) + "\n")
+        write_json(parsed.json, {"flops": FLOPS, "memory": MEMORY, "calls": CALLS}, found)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.bench.machine import describe
+from hfusion.bench.results import write_json
 from hfusion.bench.timing import interleave, speedup, spread
 from hfusion.bench.workload import check_agreement
 
@@ -310,8 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Any]:
             rows += [spilled(case, members)] if chosen.spill else run(case, members, chosen.rounds, chosen.slot)
     Console(width=120).print(spill_table(rows) if chosen.spill else table(rows))
     if chosen.json is not None:
-        machine = describe(torch.device("cpu"))
-        chosen.json.write_text(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=1))
+        write_json(chosen.json, describe(torch.device("cpu")), rows)
     return rows
 
 

@@ -1,12 +1,13 @@
-"""What the sub-benchmark ``fuse`` finds: cells, comparisons, and the rows of the JSON file."""
+"""What the sub-benchmark ``fuse`` finds: cells, comparisons, and their rows; and how the rows of all are written."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hfusion.bench import timing
 
@@ -120,3 +121,8 @@ def kept_rows(path: Path) -> list[FuseRow]:
 def rows_of(comparisons: Sequence[ModelResult]) -> list[FuseRow]:
     """The rows of all comparisons, in their order."""
     return [row for comparison in comparisons for row in comparison.rows()]
+
+
+def write_json(path: Path, machine: Mapping[str, str | int | float], rows: Sequence[Any], kind: str = "rows") -> None:
+    """Write ``{"machine": ..., kind: rows}``; the rows are dataclasses."""
+    path.write_text(json.dumps({"machine": machine, kind: [asdict(row) for row in rows]}, indent=1) + "\n")

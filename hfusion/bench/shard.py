@@ -151,7 +151,7 @@ class ShardWorkload:
         """hf.train; without ``prefetch`` on a device that holds no more than the largest shard with its unit."""
         made = self.plan(budget)
         if not prefetch:
-            made = replace(made, devices=dict.fromkeys(made.devices, made.tasks[0].device_bytes))
+            made = without_prefetch(made)
         task = self.task()
         report = train([task], self.machine(budget), plan=made)
         (peak,) = report.peak.values()
@@ -182,6 +182,11 @@ class ShardWorkload:
                 found.append(Entry(name, BY_HAND, partial(self.by_hand, budget)))
                 found.append(Entry(name, STILL, partial(self.still, budget)))
         return [*found, Entry("-", FSDP, self.fsdp)]
+
+
+def without_prefetch(plan: Plan) -> Plan:
+    """The plan of one task, on a device that holds no more than its largest shard with its unit."""
+    return replace(plan, devices=dict.fromkeys(plan.devices, plan.tasks[0].device_bytes))
 
 
 def read(timeline: Timeline, plan: Plan) -> Sample:

@@ -74,19 +74,20 @@ def run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     args, kwargs = copies((args, dict(kwargs)))
     leaves = _leaves(module, (args, kwargs))
     with _apart(module):
-        result = module(*args, **kwargs)
-        know_dataclasses(result)
-        outputs = pytree.tree_leaves(result)
-        return _outcome(outputs, leaves, dict(tensors(module)))
+        return _called(module, args, kwargs, leaves)
 
 
 def run_without_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
     """As `run`, in torch.no_grad."""
     args, kwargs = copies((args, dict(kwargs)))
     with _apart(module), torch.no_grad():
-        result = module(*args, **kwargs)
-        know_dataclasses(result)
-        return _outcome(pytree.tree_leaves(result), {}, dict(tensors(module)))
+        return _called(module, args, kwargs, {})
+
+
+def _called(module: nn.Module, args: Any, kwargs: Any, leaves: Mapping[str, Tensor]) -> Outcome:
+    result = module(*args, **kwargs)
+    know_dataclasses(result)
+    return _outcome(pytree.tree_leaves(result), leaves, dict(tensors(module)))
 
 
 def run_graph(found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from hfusion.core.layout import Layout
 from hfusion.core.program import Program, source_line
+from hfusion.core.random import draws_random
 from hfusion.ops.rule import MemberScalars
 
 LIMIT = 1e-3
@@ -46,7 +47,7 @@ def first_difference(
             break
         value, layout = recorder.values[node]
         ours = row(value, layout, member, program.members)
-        if node.op == "placeholder" or _random(node):
+        if node.op == "placeholder" or draws_random(node):
             env[node] = ours
             continue
         env[node] = theirs = _evaluate(node, env, member)
@@ -65,10 +66,6 @@ def row(value: Any, layout: Layout, member: int, members: int) -> Any:
     if layout is Layout.PACKED:
         return value.chunk(members, 1)[member]  # type: ignore[union-attr]
     return value[member]
-
-
-def _random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _evaluate(node: fx.Node, env: dict[fx.Node, Any], member: int) -> Any:

@@ -19,6 +19,11 @@ import torch
 from torch import Tensor
 
 
+def draws_random(target: object) -> bool:
+    """Whether an operator draws from torch's generators, so that no two calls of it are alike."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
 class _Recording(threading.local):
     draws: list[Tensor] | None = None
 

@@ -12,14 +12,6 @@ from hfusion.core.program import describe_value
 from hfusion.step.step_graph import StepGraph
 
 
-def draws(graph: fx.Graph) -> bool:
-    """Whether operators draw from torch's generators, so that no two runs are alike."""
-    return any(
-        isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-        for node in graph.nodes
-    )
-
-
 class ByOperator(fx.Interpreter):
     """Runs a graph of the compiler's, to whom the strides in memory that a view asks for do not matter."""
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from hfusion.core.program import describe_value
+from hfusion.core.random import draws_random
 from hfusion.core.silence import silence_tracers
 from hfusion.device.backend import random_states_kept
-from hfusion.step.agreement import ByOperator, disagreement, draws, result_names
+from hfusion.step.agreement import ByOperator, disagreement, result_names
 from hfusion.step.entry import entry_of
 from hfusion.step.inductor import quick_inductor
 from hfusion.step.row_entry import with_row_entries
@@ -44,24 +45,25 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
         with with_row_entries(), quick_inductor():
             run: Callable[..., Sequence[Tensor]] = inductor(graph.module, [e.detach() for e in graph.examples], options)
         written = written_inputs(graph.module.graph)
-        kept = [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
+
+        def fresh() -> list[Tensor]:
+            return [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
+
         batch = [*batch, *(torch.zeros(seeds.shape, dtype=seeds.dtype) for seeds in graph.drawn)]
         # Programs draw past the dispatcher, from torch's own generator whatever thread this is.
         with random_states_kept():
-            given = _results(run, kept, batch)
-        if not draws(graph.module.graph):
-            fresh = [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
-            wrong = disagreement(graph, given, _results(ByOperator(graph.module).run, fresh, batch))
+            given = _results(run, fresh(), batch)
+        if not any(draws_random(node.target) for node in graph.module.graph.nodes):
+            wrong = disagreement(graph, given, _results(ByOperator(graph.module).run, fresh(), batch))
             if wrong:
                 raise WrongProgram(f"what torch.compile made of it is wrong: {wrong}")
-        entry = entry_of(run, len(own) + len(batch), len(given) - len(kept))
+        entry = entry_of(run, len(own) + len(batch), len(given) - len(own))
         if entry is None:
             return run
 
         def again(call: Callable[..., Sequence[Tensor]]) -> list[Tensor]:
-            fresh = [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
             with random_states_kept():
-                return _results(call, fresh, batch)
+                return _results(call, fresh(), batch)
 
         # Past the wrappers around it there must be the same bits.
         difference = _difference(graph, again(entry), given)

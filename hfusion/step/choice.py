@@ -56,11 +56,11 @@ class WayTimes:
 
 
 @dataclass(frozen=True, eq=False)
-class ChosenProgram:
-    """``program``, which was faster than others."""
+class NotedProgram:
+    """``program``, and what is told of it."""
 
     program: StepProgram
-    times: WayTimes
+    note: str
 
     @property
     def team(self) -> Team | None:
@@ -70,7 +70,7 @@ class ChosenProgram:
     @property
     def how(self) -> str:
         """In words."""
-        return f"{self.program.how}, chosen: {self.times}"
+        return f"{self.program.how}, {self.note}"
 
     def fits(self, call: StepCall) -> bool:
         return self.program.fits(call)

@@ -17,7 +17,7 @@ from hfusion.core.exclusive import compiling, tracing
 from hfusion.core.stages import BrokenProgram
 from hfusion.device.cache import cache_folder, lasts
 from hfusion.step import kept
-from hfusion.step.choice import ONE_PART, PARTS, ChosenProgram, find_times, keep_times, measure
+from hfusion.step.choice import ONE_PART, PARTS, NotedProgram, find_times, keep_times, measure
 from hfusion.step.compiled import (
     MAX_LOOPED_CALLS,
     FusedStep,
@@ -307,7 +307,7 @@ class ProgramMaker:
         if rival is not None and isinstance(other, kept.StepPrograms):
             self._choose(way, call, parts, other, rival.parts)
         if way.parting.times is not None:
-            way.program = ChosenProgram(way.program, way.parting.times)
+            way.program = NotedProgram(way.program, f"chosen: {way.parting.times}")
 
     def _choose(
         self, way: StepVariant, call: StepCall, parts: FusedStep | PerMemberStep, found: kept.StepPrograms, order: Order

@@ -13,15 +13,14 @@ from torch import fx
 from hfusion.compiler.bound import BoundProgram
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind
-from hfusion.device.team import Team, library
+from hfusion.device.team import library
 from hfusion.ops.random import seedable
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
-from hfusion.step.choice import ONE_PART, WayTimes
+from hfusion.step.choice import ONE_PART, NotedProgram, WayTimes
 from hfusion.step.compiled import MAX_LOOPED_CALLS, FusedStep, PerMemberStep, StepProgram, too_many_kinds
 from hfusion.step.parted import PartedStep, torch_threads
 from hfusion.step.recorded import recorded
-from hfusion.step.step_graph import StepCall
 
 AUTO = "auto"
 
@@ -75,32 +74,11 @@ class Parting:
     def applied(self, program: FusedStep | PerMemberStep) -> StepProgram:
         """The step with its parts. Raises Unparted."""
         if self.why:
-            return OnePart(recorded(program), self.why)
+            return NotedProgram(recorded(program), f"in one part: {self.why}")
         if self.threads == 1:
             return recorded(program)
         assert isinstance(program, PerMemberStep), program
         return PartedStep(program, self.threads, self.inner, self.measured)
-
-
-@dataclass(frozen=True, eq=False)
-class OnePart:
-    """``program``, which was asked for in parts and runs in one, and why."""
-
-    program: StepProgram
-    why: str
-    team: Team | None = None
-
-    @property
-    def how(self) -> str:
-        """In words."""
-        return f"{self.program.how}, in one part: {self.why}"
-
-    def fits(self, call: StepCall) -> bool:
-        return self.program.fits(call)
-
-    def step(self, call: StepCall) -> Any:
-        """Write gradients and buffers; the losses ``[B]``."""
-        return self.program.step(call)
 
 
 def check_parts(parts: object) -> int | str:

@@ -27,7 +27,7 @@ from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.guards import Guards, open_dims
 from hfusion.core.layout import Layout
 from hfusion.core.program import describe_graph, describe_value
-from hfusion.core.random import seeded
+from hfusion.core.random import draws_random, seeded
 from hfusion.core.silence import silence_tracers
 from hfusion.core.stages import stage
 from hfusion.passes.check import check_rewritten
@@ -260,11 +260,7 @@ def _misdescribed() -> bool:
 
 def draws(*sources: BoundProgram) -> bool:
     """Whether some operator draws random numbers."""
-    return any(
-        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        for source in sources
-        for node in source.compiled.graph.nodes
-    )
+    return any(draws_random(node.target) for source in sources for node in source.compiled.graph.nodes)
 
 
 class ProgramMismatch(Exception):

@@ -21,6 +21,7 @@ from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.layout import Layout
 from hfusion.core.program import Part, Program
+from hfusion.core.random import draws_random
 from hfusion.device.backend import backend
 from hfusion.passes.cost.cost import operators
 from hfusion.passes.cost.flops import concrete
@@ -362,4 +363,4 @@ def _random(compiled: Compiled) -> bool:
 def _draws(program: Program) -> bool:
     origins = [node.meta.get("origin", node) for node in operators(program)]
     targets = [origin.target for origin in origins if origin.target is not operator.getitem]
-    return any(torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) for target in targets)
+    return any(map(draws_random, targets))

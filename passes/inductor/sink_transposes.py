@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hfusion.core.random import draws_random
 from hfusion.ops.shape import equal
 from hfusion.passes.views import IDENTITY
 
@@ -78,7 +79,7 @@ def _pointwise(node: fx.Node) -> bool:
     target: Any = node.target
     if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags or target._schema.is_mutable:
         return False
-    return torch.Tag.nondeterministic_seeded not in target.tags and isinstance(node.meta.get("val"), Tensor)
+    return not draws_random(target) and isinstance(node.meta.get("val"), Tensor)
 
 
 def _alike(sources: list[fx.Node], views: dict[fx.Node, Transposed]) -> bool:

@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 from torch import Tensor
 
-from hfusion.bench import __main__ as command
 from hfusion.bench import fuse, machine, plot, results, serial, table, vmapped
 from hfusion.bench.progress import Meter
 from hfusion.bench.workload import Contender, Running, Workload
@@ -60,7 +59,7 @@ def rendered(found: list[results.ModelResult], *names: str) -> str:
 def test_rows_of_the_json_file(tmp_path: Path) -> None:
     found = compare(SERIAL, VMAP)
     target = tmp_path / "bench.json"
-    command.write_json(target, machine.describe(CPU), results.rows_of(found))
+    results.write_json(target, machine.describe(CPU), results.rows_of(found))
     read = json.loads(target.read_text())
     assert {"cpu", "cores", "threads", "torch", "python", "platform", "date"} <= read["machine"].keys()
     assert [(row["model"], row["members"], row["contender"]) for row in read["rows"]] == [
@@ -143,7 +142,7 @@ def test_the_plot_leaves_out_what_was_not_timed(tmp_path: Path) -> None:
 def test_rows_are_read_back(tmp_path: Path) -> None:
     found = comparison(serial=(8.0,), vmap=(), hfusion=(4.0,))
     path = tmp_path / "bench.json"
-    command.write_json(path, {}, results.rows_of([found]))
+    results.write_json(path, {}, results.rows_of([found]))
     assert results.kept_rows(path) == found.rows()
 
 
