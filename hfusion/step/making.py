@@ -6,12 +6,15 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
+
+import torch
 
 from hfusion.core.exclusive import compiling, tracing
 from hfusion.core.stages import BrokenProgram
@@ -30,12 +33,14 @@ from hfusion.step.compiled import (
     step_of,
 )
 from hfusion.step.order import Order
+from hfusion.step.parted import torch_threads
 from hfusion.step.parting import AUTO, Parting, check_parts
+from hfusion.step.pending import PendingProgram, Rival
 from hfusion.step.row_entry import Unparted
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.variants import StepVariant
 from hfusion.step.worker import BackgroundJob, error_text
-from hfusion.step.worth import CompileRecord, add_record, judge, read_records, spare_core
+from hfusion.step.worth import CompileRecord, add_record, compile_seconds, judge, read_records, spare_core
 
 # Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
 MAX_PROGRAMS = 16
@@ -129,6 +134,19 @@ class ProgramMaker:
         found = judge(left, median(way.clock.eager), operators, looped, read_records(), spare)
         way.behind, way.why, way.chosen = found.behind, found.why, bool(found.why)
         return not found.why
+
+    def eager_threads(self, way: StepVariant) -> AbstractContextManager[None]:
+        """In which an eager step of ``way`` computes: with one of torch's threads fewer where the process that compiles
+        has no core to itself, once that has lasted longer than a compilation is expected to take.
+
+        Until then the steps lose nothing to it; from then on they lose no more than they would have from the start.
+        """
+        count = torch.get_num_threads()
+        if way.job is None or self.mode.eager_steps is not None or count == 1 or spare_core():
+            return nullcontext()
+        if way.expected is None:
+            way.expected = compile_seconds(*_extent(way), read_records(), behind=False)
+        return torch_threads(count - 1) if way.job.age > way.expected else nullcontext()
 
     def remember(self, way: StepVariant) -> None:
         """Keep what was measured of ``way``, for those after it."""
@@ -344,33 +362,6 @@ class ProgramMaker:
         for way in self._variants():
             if way.job is not None:
                 way.job.cancel()
-
-
-@dataclass(frozen=True, eq=False)
-class PendingProgram:
-    """A program that another process makes, or has made if there is no ``job``, for calls like ``call``."""
-
-    job: BackgroundJob | None
-    order: Order
-    call: StepCall
-    rival: Rival | None = None
-
-    def ready(self) -> bool:
-        pending = self if self.rival is None else self.rival.pending
-        return all(one.job is None or one.job.ready() for one in (self, pending))
-
-    def cancel(self) -> None:
-        for one in (self, None if self.rival is None else self.rival.pending):
-            if one is not None and one.job is not None:
-                one.job.cancel()
-
-
-@dataclass(frozen=True, eq=False)
-class Rival:
-    """A program that is compared with that of the order ``parts``."""
-
-    pending: PendingProgram
-    parts: Order
 
 
 def _extent(way: StepVariant) -> tuple[int, bool]:

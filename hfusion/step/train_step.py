@@ -67,7 +67,7 @@ class TrainStep:
         self.update: Callable[[Tensor], object] = lambda losses: opt.step()
         # Kinds of calls that a program would serve already, had this step gone on and not begun anew.
         self.expected_calls: set[str] = set()
-        # Of each member, an integer on which its random numbers hang; None: they hang on its row and their number.
+        # Of each member, what its random numbers hang on; None: on its row and their number.
         self.keys: Tensor | None = None
         # Members who need not be computed: they may get losses of NaN and gradients of 0.
         self.idle: frozenset[int] = frozenset()
@@ -77,8 +77,7 @@ class TrainStep:
         self._known: dict[Any, StepVariant] = {}
         self._warned: set[str] = set()
         self._maker = ProgramMaker(mode, self._ways)
-        # Gradients and parameters are those of one step at a time.
-        self._turn = RLock()
+        self._turn = RLock()  # Gradients and parameters are those of one step at a time.
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
         with self._turn:
@@ -112,7 +111,8 @@ class TrainStep:
             return losses
         began = perf_counter()
         if way.program is None or _hooked(self._fused):
-            losses = self._eager(args, kwargs, target)[0]
+            with self._maker.eager_threads(way):
+                losses = self._eager(args, kwargs, target)[0]
             way.clock.note_eager(perf_counter() - began)
             return losses
         if self.idle and not way.draws_together:
@@ -359,11 +359,11 @@ def train_step(
             own. ``"auto"`` takes as many as torch has threads (``torch.get_num_threads``), or members, unless all
             members at once are faster, which is measured once and kept in the cache folder: from then on the same
             program runs. 1 computes all members at once, and lets torch divide its operators. Which members stand in a
-            block may show in the last bit, the threads that compute it do not. What cannot be
-            divided, such as members that share a trained parameter, runs in one part, and ``step.report()`` says so.
+            block may show in the last bit, the threads that compute it do not. What cannot be divided, such as members
+            that share a trained parameter, runs in one part, and ``step.report()`` says so.
         steps: how many steps will be made, if that is known. They are compiled only if it pays: if a program is there
             already, or by what compilations and their steps took on this machine before; by another process where steps
-            leave it a core, or where nothing is known yet. Unless a program is there, two steps at least are eager.
+            leave it a core, or where nothing is known yet. Without a program two steps at least are eager.
 
     Returns:
         A callable ``step(inputs, target, **keywords)``. Inputs are the one argument of the fused module, a tuple or

@@ -85,6 +85,8 @@ class StepVariant:
     clock: StepClock = field(default_factory=StepClock)
     compiling: float | None = None
     """Seconds until its program was there, where that was compiled for it."""
+    expected: float | None = None
+    """Seconds that its compilation is expected to take, with a core to itself."""
     _seen: Seen | None = None
 
     @cached_property

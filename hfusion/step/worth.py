@@ -1,7 +1,7 @@
 """Whether a step is worth its compilation: by what compilations, and steps before and after them, took on this machine.
 
-What was measured is kept in the user's cache folder, a row for each program that was compiled. Nothing is assumed of a
-machine that has compiled nothing yet: there another process compiles, and steps do not wait.
+What was measured is kept in the user's cache folder, a row for each program that was compiled. On a machine that has
+compiled nothing yet another process compiles, and steps do not wait, unless they end before any compilation would.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from hfusion.device.native import cores
 # Rows that a file has, the latest, and those of the nearest size that an estimate is made of.
 MAX_ROWS = 128
 _NEAREST = 5
+# Seconds that a machine's first compilation takes, with torch's headers: 11 to 17 for the benchmark's MLP, CNN and
+# transformer on two cores of a Xeon.
+FIRST_COMPILATION = 10.0
 # Steps that are timed: eager ones, and compiled ones after the first, which touches memory that is cold.
 _TIMED = 3
 _PLAUSIBLE = (1e-6, 1e6)
@@ -77,22 +80,28 @@ def judge(left: int, eager: float, size: int, looped: bool, records: Sequence[Co
     ``spare``: whether there is a core that steps do not use.
     """
     known = [record for record in records if record.looped is looped]
-    alike = [record for record in known if record.behind is spare] or known
-    if not alike:
-        return Worth(behind=True)
-    # A larger step may take more in proportion; that a smaller one takes less is not known.
-    cost = median(r.seconds * max(1.0, size / r.operators) for r in _nearest(alike, size))
+    cost = compile_seconds(size, looped, records, spare)
     seen = [record for record in known if record.speedup is not None]
     faster = median(r.speedup or 1.0 for r in _nearest(seen, size)) if seen else None
     ahead = left * eager
     told = f"{left} more steps take {ahead:.2g} s eagerly, and its compilation about {cost:.2g} s"
     if faster is not None and faster <= 1.0:
         return Worth(why=f"compiled steps like it were no faster on this machine ({faster:.2f} times as fast)")
-    if spare:
+    if spare or not known:
         # Nobody waits for it, so that all that counts is whether it is there in time.
         return Worth(behind=True) if cost < ahead else Worth(why=told)
     gain = ahead * (1.0 - 1.0 / (faster if faster is not None else float("inf")))
     return Worth() if cost < gain else Worth(why=told)
+
+
+def compile_seconds(size: int, looped: bool, records: Sequence[CompileRecord], behind: bool) -> float:
+    """What to expect of the compilation of a step of ``size`` operators; ``behind``: by another process."""
+    known = [record for record in records if record.looped is looped]
+    alike = [record for record in known if record.behind is behind] or known
+    if not alike:
+        return FIRST_COMPILATION
+    # A larger step may take more in proportion; that a smaller one takes less is not known.
+    return median(r.seconds * max(1.0, size / r.operators) for r in _nearest(alike, size))
 
 
 def _nearest(records: Sequence[CompileRecord], size: int) -> list[CompileRecord]:

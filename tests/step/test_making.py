@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.step import making, worth
 from hfusion.step.making import CompileMode
+from hfusion.step.parted import torch_threads
 from hfusion.step.train_step import TrainStep
 from tests.step.test_train_step import needs_compiler
 
@@ -180,3 +182,43 @@ def test_it_ends_with_the_process(how: str) -> None:
 def test_wrong_arguments(compile: Any, steps: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         CompileMode.of(compile, steps)
+
+
+@pytest.mark.parametrize(
+    ("expected", "spare", "options", "threads"),
+    [
+        (0.0, False, {"compile": "background"}, [2, 1]),
+        (1e3, False, {"compile": "background"}, [2, 2]),
+        (0.0, True, {"compile": "background"}, [2, 2]),
+        # When steps change over is told, and so all of them take the same threads in every run.
+        (0.0, False, {"compile": "background", "eager_steps": 9}, [2, 2]),
+    ],
+)
+@pytest.mark.usefixtures("_kept")
+def test_steps_leave_a_core_to_a_compilation_that_takes_long(
+    expected: float, spare: bool, options: dict[str, Any], threads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worth, "FIRST_COMPILATION", expected)
+    monkeypatch.setattr(making, "spare_core", lambda: spare)
+    step = made(**options)
+    found: list[int] = []
+    step.update = lambda losses: found.append(torch.get_num_threads())
+    with torch_threads(2):
+        # The first captures, the second begins the compilation.
+        advance(step, 2)
+        assert torch.get_num_threads() == 2
+    step.close()
+    assert found == threads
+
+
+@needs_groups
+@pytest.mark.usefixtures("_kept")
+def test_it_yields_to_training() -> None:
+    step = made(compile="background", eager_steps=2)
+    advance(step, 1)
+    advance(step, 1)
+    process = worker_of(step)
+    # Of the same session: of another one Linux would not weigh it against ours.
+    assert os.getsid(process) == os.getsid(0)
+    assert os.getpgid(process) == process
+    step.close()
