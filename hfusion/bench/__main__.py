@@ -29,6 +29,7 @@ from hfusion.bench import (
     sweep,
     sweep_contenders,
     table,
+    train,
 )
 from hfusion.bench.arguments import (
     SEPARATE,
@@ -41,6 +42,7 @@ from hfusion.bench.arguments import (
     shard_settings,
     short_settings,
     sweep_settings,
+    train_settings,
 )
 from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
@@ -182,6 +184,14 @@ def run_foretold(parsed: argparse.Namespace) -> BenchmarkResult:
     return BenchmarkResult(foretold.table(rows), [], rows, interrupted, wrong=[])
 
 
+def run_train(parsed: argparse.Namespace) -> BenchmarkResult:
+    """Run the sub-benchmark ``train``."""
+    chosen = train_settings(parsed)
+    with meter(train.pieces(chosen)) as bar:
+        rows, interrupted = collect(train.run(chosen, bar))
+    return BenchmarkResult(train.table(rows), [], rows, interrupted, wrong=[])
+
+
 def run_sweep(parsed: argparse.Namespace) -> BenchmarkResult:
     """Run the sub-benchmark ``sweep``."""
     chosen = sweep_settings(parsed)
@@ -212,6 +222,7 @@ RUN: dict[str, Callable[[argparse.Namespace], BenchmarkResult]] = {
     "shard": run_shard,
     "schedule": run_schedule,
     "foretold": run_foretold,
+    "train": run_train,
     "short": run_short,
     "sweep": run_sweep,
 }

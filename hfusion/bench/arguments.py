@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
-from hfusion.bench import foretold, fuse, optim, schedule, shard, shard_cases, short, sweep
+from hfusion.bench import foretold, fuse, optim, schedule, shard, shard_cases, short, sweep, train
 from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
 from hfusion.bench.policies import COMPARED
@@ -25,6 +25,7 @@ SUB_BENCHMARKS = {
     "shard": "arrays that do not fit their device, in shards, against what one could do by hand",
     "schedule": "policies over many tasks and devices, makespan over the lower bound",
     "foretold": "what hfusion.simulate says of runs, and what they take",
+    "train": "minibatches of hfusion.train, compiled, against a loop over train_step",
     "short": "jobs of some seconds, from process start to end, with cold and warm caches",
     "sweep": "a search of hyper-parameters with Hyperband, in several ways",
 }
@@ -36,7 +37,7 @@ SEPARATE = {
 MEMBERS = (4, 16, 64)
 NOT_FOR = {"schedule": ("members", "repeats"), "shard": ("members",), "sweep": ("members", "repeats")}
 CHOSEN_BY = {
-    "models": ("fuse", "foretold", "short", "sweep"),
+    "models": ("fuse", "foretold", "train", "short", "sweep"),
     "contenders": ("fuse", "short", "sweep"),
     "plot": ("fuse", "sweep"),
 }
@@ -82,11 +83,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("benchmark", nargs="?", default="fuse", help=f"one of {names} (default fuse)")
     made.add_argument("--list", action="store_true", help="print the sub-benchmarks, models and contenders")
-    made.add_argument("--models", metavar="A,B", help="fuse, foretold, short and sweep: these models only")
+    made.add_argument("--models", metavar="A,B", help="fuse, foretold, train, short and sweep: these models only")
     made.add_argument("--members", metavar="4,16", type=_counts, help="numbers of members (default 4,16,64)")
     made.add_argument("--contenders", metavar="A,B", help="fuse, short and sweep: these contenders only")
     made.add_argument(
-        "--repeats", type=_count, help="rounds, each timing every contender (default 7; shard and foretold 3)"
+        "--repeats", type=_count, help="rounds, each timing every contender (default 7; shard, foretold and train 3)"
     )
     made.add_argument("--threads", type=_count, default=1, help="threads of torch (default 1); all cores: their number")
     made.add_argument(
@@ -219,6 +220,13 @@ def foretold_settings(parsed: argparse.Namespace) -> foretold.ForetoldSettings:
     cases = parsed.cases if parsed.models else named(CASES, QUICK_MODELS[:1] if parsed.quick else foretold.MODELS)
     rounds = parsed.repeats or (1 if parsed.quick else 3)
     return foretold.ForetoldSettings(cases, parsed.members or foretold.MEMBERS, rounds, parsed.device)
+
+
+def train_settings(parsed: argparse.Namespace) -> train.TrainSettings:
+    """The settings of the sub-benchmark ``train``."""
+    cases = parsed.cases if parsed.models else named(CASES, QUICK_MODELS[:1] if parsed.quick else train.MODELS)
+    rounds = parsed.repeats or (1 if parsed.quick else 3)
+    return train.TrainSettings(cases, parsed.members or train.MEMBERS, rounds, parsed.device)
 
 
 def short_settings(parsed: argparse.Namespace) -> short.ShortSettings:

@@ -306,7 +306,10 @@ class ReduceLROnPlateau(PerMember, torch_schedulers.ReduceLROnPlateau):
 
 
 class OneCycleLR(PerMember, torch_schedulers.OneCycleLR):
-    """torch.optim.lr_scheduler.OneCycleLR with a ``max_lr``, and every other argument, of each member's own."""
+    """torch.optim.lr_scheduler.OneCycleLR with a ``max_lr``, and every other argument, of each member's own.
+
+    With several param groups a member's ``max_lr`` is a list of one for each: ``[[lr / 10, lr] for lr in rates]``.
+    """
 
     kind = torch_schedulers.OneCycleLR
 
@@ -321,7 +324,10 @@ def _each(name: str, value: Any, members: int) -> list[Any]:
     if not isinstance(value, list | tuple):
         return [value] * members
     if len(value) != members:
-        raise ValueError(f"{name} has {len(value)} values for an array of {members} members: give one, or {members}")
+        raise ValueError(
+            f"{name} has {len(value)} values for an array of {members} members: give one, or {members}; a member's may "
+            "be a list of one for each param group"
+        )
     return [float(one) if isinstance(one, Tensor) else one for one in value]
 
 

@@ -16,6 +16,7 @@ from time import perf_counter
 import torch
 
 from hfusion.device.backend import backend
+from hfusion.device.openmp import release_team
 from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.process import Gate
 from hfusion.runtime.training import Training
@@ -57,13 +58,15 @@ class _Job:
 class _Lane(Thread):
     """The thread of a lane, with a queue of the device for itself."""
 
-    def __init__(self, name: str, device: torch.device, worker: DeviceWorker) -> None:
+    def __init__(self, name: str, device: torch.device, worker: DeviceWorker, copies: bool) -> None:
         super().__init__(name=name)
         self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self.task: int | None = None
         self.ended = Event()
         self._free = 0.0
         self._worker = worker
+        # Threads that mostly wait keep none from those that compute.
+        self._copies = copies
         self._threads = torch.get_num_threads()
         self._queue = backend(device).queue()
 
@@ -74,6 +77,8 @@ class _Lane(Thread):
         try:
             while (job := self.jobs.get()) is not None:
                 self._do(job)
+                if self._copies and self.jobs.empty():
+                    release_team()
         finally:
             self.ended.set()
 
@@ -133,7 +138,7 @@ class DeviceWorker:
         self.began = perf_counter()
         self._heard = 0.0
         self._lanes = [
-            {lane: _Lane(f"{name} {lane}", device, self) for lane in ("in", "compute", "out")}
+            {lane: _Lane(f"{name} {lane}", device, self, lane != "compute") for lane in ("in", "compute", "out")}
             for name, device in devices
         ]
 
@@ -143,6 +148,7 @@ class DeviceWorker:
 
     def __enter__(self) -> DeviceWorker:
         self.began = perf_counter()
+        release_team()
         for lane in self._threads:
             lane.start()
         return self

@@ -34,10 +34,12 @@ class Slices:
     size: int
 
     @classmethod
-    def of(cls, plan: TaskPlan) -> Slices:
-        """As many at a time as are estimated to take not long."""
-        size = int(_SECONDS / plan.step_seconds) if plan.step_seconds else plan.steps
-        return cls(plan, max(1, min(size, plan.steps // plan.epochs)))
+    def of(cls, plan: TaskPlan, alone: bool) -> Slices:
+        """As many at a time as are estimated to take not long; an epoch of a task ``alone``, for which nobody waits."""
+        epoch = plan.steps // plan.epochs
+        if alone or not plan.step_seconds:
+            return cls(plan, epoch)
+        return cls(plan, max(1, min(int(_SECONDS / plan.step_seconds), epoch)))
 
     @property
     def _epoch(self) -> int:

@@ -288,7 +288,7 @@ class _TrainRun:
             self.refused |= {index: why} if one.task.compile else {}
             return Training(*given)
         self._steps[index] = ArrayStep(one, plan.name)
-        return WholeTraining(*given, step=self._steps[index], slices=Slices.of(plan))
+        return WholeTraining(*given, step=self._steps[index], slices=Slices.of(plan, alone=len(self.arrangements) == 1))
 
     def _file(self, folder: SpillFolder, task: int, shard: int, size: int) -> Path | None:
         """A file for a shard that the host has no room for."""

@@ -83,6 +83,10 @@ def test_spans_are_those_of_the_minibatches(name: str, size: int) -> None:
 
 
 def test_slices_take_no_long_time() -> None:
-    assert Slices.of(plan(1000, 2)).size == 6
-    assert Slices.of(plan(3, 2)).size == 3
-    assert Slices.of(TaskPlan("slow", (Shard(0, 0, 4, 1, 1, 1, 1, 1, 1, 0, 1.0, 2.0, 1.0),), 9, True)).size == 1
+    assert Slices.of(plan(1000, 2), False).size == 6
+    assert Slices.of(plan(3, 2), False).size == 3
+    slow = TaskPlan("slow", (Shard(0, 0, 4, 1, 1, 1, 1, 1, 1, 0, 1.0, 2.0, 1.0),), 9, True)
+    assert Slices.of(slow, False).size == 1
+    # Where nothing else waits for a device.
+    assert Slices.of(plan(1000, 2), True).size == 1000
+    assert Slices.of(slow, True).size == 9

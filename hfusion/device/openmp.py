@@ -1,0 +1,55 @@
+"""Threads of OpenMP by which torch computes one operator on several cores.
+
+GNU's runtime keeps a team for every thread that has ever computed so. Where all teams together have more threads than
+there are processors, none of them looks for its next work before it sleeps, and each operator pays for waking them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+# omp_pause_soft of OpenMP 5.0: what is released comes back when it is needed.
+_SOFT = 1
+
+
+class _Symbol(ctypes.Structure):
+    """Dl_info of dladdr(3)."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def release_team() -> None:
+    """End the team of this thread, which is about to wait; it gets a new one when it next needs one.
+
+    Nothing is done where torch computes by another runtime than GNU's, whose threads belong to no one.
+    """
+    _pause()(_SOFT)
+
+
+@cache
+def _pause() -> Callable[[int], object]:
+    """omp_pause_resource_all of the library that torch is linked to (tried with torch 2.13)."""
+    if sys.platform != "linux":
+        return _nothing
+    try:
+        found = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so")).omp_pause_resource_all
+        symbol = _Symbol()
+        known = ctypes.CDLL(None).dladdr(ctypes.cast(found, ctypes.c_void_p), ctypes.byref(symbol))
+    except (OSError, AttributeError):
+        return _nothing
+    return found if known and b"libgomp" in (symbol.file or b"") else _nothing
+
+
+def _nothing(kind: int) -> None:
+    return
