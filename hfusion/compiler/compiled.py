@@ -219,7 +219,10 @@ def _check_signature(subject: ArraySpec, arguments: Arguments) -> None:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         given = ", ".join(["..."] * len(args) + [f"{name}=..." for name in kwargs])
-        raise ValueError(f"{subject.name}.forward{signature} cannot be called as forward({given}): {error}") from error
+        remedy = "; a dict gives keyword arguments: in a tuple it is an argument itself" if kwargs and not args else ""
+        raise ValueError(
+            f"{subject.name}.forward{signature} cannot be called as forward({given}): {error}{remedy}"
+        ) from error
 
 
 def check_members(members: int, arguments: Arguments) -> None:

@@ -180,8 +180,8 @@ class Task:
             count = length(loader)
         except TypeError as error:
             raise PlanError(
-                f"{kind} has no length, so nothing can be planned; give a DataLoader over a dataset with a length, or "
-                "a list of minibatches"
+                f"{kind} has no length, so nothing can be planned; give a DataLoader over a dataset with a length, a "
+                "list of minibatches, or an iterable whose __len__ says how many an epoch has"
             ) from error
         if not count:
             raise PlanError(f"{kind} gives no minibatch")

@@ -64,11 +64,13 @@ class TrainingSite(Protocol):
         """As `train`, with all its options."""
 
 
-def plan(tasks: Task | Iterable[Task], machine: Machine) -> Plan:
+def plan(tasks: Task | Iterable[Task], machine: Machine | None = None) -> Plan:
     """How `train` would train one task or several: which members together, resident or spilled, in how many shards.
 
-    Captures the models, but trains nothing. Raises PlanError and FusionError.
+    ``machine``: by default this one (`Machine.detect`). Captures the models, but trains nothing. Raises PlanError and
+    FusionError.
     """
+    machine = Machine.detect() if machine is None else machine
     if not isinstance(machine, Machine):
         raise PlanError(f"the machine is a {type(machine).__name__}: {_MACHINE}")
     return arrange(listed(tasks), machine)[1]
@@ -76,7 +78,7 @@ def plan(tasks: Task | Iterable[Task], machine: Machine) -> Plan:
 
 def train(
     tasks: Task | Iterable[Task],
-    machine: Machine | TrainingSite,
+    machine: Machine | TrainingSite | None = None,
     policy: str | Policy = DEFAULT,
     *,
     plan: Plan | None = None,
@@ -90,8 +92,8 @@ def train(
 
     Args:
         tasks: one, or several with different names, none of which reaches memory that another trains in place.
-        machine: devices with budgets, host memory and a folder; `Machine.detect()` finds this one. Or an
-            `hfusion.Cluster`.
+        machine: devices with budgets, host memory and a folder; by default this one, as `Machine.detect` finds it. Or
+            an `hfusion.Cluster`.
         policy: which unit a device runs next; one of `hfusion.schedule.policy.POLICIES` or its name. Of more tasks than
             devices none keeps a shard on its device unless the policy is patient.
         plan: what `plan` gave for these tasks and this machine, possibly changed; None: plan now.
@@ -117,6 +119,7 @@ def train(
             what happened.
     """
     checkpoint = resume_folder("train") if checkpoint is None else checkpoint
+    machine = Machine.detect() if machine is None else machine
     if not isinstance(machine, Machine):
         if not callable(getattr(machine, "train", None)):
             raise PlanError(f"the machine is a {type(machine).__name__}: {_MACHINE}, or an hf.Cluster")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -336,3 +337,20 @@ def test_draws_inside_a_checkpoint_are_made_again_in_backward() -> None:
         found.append([y, *(p.grad for p in array.parameters())])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_dict_that_is_no_keyword_arguments() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.layer(batch["x"])
+
+    fused = hf.fuse([Reader(), Reader()])
+    step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.1), compile=False)
+    batch = {"x": torch.randn(4, 3)}
+    with pytest.raises(ValueError, match=r"forward\(x=\.\.\.\): .*in a tuple it is an argument itself"):
+        step(batch, torch.zeros(4, 2))
+    assert step((batch,), torch.zeros(4, 2)).shape == (2,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -308,3 +308,12 @@ def test_what_cannot_be_evaluated_in_shards_is_refused() -> None:
     large = [(torch.zeros(7, 6, dtype=torch.float64), torch.zeros(7, dtype=torch.int64))]
     with pytest.raises(hf.PlanError, match="has 7 samples, but the plan counts with the 6"):
         hf.train([task(array, Way(), loader, eval_loader=large)], machine())
+
+
+def test_this_machine_is_the_one_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pairs = [(torch.randn(4, 3), torch.randint(2, (4,))) for _ in range(2)]
+    one = hf.Task([nn.Linear(3, 2), nn.Linear(3, 2)], F.cross_entropy, partial(hf.optim.SGD, lr=0.1), pairs)
+    assert len(hf.plan(one).devices) == len(hf.Machine.detect().devices)
+    assert hf.train(one)[one.name].losses.shape == (2, 2)
+    assert not list(tmp_path.iterdir())
