@@ -33,8 +33,15 @@ _DISK_RUNS = 5
 # Where a call of an operator took 3.3 us, a forward, a backward and a step of small models took 0.3, 0.12 and 0.08 ms
 # more than their operators.
 _ACTION_CALLS = 50
+# Of one thread's rate: what torch's threads reach together on processors that have something else to do is less than
+# this, down to a twentieth, as each waits for those that have no core. Two threads of one core reach about 1.
+_DISTURBED = 0.8
 # Rates that a file may tell, per second.
 _PLAUSIBLE = (1.0, 1e24)
+
+
+class BusyMachine(Exception):
+    """Other programs keep the machine from being measured."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +107,12 @@ def compute_rates(device: torch.device) -> ComputeRates:
     """The rates by which lowerings are chosen: the machine's own, measured in about 0.2 s if they were not yet.
 
     One machine chooses the same in every process: where what is measured cannot be kept, where there is no such device
-    here, and where the environment says HFUSION_RATES=standard, `standard_rates` hold.
+    here, and where the environment says HFUSION_RATES=standard, `standard_rates` hold. So they do while the machine is
+    too busy to be measured, which is tried again in the next process.
     """
     if _by_standard() or not _present(device) or not lasts():
         return standard_rates(device)
-    path = cache_file("computing", describe(device))
+    path = cache_file("compute", describe(device))
     if path not in _chosen:
         rates, trouble = _computing(device)
         _chosen[path] = standard_rates(device) if trouble else rates
@@ -135,11 +143,7 @@ def calibrate(device: torch.device, disk: Path) -> Rates:
     place = {**describe(device), "disk": str(disk.absolute())}
     moving, also = _kept("moving", place, _MOVING, partial(_measure_moving, device, disk))
     if trouble or also:
-        warnings.warn(
-            f"cannot keep the rates of {device} in {cache_folder()}: {trouble or also}; they are measured anew in "
-            "every process, unless XDG_CACHE_HOME names a folder that can be written",
-            stacklevel=3,
-        )
+        warnings.warn(f"the rates of {device} are not kept: {trouble or also}", stacklevel=3)
     load, evict, read, write = (moving[name] for name in _MOVING)
     return Rates(computing.flops, computing.memory, computing.calls, load, evict, read, write, device=computing.device)
 
@@ -150,8 +154,20 @@ _MOVING = ("load", "evict", "read", "write")
 
 def _computing(device: torch.device) -> tuple[ComputeRates, str]:
     """The rates of computing, and why they are not kept."""
-    rates, trouble = _kept("computing", describe(device), _COMPUTING, partial(_measure_computing, device))
+    place = describe(device)
+    key = tuple(place.values())
+    if key in _busy:
+        return standard_rates(device), _busy[key]
+    try:
+        rates, trouble = _kept("compute", place, _COMPUTING, partial(_measure_computing, device))
+    except BusyMachine as error:
+        _busy[key] = str(error)
+        return standard_rates(device), _busy[key]
     return ComputeRates(**rates, device=device.type), trouble
+
+
+# Of what could not be measured, why: one process does not try again.
+_busy: dict[tuple[str, ...], str] = {}
 
 
 def describe(device: torch.device) -> dict[str, str]:
@@ -167,7 +183,10 @@ def describe(device: torch.device) -> dict[str, str]:
 def _kept(
     kind: str, description: Mapping[str, str], names: Sequence[str], measure: Callable[[], dict[str, float]]
 ) -> tuple[dict[str, float], str]:
-    """The rates ``names`` that a file tells, else measured and kept; and why they could not be kept."""
+    """The rates ``names`` that a file tells, else measured and kept; and why they could not be kept.
+
+    Raises what ``measure`` does.
+    """
     path = cache_file(kind, description)
     rates = _read(path, description, names)
     if rates is not None:
@@ -176,7 +195,10 @@ def _kept(
     try:
         write_json(path, {"machine": description, "rates": rates})
     except OSError as error:
-        return rates, str(error.strerror)
+        return rates, (
+            f"{cache_folder()}: {error.strerror}; they are measured anew in every process, unless XDG_CACHE_HOME names "
+            "a folder that can be written"
+        )
     return rates, ""
 
 
@@ -194,6 +216,7 @@ def _read(path: Path, description: Mapping[str, str], names: Sequence[str]) -> d
 
 
 def _measure_computing(device: torch.device) -> dict[str, float]:
+    """Raises BusyMachine."""
     large = device.type != "cpu"
     n, count = (4096, 2**26) if large else (384, 2**24)
     seconds = partial(_seconds, device)
@@ -203,11 +226,31 @@ def _measure_computing(device: torch.device) -> dict[str, float]:
         a, b = (torch.randn(n, n, device=device, dtype=torch.float32, generator=draw) for _ in range(2))
         x, y = (torch.zeros(count, device=device, dtype=torch.float32) for _ in range(2))
         one = torch.ones(4, device=device, dtype=torch.float32)
+        product = seconds(lambda: a @ b)
+        if not large:
+            _check_undisturbed(product, lambda: seconds(lambda: a @ b))
         return {
-            "flops": 2 * n**3 / seconds(lambda: a @ b),
+            "flops": 2 * n**3 / product,
             "memory": 12 * count / seconds(lambda: torch.add(x, y, out=x)),
             "calls": _CALLS / seconds(partial(_call, one)),
         }
+
+
+def _check_undisturbed(together: float, measure: Callable[[], float]) -> None:
+    """Raise BusyMachine where one thread is faster than all of torch's were: ``measure`` takes ``together`` there."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return
+    torch.set_num_threads(1)
+    try:
+        alone = measure()
+    finally:
+        torch.set_num_threads(threads)
+    if alone < _DISTURBED * together:
+        raise BusyMachine(
+            f"other programs are at work, and {threads} threads multiply matrices {together / alone:.1f} times as "
+            "slowly as one; until a process finds the machine idle, the rates of a reference machine hold"
+        )
 
 
 def _measure_moving(device: torch.device, disk: Path) -> dict[str, float]:

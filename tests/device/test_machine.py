@@ -112,10 +112,10 @@ def test_calibration_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     machine = Machine([Device("cpu:0", "a", memory=1), Device("cpu:1", "b", memory=1)], disk=tmp_path / "spill")
     rates = machine.calibrate()
     assert rates["a"] == rates["b"]
-    assert asdict(rates["a"]) == {"device": "cpu", **rates_in(kept("computing")), **rates_in(kept("moving"))}
+    assert asdict(rates["a"]) == {"device": "cpu", **rates_in(kept("compute")), **rates_in(kept("moving"))}
     assert not (tmp_path / "spill").exists()
 
-    for kind, name in (("computing", "flops"), ("moving", "load")):
+    for kind, name in (("compute", "flops"), ("moving", "load")):
         content = json.loads(kept(kind).read_text())
         content["rates"][name] = 123.0
         kept(kind).write_text(json.dumps(content))
@@ -126,7 +126,7 @@ def test_calibration_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("measured")
-@pytest.mark.parametrize("kind", ["computing", "moving"])
+@pytest.mark.parametrize("kind", ["compute", "moving"])
 @pytest.mark.parametrize("damage", ["", "[]", '{"machine": {}}', "null"])
 def test_a_damaged_calibration_is_measured_anew(
     damage: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -173,7 +173,7 @@ def test_a_cache_that_cannot_be_written_is_told_and_done_without(
 
 
 @pytest.mark.usefixtures("measured")
-@pytest.mark.parametrize("kind", ["computing", "moving"])
+@pytest.mark.parametrize("kind", ["compute", "moving"])
 def test_a_calibration_that_cannot_be_read_or_replaced_is_told(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,8 +188,28 @@ def test_a_calibration_that_cannot_be_read_or_replaced_is_told(
     assert machine.calibrate() == rates
     path.unlink()
     path.mkdir()
-    with pytest.warns(UserWarning, match="it is no regular file"), pytest.warns(UserWarning, match="cannot keep the"):
+    with pytest.warns(UserWarning, match="it is no regular file"), pytest.warns(UserWarning, match="are not kept"):
         machine.calibrate()
+
+
+@pytest.mark.usefixtures("measured", "two_threads")
+def test_a_busy_machine_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "_busy", {})
+    monkeypatch.setattr(calibrate, "_chosen", {})
+    # As if two threads together were slower than one.
+    monkeypatch.setattr(calibrate, "_DISTURBED", 1e9)
+    cpu = torch.device("cpu")
+    assert compute_rates(cpu) == standard_rates(cpu)
+    with pytest.warns(UserWarning, match="the rates of cpu are not kept: other programs are at work, and 2 threads"):
+        rates = Machine([Device("cpu", memory=1)], disk=tmp_path).calibrate()["cpu"]
+    assert rates.flops == standard_rates(cpu).flops
+    assert not list(cache_folder().glob("compute-*"))
+    assert torch.get_num_threads() == 2
+    # One thread has nobody to wait for.
+    torch.set_num_threads(1)
+    calibrate.calibrate(cpu, tmp_path)
+    assert kept("compute").exists()
 
 
 @pytest.mark.usefixtures("measured")
@@ -199,10 +219,10 @@ def test_lowerings_are_chosen_by_the_rates_of_this_machine_which_are_measured_on
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         rates = compute_rates(CPU)
-    assert asdict(rates) == {"device": "cpu", **rates_in(kept("computing"))}
+    assert asdict(rates) == {"device": "cpu", **rates_in(kept("compute"))}
     calibrated = Machine([Device("cpu", memory=1)], disk=tmp_path).calibrate()["cpu"]
     assert asdict(rates).items() <= asdict(calibrated).items()
-    kept("computing").unlink()
+    kept("compute").unlink()
     assert compute_rates(CPU) == rates
 
 
