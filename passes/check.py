@@ -25,7 +25,8 @@ from hfusion.core.program import Program
 from hfusion.core.silence import silence_tracers
 from hfusion.core.stages import BrokenProgram
 from hfusion.core.tree import leaves
-from hfusion.device.backend import accelerators, random_states_kept
+from hfusion.device.backend import accelerators
+from hfusion.device.generators import draws_kept
 from hfusion.ops.lowering import View
 from hfusion.ops.rule import hint
 from hfusion.passes.batch import SCALARS
@@ -80,7 +81,7 @@ def check_array(module: fx.GraphModule, members: int) -> None:
             _need("origin" in node.meta or bool(node.meta.get("transition")), node, "stands for no operator")
     if any(_reads(node) for node in graph.nodes):
         return
-    with _fakes():
+    with fakes():
         _Fake(module, members).run(*_inputs(graph, members))
 
 
@@ -94,7 +95,7 @@ def check_code(program: Program) -> None:
         return
     shapes = []
     for module in (program.module, program.code):
-        with _fakes():
+        with fakes():
             try:
                 outputs = module(*_inputs(program.module.graph, program.members))
             except _UNTOLD:
@@ -136,10 +137,10 @@ def _need(held: bool, node: fx.Node, why: str) -> None:
 
 
 @contextmanager
-def _fakes() -> Iterator[FakeTensorMode]:
+def fakes() -> Iterator[FakeTensorMode]:
     """Fake tensors, no gradients, no warnings, nothing of the user's: no autocast, the random state as it was."""
     with ExitStack() as stack:
-        stack.enter_context(random_states_kept())
+        stack.enter_context(draws_kept())
         for kind in {"cpu", *(device.type for device in accelerators())}:
             stack.enter_context(torch.autocast(kind, enabled=False))
         for one in (torch.inference_mode(False), torch.no_grad(), silence_tracers()):

@@ -15,7 +15,7 @@ from hfusion.adapters.configs import check as check_config
 from hfusion.adapters.layers import NAME, dropout, fill, layers, lora_names, rank, settle
 from hfusion.adapters.member import PREFIX, AdapterMember, member_class, patterns
 from hfusion.core.errors import FusionError
-from hfusion.runtime.process import draws_kept
+from hfusion.device.generators import draws_kept
 
 
 def lora(

@@ -15,7 +15,7 @@ from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.core.errors import FusionError
 from hfusion.device.allocator import keep_large_blocks
-from hfusion.runtime.process import draws_kept
+from hfusion.device.generators import draws_kept
 
 
 def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False) -> FusedModule:

@@ -24,7 +24,7 @@ from hfusion.capture.rehearse import twin
 from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies
 from hfusion.core.memory import same_values
-from hfusion.runtime.process import draws_kept
+from hfusion.device.generators import draws_kept
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture, Kind
 from hfusion.core.silence import silence_tracers
-from hfusion.runtime.process import draws_kept
+from hfusion.device.generators import draws_kept
 
 # Relative; a graph has the operators of the code, so that rounding hardly differs. Gradients may be ten times that.
 ALIKE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}

@@ -12,9 +12,9 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfusion.core.errors import FusionError
+from hfusion.device.draws import seen_in_modes
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
-from hfusion.runtime.draws import seen_in_modes
 
 aten = torch.ops.aten
 

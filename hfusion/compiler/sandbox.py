@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hfusion.core.silence import silence_tracers
-from hfusion.runtime.process import draws_kept
+from hfusion.device.generators import draws_kept
 
 
 @contextmanager

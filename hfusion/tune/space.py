@@ -13,9 +13,9 @@ from torch import nn
 
 from hfusion.capture.compare import check_alone
 from hfusion.core.membership import Membership, mark
+from hfusion.device.generators import draws_kept
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import member_vector
-from hfusion.runtime.process import draws_kept
 
 if TYPE_CHECKING:
     from optuna import Trial

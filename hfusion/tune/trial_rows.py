@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.core.errors import PlanError
+from hfusion.device.generators import draws_kept
 from hfusion.optim import FusedOptimizer
 from hfusion.population.population import Population
 from hfusion.population.widths import Widths
-from hfusion.runtime.process import draws_kept
 from hfusion.tasks.reading import generators, reading, restart_workers
 from hfusion.tasks.task import length
 from hfusion.tune.folder import KEEP

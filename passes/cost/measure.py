@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 
 from hfusion.core.layout import Conversion, Layout, Listed
 from hfusion.core.tree import change, leaves
-from hfusion.device.backend import backend, random_states_kept
+from hfusion.device.backend import backend
+from hfusion.device.generators import draws_kept
 from hfusion.ops.rule import Call, MemberScalars, Operand, Scalar, Value, hint
 from hfusion.passes.candidates import route
 from hfusion.passes.cost.flops import family
@@ -62,7 +63,7 @@ class Measured:
         known = all(map(_sized, (node, *node.all_input_nodes)))
         if not known or not _runs(node, calls) or any(call.layout is Layout.SHARED for call in calls):
             return estimates
-        with _apart(self.model.device):
+        with apart(self.model.device):
             trials = [self._trial(node, call) for call in calls]
             for call, trial in zip(calls, trials, strict=True):
                 self.lying.setdefault((node, call.layout), _strides(trial.run()))
@@ -190,12 +191,12 @@ def _differentiable(result: Any) -> list[Tensor]:
     return [x for x in leaves(result, Tensor) if x.requires_grad]
 
 
-def _apart(device: torch.device) -> ExitStack:
+def apart(device: torch.device) -> ExitStack:
     """Gradients on, and the random state left as it was."""
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.enable_grad())
-    stack.enter_context(random_states_kept())
+    stack.enter_context(draws_kept())
     return stack
 
 
