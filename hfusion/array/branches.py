@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from hfusion.array.modes import Change
 from hfusion.core.errors import FusionError
+from hfusion.core.membership import mark, membership
 
 STATE = frozenset(
     {
         "_original",
         "_fixed",
+        "_tied",
         "_array",
         "_branches",
         "_compiler",
@@ -41,6 +43,8 @@ class Tree(nn.Module):
         super().__init__()
         self._original = original
         self._fixed = fixed
+        # The tensors here that stand elsewhere, too, by name; with their other places.
+        self._tied: dict[str, list[str]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in STATE:
@@ -52,7 +56,25 @@ class Tree(nn.Module):
                 f"setting {name} on a fused {self._original} would have no effect on what it computes; "
                 "set it on the models of unfuse(), and fuse them again"
             )
+        if name in self._buffers:
+            self._check_replacement(name, value)
         super().__setattr__(name, value)
+
+    def _check_replacement(self, name: str, tensor: Any) -> None:
+        """Raise a FusionError where ``tensor`` cannot take the place of the one of this name."""
+        before = self._parameters.get(name, self._buffers.get(name))
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else x for x in (before, tensor)]
+        if shapes[0] != shapes[1]:
+            raise FusionError(
+                f"{name} of a fused {self._original} is {_told(shapes[0])}, as what it computes was captured, and "
+                f"cannot become {_told(shapes[1])}; do so on the models of unfuse(), and fuse them again"
+            )
+        if name in self._tied and tensor is not before:
+            raise FusionError(
+                f"{name} of a fused {self._original} is one tensor with {', '.join(self._tied[name])}, as what it "
+                "computes was captured, and cannot become another; write into it, or untie the models of unfuse() and "
+                "fuse them again"
+            )
 
     def __delattr__(self, name: str) -> None:
         if any(name in table for table in (self._parameters, self._buffers, self._modules)):
@@ -62,11 +84,31 @@ class Tree(nn.Module):
             )
         super().__delattr__(name)
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("assign_to_params_buffers") and self._tied:
+            name, others = next(iter(self._tied.items()))
+            raise FusionError(
+                f"load_state_dict(assign=True) would make {prefix}{name} and {', '.join(others)} of a fused module, "
+                "which are one tensor, two; leave out assign=True"
+            )
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As of nn.Module, where there is such a parameter. Raises FusionError for another one."""
         if name not in self._parameters:
             raise _added(name, self)
+        before = self._parameters[name]
+        self._check_replacement(name, param)
         super().register_parameter(name, param)
+        known = None if before is None else membership(before)
+        if param is not None and known is not None and membership(param) is None:
+            mark(param, known)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """As of nn.Module. Raises FusionError where the tensor cannot take the place of the one that is there."""
+        if name in self._buffers:
+            self._check_replacement(name, tensor)
+        super().register_buffer(name, tensor, persistent)
 
     def get_submodule(self, target: str) -> nn.Module:
         """As of nn.Module, also where a submodule has the name of a method."""
@@ -141,6 +183,10 @@ class Branch(Tree):
     register_backward_hook = register_forward_hook
 
 
+def _told(shape: Any) -> str:
+    return f"of shape {shape}" if isinstance(shape, tuple) else str(shape)
+
+
 def _added(name: str, tree: Tree) -> FusionError:
     return FusionError(
         f"{name}, added to a fused {tree._original}, would have no effect on what it computes; add it to the models of "
@@ -176,3 +222,18 @@ def grow(branch: Tree, skeleton: nn.Module, stacks: Mapping[str, Tensor]) -> Non
             place._parameters[name] = None if tensor is None else stacks[prefix + name]  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
             place._buffers[name] = None if buffer is None else stacks[prefix + name]
+    _note_ties(branch)
+
+
+def _note_ties(root: Tree) -> None:
+    places: dict[int, list[tuple[Tree, str, str]]] = {}
+    for path, tree in root.named_modules():
+        for table in (tree._parameters, tree._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and isinstance(tree, Tree):
+                    title = f"{path}.{name}" if path else name
+                    places.setdefault(id(tensor), []).append((tree, name, title))
+    for found in places.values():
+        for tree, name, title in found:
+            if len(found) > 1:
+                tree._tied[name] = [other for _, _, other in found if other != title]

@@ -392,7 +392,7 @@ class FusedModule(Rows, Tree):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        own = STATE - {"_original", "_fixed", "_array"}
+        own = STATE - {"_original", "_fixed", "_tied", "_array"}
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

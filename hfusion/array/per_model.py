@@ -23,7 +23,7 @@ from hfusion.compiler.report import FusionReport, describe
 from hfusion.compiler.rows import of_rows
 from hfusion.core.calls import StackedInput, is_stacked, stacked
 from hfusion.core.errors import FusionError
-from hfusion.core.fingerprint import read_state, root, tensors_of
+from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of
 from hfusion.core.program import Program
 
 
@@ -110,7 +110,7 @@ class PerModel:
 
     def __call__(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
-        key = (read_state(self._function), arguments.key)
+        key = (self.state(), arguments.key)
         program = self._programs.get(key)
         if program is None:
             program = self._prepare(key[0], arguments)
@@ -118,6 +118,11 @@ class PerModel:
                 self._programs.clear()
             self._programs[key] = program
         return program(arguments)
+
+    def state(self) -> Any:
+        """Everything that a program of the function hangs on besides arguments; None if that cannot be compared."""
+        found, hooks = read_state(self._function), global_hooks()
+        return found if found is None or not hooks else (found, hooks)
 
     @property
     def programs(self) -> list[Program]:
@@ -143,7 +148,7 @@ class PerModel:
     def found(self, outputs: Any, *args: Any, **kwargs: Any) -> BoundProgram | str:
         """The program that such a call, the last one, has run; or why it ran in a loop over members."""
         arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
-        state = read_state(self._function)
+        state = self.state()
         compiler = self._compilers.get((state, _members(arguments)))
         compiled = None if compiler is None else compiler.find(self._training, arguments)
         if compiled is None:

@@ -11,6 +11,8 @@ from torch import nn
 from hfusion.capture.intercept import WHOLE, Island
 from hfusion.capture.watched import Variables, within
 from hfusion.core.exclusive import tracing
+from hfusion.core.fingerprint import global_hooks
+from hfusion.device.backend import active_autocast
 
 # Values of one variable for which programs are made.
 MAX_VALUES = 4
@@ -26,7 +28,7 @@ class Situations:
     def __init__(self) -> None:
         self.number = 0
         self.looped: dict[Island, str] = {}
-        self._dtype = torch.get_default_dtype()
+        self._around: Any = None
         self._models: Sequence[nn.Module] = ()
         self._variables: Variables | None = None
         self._left_out: frozenset[str] = frozenset()
@@ -35,8 +37,9 @@ class Situations:
 
     def look(self, models: Sequence[nn.Module]) -> int:
         """The number of the present values, by the code of ``models``."""
-        known = self._variables is not None and self._models == models and self._dtype is torch.get_default_dtype()
-        if not known or self._variables is None or not self._variables.same():
+        known = self._variables
+        around = _around(known is None or known.asks_autocast)
+        if known is None or self._models != models or self._around != around or not known.same():
             with tracing:
                 self._look(models)
         return self.number
@@ -61,7 +64,6 @@ class Situations:
             self.number = self._numbers.setdefault(self._key(values), len(self._numbers))
 
     def _look(self, models: Sequence[nn.Module]) -> None:
-        self._dtype = torch.get_default_dtype()
         found = Variables(models, self._left_out)
         for name, value in found.values.items():
             self._met.setdefault(name, set()).add(value)
@@ -72,7 +74,7 @@ class Situations:
                 del self._met[name]
             self._left_out |= often
             found = Variables(models, self._left_out)
-        self._models, self._variables = models, found
+        self._models, self._variables, self._around = models, found, _around(found.asks_autocast)
         self.number = self._numbers.setdefault(self._key(found.values), len(self._numbers))
 
     def _loop(self, found: Variables, name: str, why: str) -> None:
@@ -82,4 +84,9 @@ class Situations:
 
     def _key(self, values: dict[str, Any]) -> Any:
         # What does not vary in what is looped matters by then no more.
-        return self._dtype, len(self.looped), tuple(values.items())
+        return self._around, len(self.looped), tuple(values.items())
+
+
+def _around(asks_autocast: bool) -> Any:
+    """What else of the process and the thread a program hangs on."""
+    return torch.get_default_dtype(), global_hooks(), active_autocast() if asks_autocast else None

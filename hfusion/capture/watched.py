@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from hfusion.capture.asked import QUESTIONS
 from hfusion.capture.kept import functions_behind
 from hfusion.core.fingerprint import Same, is_installed, names_in
 
@@ -43,15 +44,17 @@ class _Holder:
 class Variables:
     """The variables that the code of ``models`` names, with the values they had when last looked at.
 
-    ``without`` are left out, by name.
+    ``without`` are left out, by name. ``asks_autocast``: whether it may ask if autocast is on.
     """
 
     def __init__(self, models: Sequence[nn.Module], without: frozenset[str] = frozenset()) -> None:
         self._groups: list[tuple[Read, Any, tuple[Any, ...]]] = []
         self.values: dict[str, Any] = {}
         self.readers: dict[str, frozenset[str]] = {}
-        for holder in _CodeSearch(models).holders():
+        search = _CodeSearch(models)
+        for holder in search.holders():
             self._add(holder, without)
+        self.asks_autocast = not search.named.isdisjoint(QUESTIONS)
 
     def same(self) -> bool:
         """Whether all are the very objects that they were."""
@@ -148,14 +151,14 @@ class _CodeSearch:
                 self._parts.setdefault(type(part), set()).add(path)
                 own = [f for value in list(vars(part).values()) if callable(value) for f in functions_behind(value)]
                 self._own.setdefault(type(part), []).extend(own)
-        self._named: set[str] = {"forward", "__call__", "__getattr__"}
+        self.named: set[str] = {"forward", "__call__", "__getattr__"}
         self._holders: dict[int, _Holder] = {}
 
     def holders(self) -> list[_Holder]:
         # Methods are called from any module, so that what is named anywhere counts for all.
         before = -1
-        while before != len(self._named):
-            before = len(self._named)
+        while before != len(self.named):
+            before = len(self.named)
             for kind, paths in self._parts.items():
                 self._follow(kind, paths)
         return [holder for holder in self._holders.values() if holder.names]
@@ -169,7 +172,7 @@ class _CodeSearch:
                 continue
             met.add(id(function))
             names = _names(function)
-            self._named |= names
+            self.named |= names
             for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
                 if name != "__class__":
                     self._note(f"{function.__qualname__}: ", cell, name, paths)
@@ -177,7 +180,7 @@ class _CodeSearch:
             waiting += self._named_in(function.__module__, function.__globals__, names, paths, set())
         for base in kind.__mro__:
             if not _skipped(base.__module__):
-                self._class(base, self._named, paths)
+                self._class(base, self.named, paths)
 
     def _methods(self, kind: type) -> list[types.FunctionType]:
         return [
@@ -185,7 +188,7 @@ class _CodeSearch:
             for base in kind.__mro__
             if not _skipped(base.__module__)
             for name, value in list(vars(base).items())
-            if name in self._named
+            if name in self.named
             for function in functions_behind(value)
         ]
 

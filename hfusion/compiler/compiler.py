@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hfusion.capture.asked import told_autocast
 from hfusion.capture.member import VaryingSizes
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled import UNKNOWN, ArraySpec, Compiled, compile_array
@@ -16,6 +17,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.guards import fixed
 from hfusion.core.program import Kind
+from hfusion.device.backend import active_autocast
 
 # Programs of one kind of call that hold for one size each; for further sizes, what needs to know them runs member by
 # member. And of any sizes: beyond so many, all of forward does.
@@ -123,7 +125,7 @@ class Compiler:
         sizes = VaryingSizes(met.dims, many, self.whole.get(loose, "")) if self.opens else UNKNOWN
         related = self.kin(training, arguments) if self.kin is not None and not sizes.whole else None
         try:
-            with apart():
+            with apart(), told_autocast({kind for kind, _ in active_autocast() or ()}):
                 compiled = related or compile_array(self.subject, arguments, _any_training(training), sizes)
         except FusionError as error:
             if many:

@@ -14,12 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 
 MAX_VALUES = 2000
 
 _PLAIN = str | bool | int | float | complex | bytes | type | torch.dtype | torch.device | types.BuiltinFunctionType
 _OWN = frozenset(nn.Module().__dict__)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
 
 
 # Functions of these, and what they read, are taken to stay as they are.
@@ -62,6 +69,13 @@ class _Alive:
 
     def __hash__(self) -> int:
         return self.number
+
+
+def global_hooks() -> tuple[tuple[str, Same], ...]:
+    """The hooks that run at every call of any module. Private names, tried on torch 2.11 to 2.13."""
+    if not modules._has_any_global_hook():
+        return ()
+    return tuple((table, Same(hook)) for table in _GLOBAL_HOOKS for hook in getattr(modules, table).values())
 
 
 def read_state(function: Callable[..., Any]) -> Any:
@@ -186,7 +200,7 @@ class _ClosureReader:
         own = [t for _, m in found for t in (*m._parameters.values(), *m._buffers.values())]
         ids = [id(part) for part in (*(m for _, m in found), *own)]
         ties = tuple([ids.index(i) for i in ids]) if len(set(ids)) < len(ids) else None
-        return (ties, tuple([(path, type(m), self._module(m)) for path, m in found]))
+        return (ties, global_hooks(), tuple([(path, type(m), self._module(m)) for path, m in found]))
 
     def _module(self, module: nn.Module) -> Any:
         own = [(n, t) for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None]

@@ -365,6 +365,14 @@ def random_states_kept() -> Iterator[None]:
             each.set_random_states(states)
 
 
+def active_autocast() -> tuple[tuple[str, torch.dtype], ...] | None:
+    """The devices of the active autocast, each with its dtype; None if there is none."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    kinds = ("cpu", *types())
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)) or None
+
+
 def seeding_locks() -> list[Any]:
     """What `torch.manual_seed` takes, and no thread holds for long. Private names, tried on torch 2.11 and 2.13."""
     places = (torch.cuda, torch.xpu, torch.mtia)

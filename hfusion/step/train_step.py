@@ -22,9 +22,8 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.compiler.compiler import MAX_KEYS
 from hfusion.core.exclusive import compiling
-from hfusion.core.fingerprint import read_state
 from hfusion.core.random import keyed, new_seeds, seeded
-from hfusion.device.backend import random_states_kept, types
+from hfusion.device.backend import active_autocast, random_states_kept
 from hfusion.device.team import helped_by
 from hfusion.optim import coupling
 from hfusion.step.compiled import StepProgram
@@ -89,7 +88,7 @@ class TrainStep:
         if not self._mode.compile:
             return PreparedStep(args, kwargs, target)
         call = StepCall(Arguments.of(args, kwargs), Arguments.of((target,), {}))
-        situation = (self._fused._pattern(), read_state(self._loss_fn), _autocast(), self._mode.parts)
+        situation = (self._fused._pattern(), self._loss.state(), active_autocast(), self._mode.parts)
         way = self._find(call, situation)
         if way is None and call.text in self.expected_calls:
             way = self._foreseen(call, situation, args, kwargs, target)
@@ -175,7 +174,7 @@ class TrainStep:
                 losses = self._loss(outputs, target)
             check_losses(losses, len(self._fused))
             # As torch advises, and as it is when a step's autocast ends before its backward.
-            with _without_autocast(_autocast()):
+            with _without_autocast(active_autocast()):
                 losses.sum().backward()
         self.update(losses.detach())
         return losses.detach(), outputs
@@ -302,14 +301,6 @@ def check_losses(losses: Any, members: int) -> None:
     if not isinstance(losses, Tensor) or losses.shape != (members,):
         found = f"[B, ...] = {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(f"loss_fn must give one number for each of {members} members, it gave {found}; take its mean")
-
-
-def _autocast() -> Any:
-    """The active autocast, None if there is none."""
-    if not torch._C._is_any_autocast_enabled():
-        return None
-    active = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", *types()) if torch.is_autocast_enabled(kind)]
-    return tuple(active) or None
 
 
 def _without_autocast(active: Any) -> AbstractContextManager[Any]:

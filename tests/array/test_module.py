@@ -205,6 +205,52 @@ def test_settings_that_would_do_nothing_are_refused() -> None:
     array.note = "free"
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.register_buffer("shift", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh()) + self.shift
+
+
+@pytest.mark.parametrize(
+    ("replace", "words"),
+    [
+        (lambda a: setattr(a.first, "bias", None), r"bias of a fused Linear is of shape \(2, 4\).*become None"),
+        (lambda a: setattr(a.first, "bias", nn.Parameter(torch.ones(4))), r"cannot become of shape \(4,\)"),
+        (lambda a: a.first.register_parameter("bias", None), "cannot become None"),
+        (lambda a: setattr(a, "shift", torch.zeros(4)), r"shift of a fused Tied .* become of shape \(4,\)"),
+        (lambda a: a.register_buffer("shift", None), "shift of a fused Tied .* become None"),
+        (lambda a: setattr(a.last, "weight", nn.Parameter(torch.ones(2, 4, 4))), "is one tensor with first.weight"),
+        (lambda a: a.load_state_dict(a.state_dict(), assign=True), r"make first.weight and last.weight .* two"),
+    ],
+)
+def test_tensors_that_cannot_take_the_place_of_others(replace: Callable[[Any], None], words: str) -> None:
+    array = copy.deepcopy(hf.fuse([Tied() for _ in range(2)]))
+    with pytest.raises(hf.FusionError, match=words):
+        replace(array)
+
+
+def test_a_parameter_that_takes_the_place_of_another_is_trained() -> None:
+    members = [mlp() for _ in range(3)]
+    array, x = hf.fuse(members), normal(5, 4)
+    array(x)
+    array.get_submodule("0").bias = nn.Parameter(normal(3, 4))
+    for row, member in enumerate(members):
+        member[0].bias = nn.Parameter(array.get_submodule("0").bias[row].detach().clone())
+        torch.optim.SGD(member.parameters(), lr=0.1).zero_grad()
+        member(x).square().sum().backward()
+        torch.optim.SGD(member.parameters(), lr=0.1).step()
+    optimizer = hf.optim.SGD(array.parameters(), lr=0.1)
+    array(x).square().sum().backward()
+    optimizer.step()
+    for name, stack in array.named_parameters():
+        torch.testing.assert_close(stack, torch.stack([member.get_parameter(name) for member in members]))
+
+
 class Scaled(nn.Linear):
     factor = 2.0
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import hfusion as hf
 
@@ -197,3 +198,73 @@ def test_another_default_dtype_is_seen(x: Tensor) -> None:
         check_equal(fused, models, x)
     finally:
         torch.set_default_dtype(before)
+
+
+class Asking(nn.Module):
+    """Asks torch whether autocast is on, outside of its own region and inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x).float() * (3 if torch.is_autocast_enabled("cpu") else 7)
+        with torch.autocast("cpu", enabled=False):
+            return self.last(x) if torch.is_autocast_enabled("cpu") else self.last(x + 1)
+
+
+@pytest.mark.parametrize("order", [(False, True, False), (True, False, True)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_forward_asks_of_autocast_is_what_holds(order: tuple[bool, ...], compiled: bool) -> None:
+    models = [Asking() for _ in range(2)]
+    fused, x = hf.fuse(models), torch.randn(5, 3)
+    optimizer = hf.optim.SGD(fused.parameters(), lr=0.0)
+    loss = lambda y, target: y.square().mean()  # noqa: E731
+    step = hf.train_step(fused, loss, optimizer, compile="now" if compiled else False)
+    for enabled in order:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                alone = torch.stack([loss(model(x), None).detach() for model in models])
+                torch.testing.assert_close(step(x, None), alone, rtol=1e-2, atol=1e-4)
+    assert programs(fused) == 2
+
+
+class Casting(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.bfloat16() if torch.is_autocast_enabled("cpu") else x)
+
+
+def test_what_only_runs_under_autocast_is_told() -> None:
+    fused = hf.fuse([Casting(3, 2) for _ in range(2)])
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(hf.FusionError, match="asks torch whether autocast is on"),
+    ):
+        fused(torch.randn(5, 3))
+
+
+def doubled(module: nn.Module, inputs: tuple[Any, ...], output: Any = None) -> Any:
+    if not isinstance(module, nn.Linear):
+        return None
+    return (2 * inputs[0],) if output is None else 2 * output
+
+
+GLOBAL_HOOKS = {"forward": register_module_forward_hook, "pre": register_module_forward_pre_hook}
+
+
+@pytest.mark.parametrize("kind", GLOBAL_HOOKS)
+@pytest.mark.parametrize("first", [False, True])
+def test_global_hooks_count_as_they_are_at_each_call(kind: str, first: bool, x: Tensor) -> None:
+    models = [Outer().double() for _ in range(2)]
+    fused, loss = hf.fuse(models), nn.Sequential(nn.Linear(2, 1).double())
+    losses = hf.per_model(loss)
+    for hooked in (first, not first, first):
+        hook = GLOBAL_HOOKS[kind](doubled) if hooked else None
+        try:
+            check_equal(fused, models, x)
+            outputs = fused(x)
+            torch.testing.assert_close(losses(outputs), torch.stack([loss(row) for row in outputs]))
+        finally:
+            if hook is not None:
+                hook.remove()
+    assert programs(fused) == 2
