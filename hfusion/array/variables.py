@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _Orthogonal
 
 from hfusion.capture.intercept import WHOLE, Island
 from hfusion.capture.watched import Variables, within
+from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.fingerprint import global_hooks
 from hfusion.device.backend import active_autocast
@@ -37,6 +40,8 @@ class Situations:
 
     def look(self, models: Sequence[nn.Module]) -> int:
         """The number of the present values, by the code of ``models``."""
+        if parametrize._cache_enabled:
+            _check_cached(models)
         known = self._variables
         around = _around(known is None or known.asks_autocast)
         if known is None or self._models != models or self._around != around or not known.same():
@@ -90,3 +95,16 @@ class Situations:
 def _around(asks_autocast: bool) -> Any:
     """What else of the process and the thread a program hangs on."""
     return torch.get_default_dtype(), global_hooks(), active_autocast() if asks_autocast else None
+
+
+def _check_cached(models: Sequence[nn.Module]) -> None:
+    """Raise a FusionError where a parametrization, computed at each use, would change more than computed once."""
+    for path, module in models[0].named_modules():
+        if isinstance(module, parametrize.ParametrizationList):
+            for part in module:
+                if part.training and not isinstance(part, _Orthogonal) and any(True for _ in part.buffers()):
+                    raise FusionError(
+                        f"{path} ({type(part).__name__}) has buffers, and an array that is called inside of "
+                        "torch.nn.utils.parametrize.cached() computes it at every use; put the region into forward, or "
+                        "call the array outside of it"
+                    )

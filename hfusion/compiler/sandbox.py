@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hfusion.core.silence import silence_tracers
@@ -32,10 +33,12 @@ def without_trace() -> Iterator[None]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """What is computed and saved inside is none of an outer checkpoint's, or another dispatch mode's, business.
+    """What is computed inside is none of an outer checkpoint's, dispatch mode's or `parametrize.cached`'s business.
 
     Tried on torch 2.13.
     """
+    cached = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
     graph = torch._C._autograd
     outer = []
     while (hooks := graph._top_saved_tensors_default_hooks(True)) is not None:
@@ -45,5 +48,6 @@ def apart() -> Iterator[None]:
         with _disable_current_modes():
             yield
     finally:
+        parametrize._cache_enabled, parametrize._cache = cached
         for pack, unpack in reversed(outer):
             graph._push_saved_tensors_default_hooks(pack, unpack)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils import parametrize
 
 import hfusion as hf
 
@@ -268,3 +269,33 @@ def test_global_hooks_count_as_they_are_at_each_call(kind: str, first: bool, x: 
             if hook is not None:
                 hook.remove()
     assert programs(fused) == 2
+
+
+class Symmetric(nn.Module):
+    def __init__(self, buffers: bool) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()) if buffers else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).mT
+
+
+class Parametrized(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x).tanh())
+
+
+def symmetric(buffers: bool = False) -> nn.Module:
+    return parametrize.register_parametrization(Parametrized(3, 3).double(), "weight", Symmetric(buffers))
+
+
+def test_a_region_that_keeps_parametrizations_keeps_none_of_a_capture(x: Tensor) -> None:
+    models = [symmetric() for _ in range(2)]
+    alone = torch.stack([model(x) for model in models])
+    fused = hf.fuse(models)
+    for _ in range(2):
+        with parametrize.cached():
+            torch.testing.assert_close(fused(x), alone)
+            check_equal(fused, models, x)
+    with parametrize.cached(), pytest.raises(hf.FusionError, match=r"weight.* has buffers, .* the region into forward"):
+        hf.fuse([symmetric(buffers=True) for _ in range(2)])(x)
