@@ -26,6 +26,7 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 _VALUES = (*_PLAIN, *_CONTAINERS, Tensor)
 _ATOMS = (*_PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType)
 MAX_ITEMS = 1000
+_MISSING = object()
 
 
 @contextmanager
@@ -167,8 +168,31 @@ def _remember(value: Any, undo: list[Callable[[], object]], met: dict[int, Any],
             for cell in _filled_cells(item):
                 undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
                 waiting.append(cell.cell_contents)
-        elif hasattr(item, "__dict__") and objects:
-            waiting.append(vars(item))
+        elif objects:
+            held = {name: getattr(item, name, _MISSING) for name in slots(type(item))}
+            if held:
+                undo.append(functools.partial(_refill_slots, item, held))
+                waiting += held.values()
+            if hasattr(item, "__dict__"):
+                waiting.append(vars(item))
+
+
+def slots(kind: type) -> frozenset[str]:
+    """The names in ``__slots__`` of a class and of those that it derives from, as its objects have them."""
+    bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
+    members = types.MemberDescriptorType
+    return frozenset(name for base in bases for name, value in vars(base).items() if isinstance(value, members))
+
+
+def _refill_slots(holder: Any, held: dict[str, Any]) -> None:
+    # Past what a class may do when its objects change.
+    for name, value in held.items():
+        if getattr(holder, name, _MISSING) is value:
+            continue
+        if value is _MISSING:
+            object.__delattr__(holder, name)
+        else:
+            object.__setattr__(holder, name, value)
 
 
 def _filled_cells(function: types.FunctionType) -> list[Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.contents import contents
-from hfusion.capture.kept import restored, variables
+from hfusion.capture.kept import restored, slots, variables
 from hfusion.capture.named import tensors
 from hfusion.capture.registered import REMEDY, Registered, check_registered
 from hfusion.capture.rehearse import (
@@ -291,8 +291,10 @@ def _spoil(value: Any, number: float) -> None:
             waiting += tuple.__iter__(item)
         elif isinstance(item, list | set | deque):
             waiting += item
-        elif hasattr(item, "__dict__"):
-            waiting.append(vars(item))
+        else:
+            waiting += [getattr(item, name, None) for name in slots(type(item))]
+            if hasattr(item, "__dict__"):
+                waiting.append(vars(item))
 
 
 def _warn(module: nn.Module, names: list[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from hfusion.capture.asked import QUESTIONS
-from hfusion.capture.kept import functions_behind
+from hfusion.capture.kept import functions_behind, slots
 from hfusion.core.fingerprint import Same, is_installed, names_in
 
 _PLAIN = (str, bool, int, float, complex, bytes, types.NoneType)
@@ -38,7 +38,9 @@ class _Holder:
             return _cell(self.held)
         if isinstance(self.held, type):
             return getattr(self.held, name, _MISSING)
-        return vars(self.held).get(name, _MISSING) if not isinstance(self.held, dict) else self.held.get(name, _MISSING)
+        if not isinstance(self.held, dict) and name in slots(type(self.held)):
+            return getattr(self.held, name, _MISSING)
+        return (self.held if isinstance(self.held, dict) else vars(self.held)).get(name, _MISSING)
 
 
 class Variables:
@@ -82,11 +84,11 @@ class Variables:
 
 def _reader(held: Any, names: list[str]) -> Read:
     # With one name more, as of a single one there would be no tuple.
-    return (operator.attrgetter if isinstance(held, type) else operator.itemgetter)(*names, names[-1])
+    return (operator.itemgetter if isinstance(_table(held), dict) else operator.attrgetter)(*names, names[-1])
 
 
 def _table(held: Any) -> Any:
-    return held if isinstance(held, type | dict) else vars(held)
+    return held if isinstance(held, type | dict) or slots(type(held)) else vars(held)
 
 
 def _cell(cell: types.CellType) -> Any:
@@ -221,20 +223,24 @@ class _CodeSearch:
             if not _skipped(value.__module__):
                 self._class(value, names, paths)
                 yield from _called(value, names)
-        elif callable(value) and not hasattr(value, "__dict__"):
-            return
         elif isinstance(value, types.FunctionType | types.MethodType | staticmethod | classmethod):
             yield from functions_behind(value)
-        elif not _skipped(type(value).__module__) and isinstance(getattr(value, "__dict__", None), dict):
+        elif not _skipped(type(value).__module__) and _attributes(value):
             yield from _called(type(value), names)
             more = names.union(*(_names(function) for function in _called(type(value), names)))
-            for name in more & vars(value).keys():
+            for name in more & _attributes(value):
                 self._note(f"{title}.", value, name, paths)
-                yield from self._inside(f"{title}.{name}", vars(value)[name], more, paths, depth - 1)
+                yield from self._inside(f"{title}.{name}", _Holder("", value).read(name), more, paths, depth - 1)
 
     def _note(self, title: str, held: Any, name: str, paths: set[str]) -> None:
         holder = self._holders.setdefault(id(held), _Holder(title, held))
         holder.names.setdefault(name, set()).update(paths)
+
+
+def _attributes(value: Any) -> frozenset[str]:
+    """The names that an object has, itself and not by its class."""
+    own = getattr(value, "__dict__", None)
+    return slots(type(value)).union(own if isinstance(own, dict) else ())
 
 
 _UNREAD = (Tensor, nn.Module, logging.Logger, types.ModuleType, *_CONTAINERS)

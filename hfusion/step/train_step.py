@@ -241,6 +241,8 @@ class TrainStep:
         forward = self._fused.find(call.inputs)
         if forward is None or isinstance(loss, str):
             why = f"the loss runs in a loop over members: {loss}"
+            if forward is None:
+                why = "forward changes variables that it names, of files or objects, whose values a program keeps"
             return self._refused(StepVariant(call.text, situation, places, traits_of(places), why=why))
         sources = BoundProgram.of(forward, self._fused), loss
         places += [place for source in sources for place in source.places]

@@ -31,7 +31,19 @@ class Config:
         return 2 * self.width
 
 
+class Slotted:
+    __slots__ = ("inner", "offset")
+
+    def __init__(self, inner: Slotted | None) -> None:
+        self.inner = inner
+        self.offset = 0.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + self.offset if self.inner is None else self.inner(x) - self.offset
+
+
 OBJECT = Config()
+SLOTTED = Slotted(Slotted(None))
 
 
 def tempered(x: Tensor) -> Tensor:
@@ -51,7 +63,7 @@ class Inner(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x) * self.steep * SETTINGS["gain"] + OBJECT.scaled()
-        return tempered(x) ** SETTINGS["powers"][1][0]
+        return SLOTTED(tempered(x)) ** SETTINGS["powers"][1][0]
 
 
 class Outer(nn.Module):
@@ -70,6 +82,9 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "in a dict in a dict": lambda m: m.setitem(POWERS, 1, [3]),
     "a dict anew": lambda m: m.setitem(globals(), "SETTINGS", {"gain": 0.5, "powers": {1: [1]}}),
     "of an object, in its method": lambda m: m.setattr(OBJECT, "width", 4.0),
+    "of an object with slots": lambda m: m.setattr(SLOTTED, "offset", 4.0),
+    "of an object with slots in another": lambda m: m.setattr(SLOTTED.inner, "offset", 4.0),
+    "an object with slots anew": lambda m: m.setattr(SLOTTED, "inner", Slotted(Slotted(None))),
     "of a class, in a property": lambda m: m.setattr(Inner, "slope", -1.0),
     "a function": lambda m: m.setitem(globals(), "ACTIVATION", F.relu),
     "a function's code": lambda m: m.setitem(globals(), "tempered", lambda x: x * 7),
@@ -299,3 +314,17 @@ def test_a_region_that_keeps_parametrizations_keeps_none_of_a_capture(x: Tensor)
             check_equal(fused, models, x)
     with parametrize.cached(), pytest.raises(hf.FusionError, match=r"weight.* has buffers, .* the region into forward"):
         hf.fuse([symmetric(buffers=True) for _ in range(2)])(x)
+
+
+class CountingOutside(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        OBJECT.width += 1
+        return super().forward(x)
+
+
+def test_a_step_whose_forward_changes_variables_says_so(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OBJECT, "width", 0.0)
+    fused = hf.fuse([CountingOutside(3, 2).double() for _ in range(2)])
+    step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match="runs eagerly, exact but slower: forward changes variables that it names"):
+        step(x, torch.zeros(5, 2, dtype=torch.float64))

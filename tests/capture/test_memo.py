@@ -51,6 +51,17 @@ def table_per_size(self: Any, x: Tensor) -> Tensor:
     return self.fc(x) * self.state[n]
 
 
+class Slotted:
+    __slots__ = ("table",)
+
+
+def table_in_a_slot(self: Any, x: Tensor) -> Tensor:
+    n = x.shape[1]
+    if len(getattr(self.state, "table", ())) < n:
+        self.state.table = rows(n)
+    return self.fc(x) * self.state.table[:n]
+
+
 def flag(self: Any, x: Tensor) -> Tensor:
     self.state = True
     return self.fc(x)
@@ -81,6 +92,7 @@ KEPT: dict[str, tuple[Forward, Any]] = {
     "table given with the model": (table_that_grows, rows(6)),
     "table of a size": (table_of_a_size, None),
     "table per size": (table_per_size, dict),
+    "table in a slot": (table_in_a_slot, Slotted),
     "flag": (flag, False),
     "global table": (global_table, None),
     "lru_cache": (lambda self, x: self.fc(x) * cached(x.shape[1]), None),
