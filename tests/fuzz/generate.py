@@ -22,6 +22,7 @@ CHAINED = {
 }
 SHAREABLE = ("nn.Linear(", "nn.Conv", "nn.Embedding(", "nn.LayerNorm(", "nn.LSTM(", "nn.GRU(", "nn.MultiheadAttention(")
 TRAINED = ("nn.Linear(", "nn.Conv", "nn.Embedding(5, 6)", "nn.BatchNorm2d(4)", "nn.LayerNorm(6)")
+SCALE = "self.{s} = nn.Parameter(torch.ones(()))"
 NORMS = ("BatchNorm", "InstanceNorm", "Dropout")
 VEC_LOSSES = {
     "lab": (
@@ -129,7 +130,35 @@ def for_compilation(program: Program) -> Program:
     """``program`` as steps that are compiled: the second of one size is, and serves another number of samples."""
     inputs = tuple(Input(one.kind, one.stacked) for one in program.inputs)
     step = Step("train", "step", program.steps[0].n, program.steps[0].t)
-    return replace(program, inputs=inputs, steps=(step, step, step, replace(step, n=step.n + 2)), joint="compiled")
+    return replace(
+        _with_gradients(program), inputs=inputs, steps=(step, step, step, replace(step, n=step.n + 2)), joint="compiled"
+    )
+
+
+def _with_gradients(program: Program) -> Program:
+    """``program``, whose first result then is trained: of inputs without a gradient, and frozen, nothing would be."""
+    net, rng = program.net, random.Random(program.seed)
+    kinds, (first, *rest) = net.kinds(), net.results
+    if _reached(net) & set(net.results) or kinds[first] not in FLOATS:
+        return program
+    kind = kinds[first]
+    layers = [p for p in GROUPS["layers"] if p.module.startswith(TRAINED) and p.takes == p.gives == (kind,)]
+    piece = rng.choice(layers) if layers else Piece("scale", (kind,), (kind,), "{o} = {0} * {s}", init=SCALE)
+    trained = Statement(piece, (first,), ("trained",), "s_trained")
+    ended = replace(net, statements=(*net.statements, trained), results=("trained", *rest))
+    loss = program.loss.replace(f'out["{first}"]', 'out["trained"]')
+    return replace(program, blocks=(*program.blocks[:-1], ended), loss=loss)
+
+
+def _reached(net: Block) -> set[str]:
+    """The values of ``net`` that mostly hang on parameters that are trained."""
+    found: set[str] = set()
+    for s in net.statements:
+        text = s.piece.module + s.piece.init
+        own = any(part in text for part in (*TRAINED, "nn.Parameter", "Block")) and s.care not in ("frozen", "shared")
+        if not s.region and (own or found & set(s.operands)):
+            found |= {*s.results, *s.operands[: s.piece.writes]}
+    return found
 
 
 def _forms(rng: random.Random, count: int) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ from hfusion.core.layout import Layout
 from hfusion.ops.rule import Call
 from tests.fuzz import __main__ as command
 from tests.fuzz.apart import Worker
-from tests.fuzz.compare import Outcome, Verdict, outcome
-from tests.fuzz.generate import SMALL, generate
+from tests.fuzz.compare import Outcome, Verdict, outcome, outcome_alone
+from tests.fuzz.generate import SMALL, for_compilation, generate
 from tests.fuzz.pieces import GROUPS
 from tests.fuzz.program import Block, Input, Piece, Program, Statement, Step
 from tests.fuzz.shrink import shrink
@@ -35,6 +35,16 @@ def test_fused_equals_alone(first: int) -> None:
 def test_a_seed_is_a_program() -> None:
     assert generate(7) == generate(7)
     assert len({generate(seed).text() for seed in range(20)}) == 20
+
+
+def test_most_compiled_programs_are_trained() -> None:
+    found = []
+    for seed in range(40):
+        try:
+            found.append(outcome_alone(for_compilation(generate(seed, SMALL))))
+        except RuntimeError:
+            continue
+    assert len(found) >= 37
 
 
 def _piece(name: str) -> Piece:
