@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ try:
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.utils import check_random_state
     from sklearn.utils.multiclass import check_classification_targets
-    from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
 except ImportError as error:
     raise ImportError("hfusion.sklearn needs scikit-learn: pip install 'hfusion[sklearn]'") from error
 
@@ -75,14 +76,14 @@ class _Ensemble(BaseEstimator):  # type: ignore[misc]
         self.device = device
         self.compile = compile
 
-    def _train(self, x: Any, target: Tensor, outputs: int, loss: Callable[..., Any]) -> None:
-        """Make and train the members on ``x [N, features]``, an array of floats."""
+    def _train(self, x: Any, target: Tensor, outputs: int, loss: Callable[..., Any], weights: Any) -> None:
+        """Make and train the members on ``x [N, features]``, floats, with ``weights [N]`` above 0 or None."""
         for name, least in (("n_estimators", 1), ("max_iter", 1)):
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or value < least:
                 raise ValueError(f"{name}={value!r}: it must be a whole number of at least {least}")
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        self._mean, self._scale = x.mean(0), _scale(x)
+        self._mean, self._scale = _moments(x, weights)
         inputs = self._tensor(x)
         make = self.module or (lambda features, outs: mlp(features, outs, self.hidden_layer_sizes))
         dtype = inputs.dtype
@@ -91,10 +92,17 @@ class _Ensemble(BaseEstimator):  # type: ignore[misc]
         )
         self.n_iter_ = self.max_iter
         fused.train()
-        self.loss_curve_ = self._epochs(fused, inputs, target.to(self.device), loss, seed)
+        targets, objective = [target.to(self.device)], loss
+        if weights is not None:
+            # Of mean 1, so that the rate means what it does without weights.
+            targets.append(torch.tensor(weights / weights.mean(), dtype=dtype, device=self.device))
+            objective = functools.partial(_weighted, loss)
+        self.loss_curve_ = self._epochs(fused, inputs, targets, objective, seed)
         self.members_ = _finite(fused).eval()
 
-    def _epochs(self, fused: FusedModule, x: Tensor, y: Tensor, loss: Callable[..., Any], seed: int) -> Any:
+    def _epochs(
+        self, fused: FusedModule, x: Tensor, targets: Sequence[Tensor], loss: Callable[..., Any], seed: int
+    ) -> Any:
         """Train; the members' mean losses ``[epochs, members]``."""
         generator = torch.Generator().manual_seed(seed)
         members, count = len(fused), len(x)
@@ -110,7 +118,9 @@ class _Ensemble(BaseEstimator):  # type: ignore[misc]
             losses = torch.zeros(members, dtype=torch.float64)
             for chosen in torch.tensor_split(own.gather(1, order), parts, dim=1):
                 rows = chosen.to(x.device)
-                losses += step(stacked(x[rows]), stacked(y[rows])).double().cpu() * chosen.shape[1]
+                target = tuple(stacked(each[rows]) for each in targets)
+                found = step(stacked(x[rows]), target if len(target) > 1 else target[0])
+                losses += found.double().cpu() * chosen.shape[1]
             curve.append(losses / count)
         return torch.stack(curve).numpy()
 
@@ -160,12 +170,17 @@ class EnsembleClassifier(ClassifierMixin, _Ensemble):  # type: ignore[misc]
         ['no', 'yes']
     """
 
-    def fit(self, X: Any, y: Any) -> EnsembleClassifier:
-        """Train on ``X [N, features]`` and labels ``y [N]`` of any type. Returns itself."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> EnsembleClassifier:
+        """Train on ``X [N, features]`` and labels ``y [N]`` of any type. Returns itself.
+
+        ``sample_weight [N]`` multiplies the samples' losses, and counts in the means by which features are
+        standardised. What has weight 0 is left out; only the weights' ratios count.
+        """
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], order="C")
         check_classification_targets(y)
         self.classes_, target = np.unique(column_or_1d(y, warn=True), return_inverse=True)
-        self._train(X, torch.tensor(target), len(self.classes_), F.cross_entropy)
+        X, target, weights = _weighed(X, target, sample_weight)
+        self._train(X, torch.tensor(target), len(self.classes_), F.cross_entropy, weights)
         return self
 
     def member_probabilities(self, X: Any) -> Any:
@@ -198,14 +213,17 @@ class EnsembleRegressor(MultiOutputMixin, RegressorMixin, _Ensemble):  # type: i
     are standardised.
     """
 
-    def fit(self, X: Any, y: Any) -> EnsembleRegressor:
-        """Train on ``X [N, features]`` and ``y [N]`` or ``[N, targets]``. Returns itself."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> EnsembleRegressor:
+        """Train on ``X [N, features]`` and ``y [N]`` or ``[N, targets]``, with weights as the classifier's.
+
+        Returns itself.
+        """
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], order="C", multi_output=True, y_numeric=True)
         self._flat = y.ndim == 1
-        wide = y.reshape(len(y), -1).astype(np.float64)
-        self._shift, self._spread = wide.mean(0), _scale(wide)
+        X, wide, weights = _weighed(X, y.reshape(len(y), -1).astype(np.float64), sample_weight)
+        self._shift, self._spread = _moments(wide, weights)
         target = torch.tensor((wide - self._shift) / self._spread, dtype=_dtype(X))
-        self._train(X, target, wide.shape[1], F.mse_loss)
+        self._train(X, target, wide.shape[1], F.mse_loss, weights)
         return self
 
     def member_predictions(self, X: Any) -> Any:
@@ -223,10 +241,31 @@ class EnsembleRegressor(MultiOutputMixin, RegressorMixin, _Ensemble):  # type: i
         return self.predict(X, return_std=True)[1]
 
 
-def _scale(x: Any) -> Any:
-    found = x.std(0)
+def _weighed(x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
+    """What has a weight above 0: samples, targets and weights, or None without weights."""
+    if sample_weight is None:
+        return x, y, None
+    weights = _check_sample_weight(sample_weight, x, dtype=np.float64, ensure_non_negative=True)
+    there = weights > 0
+    if not there.any():
+        raise ValueError(f"sample_weight is 0 for all {len(weights)} samples: nothing is left to train on")
+    return x[there], y[there], weights[there]
+
+
+def _weighted(loss: Callable[..., Any], output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    """The mean of the samples' losses times their weights."""
+    wanted, weights = target
+    each = loss(output, wanted, reduction="none")
+    own: Tensor = each.flatten(1).mean(1) if each.dim() > 1 else each
+    return (own * weights).mean()
+
+
+def _moments(x: Any, weights: Any) -> tuple[Any, Any]:
+    """The mean and the scale of each column of ``x``."""
+    mean = x.mean(0) if weights is None else np.average(x, 0, weights).astype(x.dtype)
+    found = x.std(0) if weights is None else np.sqrt(np.average((x - mean) ** 2, 0, weights)).astype(x.dtype)
     # As scikit-learn: what does not vary is not scaled.
-    return np.where(found > 10 * np.finfo(found.dtype).eps * np.abs(x).max(0), found, 1.0).astype(found.dtype)
+    return mean, np.where(found > 10 * np.finfo(found.dtype).eps * np.abs(x).max(0), found, 1.0).astype(found.dtype)
 
 
 def _dtype(x: Any) -> torch.dtype:

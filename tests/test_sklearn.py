@@ -100,6 +100,46 @@ def test_members_are_those_of_the_plain_loop() -> None:
         assert np.allclose(model.member_predictions(x)[member], wanted, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("targets", [1, 2])
+def test_weights_are_those_of_the_plain_loop(targets: int) -> None:
+    x, _ = _data()
+    y = x[:, :targets] ** 2
+    weights = np.random.default_rng(1).integers(0, 4, len(x)) * 0.7
+    model = EnsembleRegressor(
+        lambda features, outputs: nn.Linear(features, outputs), n_estimators=2, max_iter=4, random_state=0
+    ).fit(x, y, sample_weight=weights)
+    seed = int(np.random.RandomState(0).randint(2**31 - 1))
+    mean, shift = np.average(x, 0, weights), np.average(y, 0, weights)
+    scale, spread = (np.sqrt(np.average((a - b) ** 2, 0, weights)) for a, b in ((x, mean), (y, shift)))
+    inputs, target = torch.tensor((x - mean) / scale), torch.tensor((y - shift) / spread)
+    for member in range(2):
+        torch.manual_seed(seed + member)
+        network = nn.Linear(3, targets).double()
+        optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=1e-4)
+        for _ in range(4):
+            optimizer.zero_grad()
+            each = (network(inputs) - target).square().mean(1)
+            (each * torch.tensor(weights / weights.sum())).sum().backward()
+            optimizer.step()
+        wanted = network(inputs).detach().numpy() * spread + shift
+        assert np.allclose(model.member_predictions(x)[member], wanted, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("bootstrap", [False, True])
+def test_weight_0_is_the_same_as_leaving_out(bootstrap: bool) -> None:
+    x, y = _data()
+    weights = np.arange(len(x)) % 3
+    model = EnsembleClassifier(**{**SMALL, "batch_size": 16}, bootstrap=bootstrap, random_state=0)
+    found = clone(model).fit(x, y, 2 * weights).predict_proba(x)
+    there = weights > 0
+    assert np.array_equal(found, clone(model).fit(x[there], y[there], weights[there]).predict_proba(x))
+    assert not np.allclose(found, clone(model).fit(x[there], y[there]).predict_proba(x))
+    with pytest.raises(ValueError, match=r"sample_weight is 0 for all 60 samples|at least one non-zero"):
+        model.fit(x, y, np.zeros(len(x)))
+    with pytest.raises(ValueError, match="Negative values in data passed to `sample_weight`"):
+        model.fit(x, y, -weights)
+
+
 def test_spread_is_of_the_members_and_grows_far_from_data() -> None:
     x = np.linspace(-1, 1, 40)[:, None]
     model = EnsembleRegressor(**{**SMALL, "n_estimators": 5, "max_iter": 80}, random_state=0).fit(
