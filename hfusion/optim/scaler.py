@@ -21,7 +21,8 @@ from hfusion.optim.hyper import HyperValue, member_vector, plain
 class GradScaler:
     """``torch.amp.GradScaler`` for every member of an array by itself; used as torch's.
 
-    ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``: one value, or one per member.
+    ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``: one value, or one per member. ``device``
+    is there as torch has it first: losses and gradients are scaled where they are.
 
     Example:
         >>> import hfusion as hf, torch
@@ -35,12 +36,15 @@ class GradScaler:
 
     def __init__(
         self,
+        device: str | torch.device = "cuda",
         init_scale: HyperValue = 2.0**16,
         growth_factor: HyperValue = 2.0,
         backoff_factor: HyperValue = 0.5,
         growth_interval: HyperValue = 2000,
         enabled: bool = True,
     ) -> None:
+        if not isinstance(device, str | torch.device):
+            raise TypeError(f"device={device!r} is no device: give the scale as init_scale={device!r}")
         self._enabled = enabled
         self._given = {
             "scale": init_scale,

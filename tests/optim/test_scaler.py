@@ -144,3 +144,10 @@ def test_a_trained_base_of_all_wants_one_scale() -> None:
             continue
         with pytest.raises(hf.FusionError, match="is one tensor for all 2 members"):
             scaler.step(opt)
+
+
+def test_it_is_made_as_torch_makes_its_own() -> None:
+    assert hf.optim.GradScaler("cpu", 8.0).get_scale().tolist() == [8.0]
+    assert hf.optim.GradScaler(torch.device("cpu")).get_scale().tolist() == [torch.amp.GradScaler("cpu").get_scale()]
+    with pytest.raises(TypeError, match=r"device=8.0 is no device: give the scale as init_scale=8.0"):
+        hf.optim.GradScaler(8.0)  # type: ignore[arg-type]
