@@ -21,7 +21,28 @@ def quick_inductor() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_dtype_rules_once())
         stack.enter_context(_all_headers_precompiled())
+        stack.enter_context(_numbers_stay_tensors())
         yield
+
+
+@contextmanager
+def _numbers_stay_tensors() -> Iterator[None]:
+    """Programs take tensors only; torch looks for numbers of Python in place of those of float64 without dims.
+
+    Where it finds that one has become such a number, it wants to trace anew, which only Dynamo can.
+    """
+    from torch.fx.passes import _tensorify_python_scalars as numbers
+
+    asked: Any = numbers
+    original = getattr(asked, "_is_tensorify_enabled", None)
+    if original is None:
+        yield
+        return
+    asked._is_tensorify_enabled = lambda: False
+    try:
+        yield
+    finally:
+        asked._is_tensorify_enabled = original
 
 
 @contextmanager

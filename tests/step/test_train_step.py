@@ -156,6 +156,27 @@ def test_tuples_and_keywords(compile: bool) -> None:
     assert torch.equal(found[0][0], torch.stack([F.mse_loss(m(x, y), t) for m, t in zip(models, target, strict=True)]))
 
 
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, temperature: Tensor) -> Tensor:
+        return self.linear(x) / temperature
+
+
+def test_an_input_without_dims_is_read_at_each_step() -> None:
+    models = [Tempered().double() for _ in range(2)]
+    fused = hf.fuse(models)
+    step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.0))
+    x, target = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
+    for temperature in torch.tensor([0.5, 2.0, 1.5], dtype=torch.float64):
+        expected = torch.stack([F.mse_loss(model(x, temperature), target) for model in models])
+        torch.testing.assert_close(step((x, temperature), target), expected)
+    assert step.compilations == 1
+    assert "one program" in str(step.report())
+
+
 def test_what_runs_member_by_member_runs_eagerly_and_says_so() -> None:
     model = next(model for model in MODELS if model.name == "branching")
     both = pair(model, compile=True)
