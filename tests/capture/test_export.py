@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import hfusion as hf
-from tests.alone import Call, assert_alone, call, net, normal
+from tests.alone import Call, assert_alone, call, looped, net, normal
 
 
 class Sevenfold(torch.autograd.Function):
@@ -257,6 +257,25 @@ class Transformed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.act(self.fc(x))
         return torch.vmap(lambda row: row * row.sum().tanh())(x)
+
+
+def straight_through(self: Any, x: Tensor) -> Tensor:
+    h = self.fc(x)
+    return h + (h.round() - h).data
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        straight_through,
+        lambda self, x: self.fc(x) * self.fc.weight.data.norm(),
+        lambda self, x: self.fc(x) + self.state_dict()["fc.bias"].sum(),
+    ],
+)
+def test_values_read_as_data_are_captured(forward: Callable[..., Any]) -> None:
+    make = net(forward)
+    fused = assert_alone([make(), make()], normal(3, 4), normal(3, 4))
+    assert not any(map(looped, fused.report().parts))
 
 
 def test_transforms_are_honoured_unchecked() -> None:
