@@ -58,6 +58,11 @@ class Arguments:
         """As `key`, but blind to sizes: calls with one loose key may share a capture."""
         return (self.spec, *map(_loose_key, self.leaves))
 
+    @property
+    def numberless_key(self) -> Any:
+        """As `loose_key`, but blind to the values of numbers, too."""
+        return (self.spec, *(type(leaf) if type(leaf) in (int, float) else _loose_key(leaf) for leaf in self.leaves))
+
     def of_member(self, member: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What member ``member`` is called with."""
         rows = [leaf.tensor[member] if is_stacked(leaf) else leaf for leaf in self.leaves]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,9 @@ from hfusion.device.backend import active_autocast
 # member. And of any sizes: beyond so many, all of forward does.
 MAX_CLOSED = 2
 MAX_PROGRAMS = 8
+
+# Values of the numbers among arguments for which programs are made without a word.
+MAX_NUMBERS = 16
 
 # Kinds of calls whose program is told at a glance; those of others by its guards.
 MAX_KEYS = 4096
@@ -70,6 +74,7 @@ class Compiler:
     opens: bool = True
     whole: dict[Any, str] = field(default_factory=dict)
     refused: dict[Any, str] = field(default_factory=dict)
+    numbers: dict[Any, set[Any]] = field(default_factory=dict)
     kin: Callable[[Any, Arguments], Compiled | None] | None = None
     """Makes a program without a capture, of one of another array with the like members; None if there is none."""
 
@@ -112,6 +117,7 @@ class Compiler:
                 f"{self.subject.name} is captured at its first call with such arguments, and not inside "
                 "torch.func.grad, vmap or another transform: call the array with such tensors once before"
             )
+        self._count(training, arguments)
         loose = arguments.loose_key
         shapes = arguments.shapes
         met = self.met.setdefault(loose, Met.of(shapes))
@@ -134,6 +140,20 @@ class Compiler:
         self._keep((training, arguments.key), compiled)
         family.append(compiled)
         return compiled
+
+    def _count(self, training: Any, arguments: Arguments) -> None:
+        """Tell where a number among the arguments has had many values, each of which was captured."""
+        met = self.numbers.setdefault((training, arguments.numberless_key), set())
+        before = len(met)
+        met.add(arguments.loose_key)
+        if before < MAX_NUMBERS <= len(met):
+            values = [leaf for leaf in arguments.leaves if type(leaf) in (int, float)]
+            warnings.warn(
+                f"{self.subject.name} was called with {MAX_NUMBERS} values of a number, now {values}, and is captured "
+                "for each: slowly, and each program is kept; give what changes often as a tensor, such as "
+                f"torch.tensor({values[-1]})",
+                stacklevel=3,
+            )
 
     def distrust(self, training: Any, arguments: Arguments, compiled: Compiled, why: str) -> None:
         """Forget a program that foretold other sizes than there are; from here on none is foretold."""
