@@ -140,7 +140,7 @@ class PerModel:
                 compiled = compiler.get(self._training, arguments)
         except FusionError as error:
             self._loops[state, arguments.loose_key] = str(error)
-            return functools.partial(_looped, self._module, members)
+            return functools.partial(_looped, self._module, self._name, members)
         # In a loop over members the function warns by itself.
         warn_as_alone(self._function, arguments)
         return functools.partial(_run, bind(compiled, self._module))
@@ -227,13 +227,24 @@ def _run(program: Callable[[list[Any]], Any], arguments: Arguments) -> Any:
     return program(arguments.values)
 
 
-def _looped(function: Callable[..., Any], members: int, arguments: Arguments) -> Any:
+def _looped(function: Callable[..., Any], name: str, members: int, arguments: Arguments) -> Any:
     """The function, called member by member."""
     rows = []
+    pairs = zip(arguments.leaves, arguments.values, strict=True)
+    # A row of one's own may be written to, unless autograd keeps all rows by one count of writes.
+    given = [value for leaf, value in pairs if isinstance(leaf, Tensor) or (is_stacked(leaf) and value.requires_grad)]
+    given = [tensor for tensor in given if not tensor.is_inference()]
+    before = [tensor._version for tensor in given]
     with hinting(arguments, members):
         for member in range(members):
             args, kwargs = arguments.of_member(member)
             rows.append(pytree.tree_flatten(function(*args, **kwargs)))
+            # Another member's gradient, or its own argument, would be changed by that.
+            if [tensor._version for tensor in given] != before:
+                raise FusionError(
+                    f"{name} writes into its arguments, and runs in a loop over members, which may share them; let it "
+                    "write into a copy"
+                )
     leaves = [
         torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0]
         for parts in zip(*(flat for flat, _ in rows), strict=True)

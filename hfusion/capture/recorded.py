@@ -20,7 +20,7 @@ from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, island
 from hfusion.capture.kept import restored
 from hfusion.capture.memo import rehearse
 from hfusion.capture.named import tensors
-from hfusion.capture.rehearse import twin
+from hfusion.capture.rehearse import call_on_copies, twin
 from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies
 from hfusion.core.memory import same_values
@@ -160,7 +160,7 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mod
     with restored(model), _random_kept(), torch.enable_grad(), _no_autocast(args, kwargs):
         args, kwargs = copies((args, dict(kwargs)))
         with intercepted(member, islands(member), recorder.call), AddressWatch(recorder.address):
-            member(*args, **kwargs)
+            call_on_copies(member, args, kwargs)
     after, originals = dict(tensors(member)), dict(tensors(model))
     changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
     changed |= {name for name in own if own[name] is not after[name] or own[name]._version != versions[name]}

@@ -85,9 +85,26 @@ def run_without_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapp
 
 
 def _called(module: nn.Module, args: Any, kwargs: Any, leaves: Mapping[str, Tensor]) -> Outcome:
-    result = module(*args, **kwargs)
+    result = call_on_copies(module, args, kwargs)
     know_dataclasses(result)
     return _outcome(pytree.tree_leaves(result), leaves, dict(tensors(module)))
+
+
+def call_on_copies(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What ``module`` gives for copies of the arguments of a call, which are leaves.
+
+    Raises:
+        FusionError: it writes into an argument that needs a gradient.
+    """
+    try:
+        return module(*args, **kwargs)
+    except RuntimeError as error:
+        given = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs)))
+        if not given or "a leaf Variable that requires grad" not in str(error):
+            raise
+        raise FusionError(
+            "forward writes into an input that needs a gradient, which members may share; let it write into a copy"
+        ) from error
 
 
 def run_graph(found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:

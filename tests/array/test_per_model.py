@@ -238,3 +238,22 @@ def test_nests() -> None:
 def test_wrong_sizes(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hf.per_model(lambda *args: args)(*arguments)
+
+
+def test_a_loss_that_writes_into_what_it_is_given_is_told() -> None:
+    outputs = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+
+    def doubled(y: Tensor, target: Tensor) -> Tensor:
+        return (y.mul_(2) - target).square().mean()
+
+    def into_target(y: Tensor, target: Tensor) -> Tensor:
+        return (y - target.mul_(2)).square().mean()
+
+    target = torch.ones(3, 4, dtype=torch.float64)
+    for loss in (doubled, into_target):
+        with pytest.raises(hf.FusionError, match=f"{loss.__name__} writes into its arguments"):
+            hf.per_model(loss)(outputs * 1, target)
+    own = torch.ones(2, 3, 4, dtype=torch.float64)
+    expected = torch.stack([into_target(y, t) for y, t in zip(outputs, own.clone(), strict=True)])
+    torch.testing.assert_close(hf.per_model(into_target)(outputs * 1, hf.stacked(own)), expected)
+    assert torch.equal(own, torch.full_like(own, 2.0))

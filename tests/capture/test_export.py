@@ -259,6 +259,12 @@ class Transformed(nn.Module):
         return torch.vmap(lambda row: row * row.sum().tanh())(x)
 
 
+def test_a_write_into_an_input_with_a_gradient_is_told() -> None:
+    make = net(lambda self, x: self.fc(x.mul_(2)))
+    with pytest.raises(hf.FusionError, match="writes into an input that needs a gradient"):
+        hf.fuse([make(), make()])(normal(3, 4).requires_grad_() * 1)
+
+
 def straight_through(self: Any, x: Tensor) -> Tensor:
     h = self.fc(x)
     return h + (h.round() - h).data
