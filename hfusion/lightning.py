@@ -21,6 +21,7 @@ from hfusion.optim.hyper import HyperValue
 
 try:
     import lightning
+    from lightning.pytorch.callbacks import LearningRateMonitor
 except ImportError as error:
     raise ImportError("hfusion.lightning needs Lightning: pip install 'hfusion[lightning]'") from error
 
@@ -38,7 +39,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         schedule: gives for that optimizer a scheduler of torch, or of hf.optim.lr_scheduler.
         interval: when the scheduler steps: after every ``"epoch"`` or every ``"step"``, an update.
         clip_norm, clip_value: limits of the gradients, one or one per member. ``Trainer(gradient_clip_val=...)`` would
-            clip all members by one norm, and is refused by Lightning for manual optimization.
+            clip all members by one norm, and is refused.
         accumulate: so many batches make one update, of the mean of their gradients.
         metrics: functions of one member's output and the target that are logged at validation and test, by name.
         own_batches: whether inputs and target are ``[B, ...]``, of each member its own; else all see the same.
@@ -98,6 +99,22 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         if not isinstance(made, FusedOptimizer):
             raise ValueError(f"optimizer gave a {type(made).__name__}, one for all members: give one of hf.optim")
         return made if self._schedule is None else ([made], [self._schedule(made)])
+
+    def configure_callbacks(self) -> Any:
+        """Refuse what a Trainer does for one model only, and log each member's rate for a LearningRateMonitor."""
+        run = self.trainer
+        if run.gradient_clip_val is not None:
+            raise ValueError(
+                f"Trainer(gradient_clip_val={run.gradient_clip_val!r}) would clip all members by one norm: leave it "
+                "out, and give LightningArray clip_norm= or clip_value=, one limit or one per member"
+            )
+        if run.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"Trainer(accumulate_grad_batches={run.accumulate_grad_batches!r}) is for automatic optimization: "
+                "leave it out, and give LightningArray accumulate="
+            )
+        monitors = [callback for callback in run.callbacks if type(callback) is LearningRateMonitor]
+        return [MemberRateMonitor(monitor, self.names, self._interval) for monitor in monitors[:1]]
 
     def on_fit_start(self) -> None:
         """Refuse what would clip gradients that are scaled."""
@@ -183,6 +200,70 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         if name.endswith("loss"):
             self.log(f"{name}_best", values.min(), batch_size=samples)
         self.log_dict(each, batch_size=samples)
+
+
+class MemberRateMonitor(LearningRateMonitor):  # type: ignore[misc]
+    """Does for an array what ``monitor`` was asked to do: ``lr-SGD/<name>`` is the rate of each member.
+
+    It takes the monitor's place in the Trainer, and fills its ``lrs``.
+    """
+
+    def __init__(self, monitor: Any, names: Sequence[str], interval: str) -> None:
+        super().__init__(monitor.logging_interval, monitor.log_momentum, monitor.log_weight_decay)
+        self._monitor, self._names, self._interval = monitor, names, interval
+        self._last = -1
+
+    def on_train_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's, which raises where there is no logger."""
+        super().on_train_start(trainer, *args, **kwargs)
+        self.lrs = self._monitor.lrs = {}
+        self._last = -1
+
+    def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Log, if it is asked for at steps."""
+        step = trainer.global_step
+        if self._at("step", trainer) and step != self._last and step % max(trainer.log_every_n_steps, 1) == 0:
+            self._last = step
+            self._log(trainer)
+
+    def on_train_epoch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Log, if it is asked for at epochs."""
+        if self._at("epoch", trainer):
+            self._log(trainer)
+
+    def _at(self, when: str, trainer: Any) -> bool:
+        """Whether rates are logged then: as asked, else when the schedule steps, or both without a schedule."""
+        asked = self.logging_interval or (self._interval if trainer.lr_scheduler_configs else when)
+        return bool(asked == when)
+
+    def _log(self, trainer: Any) -> None:
+        found = {}
+        for name, group in _named_groups(trainer.optimizers):
+            for member, rate in zip(self._names, group["lr"].tolist(), strict=True):
+                found[f"{name}/{member}"] = rate
+                self.lrs.setdefault(f"{name}/{member}", []).append(rate)
+            for key in self._others(group):
+                values = group["betas"][0] if key == "momentum" and "betas" in group else group[key]
+                found |= {f"{name}-{key}/{m}": value for m, value in zip(self._names, values.tolist(), strict=True)}
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in found.items()})
+        for logger in trainer.loggers:
+            logger.log_metrics(found, step=trainer.global_step)
+
+    def _others(self, group: Mapping[str, Any]) -> list[str]:
+        momentum = self.log_momentum and ("betas" in group or "momentum" in group)
+        decay = self.log_weight_decay and "weight_decay" in group
+        return ["momentum"] * momentum + ["weight_decay"] * decay
+
+
+def _named_groups(optimizers: Sequence[Any]) -> list[tuple[str, Any]]:
+    """The param groups, named as Lightning does."""
+    found = []
+    for optimizer in optimizers:
+        groups = optimizer.param_groups
+        for k, group in enumerate(groups, 1):
+            own = group.get("name", f"pg{k}" if len(groups) > 1 else None)
+            found.append((f"lr-{type(optimizer).__name__}" + (f"/{own}" if own else ""), group))
+    return found
 
 
 def _is_pair(batch: Any) -> bool:

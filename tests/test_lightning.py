@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,42 @@ def test_early_stopping_sees_the_mean(tmp_path: Path) -> None:
     run = trainer(tmp_path, callbacks=[stopping], max_epochs=9)
     run.fit(array(), loader, loader)
     assert run.current_epoch == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps"),
+    [
+        ({}, [0, 3, 6]),
+        ({"logging_interval": "step"}, range(9)),
+        ({"log_momentum": True, "log_weight_decay": True}, [0, 3, 6]),
+    ],
+)
+def test_a_monitor_logs_the_rate_of_each_member(asked: dict[str, Any], steps: Any, tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import LearningRateMonitor
+    from lightning.pytorch.loggers import CSVLogger
+
+    monitor, logger = LearningRateMonitor(**asked), CSVLogger(tmp_path)
+    run = trainer(tmp_path, logger=logger, callbacks=[monitor], log_every_n_steps=1)
+    run.fit(array(names=["a", "b", "c"]), DataLoader(data(), batch_size=4))
+    for name, rate in zip("abc", RATES, strict=True):
+        assert monitor.lrs[f"lr-SGD/{name}"] == [rate * 0.5 ** (step // 3) for step in steps]
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        found = [row for row in csv.DictReader(file) if row["lr-SGD/b"]]
+    assert [int(row["step"]) for row in found] == list(steps)
+    if "log_momentum" in asked:
+        assert {(row["lr-SGD-momentum/c"], row["lr-SGD-weight_decay/c"]) for row in found} == {("0.9", "0.0")}
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"gradient_clip_val": 1.0}, r"gradient_clip_val=1.0\) would clip all members by one norm: .*clip_norm="),
+        ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2\) is for automatic .*accumulate="),
+    ],
+)
+def test_what_a_trainer_does_for_one_model(option: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, **option).fit(array(), DataLoader(data(), batch_size=4))
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:

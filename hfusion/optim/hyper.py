@@ -44,8 +44,8 @@ class MemberVector(torch.Tensor):
             return super().item()
         raise FusionError(
             f"this hyper-parameter holds one value for each of {self.numel()} members, and one number was "
-            "asked for: take value.tolist(), and log or compare each member's own (for LearningRateMonitor, "
-            "log_dict them by hand); of the schedulers, hf.optim.lr_scheduler.ReduceLROnPlateau drives an array"
+            "asked for: take value.tolist(), and log or compare each member's own (hf.lightning.LightningArray does so "
+            "for LearningRateMonitor); of the schedulers, hf.optim.lr_scheduler.ReduceLROnPlateau drives an array"
         )
 
     def __format__(self, spec: str) -> str:
