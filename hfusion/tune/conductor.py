@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hfusion.cluster.node import DeviceInfo
+from hfusion.core.errors import CheckpointError
 from hfusion.tune.beats import Beats
 from hfusion.tune.exploit import PBT
 from hfusion.tune.folder import SweepFolder
@@ -290,7 +291,8 @@ class Conductor:
         if body["waiting"] is not None:
             epochs[body["waiting"]] = 0
         found = self.trials.resume(epochs)
-        suggestions = {number: self._maker.suggestion(trial) for number, trial in found.items()}
+        # A trial goes on with the values that it has: nothing is drawn.
+        suggestions = {number: self._known(trial.params, number) for number, trial in found.items()}
         for one in body["arrays"]:
             seats = [
                 Seat(number, self._copied(number, params) or suggestions[number], began, done, params)
@@ -306,7 +308,21 @@ class Conductor:
 
     def _copied(self, number: int, params: dict[str, Any] | None) -> Suggestion | None:
         """What a trial has that became a copy of another."""
-        return None if params is None else self._fixed(params, number)
+        return None if params is None else self._known(params, number)
+
+    def _known(self, params: dict[str, Any], number: int) -> Suggestion:
+        """What the space gives for values of before. Raises CheckpointError where it is another space."""
+        try:
+            return self._fixed(params, number)
+        except ValueError as error:
+            raise self._changed(f"space does not take {params} of trial {number}", error) from error
+
+    def _changed(self, what: str, error: Exception) -> CheckpointError:
+        assert self._folder is not None
+        return CheckpointError(
+            f"the sweep in {self._folder.root} was saved with another space or make_model: {what}: {error}; give those "
+            "that it was, or a new directory"
+        )
 
     def _restore(self, name: str, path: Path, seats: list[Seat]) -> None:
         members = [self._member(seat) for seat in seats]
@@ -319,7 +335,10 @@ class Conductor:
         """The best trial of before, whose model is made again and written over."""
         trial = next(one for one in self.trials.study.get_trials(deepcopy=False) if one.number == number)
         copies = trial.user_attrs.get(COPIES)
-        suggestion = self._fixed(copies[-1]["params"] if copies else trial.params, number)
+        suggestion = self._known(copies[-1]["params"] if copies else trial.params, number)
         model = self._maker.models.model(number, suggestion).cpu()
-        model.load_state_dict(dict(tensors))
+        try:
+            model.load_state_dict(dict(tensors))
+        except RuntimeError as error:
+            raise self._changed(f"make_model gave another model for trial {number}", error) from error
         return Best(number, value, model)

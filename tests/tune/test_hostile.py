@@ -216,6 +216,28 @@ def test_an_interrupted_sweep_leaves_a_study_that_goes_on(tmp_path: Path) -> Non
     assert states(sweep(metric=metric, direction="maximize", directory=tmp_path).study) == ["COMPLETE"] * 4
 
 
+def test_another_space_or_model_than_that_of_the_folder(tmp_path: Path) -> None:
+    """After the end, and within it: one error, and nothing is written into the study."""
+
+    def interrupt(output: torch.Tensor, target: torch.Tensor) -> float:
+        raise KeyboardInterrupt
+
+    def other(trial: Any) -> dict[str, Any]:
+        return {"lr": trial.suggest_float("rate", 0.1, 1.0)}
+
+    sweep(directory=tmp_path / "ended")
+    with pytest.raises(KeyboardInterrupt):
+        sweep(directory=tmp_path / "within", metric=interrupt)
+    for folder in ("ended", "within"):
+        with pytest.raises(
+            hf.CheckpointError, match=r"another space or make_model: space does not take {'lr': .*'rate'"
+        ):
+            sweep(other, directory=tmp_path / folder, trials=6)
+        assert {name for one in sweep(directory=tmp_path / folder).trials for name in one.params} == {"lr"}
+    with pytest.raises(hf.CheckpointError, match=r"(?s)another model for trial \d: .*size mismatch.*a new directory"):
+        sweep(make=lambda: make_model(16), directory=tmp_path / "ended", trials=6)
+
+
 def test_a_folder_is_of_one_process(tmp_path: Path) -> None:
     def space(trial: Any) -> dict[str, Any]:
         sweep(directory=tmp_path)
