@@ -11,8 +11,10 @@ import argparse
 import runpy
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +28,8 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM has come. Whatever ends well at Ctrl-C does so now."""
 
 
-def _terminate(number: int, frame: Any) -> NoReturn:
+def _terminate(come: list[int], number: int, frame: Any) -> NoReturn:
+    come.append(number)
     # Whoever sends another does not want to wait.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise Terminated
@@ -50,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     parsed, rest = _parsed(arguments)
     argv, path = sys.argv, list(sys.path)
     sys.argv, sys.path[0] = [str(parsed.script), *rest], str(parsed.script.parent.absolute())
-    before = signal.signal(signal.SIGTERM, _terminate)
+    come: list[int] = []
+    before = signal.signal(signal.SIGTERM, partial(_terminate, come))
     again = "" if parsed.resume is None else "; the same command goes on"
     try:
         with nullcontext() if parsed.resume is None else resuming(parsed.resume.absolute()):
@@ -61,6 +65,13 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"interrupted{again}", file=sys.stderr)
         return INTERRUPTED
+    except Exception:
+        # Who is sent SIGTERM with his processes may see first that these are gone.
+        if not come:
+            raise
+        traceback.print_exc()
+        print(f"ended by SIGTERM{again}", file=sys.stderr)
+        return TERMINATED
     finally:
         signal.signal(signal.SIGTERM, before)
         sys.argv, sys.path[:] = argv, path

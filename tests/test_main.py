@@ -87,6 +87,18 @@ def test_what_is_the_script_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert resume_folder("sweep") is None
 
 
+def test_an_error_after_sigterm_is_shown_and_ends_as_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where the workers of a loader, which get the signal too, are gone first."""
+    script = tmp_path / "script.py"
+    lines = ["import contextlib, os, signal", "with contextlib.suppress(BaseException):"]
+    lines += ["    os.kill(os.getpid(), signal.SIGTERM)", "raise RuntimeError('a worker is gone')"]
+    script.write_text("\n".join(lines))
+    assert main(["run", str(script), "--resume", str(tmp_path / "runs")]) == 128 + signal.SIGTERM
+    told = capsys.readouterr().err
+    assert "RuntimeError: a worker is gone" in told
+    assert told.endswith("ended by SIGTERM; the same command goes on\n")
+
+
 @pytest.mark.parametrize("arguments", [["run", "nowhere.py"], ["walk", "x.py"], []])
 def test_what_cannot_be_run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
