@@ -56,6 +56,8 @@ class Tree(nn.Module):
                 f"setting {name} on a fused {self._original} would have no effect on what it computes; "
                 "set it on the models of unfuse(), and fuse them again"
             )
+        if isinstance(value, nn.Module) and name not in self._modules:
+            raise _added(name, self)
         if name in self._buffers:
             self._check_replacement(name, value)
         super().__setattr__(name, value)

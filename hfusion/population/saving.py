@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial, wraps
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -182,7 +184,23 @@ def models_of(make_model: Callable[..., nn.Module], rows: Sequence[str | None]) 
         for one in inspect.signature(make_model).parameters.values()
     )
     first = next(tag for tag in rows if tag is not None)
-    return [make_model(tag or first) if named else make_model() for tag in rows]
+    models = {row: make_model(tag) if named else make_model() for row, tag in enumerate(rows) if tag is not None}
+    for row in range(len(rows)):
+        if row not in models:
+            models[row] = _another(make_model(first) if named else make_model(), list(models.values()))
+    return [models[row] for row in range(len(rows))]
+
+
+def _another(model: nn.Module, known: Sequence[nn.Module]) -> nn.Module:
+    """``model``, or a copy where it is one of ``known``; the copy has what members share."""
+    if all(model is not one for one in known):
+        return model
+    others = {id(tensor) for one in known if one is not model for tensor in _tensors(one)}
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in _tensors(model) if id(tensor) in others})
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    return chain(model.parameters(), model.buffers())
 
 
 def restore(pop: Population, reader: SaveReader, rows: Sequence[str | None], loader: Any, random: bool) -> None:

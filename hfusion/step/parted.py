@@ -148,14 +148,14 @@ def torch_threads(count: int) -> Iterator[None]:
 class PartedStep:
     """``program`` with its blocks on ``threads`` threads, each of which computes with ``inner`` threads of torch's.
 
-    ``measured``: whether that is faster than one block after the other is measured, and what is faster kept. Gradients
-    lie in the same memory at every step on threads.
+    One thread is that of the caller. ``measured``: whether that is faster than one block after the other is measured,
+    and what is faster kept. Gradients lie in the same memory at every step.
     """
 
     def __init__(self, program: PerMemberStep, threads: int, inner: int, measured: bool) -> None:
         self._program, self._threads, self._inner = program, threads, inner
         self._entries = list(map(row_entry, program.runs))
-        self._joined = not any(map(_of_one_dnn, map(str, program.operators)))
+        self._joined = threads == 1 or not any(map(_of_one_dnn, map(str, program.operators)))
         self._trial = ThreadTrial(("threads", "in turn")) if measured else None
         self._losses: torch.dtype | None = None
         self._fixed: _Fixed | None = None
@@ -166,11 +166,15 @@ class PartedStep:
     @property
     def team(self) -> Team | None:
         """The threads that may help others, too; none where those of torch's serve better."""
-        return None if self._trial is not None and self._trial.best == "in turn" else self._teams.get(self._threads)
+        if self._threads == 1 or (self._trial is not None and self._trial.best == "in turn"):
+            return None
+        return self._teams.get(self._threads)
 
     @property
     def how(self) -> str:
         """In words."""
+        if self._threads == 1:
+            return self._program.how
         ways = {"threads": f"on {self._threads} threads", "in turn": "one after the other"}
         each = f", each with {self._inner} of torch's" if self._inner > 1 else ""
         if self._trial is None:

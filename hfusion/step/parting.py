@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from hfusion.step.choice import ONE_PART, NotedProgram, WayTimes
 from hfusion.step.compiled import MAX_LOOPED_CALLS, FusedStep, PerMemberStep, StepProgram, too_many_kinds
 from hfusion.step.parted import PartedStep, torch_threads
 from hfusion.step.recorded import recorded
+from hfusion.step.row_entry import Unparted
 
 AUTO = "auto"
 
@@ -31,7 +32,8 @@ class Parting:
 
     ``measured``: whether that is faster than one after the other is to be measured. ``rival``: whether all members in
     one part, each operator on torch's threads, may be faster; ``times``: how fast both were. ``why``: why there is one
-    part where more were asked for.
+    part where more were asked for. ``direct``: whether blocks that run one after the other can be called as those on
+    threads are, which spares Python's part in each, and copies of their gradients.
     """
 
     size: int | None
@@ -41,6 +43,7 @@ class Parting:
     why: str = ""
     rival: bool = False
     times: WayTimes | None = None
+    direct: bool = False
 
     @staticmethod
     def of(parts: int | str, forward: BoundProgram, loss: BoundProgram, size: int | None) -> Parting:
@@ -53,7 +56,7 @@ class Parting:
         members, cores = forward.compiled.program.members, torch.get_num_threads()
         threads = min(cores if isinstance(parts, str) else parts, members)
         if threads == 1:
-            return Parting(size)
+            return Parting(size, inner=cores, direct=not _obstacle(forward, loss))
         block = -(-members // threads) if size is None else size
         why = obstacle(forward, loss) or too_many_kinds(forward, loss, block)
         if why:
@@ -76,9 +79,17 @@ class Parting:
         if self.why:
             return NotedProgram(recorded(program), f"in one part: {self.why}")
         if self.threads == 1:
-            return recorded(program)
+            return self._in_turn(program)
         assert isinstance(program, PerMemberStep), program
         return PartedStep(program, self.threads, self.inner, self.measured)
+
+    def _in_turn(self, program: FusedStep | PerMemberStep) -> StepProgram:
+        several = isinstance(program, PerMemberStep) and len(program.blocks) > 1
+        if self.direct and several and not isinstance(library(), str):
+            assert isinstance(program, PerMemberStep)
+            with suppress(Unparted):
+                return PartedStep(program, 1, self.inner, measured=False)
+        return recorded(program)
 
 
 def check_parts(parts: object) -> int | str:
@@ -94,6 +105,11 @@ def check_parts(parts: object) -> int | str:
 
 def obstacle(forward: BoundProgram, loss: BoundProgram) -> str:
     """Why a step cannot run in parts at the same time, in words; empty if it can."""
+    found = library()
+    return _obstacle(forward, loss) or (found if isinstance(found, str) else "")
+
+
+def _obstacle(forward: BoundProgram, loss: BoundProgram) -> str:
     for source in (forward, loss):
         slots = [slot for slot in source.compiled.program.slots if slot.kind is not Kind.INPUT]
         for slot, layout, (holder, name) in zip(slots, source.layouts, source.places, strict=True):
@@ -106,8 +122,7 @@ def obstacle(forward: BoundProgram, loss: BoundProgram) -> str:
                 return f"all members share {slot.name}, which forward writes to"
         if operator := next(drawing(source.compiled.graph), None):
             return f"{operator} draws numbers for all members, one after the other"
-    found = library()
-    return found if isinstance(found, str) else ""
+    return ""
 
 
 def drawing(graph: fx.Graph) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,3 +221,18 @@ def test_a_trained_array_merges_with_one_that_is_not(kind: str, last: bool, tmp_
             for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
     assert sorted(both.ages.tolist()) == [3, 4, 4]
+
+
+def test_a_free_row_may_have_the_model_of_a_member_at_load(tmp_path: Path) -> None:
+    base = nn.Linear(3, 3).requires_grad_(False)
+    models = {f"member {b}": nn.Sequential(base, nn.Linear(3, 2)) for b in range(3)}
+    given: dict[str, Any] = {"optimizer": partial(hf.optim.SGD, lr=0.1), "loss": F.mse_loss, "compile": False}
+    pop = hf.Population(list(models.values()), **given)
+    pop.stop(1)
+    pop.save(tmp_path / "pop")
+    loaded = hf.Population.load(tmp_path / "pop", lambda tag: models[tag], **given)
+    assert loaded.tags == ["member 0", None, "member 2"]
+    # The base is still one for all.
+    assert loaded.fused.get_parameter("0.weight").shape == (3, 3)
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    assert torch.equal(pop.step(x, y)[[0, 2]], loaded.step(x, y)[[0, 2]])

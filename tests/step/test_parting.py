@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.compiler.arguments import Arguments
 from hfusion.step.parted import PartedStep
+from hfusion.step.step_graph import StepCall
 from tests.step.test_train_step import needs_compiler
 from tests.tasks.test_stepping import CLOSE, Normed
 from tests.trained import EPOCHS, Way, batches, fused, machine, task
@@ -106,24 +108,16 @@ def test_tasks_clip_and_accumulate(accumulate: int) -> None:
         torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
-def test_a_batch_that_is_written_to_is_one_part() -> None:
-    """By autograd even: each member is to find what those before it have written."""
-
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_batch_that_members_share_is_not_written_to(parts: int) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         target.mul_(2.0)
         return output.mean() * target.clone().mean()
 
-    results = []
-    for parts in (1, 2):
-        array, opt = make()
-        step = hf.train_step(array, loss, opt, parts=parts)
-        x, target = data()[0], torch.ones(5, dtype=torch.float64)
-        with pytest.warns(UserWarning, match="runs eagerly, exact but slower: .*writes into"):
-            losses = [step(x, target) for _ in range(3)]
-        assert not step._programs()
-        results.append([*losses, target])
-    assert torch.equal(results[0][-1], torch.full((5,), 2.0**12, dtype=torch.float64))
-    assert all(map(torch.equal, *results))
+    array, opt = make()
+    step = hf.train_step(array, loss, opt, parts=parts)
+    with pytest.raises(hf.FusionError, match="loss writes into its arguments"):
+        step(data()[0], torch.ones(5, dtype=torch.float64))
 
 
 def test_ctrl_c_ends_between_steps_and_steps_go_on() -> None:
@@ -171,3 +165,27 @@ def test_threads_that_call_one_step_take_turns() -> None:
             thread.join()
         results.append(torch.cat([param.detach().flatten() for param in array.parameters()]))
     assert torch.equal(*results)
+
+
+def test_blocks_on_one_thread_leave_gradients_where_they_belong() -> None:
+    """As on threads: nothing is copied together, and the bits are those of the program called block by block."""
+    array = hf.fuse([nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)) for _ in range(3)])
+    opt = hf.optim.SGD(array.parameters(), lr=0.0)
+    step = hf.train_step(array, F.cross_entropy, opt, parts=1)
+    step.at_once = 2
+    given = torch.randn(5, 4), torch.randint(2, (5,))
+    losses, places = [], []
+    for _ in range(4):
+        losses.append(step(*given))
+        places.append([parameter.grad.data_ptr() for parameter in array.parameters() if parameter.grad is not None])
+    (program,) = step._programs()
+    assert isinstance(program, PartedStep)
+    assert "on 1 thread" not in str(step.report())
+    assert "for 2 and 1 members, called once per block" in str(step.report())
+    assert len(places[-1]) == 4
+    assert places[-1] == places[-2]
+    found = [parameter.grad.clone() for parameter in array.parameters() if parameter.grad is not None]
+    call = StepCall(Arguments.of((given[0],), {}), Arguments.of((given[1],), {}))
+    assert torch.equal(program._program.step(call), losses[-1])
+    again = [parameter.grad for parameter in array.parameters() if parameter.grad is not None]
+    assert all(map(torch.equal, found, again))
