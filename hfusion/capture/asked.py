@@ -16,14 +16,7 @@ import torch
 
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import is_installed
-
-# Functions of torch that tell it, with the type of device that those without an argument are about.
-QUESTIONS = {
-    "is_autocast_enabled": "cuda",
-    "is_autocast_cpu_enabled": "cpu",
-    "is_autocast_xla_enabled": "xla",
-    "is_autocast_ipu_enabled": "ipu",
-}
+from hfusion.device.backend import AUTOCAST_QUESTIONS
 
 
 @contextmanager
@@ -37,14 +30,14 @@ def told_autocast(active: Collection[str]) -> Iterator[None]:
     """
     asked = False
     here, outer = threading.get_ident(), _nesting()
-    originals = {name: getattr(torch, name) for name in QUESTIONS if hasattr(torch, name)}
+    originals = {name: getattr(torch, name) for name in AUTOCAST_QUESTIONS if hasattr(torch, name)}
 
     def told(name: str, original: Callable[..., bool]) -> Callable[..., bool]:
         def answer(*args: Any) -> bool:
             nonlocal asked
             of_us = threading.get_ident() == here and not is_installed(sys._getframe(1).f_globals.get("__name__"))
             if of_us and _nesting() == outer + 1:
-                found = (args[0] if args else QUESTIONS[name]) in active
+                found = (args[0] if args else AUTOCAST_QUESTIONS[name]) in active
                 asked |= found
                 return found
             return original(*args)

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from hfusion.capture.asked import QUESTIONS
 from hfusion.capture.kept import functions_behind, slots
 from hfusion.core.fingerprint import Same, is_installed, names_in
+from hfusion.device.backend import AUTOCAST_QUESTIONS
 
 _PLAIN = (str, bool, int, float, complex, bytes, types.NoneType)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -56,7 +56,7 @@ class Variables:
         search = _CodeSearch(models)
         for holder in search.holders():
             self._add(holder, without)
-        self.asks_autocast = not search.named.isdisjoint(QUESTIONS)
+        self.asks_autocast = not search.named.isdisjoint(AUTOCAST_QUESTIONS)
 
     def same(self) -> bool:
         """Whether all are the very objects that they were."""

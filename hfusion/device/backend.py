@@ -19,6 +19,10 @@ import torch
 from torch import Tensor
 
 _TYPES = ("cuda", "xpu", "mps")
+AUTOCAST_QUESTIONS = {"is_autocast_enabled": "cuda"} | {
+    f"is_autocast_{kind}_enabled": kind for kind in ("cpu", "xla", "ipu")
+}
+"""Functions of torch that tell whether autocast is on, with the type of device meant where none is given."""
 
 
 def types() -> tuple[str, ...]:

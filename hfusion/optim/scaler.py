@@ -36,14 +36,14 @@ class GradScaler:
 
     def __init__(
         self,
-        device: str | torch.device = "cuda",
+        device: str | torch.device | None = None,
         init_scale: HyperValue = 2.0**16,
         growth_factor: HyperValue = 2.0,
         backoff_factor: HyperValue = 0.5,
         growth_interval: HyperValue = 2000,
         enabled: bool = True,
     ) -> None:
-        if not isinstance(device, str | torch.device):
+        if not isinstance(device, str | torch.device | None):
             raise TypeError(f"device={device!r} is no device: give the scale as init_scale={device!r}")
         self._enabled = enabled
         self._given = {

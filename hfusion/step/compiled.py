@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.capture.lengths import recurrent
+from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.compiler.graph_text import Unwritable
 from hfusion.core.random import new_seeds
@@ -50,15 +51,12 @@ class StepProgram(Protocol):
     """A compiled step. It holds for calls of the programs it was made of, where ``fits`` says so of their sizes."""
 
     @property
-    def how(self) -> str:
-        """In words."""
-
+    def how(self) -> str: ...
     @property
     def team(self) -> Team | None:
         """The threads that it runs on, besides torch's."""
 
     def fits(self, call: StepCall) -> bool: ...
-
     def step(self, call: StepCall) -> Tensor:
         """Write gradients and buffers; the losses ``[B]``."""
 
@@ -375,7 +373,11 @@ def scalars_of(forward: BoundProgram, loss: BoundProgram, rows: range) -> tuple[
 
 def _check_open(graph: StepGraph, forward: BoundProgram, loss: BoundProgram, call: StepCall) -> None:
     """Refuse a step that would hold for one length only, where many are met; few numbers of samples are."""
-    rows = zip(captured_dims(forward, loss, call), call.stacked, graph.dims, strict=True)
+    found = captured_dims(forward, loss, call)
+    # Other sizes of a target alone may be those of other arrays with the same loss.
+    if not any(dims - {0} for dims in found[: len(StepCall(call.inputs, Arguments.of((), {})).batch())]):
+        return
+    rows = zip(found, call.stacked, graph.dims, strict=True)
     closed = [
         f"dim {dim} of {call.batch()[k].dtype} {list(call.batch()[k].shape)}"
         for k, (dims, stacked, left) in enumerate(rows)

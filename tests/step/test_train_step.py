@@ -177,6 +177,20 @@ def test_an_input_without_dims_is_read_at_each_step() -> None:
     assert "one program" in str(step.report())
 
 
+def test_arrays_of_other_widths_share_a_loss() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean()
+
+    for width in (3, 5, 2):
+        fused = hf.fuse([nn.Linear(4, width).double() for _ in range(2)])
+        step = hf.train_step(fused, loss, hf.optim.SGD(fused.parameters(), lr=0.0))
+        x, target = (torch.randn(3, n, dtype=torch.float64) for n in (4, width))
+        expected = torch.stack([loss(model(x), target) for model in fused.unfuse()])
+        for _ in range(2):
+            torch.testing.assert_close(step(x, target), expected)
+        assert "one program" in str(step.report())
+
+
 def test_what_runs_member_by_member_runs_eagerly_and_says_so() -> None:
     model = next(model for model in MODELS if model.name == "branching")
     both = pair(model, compile=True)

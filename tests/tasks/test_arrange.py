@@ -131,7 +131,7 @@ def test_a_plan_for_more_memory() -> None:
 
 @pytest.mark.parametrize("call", [hf.plan, hf.train])
 def test_what_is_no_machine_or_plan(call: Callable[..., Any]) -> None:
-    for given in (None, "cpu", hf.Device("cpu", memory="1GiB")):
+    for given in (3, "cpu", hf.Device("cpu", memory="1GiB")):
         with pytest.raises(PlanError, match=rf"the machine is a {type(given).__name__}: give hf.Machine.detect\(\)"):
             call(task(), given)
     no_plan: Any = "plan"
