@@ -26,6 +26,7 @@ from hfusion.core.errors import PlanError
 from hfusion.device.backend import accelerators, backend
 from hfusion.device.cache import cache_file, cache_folder, lasts, number, read_json, write_json
 from hfusion.device.native import cores
+from hfusion.device.openmp import torch_threads
 
 _CALLS = 256
 _RUNS = 9
@@ -241,11 +242,8 @@ def _check_undisturbed(together: float, measure: Callable[[], float]) -> None:
     threads = torch.get_num_threads()
     if threads == 1:
         return
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         alone = measure()
-    finally:
-        torch.set_num_threads(threads)
     if alone < _DISTURBED * together:
         raise BusyMachine(
             f"other programs are at work, and {threads} threads multiply matrices {together / alone:.1f} times as "

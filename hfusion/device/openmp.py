@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
 import torch
+
+from hfusion.device.native import torch_library
 
 # omp_pause_soft of OpenMP 5.0: what is released comes back when it is needed.
 _SOFT = 1
@@ -29,6 +31,20 @@ class _Symbol(ctypes.Structure):
     )
 
 
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Operators that this thread calls compute with so many of torch's threads."""
+    before = torch.get_num_threads()
+    if before == count:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def release_team() -> None:
     """End the team of this thread, which is about to wait; it gets a new one when it next needs one.
 
@@ -39,11 +55,11 @@ def release_team() -> None:
 
 @cache
 def _pause() -> Callable[[int], object]:
-    """omp_pause_resource_all of the library that torch is linked to (tried with torch 2.13)."""
+    """omp_pause_resource_all of the library that torch is linked to."""
     if sys.platform != "linux":
         return _nothing
     try:
-        found = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so")).omp_pause_resource_all
+        found = torch_library().omp_pause_resource_all
         symbol = _Symbol()
         known = ctypes.CDLL(None).dladdr(ctypes.cast(found, ctypes.c_void_p), ctypes.byref(symbol))
     except (OSError, AttributeError):

@@ -64,10 +64,10 @@ def _setting() -> _Setting:
     """How a thread sets for itself how many threads of torch's it computes with, as `torch.set_num_threads` does.
 
     That forgets what oneDNN has prepared, each time, and so it is nothing to do at each step. Empty where the functions
-    are not found. Private to torch, tried on 2.13: OpenMP is the one that its library is linked to, MKL in it.
+    are not found.
     """
     try:
-        own = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+        own = native.torch_library()
         found = [own.omp_get_max_threads, own.omp_set_num_threads]
         if torch.backends.mkl.is_available():
             found.append(own.MKL_Set_Num_Threads_Local)

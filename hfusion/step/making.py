@@ -19,6 +19,7 @@ import torch
 from hfusion.core.exclusive import compiling, tracing
 from hfusion.core.stages import BrokenProgram
 from hfusion.device.cache import cache_folder, lasts
+from hfusion.device.openmp import torch_threads
 from hfusion.step import kept
 from hfusion.step.choice import ONE_PART, PARTS, NotedProgram, find_times, keep_times, measure
 from hfusion.step.compiled import (
@@ -33,7 +34,6 @@ from hfusion.step.compiled import (
     step_of,
 )
 from hfusion.step.order import Order
-from hfusion.step.parted import torch_threads
 from hfusion.step.parting import AUTO, Parting, check_parts
 from hfusion.step.pending import PendingProgram, Rival
 from hfusion.step.row_entry import Unparted

@@ -10,8 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from ctypes import addressof
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.random import new_seeds
+from hfusion.device.openmp import torch_threads
 from hfusion.device.team import PieceError, Team, address_of, team
 from hfusion.step.compiled import PerMemberStep, clear
 from hfusion.step.row_entry import row_entry
@@ -129,20 +129,6 @@ def _of_one_dnn(operator: str) -> bool:
 
 def _array(values: Sequence[int]) -> Any:
     return (ctypes.c_uint64 * len(values))(*values)
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """Operators that this thread calls compute with so many of torch's threads."""
-    before = torch.get_num_threads()
-    if before == count:
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class PartedStep:

@@ -13,13 +13,14 @@ from torch import fx
 from hfusion.compiler.bound import BoundProgram
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind
+from hfusion.device.openmp import torch_threads
 from hfusion.device.team import library
 from hfusion.ops.random import seedable
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
 from hfusion.step.choice import ONE_PART, NotedProgram, WayTimes
 from hfusion.step.compiled import MAX_LOOPED_CALLS, FusedStep, PerMemberStep, StepProgram, too_many_kinds
-from hfusion.step.parted import PartedStep, torch_threads
+from hfusion.step.parted import PartedStep
 from hfusion.step.recorded import recorded
 from hfusion.step.row_entry import Unparted
 
@@ -84,9 +85,7 @@ class Parting:
         return PartedStep(program, self.threads, self.inner, self.measured)
 
     def _in_turn(self, program: FusedStep | PerMemberStep) -> StepProgram:
-        several = isinstance(program, PerMemberStep) and len(program.blocks) > 1
-        if self.direct and several and not isinstance(library(), str):
-            assert isinstance(program, PerMemberStep)
+        if self.direct and isinstance(program, PerMemberStep) and len(program.blocks) > 1 and not _without_threads():
             with suppress(Unparted):
                 return PartedStep(program, 1, self.inner, measured=False)
         return recorded(program)
@@ -105,8 +104,12 @@ def check_parts(parts: object) -> int | str:
 
 def obstacle(forward: BoundProgram, loss: BoundProgram) -> str:
     """Why a step cannot run in parts at the same time, in words; empty if it can."""
+    return _obstacle(forward, loss) or _without_threads()
+
+
+def _without_threads() -> str:
     found = library()
-    return _obstacle(forward, loss) or (found if isinstance(found, str) else "")
+    return found if isinstance(found, str) else ""
 
 
 def _obstacle(forward: BoundProgram, loss: BoundProgram) -> str:

@@ -151,12 +151,7 @@ class TrialRows:
     def restore(self, path: Path, members: Sequence[TrialModel]) -> tuple[Widths, int]:
         """Be what was saved of these; its widths, and its rows."""
         known = {one.tag: one for one in members}
-
-        # A free row is given a model of its own, too, after the first member.
-        def made(tag: str) -> nn.Module:
-            return known[tag].maker.model(known[tag].number, known[tag].suggestion)
-
-        self._population = Population.load(path, made, random=False, **self._given)
+        self._population = Population.load(path, lambda tag: known[tag].model, random=False, **self._given)
         return self.population._widths, len(self.population)
 
 

@@ -10,8 +10,7 @@ from threading import Thread
 import pytest
 import torch
 
-from hfusion.device.openmp import _nothing, _pause, release_team
-from hfusion.step.parted import torch_threads
+from hfusion.device.openmp import _nothing, _pause, release_team, torch_threads
 
 
 def threads_of_process() -> int:

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.device.openmp import torch_threads
 from hfusion.step import making, worth
 from hfusion.step.making import CompileMode
-from hfusion.step.parted import torch_threads
 from hfusion.step.train_step import TrainStep
 from tests.step.test_train_step import needs_compiler
 
