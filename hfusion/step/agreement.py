@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,13 @@ from torch import Tensor, fx
 
 from hfusion.core.program import describe_value
 from hfusion.step.step_graph import StepGraph
+
+# Inputs off by their rounding that are tried: of a value that rounds to either side of zero about half change its side.
+_NEARBY = 12
+# By how many roundings, as sums of many products are.
+_ROUNDINGS = 8
+# Of what the graph itself gives: what a program may give.
+_AS_MUCH = 2.0
 
 
 class ByOperator(fx.Interpreter):
@@ -20,23 +27,53 @@ class ByOperator(fx.Interpreter):
         return super().call_function(torch.ops.aten.reshape.default if target in views else target, args, kwargs)
 
 
-def disagreement(graph: StepGraph, given: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
+def disagreement(
+    graph: StepGraph, given: Sequence[Tensor], expected: Sequence[Tensor], nearby: Callable[[], Sequence[Tensor]]
+) -> str:
     """The first result of a step that is another than by its graph, beyond rounding, in words; empty if there is none.
 
     Sums are rounded in another order in a program, and a ReLU at zero may be on its other side: so what counts is the
     norm of the difference. By as much as the cube root of a dtype's rounding, 0.5% in float32, it differs by a mistake
-    only; but for gradients of nothing but rounding, as of a bias before a BatchNorm, beside the largest.
+    only; but for gradients of nothing but rounding, as of a bias before a BatchNorm, beside the largest, and where the
+    graph itself gives others by as much for inputs that are off by their rounding, as by the one ReLU of few.
+    ``nearby``: what it gives for other such inputs at each call.
     """
     rounding = max(_rounding(node.meta.get("val")) for node in graph.module.graph.nodes)
     largest = max((_norm(tensor) for tensor in expected[1 : 1 + len(graph.trained)]), default=0.0)
     least = max(largest, 1.0) * rounding ** (2 / 3)
-    for name, one, other in zip(result_names(graph, len(given)), given, expected, strict=True):
-        if one.numel() and torch.isfinite(other).all():
-            wide = torch.complex128 if other.is_complex() else torch.float64
-            norm, apart = _norm(other), _norm(one.to(wide) - other.to(wide))
-            if not apart <= max(norm * rounding ** (1 / 3), least):
-                return f"{name}, {describe_value(other, None, 0)} of norm {norm:.3g}, differs by {apart:.3g}"
+    apart = [_apart(one, other) for one, other in zip(given, expected, strict=True)]
+    norms = list(map(_norm, expected))
+    suspects = [k for k, norm in enumerate(norms) if not apart[k] <= max(norm * rounding ** (1 / 3), least)]
+    if not suspects:
+        return ""
+    others = [nearby() for _ in range(_NEARBY)]
+    names = result_names(graph, len(given))
+    for k in suspects:
+        moved = max(_apart(other[k], expected[k]) for other in others)
+        if not apart[k] <= _AS_MUCH * moved:
+            kind = describe_value(expected[k], None, 0)
+            return f"{names[k]}, {kind} of norm {norms[k]:.3g}, differs by {apart[k]:.3g}"
     return ""
+
+
+def shaken(tensors: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
+    """Each of its numbers off by some of its rounding; a zero stays one."""
+    return [_shaken(tensor.detach(), _ROUNDINGS * _rounding(tensor), generator) for tensor in tensors]
+
+
+def _shaken(tensor: Tensor, most: float, generator: torch.Generator) -> Tensor:
+    if not most:
+        return tensor
+    off = 2 * torch.rand(tensor.shape, dtype=torch.float64, generator=generator) - 1
+    return (tensor * (1 + most * off.to(tensor.device))).to(tensor.dtype)
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    """The norm of the difference; 0 where the second has none to compare with."""
+    if not (one.numel() and torch.isfinite(other).all()):
+        return 0.0
+    wide = torch.complex128 if other.is_complex() else torch.float64
+    return _norm(one.to(wide) - other.to(wide))
 
 
 def result_names(graph: StepGraph, count: int) -> list[str]:

@@ -13,7 +13,7 @@ from hfusion.core.program import describe_value
 from hfusion.core.random import draws_random
 from hfusion.core.silence import silence_tracers
 from hfusion.device.backend import random_states_kept
-from hfusion.step.agreement import ByOperator, disagreement, result_names
+from hfusion.step.agreement import ByOperator, disagreement, result_names, shaken
 from hfusion.step.entry import entry_of
 from hfusion.step.inductor import quick_inductor
 from hfusion.step.row_entry import with_row_entries
@@ -54,7 +54,12 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
         with random_states_kept():
             given = _results(run, fresh(), batch)
         if not any(draws_random(node.target) for node in graph.module.graph.nodes):
-            wrong = disagreement(graph, given, _results(ByOperator(graph.module).run, fresh(), batch))
+            by_operator, generator = ByOperator(graph.module).run, torch.Generator().manual_seed(0)
+
+            def nearby() -> list[Tensor]:
+                return _results(by_operator, shaken(fresh(), generator), shaken(batch, generator))
+
+            wrong = disagreement(graph, given, _results(by_operator, fresh(), batch), nearby)
             if wrong:
                 raise WrongProgram(f"what torch.compile made of it is wrong: {wrong}")
         entry = entry_of(run, len(own) + len(batch), len(given) - len(own))

@@ -13,6 +13,8 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import hfusion as hf
+from hfusion.step.agreement import disagreement, shaken
+from hfusion.step.step_graph import StepGraph
 from tests.step.test_train_step import needs_compiler
 
 
@@ -59,3 +61,26 @@ def test_gradients_of_nothing_but_rounding_are_no_mistake() -> None:
     torch.manual_seed(1)
     _, report = _steps(model, (100 * torch.randn(64, 40), torch.randint(3, (64,))))
     assert "program of" in report
+
+
+@pytest.mark.parametrize(("share", "wrong"), [(0.02, False), (0.2, True)])
+def test_one_relu_at_zero_is_no_mistake_and_more_than_it_is_one(share: float, wrong: bool) -> None:
+    # The difference of two rounded numbers is zero, or on either side of it.
+    def step(a: Tensor, b: Tensor) -> list[Tensor]:
+        return [torch.ones(1), torch.cat([torch.ones(99), 20 * 0.1 * ((a - b) > 0).float()])]
+
+    one = torch.tensor([1.2345])
+    graph = StepGraph(torch.fx.symbolic_trace(step), (0,), (one,), (one,))
+    for node, value in zip(graph.module.graph.nodes, (one, one), strict=False):
+        node.meta["val"] = value
+    generator = torch.Generator().manual_seed(0)
+
+    def nearby() -> list[Tensor]:
+        return [*graph.module(*shaken((one, one), generator)), one]
+
+    expected = [*graph.module(one, one), one]
+    given = [expected[0], expected[1] + torch.eye(100)[99] * 100 * share, one]
+    told = disagreement(graph, given, expected, nearby)
+    assert ("the gradient of tensor 0" in told) == wrong
+    other = [expected[0] + 0.1, *given[1:]]
+    assert "the losses" in disagreement(graph, other, expected, nearby)
