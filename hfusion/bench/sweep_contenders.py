@@ -123,7 +123,9 @@ def processes(case: SweepCase, settings: SweepSettings) -> Searched:
         return searched(study)
 
 
-def arrays(case: SweepCase, settings: SweepSettings, *, rows: int | None = None, compile: bool = False) -> Searched:
+def arrays(
+    case: SweepCase, settings: SweepSettings, *, rows: int | None = None, compile: bool | str = False
+) -> Searched:
     """hf.sweep."""
     data, study = case.data(), study_of(settings)
     inputs, target = data.judge
@@ -189,5 +191,10 @@ CONTENDERS = (
     SweepContender("ray-half", "Ray Tune, half a core for each trial", partial(tune, share=0.5), needs="ray.tune"),
     SweepContender("hfusion", "hf.sweep", arrays, True),
     SweepContender("hfusion-wide", "hf.sweep of 64 rows", partial(arrays, rows=64), True),
-    SweepContender("hfusion-compiled", "hf.sweep of 64 rows, compiled", partial(arrays, rows=64, compile=True), True),
+    SweepContender(
+        "hfusion-compiled",
+        "hf.sweep of 64 rows, compiled where that pays",
+        partial(arrays, rows=64, compile="auto"),
+        True,
+    ),
 )

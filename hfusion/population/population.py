@@ -50,7 +50,8 @@ class Population(Saving, Enrolled):
             and the array is as before the step; ``"ignore"``: nothing, and it goes on with what it has. Others are
             never touched.
         tags: the members' names, by which checkpoints know them; made up where not given.
-        compile: as of `hfusion.train_step`; where members train a parameter together, steps run eagerly.
+        compile: as of `hfusion.train_step`; ``"auto"`` where nobody knows how long members stay. Where members train a
+            parameter together, steps run eagerly.
 
     Raises:
         FusionError: models that cannot be fused.

@@ -58,19 +58,21 @@ class CompileMode:
     eager_steps: int | None = None
     parts: int | str = AUTO
     steps: int | None = None
+    auto: bool = False
 
     @staticmethod
     def of(compile: object, eager_steps: int | None, parts: object = AUTO, steps: object = None) -> CompileMode:
-        divided = check_parts(parts)
-        if compile not in (True, False, "now", "background"):
-            raise ValueError(f'compile is {compile!r}: give True or "now", "background", or False')
+        divided, auto = check_parts(parts), compile == "auto"
+        if compile not in (True, False, "now", "background", "auto"):
+            raise ValueError(f'compile is {compile!r}: give True or "now", "background", "auto", or False')
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
             raise ValueError(f"steps is {steps!r}: give the number of steps that will be made")
         if eager_steps is None:
-            return CompileMode(bool(compile), compile == "background", None, divided, steps)
-        if steps is not None:
+            return CompileMode(bool(compile), compile == "background", None, divided, steps, auto)
+        if steps is not None or auto:
+            one = 'compile="auto"' if auto else "steps"
             raise ValueError(
-                "steps and eager_steps are both given: one leaves open when steps change over, one says it"
+                f"{one} and eager_steps are both given: one leaves open when steps change over, one says it"
             )
         if not compile:
             raise ValueError(
@@ -83,7 +85,22 @@ class CompileMode:
     def __str__(self) -> str:
         if not self.compile:
             return "False"
+        if self.auto:
+            return '"auto"'
         return '"background"' if self.background else "True"
+
+    @property
+    def judged(self) -> bool:
+        """Whether steps are compiled only if that pays."""
+        return self.auto or self.steps is not None
+
+    def left(self, steps: int) -> int | None:
+        """How many steps to expect after ``steps`` of a kind: where nobody said, as many as were made, and None between
+        powers of two, where an answer would hardly be another.
+        """
+        if self.steps is not None:
+            return max(0, self.steps - steps)
+        return steps if steps & (steps - 1) == 0 else None
 
     def eager(self, steps: int) -> bool:
         """Whether the step after ``steps`` of its kind is eager, whatever has been compiled by then."""
@@ -114,13 +131,12 @@ class ProgramMaker:
         way.program = self._fitting(way, call)
         if way.program is not None or self._waits(way, call, steps):
             return
-        if self.mode.steps is not None and way.job is None and not self._pays(way, call, size, autocast, steps):
+        if self.mode.judged and way.job is None and not self._pays(way, call, size, autocast, steps):
             return
         self._make(way, call, size, autocast, self.mode.due(steps) and not way.behind)
 
     def _pays(self, way: StepVariant, call: StepCall, size: int | None, autocast: Any, steps: int) -> bool:
         """Whether to compile ``way`` now that ``steps`` of its kind were made: not before one was timed."""
-        assert self.mode.steps is not None
         if any(holder[name].device.type != "cpu" for holder, name in way.places):
             # An accelerator's steps go on when their calls are over.
             return True
@@ -128,11 +144,14 @@ class ProgramMaker:
             # One that is there already costs nothing.
             self._make(way, call, size, autocast, due=False, find_only=True)
             return False
+        left = self.mode.left(steps)
+        if left is None:
+            return False
         operators, looped = _extent(way)
-        spare = spare_core()
-        left = max(0, self.mode.steps - steps)
-        found = judge(left, median(way.clock.eager), operators, looped, read_records(), spare)
-        way.behind, way.why, way.chosen = found.behind, found.why, bool(found.why)
+        found = judge(left, median(way.clock.eager), operators, looped, read_records(), spare_core())
+        way.behind, way.postponed = found.behind, found.why
+        if found.why and self.mode.steps is not None:
+            way.why, way.chosen = found.why, True
         return not found.why
 
     def eager_threads(self, way: StepVariant) -> AbstractContextManager[None]:

@@ -344,7 +344,9 @@ def train_step(
             ``True`` (or ``"now"``) compiles while the second call waits. ``"background"`` has another process do it
             while steps run eagerly; the first step after that is compiled. That process ends with its work, with this
             one, and with the step. On an accelerator, and where its order cannot be written, it is as ``"now"``. Either
-            way programs for CPUs are kept in the user's cache folder, for all processes.
+            way programs for CPUs are kept in the user's cache folder, for all processes. ``"auto"`` takes programs that
+            are kept, and compiles others only once that would pay if as many steps are to come as were made, see
+            ``steps``: where nobody knows how many will be.
         eager_steps: how many steps of a kind run eagerly; then they are compiled, with whatever wait that takes. So two
             runs with ``"background"`` change over at the same step, and agree to the bit. Not given: one, or with
             ``"background"`` as many as there are before the program.

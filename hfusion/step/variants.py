@@ -82,6 +82,8 @@ class StepVariant:
     """Whether another process makes its program."""
     chosen: bool = False
     """Whether it is eager for no trouble: its program would not be worth its time."""
+    postponed: str = ""
+    """Why its program is not made yet."""
     clock: StepClock = field(default_factory=StepClock)
     compiling: float | None = None
     """Seconds until its program was there, where that was compiled for it."""
@@ -116,7 +118,7 @@ class StepVariant:
             return CallReport(self.call, self.program.how)
         if self.job is not None and not self.why:
             return CallReport(self.call, "eager", "its program is being compiled in the background")
-        return CallReport(self.call, "eager", self.why or "the first step of its kind")
+        return CallReport(self.call, "eager", self.why or self.postponed or "the first step of its kind")
 
 
 # What steps of one array have found out: another step with the like loss need not do so again. Not of losses with

@@ -28,10 +28,10 @@ class ArrayStep:
     def __init__(self, one: Arrangement, name: str) -> None:
         self._name = name
         task = one.task
-        wanted: Any = (
-            {"compile": task.compile} if task.compile != "auto" else {"compile": True, "steps": one.plan.steps}
+        steps = one.plan.steps if task.compile == "auto" else None
+        self._step = train_step(
+            one.array, task.loss, one.optimizer, compile=task.compile, parts=task.parts, steps=steps
         )
-        self._step = train_step(one.array, task.loss, one.optimizer, parts=task.parts, **wanted)
         self._step.tell = self._tell
         # What the kinds of calls that were known to the run that is gone on with have in common.
         self._before: set[str] = set()

@@ -115,7 +115,7 @@ class Task:
         if not isinstance(self.callbacks, Sequence) or not all(map(callable, self.callbacks)):
             raise PlanError(f"task {self.name!r}: callbacks is {self.callbacks!r}; give a list of functions")
         try:
-            CompileMode.of(self.compile == "auto" or self.compile, None, self.parts)
+            CompileMode.of(self.compile, None, self.parts)
         except ValueError as error:
             raise PlanError(f"task {self.name!r}: {error}") from None
         self._check_loader("loader", self.loader)

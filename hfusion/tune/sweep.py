@@ -19,6 +19,7 @@ from hfusion.core.errors import CheckpointError
 from hfusion.core.resuming import resume_folder
 from hfusion.device.machine import Machine
 from hfusion.optim import AdamW
+from hfusion.step.making import CompileMode
 from hfusion.tune.beats import Beats, dead_runs
 from hfusion.tune.cluster_workers import ClusterWorkers
 from hfusion.tune.conductor import Conductor, Extent
@@ -57,7 +58,7 @@ def sweep(
     catch: type[BaseException] | tuple[type[BaseException], ...] = (),
     callbacks: Iterable[Callback] = (),
     pbt: PBT | None = None,
-    compile: bool = False,
+    compile: bool | str = False,
 ) -> SweepResult:
     """Search hyper-parameters with Optuna, many trials at a time in one array, each trained as if alone.
 
@@ -92,7 +93,8 @@ def sweep(
         callbacks: are called with the study and each trial that was told, as study.optimize has it. They, ``space`` and
             ``metric`` may call study.stop(): no more trials are asked then.
         pbt: population based training among the trials of each array; by default no pruner goes with it.
-        compile: as of `hfusion.train_step`; worth it for long sweeps of few shapes.
+        compile: as of `hfusion.train_step`. Each shape wants up to three programs: ``"auto"`` makes them once the steps
+            of an array have taken as long as that, ``True`` at once, for long sweeps of few shapes.
 
     Raises:
         ImportError: Optuna is not installed.
@@ -108,6 +110,7 @@ def sweep(
         raise ValueError(f"clip={clip!r}: give a norm above 0, or None")
     if pbt is not None and pruner is None and study is None:
         pruner = import_optuna().pruners.NopPruner()
+    CompileMode.of(compile, None)
     machine = machine or Machine.detect()
     directory = resume_folder("sweep") if directory is None else directory
     # The driver of a cluster makes models to look at.

@@ -34,7 +34,7 @@ class SweepRecipe:
     eval_loader: Iterable[Any] | None
     metric: Callable[..., Any] | None
     device: torch.device
-    compile: bool
+    compile: bool | str
     clip: float | None
 
     @property

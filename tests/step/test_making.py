@@ -171,7 +171,7 @@ def test_it_ends_with_the_process(how: str) -> None:
 @pytest.mark.parametrize(
     ("compile", "steps", "match"),
     [
-        ("later", None, 'compile is \'later\': give True or "now", "background", or False'),
+        ("later", None, 'compile is \'later\': give True or "now", "background", "auto", or False'),
         (None, None, "compile is None"),
         (False, 3, "no step will be compiled; omit it"),
         (True, 0, "an integer from 1 on"),

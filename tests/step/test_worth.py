@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hfusion.step import worth
+from hfusion.step import making, worth
 from hfusion.step.making import CompileMode
 from hfusion.step.worth import CompileRecord, StepClock, Worth, add_record, judge, read_records
 from tests.step.test_making import _kept as _kept
@@ -115,6 +115,32 @@ def test_where_nothing_is_known_another_process_compiles() -> None:
     assert "compiled in the background" in str(step.report())
 
 
+@pytest.mark.usefixtures("_kept")
+def test_steps_whose_number_nobody_knows_are_compiled_once_they_took_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def verdict(left: int, *others: Any) -> Worth:
+        asked.append(left)
+        return Worth() if left >= 8 else unpaid(left, 1, 9)
+
+    monkeypatch.setattr(making, "judge", verdict)
+    torch.manual_seed(0)
+    step = made(compile="auto")
+    losses = [one for count in (6, 2) for one in advance(step, count)]
+    assert f"eager: {unpaid(4, 1, 9).why}" in str(step.report())
+    losses += advance(step, 3)
+    assert "program of" in str(step.report())
+    assert asked == [2, 4, 8]
+    plain = made(compile=False)
+    for ours, theirs in zip(losses, [one for n in (6, 2, 3) for one in advance(plain, n)], strict=True):
+        torch.testing.assert_close(ours, theirs)
+    # What is kept is not judged.
+    again = made(compile="auto")
+    advance(again, 3)
+    assert "program of" in str(again.report())
+    assert asked == [2, 4, 8]
+
+
 @pytest.mark.parametrize("steps", [-1, 1.5, True, "many"])
 def test_wrong_numbers_of_steps(steps: Any) -> None:
     with pytest.raises(ValueError, match="give the number of steps"):
@@ -124,3 +150,5 @@ def test_wrong_numbers_of_steps(steps: Any) -> None:
 def test_when_to_compile_is_said_once() -> None:
     with pytest.raises(ValueError, match="both given"):
         CompileMode.of(True, 3, steps=10)
+    with pytest.raises(ValueError, match='compile="auto" and eager_steps are both given'):
+        CompileMode.of("auto", 3)
