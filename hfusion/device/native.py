@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -44,8 +45,31 @@ def library(source: Path) -> ctypes.CDLL | str:
     return _loaded(source)
 
 
+def begin(source: Path, before: Callable[[], object]) -> None:
+    """Compile ``source`` in a thread, which `library` waits for; ``before`` is called first. Once in a process."""
+    if source in _asked or os.environ.get("HFUSION_NATIVE") == "0":
+        return
+    _asked.add(source)
+    before()
+    worker = ThreadPoolExecutor(1, thread_name_prefix="hfusion-compiler")
+    _begun[source] = worker.submit(_made, source)
+    worker.shutdown(wait=False)
+
+
+_asked: set[Path] = set()
+_begun: dict[Path, Future[ctypes.CDLL | str]] = {}
+if hasattr(os, "register_at_fork"):
+    # Threads stay behind.
+    os.register_at_fork(after_in_child=_begun.clear)
+
+
 @cache
 def _loaded(source: Path) -> ctypes.CDLL | str:
+    begun = _begun.pop(source, None)
+    return _made(source) if begun is None else begun.result()
+
+
+def _made(source: Path) -> ctypes.CDLL | str:
     try:
         found = compiler()
         if found is None:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
@@ -60,6 +61,9 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         self.begun: list[dict[str, float | None]] = []
         self._held: Tensor | None = None
         super().__init__(params, dict(defaults))
+        first = self.param_groups[0]["params"][0]
+        if self.kernel is not None and first.is_cpu and type(first) in (Tensor, Parameter):
+            native.begin()
 
     @property
     def members(self) -> int:

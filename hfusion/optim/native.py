@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hfusion.device import native
+from hfusion.device.calibrate import compute_rates
 from hfusion.device.team import PieceError, Team, active_team
 from hfusion.optim.formula import Formula
 from hfusion.optim.settings import Settings
@@ -33,6 +34,11 @@ _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 def library() -> ctypes.CDLL | str:
     """The loaded kernels, or in words why there are none. Compiles at most once in a process."""
     return native.library(SOURCE)
+
+
+def begin() -> None:
+    """Compile them meanwhile. The machine is measured before, as that would disturb it."""
+    native.begin(SOURCE, partial(compute_rates, torch.device("cpu")))
 
 
 def kernel(name: str, dtype: torch.dtype) -> Kernel | None:

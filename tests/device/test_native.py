@@ -36,6 +36,31 @@ def seven(tmp_path: Path) -> Path:
     return source
 
 
+@pytest.mark.usefixtures("compiler")
+def test_a_library_is_compiled_meanwhile(seven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("HFUSION_NATIVE", raising=False)
+    asked: list[str] = []
+    for _ in range(2):
+        native.begin(seven, lambda: asked.append("before"))
+    assert asked == ["before"]
+    begun = native._begun[seven]
+    library = native.library(seven)
+    assert isinstance(library, ctypes.CDLL)
+    assert library is begun.result()
+    assert native.library(seven) is library
+    assert seven not in native._begun
+
+
+def test_why_a_library_is_not_compiled_meanwhile_is_told_when_it_is_wanted(
+    seven: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "false")
+    monkeypatch.delenv("HFUSION_NATIVE", raising=False)
+    native.begin(seven, lambda: None)
+    assert "failed" in str(native.library(seven))
+
+
 def test_a_library_that_does_not_load_is_compiled_again(seven: Path, compiler: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     assert isinstance(native.build(seven, compiler, folder), ctypes.CDLL)
