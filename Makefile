@@ -56,7 +56,7 @@ fuzz: $(STAMP)
 FILES ?= 10000
 KILLS ?= 200
 NODE_KILLS ?= 20
-soak: $(STAMP)
+soak: $(VENV)/.cluster
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint.damage --files $(FILES)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore::DeprecationWarning -m tests.checkpoint.killed --kills $(KILLS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cluster.killed --kills $(NODE_KILLS)
