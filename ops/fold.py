@@ -50,14 +50,19 @@ def folded(fn: Callable[..., Any], count: int, *args: Any, **kwargs: Any) -> Any
 
 
 def folding(
-    rank: int | None = None, channelwise: bool = True, *, at_once: Efficiency = PLAIN, loops: Efficiency = PLAIN
+    rank: int | None = None,
+    channelwise: bool = True,
+    *,
+    at_once: Efficiency = PLAIN,
+    loops: Efficiency = PLAIN,
+    packed: Efficiency | None = None,
 ) -> Rule:
     """The rule of an operator on samples of a batch.
 
     ``rank`` is that of an operand with its N; one of another rank has none, and the members take its place.
     ``None``: the operand always has N. ``channelwise``: each channel of the result depends on its own in the
-    operands only, so that packed operands can stay packed. ``at_once`` and ``loops``: the efficiency of one call for
-    all members, and of the loop over them.
+    operands only, so that packed operands can stay packed. ``at_once``, ``packed`` and ``loops``: the efficiency of one
+    call for all members, of one for packed operands where that is another, and of the loop over members.
     """
 
     def rule(site: Site, **arguments: Any) -> Call | None:
@@ -69,7 +74,7 @@ def folding(
             return _members_as_samples(site, arguments, at_once)
         if channelwise and Layout.PACKED in layouts:
             args, _ = in_order(site, map_values(arguments, lambda v: v.to(Layout.PACKED)))
-            return site.call(site.target, args, Layout.PACKED, "packed", efficiency=at_once)
+            return site.call(site.target, args, Layout.PACKED, "packed", efficiency=packed or at_once)
         args, _ = in_order(site, map_values(arguments, lambda v: v.to(Layout.STACKED)))
         return site.call(folded, (site.target, len(args), *args), Layout.STACKED, "folded", efficiency=at_once)
 

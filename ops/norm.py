@@ -39,7 +39,7 @@ aten = torch.ops.aten
 ROWS_FROM = 1 << 14
 
 # Fits to forward and backward of single layers, one core of a Xeon (AVX-512), 4 and 16 members.
-CHANNELS = Efficiency(16, traffic=0.4)
+CHANNELS = Efficiency(16, traffic=0.45)
 CHANNELS_EACH = Efficiency(11, traffic=0.5)
 
 Maybe = Tensor | None

@@ -14,6 +14,8 @@ aten = torch.ops.aten
 
 # Fits to forward and backward of single layers, one core of a Xeon (AVX-512), 4 and 16 members.
 AT_ONCE = Efficiency(8, traffic=0.14)
+# In channels_last, as convolutions give it.
+PACKED = Efficiency(8, traffic=0.4)
 LOOP = Efficiency(5, traffic=0.4)
 
 POOLS_1D = (
@@ -50,7 +52,7 @@ def fractional(site: Site, **arguments: Any) -> Answer:
 
 RULES: RuleTable = merge(
     table(POOLS_1D, folding(3, at_once=AT_ONCE, loops=LOOP)),
-    table(POOLS_2D, folding(4, at_once=AT_ONCE, loops=LOOP)),
-    table(POOLS_3D, folding(5, at_once=AT_ONCE, loops=LOOP)),
+    table(POOLS_2D, folding(4, at_once=AT_ONCE, packed=PACKED, loops=LOOP)),
+    table(POOLS_3D, folding(5, at_once=AT_ONCE, packed=PACKED, loops=LOOP)),
     table((aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default), fractional),
 )

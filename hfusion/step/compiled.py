@@ -25,7 +25,7 @@ from hfusion.step import kept
 from hfusion.step.build import build
 from hfusion.step.kept import KeptGraph, NoProgram, StepPrograms
 from hfusion.step.order import Order, write_order
-from hfusion.step.step_graph import StepCall, StepGraph, Tensors, captured_dims, trace, trace_rows
+from hfusion.step.step_graph import StepCall, StepGraph, Tensors, bound_rows, captured_dims, trace, trace_rows
 
 # Operators of one program that are worth it: inductor takes some 0.1 s for each on two cores.
 MAX_OPERATORS = 4000
@@ -247,8 +247,8 @@ def _compile(
             "varies; give one length, padded, to have it compiled"
         )
     tensors, members = Tensors.of(forward, loss), forward.compiled.program.members
-    looped = forward.looped_calls // members
-    if looped * (members if size is None else size) > MAX_LOOPED_CALLS:
+    looped = (forward if size is None else bound_rows(forward, range(min(size, members)))).looped_calls
+    if looped > MAX_LOOPED_CALLS:
         size = 1
     try:
         if size is not None:

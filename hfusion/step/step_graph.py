@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hfusion.compiler.arguments import BATCHED, Arguments
 from hfusion.compiler.bound import BoundProgram, Place
-from hfusion.compiler.compiled import Compiled, of_member
+from hfusion.compiler.compiled import of_member
 from hfusion.compiler.rows import of_rows
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.guards import Guards, open_dims
@@ -185,12 +185,14 @@ def trace(forward: BoundProgram, loss: BoundProgram, call: StepCall) -> StepGrap
 def trace_rows(forward: BoundProgram, loss: BoundProgram, call: StepCall, rows: range) -> StepGraph:
     """As `trace`, the step of neighbouring members, which takes their rows of tensors and inputs."""
     tensors = Tensors.of(forward, loss)
-    ours, its_loss = (replace(source, compiled=_of_rows(source, rows)) for source in (forward, loss))
+    ours, its_loss = (bound_rows(source, rows) for source in (forward, loss))
     return _trace(ours, its_loss, tensors, tensors.of_rows(rows), call.of_rows(rows))
 
 
-def _of_rows(source: BoundProgram, rows: range) -> Compiled:
-    return of_member(source.compiled, rows.start) if len(rows) == 1 else of_rows(source.compiled, rows)
+def bound_rows(source: BoundProgram, rows: range) -> BoundProgram:
+    """The program of neighbouring members, lowered for as many, at the places of the whole array's tensors."""
+    found = of_member(source.compiled, rows.start) if len(rows) == 1 else of_rows(source.compiled, rows)
+    return replace(source, compiled=found)
 
 
 def _trace(

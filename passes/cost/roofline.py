@@ -50,7 +50,10 @@ LOOPING = frozenset({stacked_to_listed, packed_to_listed, listed_to_stacked, lis
 # The same of images, beside these: they change their order of memory, and the gradient comes in an order that the value
 # before does not have; elementwise operators take 4 ns for an element of such a pair.
 REORDERED = (2, 14)
-REORDERING = frozenset({*LOOPING, stacked_to_packed})
+REORDERING = frozenset({stacked_to_listed, listed_to_stacked, stacked_to_packed})
+# From channels_last to channels_last a pixel is cut into the channels of members, or put together of them.
+PIXELS = (1, 5)
+BETWEEN_PIXELS = frozenset({packed_to_listed, listed_to_packed})
 # Python's calls that a view takes.
 VIEW = 1.0
 
@@ -105,8 +108,9 @@ def conversion_seconds(
 ) -> Seconds:
     """What it takes to bring a value of ``size`` bytes, of all members, to another layout."""
     forward, backward = PASSES.get(convert, (0, 0))
-    if image and convert in REORDERING and reorders(rates):
-        forward, backward = forward + REORDERED[0], backward + REORDERED[1]
+    if image and reorders(rates):
+        more = REORDERED if convert in REORDERING else PIXELS if convert in BETWEEN_PIXELS else (0, 0)
+        forward, backward = forward + more[0], backward + more[1]
     return passes_seconds(1 + (members if convert in LOOPING else 0), (forward, backward), size, rates, tracked)
 
 
@@ -118,7 +122,7 @@ def passes_seconds(calls: int, passes: tuple[int, int], size: int, rates: Comput
 
 
 def reorders(rates: ComputeRates) -> bool:
-    """Whether loops over images have their own order of memory, channels-last."""
+    """Whether convolutions have their own order of memory, channels-last."""
     return rates.device == "cpu"
 
 
