@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from hfusion.core.program import describe_value
 from hfusion.core.random import draws_random
@@ -18,11 +18,6 @@ from hfusion.step.entry import entry_of
 from hfusion.step.inductor import quick_inductor
 from hfusion.step.row_entry import with_row_entries
 from hfusion.step.step_graph import StepGraph, written_inputs
-
-_CONVOLUTION = torch.ops.aten.convolution.default
-
-# Bytes from one pixel to the next from which on inductor's transposes cost more than its convolutions gain, measured.
-_LONG_ROW = 1 << 11
 
 
 class WrongProgram(Exception):
@@ -40,7 +35,8 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
     from hfusion.step.overlap import CopiesOfOverlaps
 
     kind = graph.examples[0].device.type
-    options = {"post_grad_custom_post_pass": CopiesOfOverlaps(), **(cpu_options(graph.module) if kind == "cpu" else {})}
+    # From C++ small operators take less time to be called than from Python.
+    options: dict[str, Any] = {"post_grad_custom_post_pass": CopiesOfOverlaps(), "cpp_wrapper": kind == "cpu"}
     with silence_tracers(), torch.no_grad(), torch.autocast(kind, enabled=False):
         with with_row_entries(), quick_inductor():
             run: Callable[..., Sequence[Tensor]] = inductor(graph.module, [e.detach() for e in graph.examples], options)
@@ -116,15 +112,3 @@ def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
     if (ours.shape, ours.stride(), ours.dtype) != (theirs.shape, theirs.stride(), theirs.dtype):
         return False
     return bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
-
-
-def cpu_options(module: fx.GraphModule) -> dict[str, Any]:
-    """How inductor compiles a program for the CPU.
-
-    Operators are called from C++: small ones take less time than Python to call them. Inductor would also run all
-    convolutions channels-last; those that stand here channels-first with long rows, as the grouped ones of many
-    members, it then transposes by strides of a page.
-    """
-    convolutions = [node.meta["val"] for node in module.graph.nodes if node.target is _CONVOLUTION]
-    wide = any(out.stride(1) > 1 and out.shape[1] * out.element_size() >= _LONG_ROW for out in convolutions)
-    return {"cpp_wrapper": True, "layout_optimization": not wide}

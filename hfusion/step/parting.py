@@ -13,11 +13,13 @@ from torch import fx
 from hfusion.compiler.bound import BoundProgram
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind
+from hfusion.device.native import core_cache
 from hfusion.device.openmp import torch_threads
 from hfusion.device.team import library
 from hfusion.ops.random import seedable
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
+from hfusion.passes.cost.price import Model
 from hfusion.step.choice import ONE_PART, NotedProgram, WayTimes
 from hfusion.step.compiled import MAX_LOOPED_CALLS, FusedStep, PerMemberStep, StepProgram, too_many_kinds
 from hfusion.step.parted import PartedStep
@@ -25,6 +27,8 @@ from hfusion.step.recorded import recorded
 from hfusion.step.row_entry import Unparted
 
 AUTO = "auto"
+# Of MobileNetV2's members a thread, blocks of 4 took as long as one of 8, and blocks of 2 took 1.25 of that.
+LEAST_BLOCK = 4
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,12 @@ class Parting:
         members, cores = forward.compiled.program.members, torch.get_num_threads()
         threads = min(cores if isinstance(parts, str) else parts, members)
         if threads == 1:
-            return Parting(size, inner=cores, direct=not _obstacle(forward, loss))
-        block = -(-members // threads) if size is None else size
+            direct = not _obstacle(forward, loss)
+            if size is None and cores == 1 and direct and not _without_threads():
+                block = block_size(forward, 1)
+                size = None if block >= members or too_many_kinds(forward, loss, block) else block
+            return Parting(size, inner=cores, direct=direct)
+        block = block_size(forward, threads) if size is None else size
         why = obstacle(forward, loss) or too_many_kinds(forward, loss, block)
         if why:
             return Parting(size, why=why)
@@ -89,6 +97,21 @@ class Parting:
             with suppress(Unparted):
                 return PartedStep(program, 1, self.inner, measured=False)
         return recorded(program)
+
+
+def block_size(forward: BoundProgram, threads: int) -> int:
+    """How many members a program computes where ``threads`` of them run at a time: a thread's share of the members, or
+    a whole fraction of it, so that the largest value of a member's forward stays in a core's cache for all of these.
+
+    Measured with 64 members on two threads, blocks of 8 took 0.71 of the time of blocks of 32 in DCGAN's generator, and
+    0.83 in a small CNN; of a transformer's 8 members a thread, blocks of 4 took 0.89. Fewer cost more calls than that.
+    """
+    members = forward.compiled.program.members
+    share = -(-members // threads)
+    model = Model.of(forward.compiled.graph, 1)
+    values = [size for node, size in model.bytes.items() if node.op == "call_function"]
+    fit = max(LEAST_BLOCK, core_cache() // max([1, *values]))
+    return -(-members // (threads * max(1, share // fit)))
 
 
 def check_parts(parts: object) -> int | str:

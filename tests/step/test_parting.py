@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.bound import BoundProgram
+from hfusion.device.openmp import torch_threads
+from hfusion.step import parting
 from hfusion.step.parted import PartedStep
 from hfusion.step.step_graph import StepCall
 from tests.step.test_train_step import needs_compiler
@@ -189,3 +192,31 @@ def test_blocks_on_one_thread_leave_gradients_where_they_belong() -> None:
     assert torch.equal(program._program.step(call), losses[-1])
     again = [parameter.grad for parameter in array.parameters() if parameter.grad is not None]
     assert all(map(torch.equal, found, again))
+
+
+@pytest.mark.parametrize(
+    ("members", "threads", "cache", "size"),
+    # A value of a member has 96 bytes.
+    [(16, 1, 1 << 20, 16), (16, 2, 1 << 20, 8), (16, 1, 768, 8), (16, 2, 1, 4), (7, 1, 1, 7), (40, 2, 960, 10)],
+)
+def test_blocks_stay_in_the_cache_of_a_core(
+    members: int, threads: int, cache: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parting, "core_cache", lambda: cache)
+    array = hf.fuse([nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 1)) for _ in range(members)])
+    x = torch.ones(4, 2)
+    array(x)
+    forward = array.find(Arguments.of((x,), {}))
+    assert forward is not None
+    assert parting.block_size(BoundProgram.of(forward, array), threads) == size
+
+
+def test_blocks_of_one_thread_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parting, "core_cache", lambda: 1)
+    (array, opt), (other, its_opt) = make(8), make(8)
+    with torch_threads(1):
+        step = hf.train_step(array, F.cross_entropy, opt)
+        plain = hf.train_step(other, F.cross_entropy, its_opt, compile=False)
+        for _ in range(4):
+            torch.testing.assert_close(step(*data()), plain(*data()), **CLOSE)
+    assert "for 4 members, called once per 4" in str(step.report())

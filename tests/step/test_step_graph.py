@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import BoundProgram, Place
-from hfusion.step.build import cpu_options
 from hfusion.step.compiled import FusedStep, PerMemberStep, StepProgram, blocks_of, scalars_of
 from hfusion.step.step_graph import StepCall, Tensors, trace, trace_rows, written_inputs
 from tests.zoo import MODELS, Model, normal
@@ -166,25 +165,6 @@ def test_sizes_that_fit() -> None:
     graph = trace(*sources(fused, loss, call, outputs), call)
     for sizes, fits in [((4, 4), True), ((9, 9), True), ((9, 4), False), ((1, 1), False), ((0, 0), False)]:
         assert graph.fits([model.draw(sizes[0]), torch.rand(sizes[1]).double()]) is fits
-
-
-class Grouped(nn.Sequential):
-    """The second convolution of ``count`` members is one of ``count`` groups, of ``16 * count`` channels."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Conv2d(2, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1))
-
-
-@pytest.mark.parametrize(("count", "turned"), [(4, True), (32, False)])
-def test_inductor_does_not_turn_long_rows(count: int, turned: bool) -> None:
-    fused = hf.fuse([Grouped() for _ in range(count)], verify=False)
-    loss, x, target = hf.per_model(loss_of), torch.randn(3, 2, 4, 4), torch.rand(3)
-    outputs = fused(x)
-    loss(outputs, target)
-    call = StepCall(Arguments.of((x,), {}), Arguments.of((target,), {}))
-    module = trace(*sources(fused, loss, call, outputs), call).module
-    assert [node.args[8] for node in module.graph.nodes if "convolution.default" in str(node.target)] == [1, count]
-    assert cpu_options(module) == {"cpp_wrapper": True, "layout_optimization": turned}
 
 
 @pytest.mark.parametrize(
