@@ -18,6 +18,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from hfusion.device.queues import DeviceQueue, HostQueue, Queue, StreamQueue
+
 _TYPES = ("cuda", "xpu", "mps")
 AUTOCAST_QUESTIONS = {"is_autocast_enabled": "cuda"} | {
     f"is_autocast_{kind}_enabled": kind for kind in ("cpu", "xla", "ipu")
@@ -35,16 +37,6 @@ def types() -> tuple[str, ...]:
 
 
 T = TypeVar("T")
-
-
-class Queue(Protocol):
-    """Work that a device does in the order in which it is asked for, beside that of its other queues."""
-
-    def run(self, job: Callable[[], None]) -> None:
-        """Call ``job``; the operators that it calls belong to this queue. They may be done later."""
-
-    def wait(self) -> None:
-        """Until all of it is done."""
 
 
 class Backend(Protocol):
@@ -94,17 +86,6 @@ class Backend(Protocol):
 
 
 @dataclass(frozen=True)
-class _HostQueue:
-    """The queue of a host: what it is asked for is done when it has been asked."""
-
-    def run(self, job: Callable[[], None]) -> None:
-        job()
-
-    def wait(self) -> None:
-        return
-
-
-@dataclass(frozen=True)
 class Host:
     """The processor that runs Python."""
 
@@ -114,7 +95,7 @@ class Host:
     name: str = ""
 
     def queue(self) -> Queue:
-        return _HostQueue()
+        return HostQueue()
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -144,31 +125,6 @@ class Host:
 
 
 @dataclass(frozen=True)
-class _StreamQueue:
-    stream: torch.Stream
-
-    def run(self, job: Callable[[], None]) -> None:
-        with self.stream:
-            job()
-
-    def wait(self) -> None:
-        self.stream.synchronize()
-
-
-@dataclass(frozen=True)
-class _DeviceQueue:
-    """The one queue of a device that has no others."""
-
-    device: torch.device
-
-    def run(self, job: Callable[[], None]) -> None:
-        job()
-
-    def wait(self) -> None:
-        torch.accelerator.synchronize(self.device)
-
-
-@dataclass(frozen=True)
 class Accelerator:
     """A device of its own memory, which works beside Python."""
 
@@ -194,7 +150,7 @@ class Accelerator:
         return str(found(self.device)) if found is not None else self.device.type
 
     def queue(self) -> Queue:
-        return _DeviceQueue(self.device) if self.device.type == "mps" else _StreamQueue(torch.Stream(self.device))
+        return DeviceQueue(self.device) if self.device.type == "mps" else StreamQueue(torch.Stream(self.device))
 
     def current(self) -> AbstractContextManager[Any]:
         return torch.accelerator.device_index(self.device.index)
@@ -253,6 +209,12 @@ class Recorder:
         self._accelerator = Accelerator(device)
         self._stream = torch.Stream(device)
         self._pool: Any = None
+
+    @property
+    def recording(self) -> bool:
+        """Whether this thread's queue is being recorded, by whomever."""
+        asked = getattr(torch.get_device_module(self._accelerator.device), "is_current_stream_capturing", None)
+        return asked is not None and bool(asked())
 
     def __call__(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
         """What replays ``work``, and its result, which replays write anew. Raises what keeps it from being recorded.

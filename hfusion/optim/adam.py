@@ -31,7 +31,6 @@ class Adam(FusedOptimizer):
     options: ClassVar[tuple[str, ...]] = ("amsgrad", "maximize")
     torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
     kernel: ClassVar[str | None] = "adam"
-    left_out: ClassVar[Mapping[str, float]] = {"shrink": 1.0}
 
     def __init__(
         self,

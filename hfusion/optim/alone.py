@@ -23,6 +23,7 @@ class AloneStepper:
     """As `hfusion.optim.stacked.StackedStepper`."""
 
     contiguous = False
+    recordable = False
 
     def __init__(
         self,

@@ -28,8 +28,9 @@ from hfusion.core.usage import any_absent
 from hfusion.optim import coupling, native
 from hfusion.optim.checks import check_padding
 from hfusion.optim.formula import Formula
-from hfusion.optim.group import Groups, State, membership_of, same_objects
+from hfusion.optim.group import Groups, State, common_members, membership_of, same_objects
 from hfusion.optim.hyper import own, plain, read, unchanged
+from hfusion.optim.recording import RecordedUpdates, recording_on
 from hfusion.optim.resting import Resting, left_alone, of_members, together, without_gradient
 from hfusion.optim.rows import MemberRows, check_width, first_values
 from hfusion.optim.scaled import divide, overflown
@@ -58,6 +59,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         self._known: dict[int, tuple[Settings, Groups | None]] = {}
         self._released: dict[tuple[int, ...], Groups] = {}
         self._cache: StepCache | None = None
+        self._recording: RecordedUpdates | None = None
         self.begun: list[dict[str, float | None]] = []
         self._held: Tensor | None = None
         super().__init__(params, dict(defaults))
@@ -75,7 +77,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            members = _members(group)
+            members = common_members(group["params"])
             if members != self.members:
                 raise ValueError(
                     f"param group {len(self.param_groups) - 1} belongs to an array of {members} members, "
@@ -129,8 +131,11 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         if self._held is not None:
             resting = together(resting, of_members(self._active(), self._held))
         with torch.no_grad(), left_alone(resting, self.state) if resting else nullcontext():
-            for settings, group, grads in work:
-                group.step(grads, settings)
+            if self._recording is not None:
+                self._recording.step(work)
+            else:
+                for settings, group, grads in work:
+                    group.step(grads, settings)
         return loss
 
     def _work(self) -> Work:
@@ -162,6 +167,11 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     def state_stacks(self) -> int:
         """The most stacks that the state of a parameter holds: 2 for Adam, 0 for SGD without momentum."""
         return max(len(self._settings(group).names) for group in self.param_groups)
+
+    @property
+    def launches(self) -> str:
+        """In words, how a device is asked for steps that can record what it is asked for; empty elsewhere."""
+        return "" if self._recording is None else self._recording.how
 
     def initialise(self) -> None:
         """Make the state of every trained parameter now, which otherwise happens at its first step."""
@@ -211,6 +221,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     def forget(self) -> None:
         """Let go of the memory of tensors that are moved; the next step looks where they lie."""
         self._cache = None
+        if self._recording is not None:
+            self._recording.forget()
         for index, (settings, groups) in list(self._known.items()):
             self._known[index] = settings, None
             if groups is not None:
@@ -227,6 +239,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         self._known = {}
         self._released = {}
         self._cache = None
+        self._recording = None
         self._held = None
         # A copy of a Parameter has lost its mark.
         for group, memberships in zip(self.param_groups, marks, strict=False):
@@ -322,6 +335,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         found = self._released.pop(tuple(map(id, active)), None)
         if found is not None and found.move(active, state, settings.names):
             return found
+        if self._recording is None and active:
+            self._recording = recording_on(active[0].device)
         made = [self._state(param, settings) for param in active] if settings.stateful else []
         return Groups(type(self), active, made, settings.names)
 
@@ -370,20 +385,3 @@ def _observed(optimizer: Optimizer) -> bool:
         or len(optimizer_module._global_optimizer_pre_hooks) > coupling.hooks()
         or optimizer_module._global_optimizer_post_hooks
     )
-
-
-def _members(group: ParamGroup) -> int:
-    """B of the array that the parameters of ``group`` belong to."""
-    members = None
-    for index, param in enumerate(group["params"]):
-        found = membership_of(param, index)
-        if members is None:
-            members = found.members
-        elif members != found.members:
-            raise ValueError(
-                f"parameter {index} ({found.name!r}) belongs to an array of {found.members} members, those "
-                f"before it to one of {members}: use one optimizer per array"
-            )
-    if members is None:
-        raise ValueError("a param group without parameters has no number of members")
-    return members

@@ -36,8 +36,6 @@ class Formula:
     """Whether every element is updated by itself. Then tensors may come cut into pieces."""
     kernel: ClassVar[str | None] = None
     """The name of a kernel in ``kernels.c`` and ``triton_kernels.py``."""
-    left_out: ClassVar[Mapping[str, float]] = {}
-    """What a kernel reads of a scalar that is None, where that is not 0."""
 
     @staticmethod
     def check(h: Any, o: Any) -> None:
@@ -62,7 +60,7 @@ class Formula:
         """What a step needs of numbers, computed in float64: vectors ``[..., B]``, or None for what nobody needs.
 
         ``n`` holds the ``numbers`` by name, ``[params, B]``; ``n.step`` is 1 at the first step. Others than ``step``
-        are updated in place. A kernel reads the scalars in this order.
+        are updated in place.
         """
         return {**h._asdict(), "step": n.step}
 
@@ -71,7 +69,7 @@ class Formula:
         """One step: write ``param`` and ``state`` in place, stacks ``[B, ...]`` of float32 or float64 numbers.
 
         ``s`` holds the scalars by name, in the dtype and on the device of ``param``, ``[B, 1, ...]``, so that they
-        broadcast over the members. ``grad`` may not be written.
+        broadcast over the members. ``grad`` and ``s`` may not be written.
         """
         raise NotImplementedError
 

@@ -11,13 +11,13 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hfusion.device.backend import backend
+from hfusion.optim.device_numbers import DeviceNumbers, sent
 from hfusion.optim.formula import Formula
 from hfusion.optim.settings import Settings
 
@@ -45,29 +45,41 @@ def plan(formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Seq
 
 
 class TritonStepper:
-    """As `hfusion.optim.native.TritonStepper`, for stacks on an accelerator; the ``counts`` stay on the CPU."""
+    """As `hfusion.optim.native.NativeStepper`, for stacks on an accelerator.
+
+    The ``counts`` stay on the CPU, where who saves or copies members finds them; the device counts its own, and is told
+    where others write to these.
+    """
 
     contiguous = True
+    recordable = True
 
     def __init__(self, formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> None:
         assert formula.kernel is not None
         first, kernels = stacks[0][0], library()
-        self._formula = formula
         self._kernel = getattr(kernels, formula.kernel)
+        self._prepare = getattr(kernels, f"{formula.kernel}_scalars")
         self._device, self._dtype = first.device, first.dtype
         self._members = len(first)
-        self._counts = counts
+        self._counts = list(counts)
         self._buffers = len(stacks) - 1
         sizes = [param.numel() // self._members for param in stacks[0]]
-        self._sizes = torch.tensor(sizes, device=self._device)
+        self._sizes = sent(torch.tensor(sizes), self._device)
         lanes = _WIDTH // self._dtype.itemsize
         self._launches = [
-            (size, _spots(sizes, which, self._members, kernels.BLOCK).to(self._device))
+            (size, sent(_spots(sizes, which, self._members, kernels.BLOCK), self._device))
             for size, which in _by_width(sizes, lanes).items()
         ]
         self._constants = {"BUFFERS": self._buffers, "dtype": kernels.REALS[self._dtype], "BLOCK": kernels.BLOCK}
         self._told: dict[tuple[int, ...], _Addresses] = {}
-        self._numbers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._settings: Settings | None = None
+        self._table = DeviceNumbers(self._device, torch.float64)
+        self._counted = DeviceNumbers(self._device, torch.float32)
+        self._counts_there = self._counted.tell(torch.zeros(len(sizes), self._members))
+        numbers = kernels.SCALARS[formula.kernel]
+        self._scalars = torch.empty((len(sizes), numbers, self._members), dtype=self._dtype, device=self._device)
+        self._scalars_grid = (len(sizes), -(-self._members // kernels.ROWS))
+        self._rows = kernels.ROWS
         self.move(stacks)
 
     def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
@@ -77,16 +89,45 @@ class TritonStepper:
     def release(self) -> None:
         """Nothing: this knows where tensors lie, and holds none."""
 
+    @property
+    def key(self) -> None:
+        """What launches depend on, besides where tensors lie: nothing."""
+        return None
+
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
         """Count a step and make it. ``grads``: as the parameters."""
+        self.ready(grads, settings)
+        self.launch(grads)
+
+    def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        """Count a step on the CPU, and tell the device what it does not know, before it is launched."""
+        self._grads = self._at(grads)
+        advance = settings.advance[: self._members]
+        if settings is not self._settings:
+            self._settings = settings
+            flags = torch.tensor([[float(bool(flag))] for flag in settings.options], dtype=torch.float64)
+            rows = (settings.table[:, : self._members], advance.double()[None], flags.expand(-1, self._members))
+            self._table_there = self._table.tell(torch.cat(rows))
         if self._counts:
-            advance = settings.advance[: self._members]
-            torch._foreach_add_(list(self._counts), [advance] * len(self._counts))
-        found = [self._sent(place, numbers) for place, numbers in enumerate(self._scalars(settings))]
-        own = self._at(grads)
-        for lanes, spots in self._launches:
-            # Triton launches on the current device.
-            with backend(self._device).current():
+            counts = torch.stack(self._counts)
+            self._counted.tell(counts)
+            torch._foreach_add_(self._counts, [advance] * len(self._counts))
+            counts += advance
+
+    def launch(self, grads: Sequence[Tensor]) -> object:
+        """Make the step on the device, which counts it; what must be kept as long as that may be repeated."""
+        own = self._grads
+        # Triton launches on the current device. As in C, every operation rounds.
+        with backend(self._device).current():
+            self._prepare[self._scalars_grid](
+                self._table_there,
+                self._counts_there,
+                self._scalars,
+                self._members,
+                ROWS=self._rows,
+                enable_fp_fusion=False,
+            )
+            for lanes, spots in self._launches:
                 self._kernel[(len(spots),)](
                     spots,
                     self._sizes,
@@ -94,35 +135,12 @@ class TritonStepper:
                     self._members,
                     self._params.there,
                     own.there,
-                    *found,
+                    self._scalars,
                     **self._constants,
                     LANES=lanes if self._params.wide and own.wide else 1,
-                    # As in C: every operation rounds.
                     enable_fp_fusion=False,
                 )
-
-    def _scalars(self, settings: Settings) -> tuple[Tensor, Tensor]:
-        """What the kernel takes of numbers ``[counts, number, members]``, and where those of each tensor begin."""
-        own, which = torch.ones(1, self._members), torch.zeros(len(self._sizes), dtype=torch.int64)
-        if self._counts:
-            own, which = torch.unique(torch.stack(list(self._counts)), dim=0, return_inverse=True)
-        names = SimpleNamespace(step=own.double())
-        found = self._formula.scalars(settings.vectors_of(self._members), settings.options, names)
-        whole = [
-            torch.full_like(names.step, self._formula.left_out.get(name, 0.0)) if value is None else value
-            for name, value in found.items()
-        ]
-        whole = [value.expand(own.shape) for value in whole]
-        scalars = torch.stack(whole, dim=1).to(self._dtype)
-        return scalars, which * (scalars.numel() // len(own))
-
-    def _sent(self, place: int, numbers: Tensor) -> Tensor:
-        """Numbers of a step on the device, to which they go when they are not those of the step before."""
-        found = self._numbers.get(place)
-        # By their bits: a zero has a sign.
-        if found is None or not torch.equal(found[0].view(torch.uint8), numbers.view(torch.uint8)):
-            found = self._numbers[place] = numbers, numbers.to(self._device, non_blocking=True)
-        return found[1]
+        return own, self._params
 
     def _at(self, tensors: Sequence[Tensor]) -> _Addresses:
         """Where tensors lie; the device is told once, as memory that was let go is often taken again."""
@@ -131,7 +149,7 @@ class TritonStepper:
         if found is None:
             if len(self._told) == _MAX_TOLD:
                 self._told.clear()
-            there = torch.tensor(addresses, dtype=torch.int64).to(self._device, non_blocking=True)
+            there = sent(torch.tensor(addresses, dtype=torch.int64), self._device)
             found = self._told[addresses] = _Addresses(there, not any(address % _WIDTH for address in addresses))
         return found
 

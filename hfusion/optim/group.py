@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ class Stepper(Protocol):
     def contiguous(self) -> bool:
         """Whether it reads the gradients as they lie in memory."""
 
+    @property
+    def recordable(self) -> bool:
+        """Whether it is a `RecordableStepper`, whose launches may be recorded."""
+
     def release(self) -> None:
         """Let go of the tensors, until ``move``."""
 
@@ -37,6 +41,20 @@ class Stepper(Protocol):
 
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
         """Count a step and make it. ``grads``: as the parameters."""
+
+
+class RecordableStepper(Stepper, Protocol):
+    """One whose steps are, first, what the host does at each of them, and then launches that are always the same."""
+
+    @property
+    def key(self) -> Hashable:
+        """What the launches depend on, besides where tensors lie."""
+
+    def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        """Count a step, and tell the device what it has to know of the host."""
+
+    def launch(self, grads: Sequence[Tensor]) -> object:
+        """Make the step; what must be kept as long as that may be repeated."""
 
 
 Kernels: TypeAlias = Callable[[type[Formula], Sequence[Sequence[Tensor]], Sequence[Tensor]], Stepper | None]
@@ -88,6 +106,16 @@ class Group:
         # Autograd sees by the version that a tensor it saved is overwritten; kernels do not count.
         torch.autograd.graph.increment_version(self._stacks[0])
         self._plan.step(grads, settings)
+
+    @property
+    def recordable(self) -> RecordableStepper | None:
+        """What makes its steps, if their launches may be recorded."""
+        return cast(RecordableStepper, self._plan) if self._plan.recordable else None
+
+    @property
+    def written(self) -> list[Tensor]:
+        """The parameters, as `torch.autograd.graph.increment_version` takes them."""
+        return self._stacks[0]
 
     def _stack(self, tensor: Tensor) -> Tensor:
         return tensor if self._stacked else tensor.unsqueeze(0)
@@ -213,6 +241,23 @@ def membership_of(param: Tensor, index: int = 0) -> Membership:
             "use torch.optim for it"
         )
     return found
+
+
+def common_members(params: Sequence[Tensor]) -> int:
+    """B of the array that the parameters of a param group belong to."""
+    members = None
+    for index, param in enumerate(params):
+        found = membership_of(param, index)
+        if members is None:
+            members = found.members
+        elif members != found.members:
+            raise ValueError(
+                f"parameter {index} ({found.name!r}) belongs to an array of {found.members} members, those "
+                f"before it to one of {members}: use one optimizer per array"
+            )
+    if members is None:
+        raise ValueError("a param group without parameters has no number of members")
+    return members
 
 
 def _own_numbers(names: Mapping[str, float], state: Sequence[State]) -> None:

@@ -68,6 +68,7 @@ class NativeStepper:
     """
 
     contiguous = True
+    recordable = False
 
     def __init__(self, kernel: Kernel, stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> None:
         params = stacks[0]

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from hfusion.core.usage import absent_rows
+from hfusion.optim.device_numbers import sent
 from hfusion.optim.group import State, membership_of
 
 Resting = dict[Tensor, Tensor]
@@ -53,11 +55,15 @@ def left_alone(resting: Resting, state: Mapping[Tensor, State]) -> Iterator[None
 
 def _rows(resting: Resting, state: Mapping[Tensor, State]) -> Sequence[tuple[Tensor, Tensor]]:
     found = []
+    places: dict[tuple[int, torch.device], Tensor] = {}
     for param, members in resting.items():
         # Where nobody rests, nothing is copied; a whole tensor rests as a row of one.
         rows = members.reshape(-1).nonzero().reshape(-1)
         if len(rows):
             for tensor in (param.detach(), *state.get(param, {}).values()):
                 stack = tensor if members.dim() else tensor.unsqueeze(0)
-                found.append((stack, rows.to(tensor.device)))
+                place = id(members), tensor.device
+                if place not in places:
+                    places[place] = sent(rows, tensor.device)
+                found.append((stack, places[place]))
     return found

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from hfusion.optim.device_numbers import DeviceNumbers
 from hfusion.optim.formula import Formula
 from hfusion.optim.settings import Settings
 
@@ -20,6 +21,7 @@ class StackedStepper:
     """
 
     contiguous = False
+    recordable = True
 
     def __init__(
         self,
@@ -32,11 +34,15 @@ class StackedStepper:
         first = stacks[0][0]
         self._members, self._device = len(first), first.device
         self._dtype = torch.promote_types(_real(first).dtype, torch.float32)
+        self.release()
         self.move(stacks)
 
     def release(self) -> None:
         """Let go of the tensors, until ``move``."""
         self._places: list[tuple[Tensor, ...]] = []
+        self._there = DeviceNumbers(self._device, self._dtype)
+        self._columns: dict[str, list[Tensor | None]] = {}
+        self.key: Hashable = None
 
     def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
         """The same stacks lie elsewhere now."""
@@ -45,25 +51,48 @@ class StackedStepper:
 
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
         """Count a step and make it. ``grads``: as the parameters."""
-        scalars = self._scalars(settings)
+        self.ready(grads, settings)
+        self.launch(grads)
+
+    def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        """Count a step, and tell the device the numbers of it."""
+        used, places = self._scalars(settings), len(self._places)
+        names = [name for name, value in used.items() if value is not None]
+        # Some are lists.
+        options = tuple(map(repr, settings.options))
+        if not names:
+            key: Hashable = (options, tuple(used))
+        else:
+            whole = torch.stack([value.expand(places, self._members) for value in used.values() if value is not None])
+            there = self._there.write(whole)
+            key = (options, tuple(used), tuple(names), there.data_ptr())
+        if key == self.key:
+            return
+        # What launches depend on, besides where tensors lie.
+        self.key, self._options = key, settings.options
+        self._columns = {name: [None] * places for name in used}
+        for name, column in zip(names, there if names else (), strict=True):
+            self._columns[name] = list(column.unbind())
+
+    def launch(self, grads: Sequence[Tensor]) -> object:
+        """Make the step; what must be kept as long as that may be repeated."""
         for index, ((param, *state), grad) in enumerate(zip(self._places, grads, strict=True)):
             if param.numel():
-                self._update(param, _real(grad), state, {name: s[index] for name, s in scalars.items()}, settings)
+                self._update(param, _real(grad), state, {name: s[index] for name, s in self._columns.items()})
+        return self._columns
 
-    def _update(
-        self, param: Tensor, grad: Tensor, state: list[Tensor], scalars: dict[str, Tensor | None], settings: Settings
-    ) -> None:
+    def _update(self, param: Tensor, grad: Tensor, state: list[Tensor], scalars: dict[str, Tensor | None]) -> None:
         shape = [self._members, *[1] * (param.dim() - 1)]
         own = SimpleNamespace(**{name: None if s is None else s.view(shape) for name, s in scalars.items()})
         these = [tensor.to(self._dtype) for tensor in (param, *state)]
         stacks = dict(zip(self._names, these[1:], strict=True))
-        self._formula.update(these[0], grad.to(self._dtype), stacks, own, settings.options)
+        self._formula.update(these[0], grad.to(self._dtype), stacks, own, self._options)
         for tensor, computed in zip((param, *state), these, strict=True):
             if tensor is not computed:
                 tensor.copy_(computed)
 
-    def _scalars(self, settings: Settings) -> dict[str, list[Tensor | None]]:
-        """What the update takes of numbers, for each parameter ``[B]``."""
+    def _scalars(self, settings: Settings) -> Mapping[str, Tensor | None]:
+        """What the update takes of numbers, ``[params, B]`` or what becomes that; the numbers of the state go on."""
         numbers = {name: torch.stack(vectors) for name, vectors in self._numbers.items()}
         if "step" in numbers:
             numbers["step"] += settings.advance[: self._members]
@@ -73,14 +102,7 @@ class StackedStepper:
         )
         for name, vectors in self._numbers.items():
             torch._foreach_copy_(vectors, list(numbers[name].unbind()))
-        places = len(self._places)
-        used = {name: value for name, value in found.items() if value is not None}
-        columns: dict[str, list[Tensor | None]] = {name: [None] * places for name in found}
-        if used:
-            whole = torch.stack([value.expand(places, self._members) for value in used.values()])
-            for name, column in zip(used, whole.to(self._device, self._dtype, non_blocking=True), strict=True):
-                columns[name] = list(column.unbind())
-        return columns
+        return found
 
 
 def _real(tensor: Tensor) -> Tensor:

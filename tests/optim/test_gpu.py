@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfusion as hf
 from hfusion.optim import gpu, group
@@ -142,13 +143,34 @@ def test_the_device_is_told_once_where_tensors_lie(offset: int) -> None:
     assert [lanes for lanes, _ in stepper._launches] == [4, 1]
 
 
-def test_the_device_is_told_numbers_that_are_others() -> None:
-    stacks = [[torch.zeros(2, 4, dtype=torch.float32, device=DEVICE)] for _ in range(2)]
-    stepper = gpu.TritonStepper(hf.optim.SGD, stacks, [])
-    first = stepper._sent(0, torch.tensor([[[0.1, 0.0]]]))
-    assert stepper._sent(0, torch.tensor([[[0.1, 0.0]]])) is first
-    assert stepper._sent(1, torch.tensor([0])) is not first
-    assert stepper._sent(0, torch.tensor([[[0.1, -0.0]]])) is not first
+class _Counting(TorchDispatchMode):
+    """How many operators are called that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", [hf.optim.Adam, hf.optim.AdamW, hf.optim.Adadelta])
+def test_the_host_calls_few_operators_for_a_step(kind: type[hf.optim.FusedOptimizer]) -> None:
+    array = Array(2, shapes=[(4,)] * 20, device=DEVICE)
+    fused = kind(array.params, lr=[0.1, 0.2])  # type: ignore[call-arg]
+    for _ in range(2):
+        array.draw_grads()
+        fused.step()
+    ((settings, parts),) = fused._known.values()
+    assert parts is not None
+    (own,) = parts.with_gradients([param.grad for param in array.params if param.grad is not None])
+    stepper, counting = own[0].recordable, _Counting()
+    assert stepper is not None
+    with counting:
+        stepper.ready(own[1], settings)
+    # Twenty counts are compared with what the device has counted, and go on.
+    assert counting.count <= 4
 
 
 COMPILES = """
@@ -175,7 +197,7 @@ for (kernel, buffers), (real, kind) in itertools.product(WAYS, zip(kernels.REALS
     lanes = 16 // (real.primitive_bitwidth // 8)
     constants = {"BUFFERS": buffers, "dtype": real, "BLOCK": kernels.BLOCK, "LANES": lanes}
     signature = {"spots": "*i32", "sizes": "*i64", "tensors": "i32", "members": "i32", "params": "*i64"}
-    signature |= {"grads": "*i64", "scalars": kind, "begins": "*i64"} | dict.fromkeys(constants, "constexpr")
+    signature |= {"grads": "*i64", "scalars": kind} | dict.fromkeys(constants, "constexpr")
     for capability in (80, 90, 100):
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
@@ -187,6 +209,15 @@ for (kernel, buffers), (real, kind) in itertools.product(WAYS, zip(kernels.REALS
         used = resources(made.asm["cubin"])
         print(kernel.fn.__name__, buffers, kind, capability, used)
         # What does not fit the registers is spilled there.
+        assert used["STACK"] == used["LOCAL"] == 0 < used["REG"]
+for name in kernels.SCALARS:
+    kernel = getattr(kernels, f"{name}_scalars")
+    for kind, capability in itertools.product(("*fp32", "*fp64"), (80, 90, 100)):
+        signature = {"table": "*fp64", "counts": "*fp32", "scalars": kind, "members": "i32", "ROWS": "constexpr"}
+        source = ASTSource(fn=kernel, signature=signature, constexprs={"ROWS": kernels.ROWS})
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+        used = resources(made.asm["cubin"])
+        print(name, kind, capability, used)
         assert used["STACK"] == used["LOCAL"] == 0 < used["REG"]
 """
 

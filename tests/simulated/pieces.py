@@ -96,8 +96,25 @@ def a_minibatch_keeps_the_host_waiting_for_nothing_but_the_ends_of_units() -> No
         for shards, resident in ((1, True), (3, True), (3, False)):
             few, many = (asked(count, way, shards, resident) for count in (2, 6))
             assert many[0] == few[0]
-            # For each shard the numbers of the optimizer and what gradients are clipped by; and the constant, once.
-            assert many[1] - few[1] <= 4 * EPOCHS * (shards * (1 if way.clip is None else 2) + 2)
+            # For each shard what gradients are clipped by; and the constant, once.
+            assert many[1] - few[1] <= 4 * EPOCHS * (shards * (way.clip is not None) + 2)
+
+
+def an_optimizer_copies_to_its_device_from_pinned_memory_only() -> None:
+    array = fused().to(THERE)
+    params = list(array.parameters())
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizers = hf.optim.AdamW, hf.optim.SGD, hf.optim.RMSprop, hf.optim.NAdam, hf.optim.Lion
+    for optimizer in [kind(params, lr=[0.1] * len(array)) for kind in optimizers]:
+        optimizer.step()
+        QUEUES.start(0)
+        for step in range(4):
+            optimizer.param_groups[0]["lr"] = [0.1 / (1 + step + member) for member in range(len(array))]
+            optimizer.step()
+            with optimizer.holding(torch.arange(len(array)) == 1):
+                optimizer.step()
+        assert (QUEUES.reads, QUEUES.staged) == (0, 0)
 
 
 class Convolved(nn.Module):
@@ -159,6 +176,7 @@ PIECES: tuple[Callable[[], None], ...] = (
     an_array_that_moves_without_its_state_is_refused,
     a_machine_knows_its_devices,
     a_minibatch_keeps_the_host_waiting_for_nothing_but_the_ends_of_units,
+    an_optimizer_copies_to_its_device_from_pinned_memory_only,
     an_array_is_lowered_for_the_device_that_it_is_planned_for,
     what_was_measured_on_a_cpu_is_rewritten_there_only,
 )

@@ -1,0 +1,53 @@
+"""Numbers that the host knows and a device computes with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hfusion.device.backend import backend
+
+
+class DeviceNumbers:
+    """Numbers of the host on ``device`` in ``dtype``, in the same memory as long as their shape stays.
+
+    So launches that are recorded read at each replay what was told last.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._there: Tensor | None = None
+        # What was told last. Who lets the device write to it writes the same here.
+        self.known: Tensor | None = None
+
+    def tell(self, numbers: Tensor) -> Tensor:
+        """Let the device know ``numbers``, if it does not; where they lie there."""
+        known, self.known = self.known, numbers
+        there = self._there
+        # By their bits: a zero has a sign.
+        if there is not None and known is not None and _same_bits(known, numbers):
+            return there
+        return self.write(numbers)
+
+    def write(self, numbers: Tensor) -> Tensor:
+        """Write ``numbers`` there, whatever the device knows."""
+        there = self._there
+        if there is None or there.shape != numbers.shape:
+            there = self._there = torch.empty(numbers.shape, dtype=self._dtype, device=self._device)
+        if not there.is_cpu:
+            numbers = _pinned(numbers.to(self._dtype), self._device)
+        return there.copy_(numbers, non_blocking=True)
+
+
+def sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """``numbers`` on ``device``; Python waits for no copy."""
+    return _pinned(numbers, device).to(device, non_blocking=True) if numbers.is_cpu else numbers.to(device)
+
+
+def _same_bits(these: Tensor, those: Tensor) -> bool:
+    return these.shape == those.shape and torch.equal(these.view(torch.uint8), those.view(torch.uint8))
+
+
+def _pinned(numbers: Tensor, device: torch.device) -> Tensor:
+    # torch gives pinned memory to nobody else until the copies from it are done.
+    return numbers.pin_memory() if backend(device).pins else numbers

@@ -1,0 +1,123 @@
+"""The launches of an optimizer's steps, recorded once and replayed by one on a device that can: a CUDA graph.
+
+It is a graph of its own, behind that of forward and backward, as hooks and clipping come between. What the host knows,
+hyper-parameters and counts, is written into the device's memory before it is replayed; who rests is put back after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from hfusion.core.errors import FusionError
+from hfusion.device.backend import Recorder, backend
+from hfusion.optim.group import Group, RecordableStepper, same_objects
+from hfusion.optim.step_cache import Work
+
+# Steps whose gradients lie at one place before they are recorded: those of a loop by autograd may lie at others.
+STEADY = 3
+# Places of gradients that are recorded, as many as kinds of batches are (step/recorded.py).
+MAX_RECORDED = 4
+# Places that are counted.
+MAX_MET = 64
+# How often parameters or state may be others before recording them is given up.
+MAX_MOVES = 3
+
+_Part: TypeAlias = tuple[RecordableStepper, Sequence[torch.Tensor]]
+
+
+class _Recorded(NamedTuple):
+    """What replays launches, and what must be kept for that."""
+
+    replay: Callable[[], object]
+    kept: object
+
+
+class RecordedUpdates:
+    """The steps of one optimizer. ``record``: as `hfusion.device.backend.Recorder`."""
+
+    def __init__(self, record: Recorder) -> None:
+        self._record = record
+        self._groups: list[Group] = []
+        self._met: dict[Hashable, int] = {}
+        self._recorded: dict[Hashable, _Recorded] = {}
+        self._moves = 0
+        self._why = ""
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        if self._why:
+            return f"launched one by one: {self._why}"
+        return "recorded and replayed as one" if self._recorded else "launched one by one so far"
+
+    def step(self, work: Work) -> None:
+        """Make the step."""
+        if self._record.recording:
+            raise FusionError(
+                "opt.step() was called while a graph of the device is being captured, which would repeat this step's "
+                "hyper-parameters and counts for ever: capture forward and backward, and call opt.step() behind the "
+                "replay, which records its own launches; or use hf.train_step, which records both"
+            )
+        parts: list[_Part] = [(found, grads) for _, group, grads in work if (found := group.recordable) is not None]
+        if len(parts) < len(work) or not work or self._why:
+            for settings, group, grads in work:
+                group.step(grads, settings)
+            return
+        self._look([group for _, group, _ in work])
+        for (settings, group, grads), (stepper, _) in zip(work, parts, strict=True):
+            torch.autograd.graph.increment_version(group.written)
+            stepper.ready(grads, settings)
+        key = tuple((stepper.key, *((grad.data_ptr(), grad.stride()) for grad in grads)) for stepper, grads in parts)
+        recorded = self._recorded.get(key)
+        if recorded is None and self._steady(key):
+            recorded = self._first(key, parts)
+        if recorded is None:
+            _launch(parts)
+        else:
+            recorded.replay()
+
+    def forget(self) -> None:
+        """Everything lies elsewhere from now on."""
+        self._groups = []
+        self._met.clear()
+        if self._recorded:
+            self._recorded.clear()
+            self._moves += 1
+            if self._moves == MAX_MOVES:
+                self._why = f"its tensors have moved {MAX_MOVES} times"
+
+    def _look(self, groups: list[Group]) -> None:
+        if not same_objects(groups, self._groups):
+            self.forget()
+            self._groups = groups
+
+    def _steady(self, key: Hashable) -> bool:
+        """Whether gradients have lain there often enough."""
+        if len(self._met) == MAX_MET:
+            self._met.clear()
+        count = self._met[key] = self._met.get(key, 0) + 1
+        return count >= STEADY and len(self._recorded) < MAX_RECORDED
+
+    def _first(self, key: Hashable, parts: Sequence[_Part]) -> _Recorded | None:
+        """Record the launches, which are not made by that."""
+        try:
+            found = self._recorded[key] = _Recorded(*self._record(lambda: _launch(parts)))
+        except Exception as error:
+            first, _, _ = str(error).strip().partition("\n")
+            self._why = f"{type(error).__name__}: {first[:300]}"
+            self._recorded.clear()
+            return None
+        return found
+
+
+def _launch(parts: Sequence[_Part]) -> object:
+    return [stepper.launch(grads) for stepper, grads in parts]
+
+
+def recording_on(device: torch.device) -> RecordedUpdates | None:
+    """For parameters on ``device``, if launches can be recorded there."""
+    record = backend(device).recorder()
+    return None if record is None else RecordedUpdates(record)

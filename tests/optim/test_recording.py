@@ -1,0 +1,227 @@
+"""Steps whose launches are recorded equal B optimizers of torch.optim."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import hfusion as hf
+from hfusion.core.errors import FusionError
+from hfusion.optim import base, gpu, group, recording
+from tests.optim.arrays import EVERY, FORMULAS, Array, run, start
+from tests.optim.tape import Closure, Tape
+
+Made = tuple[Array, Any, list[Any], Tape]
+WAYS = [("formula", name) for name in EVERY] + [
+    ("triton", name) for name in ("sgd-nesterov", "adam-decay", "adam-far", "adamw-all", "adadelta-all")
+]
+
+
+@pytest.fixture(params=WAYS, ids="-".join)
+def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
+    """An array whose optimizer's launches are recorded, on the CPU, with the members' own optimizers."""
+    way, case = request.param
+    yield from _made(monkeypatch, way, *EVERY[case])
+
+
+def _made(patch: pytest.MonkeyPatch, way: str, name: str, options: dict[str, Any]) -> Iterator[Made]:
+    tape = Tape() if way == "formula" else Closure()
+    if way == "formula":
+        patch.setenv("HFUSION_NATIVE", "0")
+        patch.setattr(group, "KERNELS", {})
+    else:
+        pytest.importorskip("triton")
+        patch.delenv("HFUSION_NATIVE", raising=False)
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setattr(group, "KERNELS", {"cpu": gpu.plan})
+        _forget()
+    patch.setattr(base, "recording_on", lambda device: recording.RecordedUpdates(tape))
+    array = Array(3)
+    yield array, *start(name, options, array), tape
+    if way == "triton":
+        _forget()
+
+
+def _forget() -> None:
+    sys.modules.pop("hfusion.optim.triton_kernels", None)
+    gpu._loaded.cache_clear()
+
+
+class Steady:
+    """Gradients that lie where they lay."""
+
+    def __init__(self, array: Array) -> None:
+        array.draw_grads()
+        self.array, self.grads = array, [param.grad for param in array.params]
+
+    def draw(self) -> None:
+        self.array.draw_grads()
+        for index, (param, grad) in enumerate(zip(self.array.params, self.grads, strict=True)):
+            assert grad is not None
+            assert param.grad is not None
+            param.grad = grad.copy_(param.grad)
+            for member, params in enumerate(self.array.members):
+                params[index].grad = grad[member].clone()
+
+    def run(self, fused: Any, alone: list[Any], steps: int) -> None:
+        for _ in range(steps):
+            self.draw()
+            fused.step()
+            for optimizer in alone:
+                optimizer.step()
+
+
+def set_lr(fused: Any, alone: list[Any], values: list[float]) -> None:
+    fused.param_groups[0]["lr"] = values
+    for optimizer, value in zip(alone, values, strict=True):
+        optimizer.param_groups[0]["lr"] = value
+
+
+def test_equals_alone_with_rates_that_change_between_replays(made: Made) -> None:
+    array, fused, alone, tape = made
+    steady = Steady(array)
+    steady.run(fused, alone, 5)
+    assert (tape.made, tape.replayed) == (1, 3)
+    for step in range(3):
+        set_lr(fused, alone, [0.1 / (step + 1), 0.0, 0.3])
+        steady.run(fused, alone, 1)
+    array.assert_equal()
+    assert (tape.made, tape.replayed) == (1, 6)
+    assert fused.launches == "recorded and replayed as one"
+    # Where hyper-parameters of 0 leave operators out, the launches are others.
+    if "weight_decay" in fused.param_groups[0]:
+        fused.param_groups[0]["weight_decay"] = 0.0
+        for optimizer in alone:
+            optimizer.param_groups[0]["weight_decay"] = 0.0
+        steady.run(fused, alone, 4)
+        array.assert_equal()
+
+
+def test_counts_are_those_of_a_state_that_was_loaded(made: Made) -> None:
+    array, fused, alone, tape = made
+    steady = Steady(array)
+    steady.run(fused, alone, 1)
+    early = [deepcopy(optimizer.state_dict()) for optimizer in (fused, *alone)]
+    steady.run(fused, alone, 4)
+    fused.load_state_dict(early[0])
+    for optimizer, state in zip(alone, early[1:], strict=True):
+        optimizer.load_state_dict(state)
+    steady.run(fused, alone, 5)
+    # torch loads the product of NAdam's momenta, which is of float32, as float64.
+    array.assert_equal(1e-6 if isinstance(fused, hf.optim.NAdam) else 1e-9)
+    assert tape.made == 2
+
+
+@pytest.mark.parametrize("way", ["held", "overflown", "began anew", "copied"])
+def test_members_whose_counts_differ(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    for kind, case in (("formula", "nadam"), ("formula", "adam"), ("triton", "adam-all"), ("triton", "sgd-momentum")):
+        with monkeypatch.context() as patch:
+            for array, fused, alone, tape in _made(patch, kind, *EVERY[case]):
+                steady = Steady(array)
+                steady.run(fused, alone, 5)
+                others = [alone[0], alone[2]]
+                for _ in range(2):
+                    steady.draw()
+                    step_but_one(way, fused, array)
+                    for optimizer in others if way in ("held", "overflown") else alone:
+                        optimizer.step()
+                if way == "began anew":
+                    alone[1].state.clear()
+                    fused.restart(1)
+                elif way == "copied":
+                    copy_alone(array, alone)
+                    fused.copy(0, 1)
+                    for param in array.params:
+                        param.detach()[1] = param.detach()[0]
+                steady.run(fused, alone, 3)
+                array.assert_equal()
+                assert tape.replayed >= 5
+
+
+def step_but_one(way: str, fused: Any, array: Array) -> None:
+    """A step that member 1 does not make."""
+    if way == "held":
+        with fused.holding(torch.tensor([False, True, False])):
+            fused.step()
+    elif way == "overflown":
+        for param in array.params:
+            assert param.grad is not None
+            param.grad[1] = torch.inf
+        fused.found_inf = torch.ones(1)
+        with np.errstate(invalid="ignore"):
+            fused.step()
+        del fused.found_inf
+    else:
+        fused.step()
+
+
+def copy_alone(array: Array, alone: list[Any]) -> None:
+    for mine, other in zip(array.members[1], array.members[0], strict=True):
+        mine.data = other.data.clone()
+        alone[1].state[mine] = {
+            key: value.clone() if isinstance(value, Tensor) else value for key, value in alone[0].state[other].items()
+        }
+    for mine, other in zip(alone[1].param_groups, alone[0].param_groups, strict=True):
+        mine.update({key: value for key, value in other.items() if key != "params"})
+
+
+def with_formula(monkeypatch: pytest.MonkeyPatch, case: str) -> Made:
+    return next(_made(monkeypatch, "formula", *FORMULAS[case]))
+
+
+def test_gradients_that_lie_elsewhere_at_every_step_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    array, fused, alone, tape = with_formula(monkeypatch, "lion")
+    kept = []
+    for _ in range(6):
+        run(array, fused, alone, 1)
+        kept.append([param.grad for param in array.params])
+    array.assert_equal()
+    assert tape.made == 0
+
+
+def test_memory_that_moves_again_and_again_is_no_longer_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    array, fused, alone, tape = with_formula(monkeypatch, "rmsprop-all")
+    steady = Steady(array)
+    for _ in range(recording.MAX_MOVES + 2):
+        steady.run(fused, alone, 4)
+        for param in array.params:
+            param.data = param.data.clone()
+    array.assert_equal()
+    assert tape.made == recording.MAX_MOVES
+    assert fused.launches == f"launched one by one: its tensors have moved {recording.MAX_MOVES} times"
+
+
+class Reading(hf.optim.SGD):
+    """Its update looks at values."""
+
+    kernel = None
+
+    @staticmethod
+    def update(param: Tensor, grad: Tensor, state: Any, s: Any, o: Any) -> None:
+        if bool(grad.isfinite().all()):
+            hf.optim.SGD.update(param, grad, state, s, o)
+
+
+def test_a_formula_that_reads_values_is_launched_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf.optim, "Reading", Reading, raising=False)
+    monkeypatch.setattr(torch.optim, "Reading", torch.optim.SGD, raising=False)
+    for array, fused, alone, _ in _made(monkeypatch, "formula", "Reading", {"lr": 0.1}):
+        Steady(array).run(fused, alone, 6)
+        array.assert_equal()
+        assert fused.launches == "launched one by one: RuntimeError: operation not permitted when stream is capturing"
+
+
+def test_a_step_within_a_graph_of_the_users_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    array, fused, alone, tape = with_formula(monkeypatch, "lion")
+    run(array, fused, alone, 1)
+    tape.recording = True
+    array.draw_grads()
+    with pytest.raises(FusionError, match="while a graph of the device is being captured"):
+        fused.step()
