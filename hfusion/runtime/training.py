@@ -315,7 +315,11 @@ class Training:
             for name in self.state.shards[shard].trained:
                 if name in self._started and self._gradient(shard, name).numel():
                     norms = grad_norms(self._gradient(shard, name), len(self._clip))
-                    self._norms[name] = norms.to("cpu", non_blocking=True)
+                    self._norms[name] = self._noted(norms)
+
+    def _noted(self, norms: Tensor) -> Tensor:
+        """On the host, where they are once the unit has ended: it does not wait for each."""
+        return norms.to("cpu", non_blocking=True)
 
     def _recomputed(self, shard: int, device: torch.device) -> _PartGraph:
         inputs = self._boundary.entry(shard, self._recipe.parts[shard].takes, device)

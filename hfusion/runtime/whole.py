@@ -110,6 +110,10 @@ class WholeTraining(Training):
             self.save(unit)
         self._times.append(Ran(began, read, computed, ended, perf_counter()))
 
+    def _noted(self, norms: Tensor) -> Tensor:
+        """On the host at once: the same unit clips by them."""
+        return norms.cpu()
+
     def _sum(self, unit: Unit, grads: dict[str, Tensor]) -> None:
         """Add to the gradients that outlive the minibatch."""
         if self.plan.accumulate > 1 and grads:
