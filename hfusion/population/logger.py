@@ -2,140 +2,24 @@
 
 from __future__ import annotations
 
-import csv
 import math
+import operator
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from contextlib import ExitStack
+from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from hfusion.core.screen import ProgressBars, Tenths, plain
-from hfusion.core.text import file_name
+from hfusion.population.sinks import Csv, LogSink, Mlflow, TensorBoard, Wandb
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 Numbers = Tensor | Sequence[float]
-
-
-class LogSink(Protocol):
-    """Where numbers go."""
-
-    def write(self, step: int, member: str, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Csv:
-    """A file with the columns step, member, name, value; an existing one goes on.
-
-    What was written is in the file, also where the process is killed. Raises ValueError for a file of other columns.
-    """
-
-    columns = ("step", "member", "name", "value")
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a+", newline="", encoding="utf-8")  # noqa: SIM115
-        self._writer = csv.writer(self._file)
-        try:
-            self._go_on(path)
-        except BaseException:
-            self._file.close()
-            raise
-
-    def _go_on(self, path: str | os.PathLike[str]) -> None:
-        self._file.seek(0)
-        head = next(csv.reader(self._file), None)
-        if head is None:
-            self._writer.writerow(self.columns)
-        elif head != [*self.columns]:
-            raise ValueError(f"{path} begins with {head}, and a log with {[*self.columns]}: give another file")
-        else:
-            with open(path, "rb") as content:
-                content.seek(-1, os.SEEK_END)
-                torn = content.read() != b"\n"
-            self._file.seek(0, os.SEEK_END)
-            if torn:
-                # The machine went down in the middle of a line.
-                self._file.write("\r\n")
-        self._file.flush()
-
-    def write(self, step: int, member: str, values: Mapping[str, float]) -> None:
-        self._writer.writerows([step, member, name, value] for name, value in values.items())
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class TensorBoard:
-    """A run for each member, in a folder of its name, where what is no letter of ASCII is written as in a URL.
-
-    Needs the package tensorboard.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._make, self._folder = SummaryWriter, Path(folder)
-        self._writers: dict[str, Any] = {}
-
-    def write(self, step: int, member: str, values: Mapping[str, float]) -> None:
-        if member not in self._writers:
-            self._writers[member] = self._make(str(self._folder / file_name(member, safe=" ")))
-        for name, value in values.items():
-            self._writers[member].add_scalar(name, value, step)
-
-    def close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
-
-
-class Wandb:
-    """A run for each member of the service Weights & Biases. Needs the package wandb; ``options`` go to its init."""
-
-    def __init__(self, **options: Any) -> None:
-        import wandb
-
-        self._init, self._options = wandb.init, options
-        self._runs: dict[str, Any] = {}
-
-    def write(self, step: int, member: str, values: Mapping[str, float]) -> None:
-        if member not in self._runs:
-            # Several runs at a time in one process.
-            self._runs[member] = self._init(name=member, reinit="create_new", **self._options)
-        self._runs[member].log(dict(values), step=step)
-
-    def close(self) -> None:
-        for run in self._runs.values():
-            run.finish()
-
-
-class Mlflow:
-    """A run for each member of an experiment of MLflow. Needs the package mlflow."""
-
-    def __init__(self, experiment: str) -> None:
-        from mlflow.tracking import MlflowClient
-
-        self._client = MlflowClient()
-        found = self._client.get_experiment_by_name(experiment)
-        self._experiment = found.experiment_id if found is not None else self._client.create_experiment(experiment)
-        self._runs: dict[str, str] = {}
-
-    def write(self, step: int, member: str, values: Mapping[str, float]) -> None:
-        if member not in self._runs:
-            self._runs[member] = self._client.create_run(self._experiment, run_name=member).info.run_id
-        for name, value in values.items():
-            self._client.log_metric(self._runs[member], name, value, step=step)
-
-    def close(self) -> None:
-        for run in self._runs.values():
-            self._client.set_terminated(run)
 
 
 class MemberLogger:
@@ -144,9 +28,17 @@ class MemberLogger:
     Args:
         csv: a file, see `Csv`.
         tensorboard: a folder, see `TensorBoard`.
-        wandb: options of ``wandb.init``, such as ``{"project": "sweep"}``.
-        mlflow: the name of an experiment.
-        sinks: whatever else has ``write(step, member, values)`` and ``close()``.
+        wandb: options of ``wandb.init``, such as ``{"project": "sweep"}``, see `Wandb`.
+        mlflow: the name of an experiment, see `Mlflow`.
+        sinks: whatever else has ``write(step, member, values)`` and ``close(error)``.
+        purge_step: for a run that goes on from a checkpoint: what the file and the folder hold of this step and later,
+            as it was written before the run was killed, counts no longer.
+
+    Used as a context manager, what ends it early is told: runs of W&B and MLflow have failed then, or were killed.
+
+    Raises:
+        ImportError: a package that is not installed.
+        ValueError: a file that is no log, or options that are not the user's to give.
 
     Example:
         >>> with MemberLogger() as logger:
@@ -161,34 +53,53 @@ class MemberLogger:
         wandb: Mapping[str, Any] | None = None,
         mlflow: str | None = None,
         sinks: Sequence[LogSink] = (),
+        purge_step: int | None = None,
     ) -> None:
         self._sinks = list(sinks)
-        if csv is not None:
-            self._sinks.append(Csv(csv))
-        if tensorboard is not None:
-            self._sinks.append(TensorBoard(tensorboard))
-        if wandb is not None:
-            self._sinks.append(Wandb(**wandb))
-        if mlflow is not None:
-            self._sinks.append(Mlflow(mlflow))
+        self._closed = False
+        # Callbacks of tasks on several devices come from several threads.
+        self._lock = Lock()
+        try:
+            if csv is not None:
+                self._sinks.append(Csv(csv, purge_step))
+            if tensorboard is not None:
+                self._sinks.append(TensorBoard(tensorboard, purge_step))
+            if wandb is not None:
+                self._sinks.append(Wandb(wandb))
+            if mlflow is not None:
+                self._sinks.append(Mlflow(mlflow))
+        except BaseException as error:
+            self._close(error)
+            raise
 
     def log(self, members: Any, step: int, **values: Numbers) -> None:
         """Note numbers ``[rows]`` by name; ``members``: a population, or the members' names, None where nobody is.
 
         Raises:
-            ValueError: another number of values than of rows, or names that are none, or of two members.
+            ValueError: another number of values than of rows, names that are none, or of two members, a step that is
+                no whole number, or a logger that is closed.
         """
+        if self._closed:
+            raise ValueError("this logger is closed: make another, which goes on in the same files")
+        step = whole_step(step)
         tags = names_of(members)
         columns = {name: numbers_of(name, given, len(tags)) for name, given in values.items()}
-        for row, tag in enumerate(tags):
-            if tag is not None:
-                for sink in self._sinks:
-                    sink.write(step, tag, {name: column[row] for name, column in columns.items()})
+        with self._lock:
+            for row, tag in enumerate(tags):
+                if tag is not None:
+                    for sink in self._sinks:
+                        sink.write(step, tag, {name: column[row] for name, column in columns.items()})
 
     def close(self) -> None:
-        """Write what is left, and close everything."""
-        for sink in self._sinks:
-            sink.close()
+        """Write what is left, and close everything. A second time it does nothing."""
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
+        """Close all, whatever one of them raises."""
+        sinks, self._sinks, self._closed = self._sinks, [], True
+        with ExitStack() as stack:
+            for sink in reversed(sinks):
+                stack.callback(sink.close, error)
 
     def __enter__(self) -> MemberLogger:
         return self
@@ -196,7 +107,7 @@ class MemberLogger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._close(error)
 
 
 class MemberProgress:
@@ -274,9 +185,22 @@ def names_of(members: Any) -> list[str | None]:
     return found
 
 
-def numbers_of(name: str, given: Numbers, rows: int) -> list[float]:
-    """``given`` as numbers. Raises ValueError unless there is one for each row."""
-    values = [float(value) for value in torch.as_tensor(given).detach().cpu().reshape(-1).tolist()]
+def whole_step(step: Any) -> int:
+    """A number, or a tensor of one. Raises ValueError for what is not whole."""
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise ValueError(f"step={step!r}: give a whole number, such as pop.steps") from None
+
+
+def numbers_of(name: str, given: Any, rows: int) -> list[float]:
+    """``given`` as numbers of double precision. Raises ValueError unless there is one for each row."""
+    if isinstance(given, Tensor):
+        given = given.detach().cpu().reshape(-1).tolist()
+    try:
+        values = [float(value.detach() if isinstance(value, Tensor) else value) for value in given]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}={given!r}: give a number for each of {rows} rows") from error
     if len(values) != rows:
         raise ValueError(f"{name} has {len(values)} values for {rows} rows: give one for each")
     return values

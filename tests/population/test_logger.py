@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import math
+import struct
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,13 +27,14 @@ class Kept:
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, str, dict[str, float]]] = []
-        self.closed = False
+        self.closed = 0
+        self.error: BaseException | None = None
 
     def write(self, step: int, member: str, values: Mapping[str, float]) -> None:
         self.rows.append((step, member, dict(values)))
 
-    def close(self) -> None:
-        self.closed = True
+    def close(self, error: BaseException | None) -> None:
+        self.closed, self.error = self.closed + 1, error
 
 
 def test_a_file_and_whatever_else(tmp_path: Path) -> None:
@@ -47,8 +50,43 @@ def test_a_file_and_whatever_else(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == 8
     assert rows[0] == {"step": "0", "member": "net 0.0", "name": "loss", "value": "1.0"}
-    with pytest.raises(ValueError, match="loss has 2 values for 3 rows"):
-        logger.log(pop, 0, loss=[1.0, 2.0])
+    with hf.MemberLogger(sinks=[kept]) as logger:
+        with pytest.raises(ValueError, match="loss has 2 values for 3 rows"):
+            logger.log(pop, 0, loss=[1.0, 2.0])
+        for given in (0.5, None, ["a", "b", "c"]):
+            with pytest.raises(ValueError, match=r"loss=.*: give a number for each of 3 rows"):
+                logger.log(pop, 0, loss=given)
+        with pytest.raises(ValueError, match=r"step=0\.5: give a whole number"):
+            logger.log(pop, 0.5, loss=[1.0, 2.0, 3.0])
+        # Numbers of Python keep their digits.
+        logger.log(["a", "b"], torch.tensor(7), loss=[0.1, torch.tensor(0.5, requires_grad=True)])
+    assert kept.rows[-2:] == [(7, "a", {"loss": 0.1}), (7, "b", {"loss": 0.5})]
+
+
+class Failing(Kept):
+    def close(self, error: BaseException | None) -> None:
+        super().close(error)
+        raise OSError("no space left")
+
+
+def test_all_is_closed_once_whatever_happens(tmp_path: Path) -> None:
+    sinks = [Failing(), Kept()]
+    logger = hf.MemberLogger(sinks=sinks)
+    with pytest.raises(OSError, match="no space left"), logger:
+        pass
+    logger.close()
+    assert [one.closed for one in sinks] == [1, 1]
+    with pytest.raises(ValueError, match="this logger is closed"):
+        logger.log(["a"], 0, loss=[1.0])
+    kept = Kept()
+    with pytest.raises(KeyboardInterrupt), hf.MemberLogger(sinks=[kept]):
+        raise KeyboardInterrupt
+    assert isinstance(kept.error, KeyboardInterrupt)
+    # What cannot be made closes what was.
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        hf.MemberLogger(sinks=[kept], csv=tmp_path / "file" / "log.csv")
+    assert kept.closed == 2
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -64,12 +102,17 @@ def test_a_file_goes_on_after_a_kill(tmp_path: Path) -> None:
         rows = rows_of(path)
     assert len(rows) == 6
     assert rows[4] == {"step": "2", "member": "ä", "name": "loss", "value": "0.5"}
-    with path.open("ab") as file:
-        file.write(b"3,a,lo")
-    with hf.MemberLogger(csv=path) as logger:
-        logger.log(["a"], 3, loss=[0.125])
-    rows = rows_of(path)
-    assert rows[7] == {"step": "3", "member": "a", "name": "loss", "value": "0.125"}
+    for torn in (b"3,a,lo", b"3,a,loss,0.12", '3,"\u00e4'.encode()[:-1]):
+        with path.open("ab") as file:
+            file.write(torn)
+        with hf.MemberLogger(csv=path):
+            pass
+        assert rows_of(path) == rows
+    # From a checkpoint of step 1: steps 1 and 2 come again.
+    with hf.MemberLogger(csv=path, purge_step=1) as logger:
+        logger.log(["a"], 1, loss=[0.125])
+    assert rows_of(path) == [*rows[:2], {"step": "1", "member": "a", "name": "loss", "value": "0.125"}]
+    assert [one.name for one in tmp_path.iterdir()] == ["all.csv"]
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=r"begins with \['a', 'b'\], and a log with"):
         hf.MemberLogger(csv=tmp_path / "other.csv")
@@ -95,13 +138,132 @@ def test_tensorboard_has_a_run_for_each_member(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with hf.MemberLogger(tensorboard=tmp_path) as logger:
-        for step in range(3):
-            logger.log(["a", None, "b/c"], step, loss=[float(step), 0.0, 2.0 * step])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b%2Fc"]
-    events = EventAccumulator(str(tmp_path / "b%2Fc"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 0.0), (1, 2.0), (2, 4.0)]
+    def log(steps: range, purge_step: int | None = None) -> None:
+        with hf.MemberLogger(tensorboard=tmp_path, purge_step=purge_step) as logger:
+            for step in steps:
+                logger.log(["a", None, "b/c"], step, **{"loss": [float(step), 0.0, math.nan], "val/top 1": [0, 1, 2.0]})
+                logger.log(["b/c"], step, scale=[2.0 * step])
+
+    log(range(3))
+    # Files of one second would be read in the order of their names.
+    time.sleep(1.1)
+    log(range(1, 4), purge_step=1)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["a", "b%2Fc"]
+    found = {}
+    for folder in tmp_path.iterdir():
+        events = EventAccumulator(str(folder))
+        events.Reload()
+        for name in events.Tags()["scalars"]:
+            found[folder.name, name] = [(event.step, event.value) for event in events.Scalars(name)]
+    steps = range(4)
+    assert all(math.isnan(value) for _, value in found.pop(("b%2Fc", "loss")))
+    assert found == {
+        ("a", "loss"): [(step, float(step)) for step in steps],
+        ("a", "val/top 1"): [(step, 0.0) for step in steps],
+        ("b%2Fc", "val/top 1"): [(step, 2.0) for step in steps],
+        ("b%2Fc", "scale"): [(step, 2.0 * step) for step in steps],
+    }
+
+
+def log_and_raise(logger: hf.MemberLogger, error: BaseException, names: list[str], step: int, **values: Any) -> None:
+    logger.log(names, step, **values)
+    raise error
+
+
+def wandb_records(path: Path) -> list[Any]:
+    """Of a file of W&B: the records of a log of LevelDB, behind a head of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, found = path.read_bytes(), 7, []
+    while place < len(data):
+        _, size, kind = struct.unpack("<IHB", data[place : place + 7])
+        # Of tests: all in one block.
+        assert kind == 1
+        found.append(Record.FromString(data[place + 7 : place + 7 + size]))
+        place += 7 + size
+    return found
+
+
+def test_wandb_has_a_run_for_each_member(tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    options = {"project": "p", "mode": "offline", "dir": str(tmp_path), "settings": wandb.Settings(silent=True)}
+    with hf.MemberLogger(wandb=options) as logger:
+        logger.log(["a", "b/c d"], 0, **{"loss": [0.1, math.nan], "val/top 1": [0.5, 0.25]})
+        logger.log(["a"], 3, loss=[math.inf])
+    with pytest.raises(RuntimeError), hf.MemberLogger(wandb={**options, "id": "mine"}) as logger:
+        log_and_raise(logger, RuntimeError(), ["a"], 1, loss=[1.0])
+    found = {}
+    for path in tmp_path.glob("wandb/offline-run-*/*.wandb"):
+        records = wandb_records(path)
+        (run,) = [one.run for one in records if one.HasField("run")]
+        (end,) = [one.exit.exit_code for one in records if one.HasField("exit")]
+        history = [
+            (one.history.step.num, "/".join(item.nested_key), item.value_json)
+            for one in records
+            if one.HasField("history")
+            for item in one.history.item
+            if not item.nested_key[0].startswith("_")
+        ]
+        found[run.display_name, end] = sorted(history)
+        assert run.run_id.startswith("mine-") == bool(end)
+    assert found == {
+        ("a", 0): [(0, "loss", "0.1"), (0, "val/top 1", "0.5"), (3, "loss", "Infinity")],
+        ("b/c d", 0): [(0, "loss", "NaN"), (0, "val/top 1", "0.25")],
+        ("a", 1): [(1, "loss", "1")],
+    }
+
+
+# What its own packages warn of is not ours.
+@pytest.mark.filterwarnings("default")
+def test_mlflow_has_a_run_for_each_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'runs.db'}")
+    mlflow.set_experiment("e")
+    values = {"loss": [0.1, math.nan], "val/top 1": [0.5, 0.25]}
+    with mlflow.start_run() as parent, pytest.raises(KeyboardInterrupt), hf.MemberLogger(mlflow="e") as logger:
+        log_and_raise(logger, KeyboardInterrupt(), ["a", "b/c d"], 0, **values)
+    with mlflow.start_run(run_id=parent.info.run_id), hf.MemberLogger(mlflow="e") as logger:
+        logger.log(["a", "new"], 1, loss=[1.0, 2.0])
+    with hf.MemberLogger(mlflow="e") as logger:
+        logger.log(["a"], 5, loss=[9.0])
+    client = mlflow.MlflowClient()
+    found = {}
+    for run in client.search_runs([client.get_experiment_by_name("e").experiment_id]):
+        history = {
+            name: [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)]
+            for name in run.data.metrics
+        }
+        inside = run.data.tags.get("mlflow.parentRunId") == parent.info.run_id
+        found[run.info.run_name, run.info.status, inside] = history
+    ((_, nan),) = found["b/c d", "KILLED", True].pop("loss")
+    assert math.isnan(nan)
+    del found[parent.info.run_name, "FINISHED", False]
+    assert found == {
+        ("a", "FINISHED", True): {"loss": [(0, 0.1), (1, 1.0)], "val/top 1": [(0, 0.5)]},
+        ("b/c d", "KILLED", True): {"val/top 1": [(0, 0.25)]},
+        ("new", "FINISHED", True): {"loss": [(1, 2.0)]},
+        ("a", "FINISHED", False): {"loss": [(5, 9.0)]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"wandb": "p"}, ValueError, "give options of wandb.init"),
+        ({"wandb": {"name": "a"}}, ValueError, "members have their own"),
+        ({"wandb": {"reinit": True}}, ValueError, "it is create_new"),
+        ({"wandb": {}}, ImportError, "needs wandb: pip install wandb"),
+        ({"mlflow": "e"}, ImportError, "needs mlflow: pip install mlflow"),
+        ({"tensorboard": "runs"}, ImportError, "needs tensorboard: pip install tensorboard"),
+    ],
+)
+def test_what_services_do_not_take(
+    given: dict[str, Any], error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("wandb", "mlflow", "tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(error, match=words):
+        hf.MemberLogger(**given)
 
 
 def test_services_get_a_run_for_each_member(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +274,7 @@ def test_services_get_a_run_for_each_member(monkeypatch: pytest.MonkeyPatch) -> 
         told.append(options)
         return SimpleNamespace(
             log=lambda values, step: told.append((options["name"], step, values)),
-            finish=lambda: told.append((options["name"], "finished")),
+            finish=lambda exit_code: told.append((options["name"], "finished", exit_code)),
         )
 
     class Client:
@@ -122,16 +284,18 @@ def test_services_get_a_run_for_each_member(monkeypatch: pytest.MonkeyPatch) -> 
         def create_experiment(self, name: str) -> str:
             return f"id of {name}"
 
-        def create_run(self, experiment: str, run_name: str) -> Any:
+        def create_run(self, experiment: str, run_name: str, tags: dict[str, str]) -> Any:
             return SimpleNamespace(info=SimpleNamespace(run_id=f"{experiment}, {run_name}"))
 
-        def log_metric(self, run: str, name: str, value: float, step: int) -> None:
-            told.append((run, name, value, step))
+        def log_batch(self, run: str, metrics: list[tuple[Any, ...]]) -> None:
+            told.extend((run, name, value, step) for name, value, _, step in metrics)
 
-        def set_terminated(self, run: str) -> None:
-            told.append((run, "terminated"))
+        def set_terminated(self, run: str, status: str) -> None:
+            told.append((run, status))
 
-    for name, content in (("wandb", {"init": init}), ("mlflow", {}), ("mlflow.tracking", {"MlflowClient": Client})):
+    mlflow = {"MlflowClient": Client, "active_run": lambda: None}
+    entities = {"Metric": lambda *of: of}
+    for name, content in (("wandb", {"init": init}), ("mlflow", mlflow), ("mlflow.entities", entities)):
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
@@ -145,8 +309,8 @@ def test_services_get_a_run_for_each_member(monkeypatch: pytest.MonkeyPatch) -> 
         (run, "loss", 0.5, 3),
         ("a", 4, {"loss": 0.25}),
         (run, "loss", 0.25, 4),
-        ("a", "finished"),
-        (run, "terminated"),
+        ("a", "finished", 0),
+        (run, "FINISHED"),
     ]
 
 
