@@ -353,9 +353,10 @@ def train_step(
         parts: on a CPU, how many blocks of members compiled programs compute at the same time, each in a thread of its
             own. ``"auto"`` takes as many as torch has threads (``torch.get_num_threads``), or members, unless all
             members at once are faster, which is measured once and kept in the cache folder: from then on the same
-            program runs. 1 computes all members at once, and lets torch divide its operators. Which members stand in a
-            block may show in the last bit, the threads that compute it do not. What cannot be divided, such as members
-            that share a trained parameter, runs in one part, and ``step.report()`` says so.
+            program runs. 1 computes all members at once, and lets torch divide its operators. A thread's share may be
+            several blocks, each of what stays in a core's cache. Which members stand in a block may show in the last
+            bit, the threads that compute it do not. What cannot be divided, such as members that share a trained
+            parameter, runs in one part, and ``step.report()`` says so.
         steps: how many steps will be made, if that is known. They are compiled only if it pays: if a program is there
             already, or by what compilations and their steps took on this machine before; by another process where steps
             leave it a core, or where nothing is known yet. Without a program two steps at least are eager.
