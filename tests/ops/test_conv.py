@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hfusion.core.layout import Layout
-from hfusion.ops.conv import channels_last, product, side_by_side, side_by_side_last
+from hfusion.ops.conv import channels_last, product, side_by_side
 from hfusion.ops.rule import each
 from tests.oracle import Case, check, draws, lowerings, member_graph, t
 
@@ -68,10 +68,10 @@ def test_convolution(case: Case) -> None:
     [
         (CONVOLUTIONS[0], [side_by_side, each]),
         (CONVOLUTIONS[2], [product, side_by_side, each]),
-        (CONVOLUTIONS[6], [side_by_side_last, channels_last]),
-        (CONVOLUTIONS[10], [side_by_side_last, channels_last, product]),
-        (CONVOLUTIONS[11], [side_by_side_last, channels_last]),
-        (TRANSPOSED[4], [side_by_side_last, channels_last]),
+        (CONVOLUTIONS[6], [side_by_side, channels_last]),
+        (CONVOLUTIONS[10], [side_by_side, channels_last, product]),
+        (CONVOLUTIONS[11], [side_by_side, channels_last]),
+        (TRANSPOSED[4], [side_by_side, channels_last]),
     ],
     ids=lambda value: str(value) if isinstance(value, Case) else " ".join(f.__name__ for f in value),
 )

@@ -21,7 +21,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.layout import COPYING, Conversion, Layout
 from hfusion.core.program import Program
 from hfusion.ops import RULES
-from hfusion.ops.conv import channels_last, product, side_by_side_last
+from hfusion.ops.conv import channels_last, product, side_by_side
 from hfusion.ops.norm import batch_norm_stacked
 from hfusion.ops.rule import Call, RuleTable, Site, Value, values
 from hfusion.passes.candidates import Result, candidates, conversion, operands, reached, result
@@ -184,13 +184,13 @@ def copies_before_flatten(program: Program) -> int:
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["one input", "an input each"])
-@pytest.mark.parametrize(("size", "function"), [(8, side_by_side_last), (32, channels_last)])
+@pytest.mark.parametrize(("size", "function"), [(8, side_by_side), (32, channels_last)])
 def test_a_cnn_has_no_copies_up_to_its_flatten(size: int, function: Any, own: bool) -> None:
     x = torch.randn(16, 3, size, size)
     inputs = hf.stacked(torch.stack([x] * 4)) if own else x
     program = program_of([network(16, size) for _ in range(4)], inputs)
     assert functions(program, "conv2d")[1:] == [function] * 2
-    assert copies_before_flatten(program) == (own and function is side_by_side_last)
+    assert copies_before_flatten(program) == (own and function is side_by_side)
     assert str(program).endswith(f"{program.copies} copies between layouts")
 
 
@@ -206,7 +206,7 @@ def shrinking() -> nn.Module:
 
 def test_small_images_leave_the_loop_of_large_ones() -> None:
     program = program_of([shrinking() for _ in range(3)], torch.randn(16, 3, 64, 64))
-    assert functions(program, "conv2d") == [channels_last, side_by_side_last]
+    assert functions(program, "conv2d") == [channels_last, side_by_side]
 
 
 def points() -> nn.Module:

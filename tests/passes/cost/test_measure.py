@@ -83,7 +83,7 @@ def test_measured_times_are_kept_and_reported() -> None:
     seconds = json.loads(kept().read_text())["seconds"]
     names = {key.split(" | ")[0] for key in seconds}
     conv = [name for name in names if name.startswith("aten.conv2d.default")]
-    assert {name.split()[1] for name in conv} == {"side_by_side_last", "channels_last", "product"}
+    assert {name.split()[1] for name in conv} == {"side_by_side", "channels_last", "product"}
     assert any("attend_written_out" in name for name in names)
     text = str(fused.report())
     assert text.count("measured") >= 6
@@ -95,7 +95,7 @@ def test_measured_times_are_kept_and_reported() -> None:
             assert row.lowering not in row.cost.lost or row.operator == "conv2d.default"
 
 
-@pytest.mark.parametrize("function", ["side_by_side_last", "channels_last", "product"])
+@pytest.mark.parametrize("function", ["side_by_side", "channels_last", "product"])
 def test_later_processes_choose_by_the_times_that_were_kept(function: str) -> None:
     alone = models()
     hf.fuse(alone, tune=True)(X)
