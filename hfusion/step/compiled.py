@@ -29,8 +29,8 @@ from hfusion.step.step_graph import StepCall, StepGraph, Tensors, bound_rows, ca
 
 # Operators of one program that are worth it: inductor takes some 0.1 s for each on two cores.
 MAX_OPERATORS = 4000
-# Calls in a forward's loops over members that are still compiled together with the rest.
-MAX_LOOPED_CALLS = 32
+# Calls in a forward's loops over members that are still compiled with the rest: 32 took 1.3 times as long in a CNN.
+MAX_LOOPED_CALLS = 16
 # StepPrograms for members that differ in scalars.
 MAX_KINDS = 4
 # oneDNN's kernel gives an undefined tensor in training, on which inductor's code fails when it runs.
