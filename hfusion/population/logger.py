@@ -138,10 +138,15 @@ class MemberProgress:
         self._screen = ProgressBars(self._console, *columns, plain("{task.description}"))
         self._lines = None if self._screen.draws else Tenths(0, total)
         self._task = self._screen.progress.add_task("", total=total)
-        self.text = ""
+        self.text, self._entered = "", False
 
     def update(self, members: Any, values: Numbers) -> None:
-        """One step further; ``members`` and ``values`` as of `MemberLogger.log`. NaN is worst of all."""
+        """One step further; ``members`` and ``values`` as of `MemberLogger.log`. NaN is worst of all.
+
+        Raises ValueError outside of its ``with`` block, where nothing could be drawn.
+        """
+        if not self._entered:
+            raise ValueError("a progress is drawn inside of its block: with hf.MemberProgress(...) as progress: ...")
         tags = names_of(members)
         column = numbers_of(self._name, values, len(tags))
         sign = 1 if self._least else -1
@@ -161,11 +166,13 @@ class MemberProgress:
 
     def __enter__(self) -> MemberProgress:
         self._screen.__enter__()
+        self._entered = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._entered = False
         self._screen.__exit__()
 
 

@@ -322,6 +322,8 @@ def test_the_best_and_the_worst() -> None:
         progress.update(["a", None, "b", "c"], [0.5, 0.9, math.nan, 0.25])
         assert progress.text == "accuracy: best a 0.5, worst b nan"
     assert "2/2" in out.getvalue()
+    with pytest.raises(ValueError, match="drawn inside of its block"):
+        progress.update(["a"], [0.5])
     assert "best a 0.5" in out.getvalue()
     with pytest.raises(ValueError, match="it is min or max"):
         hf.MemberProgress(1, mode="best")
