@@ -54,6 +54,11 @@ class ModelMaker:
             model = self.make_model(**suggestion.rest)
         if not isinstance(model, nn.Module):
             raise ValueError(f"make_model gave a {type(model).__name__} for trial {number}: return an nn.Module")
+        if not any(param.requires_grad for param in model.parameters()):
+            raise ValueError(
+                f"make_model gave a {type(model).__name__} for trial {number} without a parameter that requires grad: "
+                "there is nothing to train; leave requires_grad of some parameter True"
+            )
         check_alone(0, model)
         return model.to(self.device)
 

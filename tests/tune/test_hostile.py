@@ -148,6 +148,12 @@ def test_numbers_that_are_none(name: str, value: Any) -> None:
     ("name", "value", "message"),
     [
         ("make", make_model(), "make_model is a module: give a function that makes one"),
+        ("make", lambda: None, "make_model gave a NoneType for trial 0: return an nn.Module"),
+        (
+            "make",
+            lambda: make_model().requires_grad_(False),
+            "for trial 0 without a parameter that requires grad",
+        ),
         ("space", {"lr": 0.1}, "space={'lr': 0.1}: give a function"),
         ("optimizer", "adam", "optimizer='adam': give a function"),
         ("metric", "accuracy", "metric='accuracy': give a function of outputs and targets"),
