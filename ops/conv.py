@@ -75,6 +75,10 @@ class Convolution:
             and (isinstance(options["padding"], str) or set(options["padding"]) == {0})
         )
 
+    def images(self, x: Value) -> bool:
+        """Whether torch has channels_last for ``x``."""
+        return x.rank == self.dims + 2 and x.rank in CHANNELS_LAST
+
     def one_weight(self, site: Site, x: Value, weight: Value, bias: Value | None, options: Options) -> Call:
         """Members as samples; biases of their own are added afterwards."""
         wide = x if x.shared else x.to(Layout.STACKED)
@@ -100,15 +104,14 @@ class Convolution:
         options = options if dense else {**options, "groups": options["groups"] * site.members}
         wide = x if dense else x.to(layout)
         args = (site.target, wide, weight.to(Layout.STACKED), _stacked(bias), dense and self.transposed)
-        first, other = (DENSE_LAST, GROUPED_LAST) if x.rank == self.dims + 2 and self.dims > 1 else (DENSE, GROUPED)
+        first, other = (DENSE_LAST, GROUPED_LAST) if self.images(x) else (DENSE, GROUPED)
         text, efficiency = ("dense: shared input", first) if dense else ("grouped", other)
         return site.call(fn, args, layout, text, options, efficiency=efficiency)
 
     def listed(self, site: Site, x: Value, weight: Value, bias: Value | None, options: Options) -> Call:
         """One convolution per member, in channels_last where torch has it."""
         operands = tuple(v if v is None or v.shared else v.to(Layout.LISTED) for v in (x, weight, bias))
-        last = x.rank == self.dims + 2 and x.rank in CHANNELS_LAST and x.example.device.type == "cpu"
-        if last:
+        if self.images(x) and x.example.device.type == "cpu":
             each_last = (site.members, (site.target, *operands), options)
             text = "loop, channels-last"
             return site.call(channels_last, each_last, Layout.LISTED, text, efficiency=LAST, loops=True)
@@ -119,13 +122,17 @@ class Convolution:
 def side_by_side(convolve: OpOverload, x: Tensor, *rest: Any, **options: Any) -> Tensor:
     """One convolution for all members: shared or packed ``x``, stacked weights, a packed result.
 
-    The arguments are those of `merged`. On a CPU input and result are in channels_last where torch has it: as fast or
-    up to twice as fast, and what normalises and pools after it up to six times.
+    The arguments are those of `of_all_members`. On a CPU input and result are in channels_last where torch has it: as
+    fast or up to twice as fast, and what normalises and pools after it up to six times.
     """
-    return merged(convolve, to_channels_last(x) if x.is_cpu and x.dim() in CHANNELS_LAST else x, *rest, **options)
+    return of_all_members(
+        convolve, to_channels_last(x) if x.is_cpu and x.dim() in CHANNELS_LAST else x, *rest, **options
+    )
 
 
-def merged(convolve: OpOverload, x: Tensor, weight: Tensor, bias: Maybe, inputs_first: bool, **options: Any) -> Tensor:
+def of_all_members(
+    convolve: OpOverload, x: Tensor, weight: Tensor, bias: Maybe, inputs_first: bool, **options: Any
+) -> Tensor:
     """The convolution of ``x`` by the weights of all members.
 
     ``inputs_first``: weights ``[C, O, *K]`` that all meet the same C, so that members lie side by side in O.
@@ -138,9 +145,9 @@ def merged(convolve: OpOverload, x: Tensor, weight: Tensor, bias: Maybe, inputs_
 def one_sample(
     convolve: OpOverload, x: Tensor, weight: Tensor, bias: Maybe, inputs_first: bool, **options: Any
 ) -> Tensor:
-    """`merged` for shared ``x [C, *S]`` or stacked ``[B, C, *S]``; a stacked result ``[B, O, *S]``."""
+    """`of_all_members` for shared ``x [C, *S]`` or stacked ``[B, C, *S]``; a stacked result ``[B, O, *S]``."""
     flat = x.flatten(0, 1) if x.dim() == weight.dim() - 1 else x
-    y = merged(convolve, flat.unsqueeze(0), weight, bias, inputs_first, **options)
+    y = of_all_members(convolve, flat.unsqueeze(0), weight, bias, inputs_first, **options)
     return y.squeeze(0).unflatten(0, (weight.shape[0], -1))  # type: ignore[no-any-return]
 
 

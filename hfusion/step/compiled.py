@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.capture.lengths import recurrent
-from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.arguments import BATCHED
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.compiler.graph_text import Unwritable
 from hfusion.core.random import new_seeds
@@ -375,7 +375,7 @@ def _check_open(graph: StepGraph, forward: BoundProgram, loss: BoundProgram, cal
     """Refuse a step that would hold for one length only, where many are met; few numbers of samples are."""
     found = captured_dims(forward, loss, call)
     # Other sizes of a target alone may be those of other arrays with the same loss.
-    if not any(dims - {0} for dims in found[: len(StepCall(call.inputs, Arguments.of((), {})).batch())]):
+    if not any(dims - {0} for dims in found[: sum(isinstance(leaf, BATCHED) for leaf in call.inputs.leaves)]):
         return
     rows = zip(found, call.stacked, graph.dims, strict=True)
     closed = [

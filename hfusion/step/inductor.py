@@ -32,18 +32,17 @@ def quick_inductor() -> Iterator[None]:
 @contextmanager
 def _first_instructions() -> Iterator[None]:
     """torch builds and loads small programs for every set of vector instructions that the processor has, and then takes
-    the first one that works: 2.7 of 8.3 s on a Xeon of four sets, once for a compiler's cache.
+    the first set that works: on a Xeon of four sets that takes 2.7 of 8.3 s, once for a compiler's cache.
     """
     from torch._inductor import config, cpu_vec_isa
 
     asked: Any = cpu_vec_isa
     original, known = getattr(asked, "valid_vec_isa_list", None), getattr(asked, "supported_vec_isa_list", None)
     chosen = "ATEN_CPU_CAPABILITY" in os.environ or getattr(config.cpp, "simdlen", None) is not None
-    x86 = getattr(asked, "x86_isa_checker", None)
-    if original is None or known is None or x86 is None or chosen or not x86():
+    has = frozenset(getattr(asked, "x86_isa_checker", list)())
+    if original is None or known is None or chosen or not has:
         yield
         return
-    has = frozenset(x86())
 
     @functools.cache
     def first() -> list[Any]:

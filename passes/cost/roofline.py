@@ -51,7 +51,8 @@ LOOPING = frozenset({stacked_to_listed, packed_to_listed, listed_to_stacked, lis
 # before does not have; elementwise operators take 4 ns for an element of such a pair.
 REORDERED = (2, 14)
 REORDERING = frozenset({stacked_to_listed, listed_to_stacked, stacked_to_packed})
-# From channels_last to channels_last a pixel is cut into the channels of members, or put together of them.
+# From channels_last to channels_last a pixel is cut into the channels of members, or put together of them: 4 to 14
+# passes in all on one core of a Xeon, over 4 to 26 MB.
 PIXELS = (1, 5)
 BETWEEN_PIXELS = frozenset({packed_to_listed, listed_to_packed})
 # Python's calls that a view takes.

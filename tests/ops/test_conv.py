@@ -78,3 +78,20 @@ def test_convolution(case: Case) -> None:
 def test_lowerings_of_a_convolution(case: Case, functions: list[Any]) -> None:
     found = lowerings(member_graph(case, [torch.zeros(d.shape) for d in draws(case.args)]), [Layout.STACKED] * 3, 2)
     assert [next(n.meta["lowering"].fn for n in g.graph.nodes if "choice" in n.meta) for g in found] == functions
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["dense", "grouped"])
+@pytest.mark.parametrize(
+    ("kernel", "image", "order"),
+    [((3, 3), (6, 7), torch.channels_last), ((2, 3, 2), (4, 5, 6), torch.channels_last_3d)],
+)
+@pytest.mark.parametrize("channels", [1, 4])
+def test_one_convolution_of_all_members_is_in_channels_last(
+    shared: bool, kernel: tuple[int, ...], image: tuple[int, ...], order: torch.memory_format, channels: int
+) -> None:
+    convolve = torch.ops.aten.conv2d.default if len(image) == 2 else torch.ops.aten.conv3d.default
+    weight = torch.randn(3, 2, channels, *kernel)
+    x = torch.randn(5, channels if shared else 3 * channels, *image)
+    found = side_by_side(convolve, x, weight, None, False, groups=1 if shared else 3)
+    assert found.is_contiguous(memory_format=order)
+    assert not found.is_contiguous()
