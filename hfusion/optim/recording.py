@@ -13,17 +13,14 @@ import torch
 
 from hfusion.core.errors import FusionError
 from hfusion.device.backend import Recorder, backend
+from hfusion.device.recordings import Recordings
 from hfusion.optim.group import Group, RecordableStepper, same_objects
 from hfusion.optim.step_cache import Work
 
 # Steps whose gradients lie at one place before they are recorded: those of a loop by autograd may lie at others.
 STEADY = 3
-# Places of gradients that are recorded, as many as kinds of batches are (step/recorded.py).
-MAX_RECORDED = 4
 # Places that are counted.
 MAX_MET = 64
-# How often parameters or state may be others before recording them is given up.
-MAX_MOVES = 3
 
 _Part: TypeAlias = tuple[RecordableStepper, Sequence[torch.Tensor]]
 
@@ -42,15 +39,13 @@ class RecordedUpdates:
         self._record = record
         self._groups: list[Group] = []
         self._met: dict[Hashable, int] = {}
-        self._recorded: dict[Hashable, _Recorded] = {}
-        self._moves = 0
-        self._why = ""
+        self._recorded = Recordings[_Recorded]()
 
     @property
     def how(self) -> str:
         """In words."""
-        if self._why:
-            return f"launched one by one: {self._why}"
+        if self._recorded.why:
+            return f"launched one by one: {self._recorded.why}"
         return "recorded and replayed as one" if self._recorded else "launched one by one so far"
 
     def step(self, work: Work) -> None:
@@ -62,7 +57,7 @@ class RecordedUpdates:
                 "replay, which records its own launches; or use hf.train_step, which records both"
             )
         parts: list[_Part] = [(found, grads) for _, group, grads in work if (found := group.recordable) is not None]
-        if len(parts) < len(work) or not work or self._why:
+        if len(parts) < len(work) or not work or self._recorded.why:
             for settings, group, grads in work:
                 group.step(grads, settings)
             return
@@ -73,7 +68,8 @@ class RecordedUpdates:
         key = tuple((stepper.key, *((grad.data_ptr(), grad.stride()) for grad in grads)) for stepper, grads in parts)
         recorded = self._recorded.get(key)
         if recorded is None and self._steady(key):
-            recorded = self._first(key, parts)
+            # The launches are not made by that.
+            recorded = self._recorded.add(key, lambda: _Recorded(*self._record(lambda: _launch(parts))))
         if recorded is None:
             _launch(parts)
         else:
@@ -83,11 +79,7 @@ class RecordedUpdates:
         """Everything lies elsewhere from now on."""
         self._groups = []
         self._met.clear()
-        if self._recorded:
-            self._recorded.clear()
-            self._moves += 1
-            if self._moves == MAX_MOVES:
-                self._why = f"its tensors have moved {MAX_MOVES} times"
+        self._recorded.forget()
 
     def _look(self, groups: list[Group]) -> None:
         if not same_objects(groups, self._groups):
@@ -99,18 +91,7 @@ class RecordedUpdates:
         if len(self._met) == MAX_MET:
             self._met.clear()
         count = self._met[key] = self._met.get(key, 0) + 1
-        return count >= STEADY and len(self._recorded) < MAX_RECORDED
-
-    def _first(self, key: Hashable, parts: Sequence[_Part]) -> _Recorded | None:
-        """Record the launches, which are not made by that."""
-        try:
-            found = self._recorded[key] = _Recorded(*self._record(lambda: _launch(parts)))
-        except Exception as error:
-            first, _, _ = str(error).strip().partition("\n")
-            self._why = f"{type(error).__name__}: {first[:300]}"
-            self._recorded.clear()
-            return None
-        return found
+        return count >= STEADY and not self._recorded.full
 
 
 def _launch(parts: Sequence[_Part]) -> object:

@@ -14,13 +14,9 @@ from torch import Tensor
 
 from hfusion.compiler.bound import Place
 from hfusion.device.backend import backend
+from hfusion.device.recordings import Recordings
 from hfusion.step.compiled import FusedStep, PerMemberStep, StepProgram
 from hfusion.step.step_graph import StepCall, refilled
-
-# Kinds of batches that are recorded; each keeps the memory of a step.
-MAX_RECORDED = 4
-# How often tensors may move before recording them anew is given up.
-MAX_MOVES = 3
 
 Work: TypeAlias = Callable[[], Tensor]
 Record: TypeAlias = Callable[[Work], tuple[Callable[[], object], Tensor]]
@@ -47,10 +43,8 @@ class RecordedStep:
         self._program = program
         self._device = device
         self._record = record
-        self._recorded: dict[Any, _RecordedBatch] = {}
+        self._recorded = Recordings[_RecordedBatch](_obstacle(program))
         self._addresses: list[int] = []
-        self._moves = 0
-        self._why = _obstacle(program)
 
     team: None = None
 
@@ -58,7 +52,7 @@ class RecordedStep:
     def how(self) -> str:
         """In words."""
         return f"{self._program.how}, " + (
-            f"not recorded: {self._why}" if self._why else "recorded and replayed as one"
+            f"not recorded: {self._recorded.why}" if self._recorded.why else "recorded and replayed as one"
         )
 
     def fits(self, call: StepCall) -> bool:
@@ -68,14 +62,14 @@ class RecordedStep:
         """Write gradients and buffers; the losses ``[B]``."""
         batch = call.batch()
         # A number on the host would be read once, when it is recorded.
-        if self._why or any(tensor.device != self._device for tensor in batch):
+        if self._recorded.why or any(tensor.device != self._device for tensor in batch):
             return self._program.step(call)
         self._look()
         kind = tuple((tensor.shape, tensor.dtype) for tensor in batch)
         found = self._recorded.get(kind)
         if found is None:
-            full = len(self._recorded) == MAX_RECORDED
-            return self._program.step(call) if full or self._why else self._first(kind, call, batch)
+            unrecorded = self._recorded.full or self._recorded.why
+            return self._program.step(call) if unrecorded else self._first(kind, call, batch)
         for mine, given in zip(found.batch, batch, strict=True):
             mine.copy_(given, non_blocking=True)
         found.replay()
@@ -85,14 +79,9 @@ class RecordedStep:
     def _look(self) -> None:
         """Forget what was recorded of tensors that lie elsewhere now."""
         addresses = list(map(Tensor.data_ptr, self._program.tensors.all()))
-        if addresses == self._addresses:
-            return
-        if self._recorded:
-            self._recorded.clear()
-            self._moves += 1
-            if self._moves == MAX_MOVES:
-                self._why = f"its tensors have moved {MAX_MOVES} times"
-        self._addresses = addresses
+        if addresses != self._addresses:
+            self._recorded.forget()
+            self._addresses = addresses
 
     def _first(self, kind: Any, call: StepCall, batch: list[Tensor]) -> Tensor:
         """A step that is recorded for those to come."""
@@ -102,16 +91,15 @@ class RecordedStep:
         losses = self._program.step(own)
         grads = self._grads()
         try:
-            replay, place = self._record(lambda: self._program.step(own))
-            self._recorded[kind] = _RecordedBatch(kept, replay, place, self._grads())
-        except Exception as error:
-            first, _, _ = str(error).strip().partition("\n")
-            self._why = f"{type(error).__name__}: {first[:300]}"
-            self._recorded.clear()
+            self._recorded.add(kind, lambda: self._recording(own, kept))
         finally:
             # Recorded gradients have not been computed.
             self._give(grads)
         return losses
+
+    def _recording(self, call: StepCall, batch: list[Tensor]) -> _RecordedBatch:
+        replay, losses = self._record(lambda: self._program.step(call))
+        return _RecordedBatch(batch, replay, losses, self._grads())
 
     @property
     def _params(self) -> tuple[Place, ...]:

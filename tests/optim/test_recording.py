@@ -14,6 +14,7 @@ from torch import Tensor
 
 import hfusion as hf
 from hfusion.core.errors import FusionError
+from hfusion.device import recordings
 from hfusion.optim import base, gpu, group, recording
 from tests.optim.arrays import EVERY, FORMULAS, Array, run, start
 from tests.optim.tape import Closure, Tape
@@ -189,13 +190,13 @@ def test_gradients_that_lie_elsewhere_at_every_step_are_not_recorded(monkeypatch
 def test_memory_that_moves_again_and_again_is_no_longer_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     array, fused, alone, tape = with_formula(monkeypatch, "rmsprop-all")
     steady = Steady(array)
-    for _ in range(recording.MAX_MOVES + 2):
+    for _ in range(recordings.MAX_MOVES + 2):
         steady.run(fused, alone, 4)
         for param in array.params:
             param.data = param.data.clone()
     array.assert_equal()
-    assert tape.made == recording.MAX_MOVES
-    assert fused.launches == f"launched one by one: its tensors have moved {recording.MAX_MOVES} times"
+    assert tape.made == recordings.MAX_MOVES
+    assert fused.launches == f"launched one by one: its tensors have moved {recordings.MAX_MOVES} times"
 
 
 class Reading(hf.optim.SGD):

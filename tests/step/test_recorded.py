@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.device import recordings
 from hfusion.step import parting as step
-from hfusion.step import recorded as recording
 from hfusion.step.recorded import Record, RecordedStep, Work
 from tests.step.test_step_graph import loss_of
 from tests.step.test_train_step import TINY, Pair, batch, needs_compiler, pair
@@ -99,17 +99,17 @@ def test_tensors_that_move_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) ->
 def test_tensors_that_move_again_and_again_are_no_longer_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     both, made = recorded(monkeypatch)
     advance(both, [4, 4])
-    for _ in range(recording.MAX_MOVES + 2):
+    for _ in range(recordings.MAX_MOVES + 2):
         for param in both.ours.parameters():
             param.data = param.data.clone()
         advance(both, [4, 3])
-    assert len(made) <= 2 * recording.MAX_MOVES + 1
-    assert row(both).endswith(f"not recorded: its tensors have moved {recording.MAX_MOVES} times")
+    assert len(made) <= 2 * recordings.MAX_MOVES + 1
+    assert row(both).endswith(f"not recorded: its tensors have moved {recordings.MAX_MOVES} times")
 
 
 @needs_compiler
 def test_many_kinds_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "MAX_RECORDED", 1)
+    monkeypatch.setattr(recordings, "MAX_RECORDED", 1)
     both, made = recorded(monkeypatch)
     advance(both, [4, 4, 3, 3, 4, 3])
     assert len(made) == 1

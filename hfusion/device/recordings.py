@@ -1,0 +1,53 @@
+"""What was recorded on a device to be replayed, by kind, and when recording is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+# Kinds that are recorded: each keeps the memory that it computes in.
+MAX_RECORDED = 4
+# How often tensors may move before recording them anew is given up.
+MAX_MOVES = 3
+
+Recorded = TypeVar("Recorded")
+
+
+class Recordings(Generic[Recorded]):
+    """``why``: why nothing is recorded any longer, in words; empty as long as recording goes on."""
+
+    def __init__(self, why: str = "") -> None:
+        self.why = why
+        self._kept: dict[Hashable, Recorded] = {}
+        self._moves = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def full(self) -> bool:
+        return len(self._kept) == MAX_RECORDED
+
+    def get(self, kind: Hashable) -> Recorded | None:
+        """What was recorded of a kind."""
+        return self._kept.get(kind)
+
+    def add(self, kind: Hashable, record: Callable[[], Recorded]) -> Recorded | None:
+        """Keep what ``record`` gives; None where it raises: recording is given up."""
+        try:
+            found = self._kept[kind] = record()
+        except Exception as error:
+            first, _, _ = str(error).strip().partition("\n")
+            self.why = f"{type(error).__name__}: {first[:300]}"
+            self._kept.clear()
+            return None
+        return found
+
+    def forget(self) -> None:
+        """The tensors lie elsewhere from now on."""
+        if not self._kept:
+            return
+        self._kept.clear()
+        self._moves += 1
+        if self._moves == MAX_MOVES:
+            self.why = f"its tensors have moved {MAX_MOVES} times"
