@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from hfusion.device.queues import DeviceQueue, HostQueue, Queue, StreamQueue
+from hfusion.device.queues import DeviceQueue, HostQueue, Mark, Queue, StreamQueue
 
 _TYPES = ("cuda", "xpu", "mps")
 AUTOCAST_QUESTIONS = {"is_autocast_enabled": "cuda"} | {
@@ -63,6 +63,12 @@ class Backend(Protocol):
     def current(self) -> AbstractContextManager[Any]:
         """In which it is the device on which kernels are launched."""
 
+    def mark(self) -> Mark | None:
+        """What tells when all is done that this thread's queue has been asked for so far; None: it is."""
+
+    def share(self, tensor: Tensor) -> None:
+        """This thread's queue uses a tensor of another queue: its memory is nobody's before both are done with it."""
+
     def wait(self) -> None:
         """Until all queues are empty."""
 
@@ -96,6 +102,12 @@ class Host:
 
     def queue(self) -> Queue:
         return HostQueue()
+
+    def mark(self) -> Mark | None:
+        return None
+
+    def share(self, tensor: Tensor) -> None:
+        return
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -151,6 +163,13 @@ class Accelerator:
 
     def queue(self) -> Queue:
         return DeviceQueue(self.device) if self.device.type == "mps" else StreamQueue(torch.Stream(self.device))
+
+    def mark(self) -> Mark | None:
+        return DeviceQueue(self.device).mark() if self.device.type == "mps" else Mark(self.device)
+
+    def share(self, tensor: Tensor) -> None:
+        if self.device.type != "mps":
+            tensor.record_stream(torch.accelerator.current_stream(self.device))
 
     def current(self) -> AbstractContextManager[Any]:
         return torch.accelerator.device_index(self.device.index)

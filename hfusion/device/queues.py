@@ -18,6 +18,31 @@ class Queue(Protocol):
     def wait(self) -> None:
         """Until all of it is done."""
 
+    def mark(self) -> Mark | None:
+        """What tells when all is done that it has been asked for so far; None: it is."""
+
+
+class Mark:
+    """An event of a device; ``stream``: that of which it marks the end, the current one if None."""
+
+    def __init__(self, device: torch.device, stream: torch.Stream | None = None) -> None:
+        with torch.accelerator.device_index(device.index):
+            self._event = torch.Event(device, enable_timing=True)
+            self._event.record(torch.accelerator.current_stream(device) if stream is None else stream)
+
+    @property
+    def done(self) -> bool:
+        """Whether all before it is done."""
+        return self._event.query()
+
+    def wait(self) -> None:
+        """Until all before it is done."""
+        self._event.synchronize()
+
+    def since(self, earlier: Mark) -> float:
+        """Seconds from ``earlier``, by the device's own clock; both are done."""
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
 
 @dataclass(frozen=True)
 class HostQueue:
@@ -28,6 +53,9 @@ class HostQueue:
 
     def wait(self) -> None:
         return
+
+    def mark(self) -> Mark | None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -41,6 +69,9 @@ class StreamQueue:
     def wait(self) -> None:
         self.stream.synchronize()
 
+    def mark(self) -> Mark | None:
+        return Mark(self.stream.device, self.stream)
+
 
 @dataclass(frozen=True)
 class DeviceQueue:
@@ -53,3 +84,8 @@ class DeviceQueue:
 
     def wait(self) -> None:
         torch.accelerator.synchronize(self.device)
+
+    def mark(self) -> Mark | None:
+        # Its events were not tried.
+        self.wait()
+        return None

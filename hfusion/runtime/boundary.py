@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.core.tree import change
+from hfusion.core.tree import change, leaves
+from hfusion.device.backend import backend
 from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.values import Bundle, detached, restore, spill
 
@@ -55,6 +56,8 @@ class BoundaryStore:
         loaded = self._entries.pop(shard, None)
         if loaded is None:
             return self.take(names, device)
+        for tensor in leaves(loaded, Tensor):
+            backend(device).share(tensor)
         # The minibatch is copied by whoever computes: memory belongs to the queue under which it was taken.
         return detached({name: loaded[name] if name in loaded else self._of_batch(name, device) for name in names})
 

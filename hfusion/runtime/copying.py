@@ -1,9 +1,14 @@
-"""Copies of memory: between two storages, or two contiguous tensors of one dtype."""
+"""Copies of memory: between two storages, or two contiguous tensors of one dtype, and to the host."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+import torch
+
+from hfusion.device.backend import backend
+from hfusion.device.queues import Mark
 
 
 class Move(NamedTuple):
@@ -17,3 +22,20 @@ def copy_now(moves: Iterable[Move]) -> None:
     """Copy here and now; on an accelerator, in the queue of this thread."""
     for target, source in moves:
         target.copy_(source, non_blocking=True)
+
+
+class Arrivals:
+    """What a device copies to the host while Python goes on, by name: when the last of each is there."""
+
+    def __init__(self) -> None:
+        self._marks: dict[str, Mark | None] = {}
+
+    def note(self, name: str, device: torch.device) -> None:
+        """A copy has been asked for in this thread's queue of ``device``."""
+        self._marks[name] = backend(device).mark()
+
+    def wait(self, name: str) -> None:
+        """Until the last copy is there, if one was asked for."""
+        mark = self._marks.pop(name, None)
+        if mark is not None:
+            mark.wait()

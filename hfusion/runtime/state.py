@@ -107,7 +107,7 @@ class TaskTensors:
         self._crossing = Lock()
         self._loading: int | None = None
         self._here: dict[int, _LoadedShard] = {}
-        self._leaving: dict[int, tuple[Copy, Event]] = {}
+        self._leaving: dict[int, tuple[_LoadedShard, Event]] = {}
         # What training does not change keeps the memory it had, for afterwards.
         self._frozen = {
             name: tensors[name].data
@@ -302,7 +302,7 @@ class TaskTensors:
         """Let a shard go; what must be copied to write back what changed, until `left`."""
         with self._lock:
             here, home = self._here.pop(shard), self._homes[shard]
-            self._leaving[shard] = here.copy, Event()
+            self._leaving[shard] = here, Event()
         if here.bound:
             for name in self.shards[shard].trained:
                 self._bind(name, home.views)

@@ -22,7 +22,7 @@ from hfusion.core.usage import absent_rows, leave_out, mark_absent, mark_found, 
 from hfusion.device.generators import Generators
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
 from hfusion.runtime.boundary import BoundaryStore
-from hfusion.runtime.copying import Move, copy_now
+from hfusion.runtime.copying import Arrivals, Move, copy_now
 from hfusion.runtime.process import Gate
 from hfusion.runtime.recipe import Batch, Recipe, Source
 from hfusion.runtime.state import TaskTensors
@@ -89,6 +89,7 @@ class Training:
         self._absent: dict[str, Tensor] = {}
         self._left_out: dict[str, Tensor] = {}
         self._norms: dict[str, Tensor] = {}
+        self._arrivals = Arrivals()
         self._factors: Tensor | None = None
         # Called when a unit of a minibatch has ended, and to save the task with one where that is due.
         self.ended: Callable[[Unit], None] = lambda unit: None
@@ -104,7 +105,9 @@ class Training:
         return self.plan.after(steps)
 
     def ran(self, unit: Unit) -> None:
-        """A unit that was scheduled has ended, as the optimizer's step with which it ends."""
+        """All of a unit that was scheduled has been asked for, and of the optimizer's step with which it ends."""
+        if unit.phase is not Phase.FORWARD:
+            self._arrivals.wait("losses")
         self.ended(unit)
 
     @property
@@ -224,8 +227,8 @@ class Training:
             saved = self._compute(shard, inputs, {}, device)
         self.state.wrote(shard, buffers)
         if saved.losses is not None:
-            # There when the unit has ended, and so are norms: the host does not wait for each.
             self.losses.append(saved.losses.detach().to("cpu", non_blocking=True))
+            self._arrivals.note("losses", device)
         if keep:
             self._saved[shard] = saved
         self._boundary.keep(shard, saved.outputs, self._recipe.later[shard])
@@ -318,8 +321,10 @@ class Training:
                     self._norms[name] = self._noted(norms)
 
     def _noted(self, norms: Tensor) -> Tensor:
-        """On the host, where they are once the unit has ended: it does not wait for each."""
-        return norms.to("cpu", non_blocking=True)
+        """On the host, where they are once `Arrivals` says so: it does not wait for each."""
+        there = norms.to("cpu", non_blocking=True)
+        self._arrivals.note("norms", norms.device)
+        return there
 
     def _recomputed(self, shard: int, device: torch.device) -> _PartGraph:
         inputs = self._boundary.entry(shard, self._recipe.parts[shard].takes, device)
@@ -376,6 +381,7 @@ class Training:
         """Clip by the norms over all shards."""
         assert self._clip is not None
         if self._factors is None:
+            self._arrivals.wait("norms")
             norms = total_norm([self._norms[name] for name in self.state.order if name in self._norms])
             self._factors = clip_factors(norms, self._clip)
         used = [grad for grad in grads.values() if grad.numel()]

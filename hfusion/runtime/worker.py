@@ -1,11 +1,14 @@
 """Devices at work: what the engine decides is done here, by a thread for each lane of a device.
 
-A lane does one action after the other and waits until the device has done it. What an eviction takes off a device is
-settled in the compute lane, between two units; only the copies of it are made beside the computing.
+A lane does one action after the other, and tells the engine of each when the device has done it. What is computed is
+asked for while the device does what was asked for before, so that it never waits for Python; copies are asked for one
+by one. What an eviction takes off a device is settled in the compute lane, between two units; only the copies of it are
+made beside the computing.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +20,7 @@ import torch
 
 from hfusion.device.backend import backend
 from hfusion.device.openmp import release_team
+from hfusion.device.queues import HostQueue, Mark
 from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.process import Gate
 from hfusion.runtime.training import Training
@@ -25,6 +29,8 @@ from hfusion.schedule.plan import Phase, Unit
 from hfusion.schedule.work import TaskFailed, Ticket
 
 _GLANCE_SECONDS = 0.1
+# Actions that a device may have been asked to compute and not have done: one that it does, and the one after it.
+_IN_FLIGHT = 2
 
 
 @dataclass(eq=False)
@@ -48,6 +54,7 @@ class _Job:
     ended: float = 0.0
     error: BaseException | None = None
     failed: bool = False
+    lane: _Lane | None = None
     over: Event = field(default_factory=Event)
 
     @property
@@ -69,38 +76,70 @@ class _Lane(Thread):
         self._copies = copies
         self._threads = torch.get_num_threads()
         self._queue = backend(device).queue()
+        self._asked: deque[_Job] = deque()
+        # Who waits for an accelerator to have computed: this thread may wait for others.
+        self._reporter = None if copies or isinstance(self._queue, HostQueue) else _Reporter(self)
+        self._last: tuple[Mark, float] | None = None
 
     def run(self) -> None:
         # A new thread begins with its own number of threads, and kernels may round by it.
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         try:
+            if self._reporter is not None:
+                self._reporter.start()
             while (job := self.jobs.get()) is not None:
                 self._do(job)
                 if self._copies and self.jobs.empty():
                     release_team()
         finally:
+            if self._reporter is not None:
+                self._reporter.asked.put(None)
+                self._reporter.join()
             self.ended.set()
 
     def _do(self, job: _Job) -> None:
+        """Ask the device for a job, as soon as it may begin."""
+        while len(self._asked) >= _IN_FLIGHT:
+            self._asked.popleft().over.wait()
         for each in job.after:
-            each.over.wait()
-            job.ready = max(job.ready, each.ended if each.told else each.ready)
+            # Its own come one after the other.
+            if self._reporter is None or each.lane is not self:
+                each.over.wait()
         job.failed = any(each.failed for each in job.after) or (self._worker.stopping and not job.always)
-        # What it takes until a thread goes on, and what is settled before, is its time, too: no other action's.
-        job.started = max(job.ready, self._free)
+        mark = None
         try:
             if not job.failed:
                 self._queue.run(job.work)
+                mark = None if self._reporter is None else self._queue.mark()
         except BaseException as error:
-            job.error, job.failed = error, True
-            # Nothing that was asked for after it begins.
-            self._worker.stopping = True
-        finally:
+            self._fail(job, error)
+        if self._reporter is None:
+            self.finish(job, None)
+        else:
+            self._asked.append(job)
+            self._reporter.asked.put((job, mark))
+
+    def _fail(self, job: _Job, error: BaseException) -> None:
+        job.error, job.failed = error, True
+        # Nothing that was asked for after it begins.
+        self._worker.stopping = True
+
+    def finish(self, job: _Job, mark: Mark | None) -> None:
+        """Wait until the device has done a job, and tell of it."""
+        try:
             # Also after an error: nothing writes to what is read then, and nobody waits for ever.
-            self._queue.wait()
-            job.then()
-        job.ended = self._worker.now()
+            ended = self._wait(mark)
+        except BaseException as error:
+            ended = self._worker.now()
+            if job.error is None:
+                self._fail(job, error)
+        job.then()
+        for each in job.after:
+            job.ready = max(job.ready, each.ended if each.told else each.ready)
+        # What it takes until a thread goes on, and what is settled before, is its time, too: no other action's.
+        job.started = max(job.ready, self._free)
+        job.ended = max(job.started, ended)
         self._free = job.ended if job.told else self._free
         # The engine keeps jobs, which must not keep what they copied.
         job.after, job.work, job.then = (), _nothing, _nothing
@@ -109,9 +148,38 @@ class _Lane(Thread):
             self._worker.ended.put(job)
         job.over.set()
 
+    def _wait(self, mark: Mark | None) -> float:
+        """When the device had done what ``mark`` marks, or all of the queue."""
+        if mark is None:
+            self._queue.wait()
+            self._last = None
+            return self._worker.now()
+        late, before = mark.done, self._last
+        mark.wait()
+        ended = self._worker.now()
+        # Python was busy with the next job: the device knows when it was.
+        if late and before is not None:
+            ended = min(ended, before[1] + mark.since(before[0]))
+        self._last = mark, ended
+        return ended
+
 
 def _nothing() -> None:
     return
+
+
+class _Reporter(Thread):
+    """Tells of what a lane has asked for, in the order in which the device has done it."""
+
+    def __init__(self, lane: _Lane) -> None:
+        super().__init__(name=f"{lane.name} ends")
+        self.asked: SimpleQueue[tuple[_Job, Mark | None] | None] = SimpleQueue()
+        self._lane = lane
+
+    def run(self) -> None:
+        while (asked := self.asked.get()) is not None:
+            self._lane.finish(*asked)
+            del asked
 
 
 class DeviceWorker:
@@ -215,6 +283,7 @@ class DeviceWorker:
             raise pressed
 
     def _submit(self, lane: _Lane, job: _Job) -> _Job:
+        job.lane = lane
         lane.jobs.put(job)
         return job
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.bench.policies import COMPARED
+from hfusion.device.queues import HostQueue
 from hfusion.runtime import worker
 from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.training import Training
@@ -248,3 +249,19 @@ def test_the_plan_of_a_report_is_the_one_that_ran() -> None:
     silent = replace(cut, shards=tuple(replace(shard, borrows=()) for shard in cut.shards))
     report = assert_same([array], [one], [expected], on, replace(plan, tasks=(silent,)))
     assert [shard.borrows for shard in report.plan.tasks[0].shards] == told
+
+
+@pytest.mark.parametrize("lane", ["in", "compute", "out"])
+def test_an_error_of_a_device_is_that_of_its_task(monkeypatch: pytest.MonkeyPatch, lane: str) -> None:
+    """A device tells of what goes wrong there when somebody waits for it."""
+
+    def lost(self: HostQueue) -> None:
+        if threading.current_thread().name == f"cpu:0 {lane}":
+            raise RuntimeError("the device is lost")
+
+    array, _ = made(0)
+    on, one = machine(), task(array, WAYS[0], LOADER, "t")
+    plan = planned([one], on, [3], [False])
+    monkeypatch.setattr(HostQueue, "wait", lost)
+    with pytest.raises(hf.TrainError, match="'t' failed: RuntimeError: the device is lost"):
+        hf.train([one], on, plan=plan)

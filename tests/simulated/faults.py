@@ -33,11 +33,13 @@ def main() -> int:
             # The first run captures, too.
             assert not run(seed, disk, order=order)
         counts = dict(QUEUES.counts)
-        for kind in ("wait stream", "queue", "free"):
+        for kind in ("wait stream", "wait", "queue", "free"):
             found = run(0, disk, Fault(kind), order=order)
             print(f"{kind}: all {counts[kind]}: {found[:1]}", flush=True)
             unseen += [] if found else [kind]
-            places = [counts[kind] * k // given.single for k in range(given.single)]
+            # The wait for one action is repeated by that for the next one of its queue.
+            single = 0 if kind == "wait" else given.single
+            places = [counts[kind] * k // single for k in range(single)]
             seen = [k for k in places if run(k, disk, Fault(kind, k), order=order)]
             if places:
                 print(f"{kind}: {len(seen)} of {len(places)} single ones seen", flush=True)

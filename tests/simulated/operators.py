@@ -247,6 +247,12 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
 
 
+def _record_stream(tensor: Tensor, stream: torch.Stream) -> None:
+    if tensor.untyped_storage().nbytes():
+        # As device.cpp numbers them.
+        QUEUES.used(tensor.untyped_storage().data_ptr(), stream.stream_id or -1 - stream.device_index)
+
+
 def register() -> list[torch.library.Library]:
     """Let torch ask here. As long as what this gives lives."""
     own = torch.library.Library("aten", "IMPL")
@@ -255,6 +261,7 @@ def register() -> list[torch.library.Library]:
     own.impl("convolution_overrideable", _convolution, "PrivateUse1")
     own.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
     own.impl("native_dropout", _dropout, "PrivateUse1")
+    own.impl("record_stream", _record_stream, "PrivateUse1")
     every = torch.library.Library("_", "IMPL")
     every.fallback(run, "PrivateUse1")
     return [own, every]

@@ -100,6 +100,22 @@ def a_minibatch_keeps_the_host_waiting_for_nothing_but_the_ends_of_units() -> No
             assert many[1] - few[1] <= 4 * EPOCHS * (shards * (way.clip is not None) + 2)
 
 
+def who_asks_a_device_to_compute_waits_for_losses_and_norms_only() -> None:
+    def waited(count: int, way: Way, shards: int, resident: bool) -> int:
+        """How often the thread that asks waited for anything that it has asked for."""
+        one = task(fused(Scaled), way, batches(torch.float64, 1) * count)
+        on = hf.Machine([hf.Device(THERE, memory="1GiB")])
+        plan = planned([one], on, [shards], [resident])
+        QUEUES.start(0)
+        hf.train(one, on, plan=plan)
+        return QUEUES.waits[f"{THERE} compute"]
+
+    for way in (Way(momentum), Way(adamw, 0.5)):
+        for shards, resident in ((1, True), (3, True), (3, False)):
+            few, many = (waited(count, way, shards, resident) for count in (2, 6))
+            assert many - few <= 4 * EPOCHS * (1 + (way.clip is not None))
+
+
 def an_optimizer_copies_to_its_device_from_pinned_memory_only() -> None:
     array = fused().to(THERE)
     params = list(array.parameters())
@@ -176,6 +192,7 @@ PIECES: tuple[Callable[[], None], ...] = (
     an_array_that_moves_without_its_state_is_refused,
     a_machine_knows_its_devices,
     a_minibatch_keeps_the_host_waiting_for_nothing_but_the_ends_of_units,
+    who_asks_a_device_to_compute_waits_for_losses_and_norms_only,
     an_optimizer_copies_to_its_device_from_pinned_memory_only,
     an_array_is_lowered_for_the_device_that_it_is_planned_for,
     what_was_measured_on_a_cpu_is_rewritten_there_only,

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import RLock
+from threading import RLock, current_thread
 from typing import Any
 
 import torch
@@ -99,7 +99,8 @@ class Queues:
     """The queues and memory of all simulated devices.
 
     ``trace``: what was asked for, as `tests.simulated.races` reads it. ``lag``: how far devices fall behind. ``reads``:
-    how often the host waited for a queue to read a tensor; ``staged``: how often it copied memory that is not pinned.
+    how often the host waited for a queue to read a tensor; ``staged``: how often it copied memory that is not pinned;
+    ``waits``: how often each thread waited for anything.
     """
 
     def __init__(self) -> None:
@@ -122,6 +123,7 @@ class Queues:
             self.weights: dict[int, float] = {}
             self.serial = False
             self.reads = self.operators = self.staged = 0
+            self.waits = Counter[str]()
             self.live = getattr(self, "live", {})
             self.taken = getattr(self, "taken", [0] * DEVICES)
             self.peak = list(self.taken)
@@ -136,6 +138,9 @@ class Queues:
         """Whether this call is the one to leave out."""
         count = self.counts[kind] = self.counts.get(kind, -1) + 1
         return self.fault is not None and self.fault.kind == kind and self.fault.number in (None, count)
+
+    def _count(self) -> None:
+        self.waits[current_thread().name] += 1
 
     # Doing what was asked for.
 
@@ -225,6 +230,7 @@ class Queues:
         """A tensor is read on the host: until its queue has done all."""
         with self.lock:
             self.reads += 1
+            self._count()
             if self._dropped("read"):
                 return
             self.trace.append(("wait stream", stream))
@@ -317,6 +323,7 @@ class Queues:
 
     def wait(self, event: int) -> None:
         with self.lock:
+            self._count()
             if event in self.events and not self._dropped("wait"):
                 self.trace.append(("wait", event))
                 mark = self.events[event]
@@ -336,6 +343,7 @@ class Queues:
 
     def wait_stream(self, stream: int) -> None:
         with self.lock:
+            self._count()
             if self._dropped("wait stream"):
                 return
             self.trace.append(("wait stream", stream))
@@ -355,6 +363,7 @@ class Queues:
 
     def wait_device(self, device: int) -> None:
         with self.lock:
+            self._count()
             if self._dropped("wait device"):
                 return
             mine = [self.items[stream] for stream, where in self.streams.items() if where == device]
