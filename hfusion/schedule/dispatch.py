@@ -7,7 +7,7 @@ done. Tasks are named by their position in the plan. What a unit took replaces w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hfusion.core.errors import PlanError
@@ -120,11 +120,6 @@ class Dispatcher:
     def next(self, task: int) -> Unit | None:
         """The unit of a task that begins next; None if all have begun."""
         return self._tasks[task].next
-
-    def rest(self, task: int) -> Iterator[Unit]:
-        """The units of a task that have not begun, in order."""
-        state = self._tasks[task]
-        return map(state.plan.unit, range(state.candidate.unit, state.units))
 
     def end(self, task: int, units: int) -> None:
         """Let a task end after ``units`` more, and forget the others; it does not wait."""

@@ -1,8 +1,7 @@
 """The one engine: it decides what each device does, and a worker does it, for real or in numbers.
 
-A device computes one unit while the next shard is loaded beside it (double buffering), and those after that one where
-there is room that nobody before them needs. What comes next is chosen when a unit begins. All decisions are taken in
-one thread, between the ends of actions; nobody takes bytes that are not free.
+A device computes one unit while the next shard is loaded beside it (double buffering). What comes next is chosen when a
+unit begins. All decisions are taken in one thread, between the ends of actions; nobody takes bytes that are not free.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import pairwise
 
 from hfusion.core.errors import PlanError
 from hfusion.schedule.actions import Act, Action, Section
@@ -193,8 +191,6 @@ class Engine:
             if not visit.tickets:
                 self._leave_visit(device, visit)
         self._advance(device)
-        if action.act is Act.EVICT and device.current is not None:
-            self._load_ahead(device, device.current)
         if run.device is not None and run.device is not device:
             # It may wait for what has left here.
             self._advance(run.device)
@@ -300,7 +296,6 @@ class Engine:
         if chosen is not None:
             self._queue(device, self._runs[chosen])
             self._load(device)
-            self._load_ahead(device, visit)
 
     def _reuses(self, device: _DeviceState, run: _Run, before: Unit, after: Unit, held: _HeldShard) -> bool:
         """Whether what is loaded for a unit is all that the next one needs, and can stay until that is evicted."""
@@ -338,37 +333,8 @@ class Engine:
             if not all(ticket.done for ticket in held.waits) or not device.fits(held.load.takes):
                 return
             device.loads.popleft()
-            self._begin_load(device, run, held)
-
-    def _begin_load(self, device: _DeviceState, run: _Run, held: _HeldShard) -> None:
-        device.take(held.load.takes)
-        held.ticket = self._begin(device, run, held.unit, held.load, ())
-
-    def _load_ahead(self, device: _DeviceState, visit: _Visit) -> None:
-        """Load for the units after the queued one, too, as far as there is room that nobody before them will need."""
-        run, extra, between = visit.run, visit.actions.extra, {visit.unit.shard}
-        if not visit.goes_on or run.plan.resident:
-            return
-        parked = sum(each.size for each in device.parked)
-        for before, after in pairwise(self._dispatcher.rest(run.number)):
-            actions = run.plan.actions_of(after)
-            extra = max(extra, run.plan.actions_of(before).extra, actions.extra)
-            between.add(before.shard)
-            if len(between) == len(run.plan.shards):
-                return
-            held = run.held.get(after.shard)
-            if actions.load is None or (held is not None and held.unit == after):
-                continue
-            if held is not None:
-                if self._reuses(device, run, before, after, held):
-                    continue
-                return
-            waits = between & actions.waits or self._leaving(run, actions.waits) or device.loads
-            size = actions.load.takes
-            if waits or run.size + parked + size + extra > device.budget or not device.fits(size):
-                return
-            run.held[after.shard] = held = _HeldShard(actions.load, after, [])
-            self._begin_load(device, run, held)
+            device.take(held.load.takes)
+            held.ticket = self._begin(device, run, held.unit, held.load, ())
 
     def _make_room(self, device: _DeviceState) -> None:
         """Let parked tasks leave, the oldest first, until what the next unit's task holds and takes will fit."""
