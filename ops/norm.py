@@ -20,6 +20,7 @@ from hfusion.ops.fold import folded
 from hfusion.ops.lowering import Efficiency, Saves, Sizes
 from hfusion.ops.rule import (
     Call,
+    Memberwise,
     Operand,
     RuleTable,
     Site,
@@ -181,7 +182,9 @@ def instance_norm(site: Site, **arguments: Any) -> Call | None:
     if _loops(arguments) or _half_shared(arguments):
         return loop(site, arguments, CHANNELS_EACH)
     if _only_input_differs(arguments):
-        return _fold(site, arguments)
+        args, _ = in_order(site, arguments)
+        args = (site.target, 1, *args)
+        return site.call(folded, args, Layout.STACKED, "folded: shared weights", efficiency=CHANNELS)
     state = (_stacked(arguments[name]) for name in ("weight", "bias", "running_mean", "running_var"))
     options = (arguments["use_input_stats"], arguments["momentum"], arguments["eps"])
     x: Value = arguments["input"]
@@ -201,9 +204,14 @@ def instance_norm_packed(
 def group_norm(site: Site, **arguments: Any) -> Call | None:
     """``input [N, C, *S]``: packed, B times as many groups."""
     if _loops(arguments):
-        return loop(site, arguments, CHANNELS_EACH)
+        args, kwargs = in_order(site, map_values(arguments, lambda v: v if v.shared else v.to(Layout.LISTED)))
+        listed = (site.members, args, kwargs)
+        text = "loop over members"
+        return site.call(group_norm_each, listed, Layout.LISTED, text, efficiency=CHANNELS_EACH, loops=True)
     if _only_input_differs(arguments):
-        return _fold(site, arguments)
+        args, _ = in_order(site, arguments)
+        text = "folded: shared weights"
+        return site.call(group_norm_folded, args, Layout.STACKED, text, efficiency=CHANNELS)
     x, groups = arguments["input"], site.members * arguments["num_groups"]
     affine = (_stacked(arguments[name]) for name in ("weight", "bias"))
     args = (x.to(Layout.PACKED), groups, *affine, arguments["eps"])
@@ -212,7 +220,26 @@ def group_norm(site: Site, **arguments: Any) -> Call | None:
 
 def group_norm_packed(x: Tensor, groups: int, weight: Maybe, bias: Maybe, eps: float) -> Tensor:
     """Packed ``x [N, B*C, *S]`` in B times the member's groups; weights ``[B, C]``."""
-    return torch.group_norm(x, groups, _channels(weight), _channels(bias), eps, torch.backends.cudnn.enabled)
+    return group_norm_alone(x, groups, _channels(weight), _channels(bias), eps, torch.backends.cudnn.enabled)
+
+
+def group_norm_alone(
+    x: Tensor, groups: int, weight: Maybe = None, bias: Maybe = None, eps: float = 1e-5, cudnn: bool = True
+) -> Tensor:
+    """torch's own of ``x [N, C, *S]``, as convolutions may have laid it in memory."""
+    if x.is_cpu and not x.requires_grad and x.dim() > 3 and x.stride(1) == 1:
+        # In channels_last torch (as of 2.13) writes the gradient of ``x`` also where there is none, and crashes.
+        x = x.clone(memory_format=torch.contiguous_format)
+    return torch.group_norm(x, groups, weight, bias, eps, cudnn)
+
+
+def group_norm_folded(x: Tensor, *rest: Any) -> Tensor:
+    """Stacked ``x [B, N, C, *S]``, and the same weights for all members."""
+    y: Tensor = folded(group_norm_alone, 1, x, *rest)
+    return y
+
+
+group_norm_each = Memberwise(group_norm_alone)
 
 
 def last_dims_norm(site: Site, **arguments: Any) -> Call | None:
@@ -278,11 +305,6 @@ def _only_input_differs(arguments: Mapping[str, Any]) -> bool:
     stateless = arguments.get("running_mean") is None and arguments.get("running_var") is None
     alike = all(v is None or v.shared for v in rest)
     return stateless and alike and arguments["input"].layout is Layout.STACKED
-
-
-def _fold(site: Site, arguments: Mapping[str, Any]) -> Call:
-    args, _ = in_order(site, arguments)
-    return site.call(folded, (site.target, 1, *args), Layout.STACKED, "folded: shared weights", efficiency=CHANNELS)
 
 
 def _half_shared(arguments: Mapping[str, Any]) -> bool:

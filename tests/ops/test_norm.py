@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import hfusion as hf
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import CONVERSIONS, Layout
 from hfusion.ops.rule import MemberScalars
@@ -156,3 +157,19 @@ def test_batch_norm_in_every_order_of_memory(order: tuple[int, ...]) -> None:
     (got,) = batch(graph, [Layout.STACKED] * 3, 3)(lying, weight, bias)
     single = [torch.batch_norm(x[b], weight[b], bias[b], None, None, True, 0.1, 1e-5, False) for b in range(3)]
     torch.testing.assert_close(got, torch.stack(single), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("members", [1, 2, 20])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_group_norm_of_what_needs_no_gradient(members: int, dims: int) -> None:
+    """In channels_last, as a frozen convolution gives it, torch's own backward would crash the process."""
+    conv = (nn.Conv2d, nn.Conv3d)[dims - 2]
+    torch.manual_seed(0)
+    models = [nn.Sequential(conv(4, 4, 3).requires_grad_(False), nn.GroupNorm(2, 4)).double() for _ in range(members)]
+    array, x = hf.fuse(models), torch.randn(3, 4, *[6] * dims, dtype=torch.float64)
+    array(x).sin().sum().backward()
+    for member, model in enumerate(models):
+        model(x).sin().sum().backward()
+        for name, param in array.named_parameters():
+            if param.requires_grad:
+                torch.testing.assert_close(param.grad[member], model.get_parameter(name).grad)
