@@ -33,6 +33,7 @@ DENSE_LAST = Efficiency(40, traffic=0.25)
 LAST = Efficiency(90, traffic=0.7)
 EACH = Efficiency(53, traffic=0.3)
 PRODUCT = Efficiency(21, traffic=0.6)
+PRODUCT_EACH = Efficiency(27, traffic=0.6)
 
 Maybe = Tensor | None
 Options = Mapping[str, Any]
@@ -115,6 +116,9 @@ class Convolution:
             each_last = (site.members, (site.target, *operands), options)
             text = "loop, channels-last"
             return site.call(channels_last, each_last, Layout.LISTED, text, efficiency=LAST, loops=True)
+        args: tuple[Any, ...] = (site.members, operands, {})
+        if self.dims == 1 and x.rank == 3 and self.pointwise(weight, options):
+            return site.call(product_each, args, Layout.LISTED, "loop, product", efficiency=PRODUCT_EACH, loops=True)
         args = (site.target, site.members, operands, options)
         return site.call(each, args, Layout.LISTED, "loop over members", efficiency=EACH, loops=True)
 
@@ -181,6 +185,15 @@ def product(x: Tensor, weight: Tensor, bias: Maybe) -> Tensor:
     )
     y = matrix @ flat if bias is None else torch.baddbmm(bias.unsqueeze(-1), matrix, flat)
     return y.view(members, channels_out, *features.shape[2:]).movedim(1, 2)
+
+
+@Memberwise
+def product_each(x: Tensor, weight: Tensor, bias: Maybe) -> Tensor:
+    """One member's `product`: ``x [N, C, *S]``, ``weight [O, C, *1]``; the result lies in memory as ``[O, N, *S]``."""
+    features = x.movedim(1, 0)
+    matrix, flat = weight.flatten(1), features.flatten(1)
+    y = matrix @ flat if bias is None else torch.addmm(bias.unsqueeze(-1), matrix, flat)
+    return y.view(-1, *features.shape[1:]).movedim(0, 1)
 
 
 @Memberwise

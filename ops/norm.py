@@ -50,10 +50,8 @@ def batch_norm(site: Site, **arguments: Any) -> Call | None:
     """``input [N, C, *S]``; in training the running statistics are written in place."""
     x, mean, training = arguments["input"], arguments["running_mean"], arguments["training"]
     once = x.shared and not has_per_member(arguments)
-    if training and _written_by_all(site, arguments):
-        return loop(site, arguments, CHANNELS_EACH)
-    if (not once and _loops(arguments)) or _half_shared(arguments):
-        return loop(site, arguments, CHANNELS_EACH)
+    if (training and _written_by_all(site, arguments)) or (not once and _loops(arguments)) or _half_shared(arguments):
+        return _listed(site, arguments, batch_norm_each)
     layout = x.layout
     if once and (training or mean is None or mean.shared):
         return _batch_norm_once(site, arguments)
@@ -123,6 +121,18 @@ def batch_norm_stacked(
     features = x.movedim(2, 1)
     flat = batch_norm_packed(features.reshape(1, members * channels, -1), *rest)
     return flat.view(features.shape).movedim(1, 2)
+
+
+def batch_norm_alone(x: Tensor, *rest: Any) -> Tensor:
+    """torch's own of ``x [N, C, *S]``, which reads it in order where channels are outside of samples in memory."""
+    if x.dim() < 3 or x.stride(0) >= x.stride(1):
+        return torch.batch_norm(x, *rest)
+    features = x.movedim(1, 0)
+    flat = torch.batch_norm(features.reshape(1, x.shape[1], -1), *rest)
+    return flat.view(features.shape).movedim(0, 1)
+
+
+batch_norm_each = Memberwise(batch_norm_alone)
 
 
 def batch_norm_shared(
@@ -204,10 +214,7 @@ def instance_norm_packed(
 def group_norm(site: Site, **arguments: Any) -> Call | None:
     """``input [N, C, *S]``: packed, B times as many groups."""
     if _loops(arguments):
-        args, kwargs = in_order(site, map_values(arguments, lambda v: v if v.shared else v.to(Layout.LISTED)))
-        listed = (site.members, args, kwargs)
-        text = "loop over members"
-        return site.call(group_norm_each, listed, Layout.LISTED, text, efficiency=CHANNELS_EACH, loops=True)
+        return _listed(site, arguments, group_norm_each)
     if _only_input_differs(arguments):
         args, _ = in_order(site, arguments)
         text = "folded: shared weights"
@@ -297,6 +304,12 @@ def _loops(arguments: Mapping[str, Any]) -> bool:
     statistics = [arguments.get(name) for name in ("running_mean", "running_var")]
     listed = any(v is not None and v.layout in (Layout.LISTED, Layout.PACKED) for v in statistics)
     return listed or arguments["input"].layout is Layout.LISTED or has_per_member(arguments)
+
+
+def _listed(site: Site, arguments: Mapping[str, Any], fn: Memberwise) -> Call:
+    args, kwargs = in_order(site, map_values(arguments, lambda v: v if v.shared else v.to(Layout.LISTED)))
+    whole, text = (site.members, args, kwargs), "loop over members"
+    return site.call(fn, whole, Layout.LISTED, text, efficiency=CHANNELS_EACH, loops=True)
 
 
 def _only_input_differs(arguments: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hfusion.core.layout import Layout
-from hfusion.ops.conv import channels_last, product, side_by_side
+from hfusion.ops.conv import channels_last, product, product_each, side_by_side
 from hfusion.ops.rule import each
 from tests.oracle import Case, check, draws, lowerings, member_graph, t
 
@@ -67,7 +67,7 @@ def test_convolution(case: Case) -> None:
     ("case", "functions"),
     [
         (CONVOLUTIONS[0], [side_by_side, each]),
-        (CONVOLUTIONS[2], [product, side_by_side, each]),
+        (CONVOLUTIONS[2], [product, side_by_side, product_each]),
         (CONVOLUTIONS[6], [side_by_side, channels_last]),
         (CONVOLUTIONS[10], [side_by_side, channels_last, product]),
         (CONVOLUTIONS[11], [side_by_side, channels_last]),
