@@ -16,7 +16,7 @@ from torch import nn
 
 from hfusion.array.module import FusedModule
 from hfusion.checkpoint import files
-from hfusion.checkpoint.files import told
+from hfusion.checkpoint.files import Saved, told
 from hfusion.checkpoint.parts import SaveWriter
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.core.errors import CheckpointError
@@ -211,8 +211,10 @@ def in_thread(write: Callable[[], Path]) -> Writing:
     return future
 
 
-def read(root: Root | Sequence[Root], names: str | Sequence[str] | None) -> SaveReader:
-    """The members ``names`` of the latest saves under one root or several. Raises CheckpointError."""
+def read(root: Root | Saved | Sequence[Root], names: str | Sequence[str] | None) -> SaveReader:
+    """The members ``names`` of the latest saves under one root or several, or of one. Raises CheckpointError."""
+    if isinstance(root, Saved):
+        return SaveReader.of([root], [names] if isinstance(names, str) else names)
     roots = [root] if isinstance(root, str | os.PathLike) else list(root)
     if not roots:
         raise CheckpointError("no folder was given: give the one that a checkpoint was saved to, or several")

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.checkpoint import files
-from hfusion.checkpoint.files import told
+from hfusion.checkpoint.files import Saved, told
+from hfusion.checkpoint.packed import PackedSave
 from hfusion.checkpoint.parts import SaveWriter
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save import Root, Writing, gather, in_thread, read, writing
@@ -95,7 +96,7 @@ class Saving:
     @classmethod
     def load(
         cls,
-        root: Root | Sequence[Root],
+        root: Root | Saved | Sequence[Root],
         make_model: Callable[..., nn.Module],
         *,
         optimizer: Callable[[Any], FusedOptimizer],
@@ -126,6 +127,13 @@ class Saving:
         pop: Population = cast(Any, cls)(models, optimizer=optimizer, loss=loss, schedule=makes, **options)
         restore(pop, reader, rows, loader, random)
         return pop
+
+
+def packed(pop: Population) -> PackedSave:
+    """What a save of ``pop`` holds, for `load` in another process."""
+    with pop._lock:
+        writer = gathered(pop, None, None)
+        return PackedSave.of(writer.body, writer.tensors, pop.steps)
 
 
 def gathered(pop: Population, loader: Any, extra: Any) -> SaveWriter:

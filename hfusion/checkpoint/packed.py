@@ -1,0 +1,42 @@
+"""A save in memory, to go to another process: as bytes, as pickle does not know every dtype of tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfusion.checkpoint.files import Saved
+
+
+@dataclass(frozen=True)
+class PackedSave:
+    """What `hfusion.checkpoint.files.write` is given. ``complex`` are the tensors of complex numbers."""
+
+    body: str
+    tensors: bytes
+    complex: frozenset[str]
+    step: int
+
+    @staticmethod
+    def of(body: Any, tensors: Mapping[str, Tensor], step: int) -> PackedSave:
+        """``tensors`` are on the CPU."""
+        # Imported late: it imports sympy.
+        from safetensors.torch import save
+
+        odd = frozenset(key for key, tensor in tensors.items() if tensor.is_complex())
+        plain = {key: torch.view_as_real(one) if key in odd else one for key, one in tensors.items()}
+        return PackedSave(json.dumps(body), save({key: one.contiguous() for key, one in plain.items()}), odd, step)
+
+    def saved(self) -> Saved:
+        """As if it had been read."""
+        from safetensors.torch import load
+
+        tensors = load(self.tensors)
+        found = {key: torch.view_as_complex(one) if key in self.complex else one for key, one in tensors.items()}
+        return Saved(Path("a save in memory"), json.loads(self.body), found, self.step, None)

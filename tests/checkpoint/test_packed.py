@@ -1,0 +1,39 @@
+"""A save in memory holds what one on disk does, in another process, too."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import torch
+
+import hfusion as hf
+from hfusion.checkpoint import files
+from hfusion.checkpoint.packed import PackedSave
+from hfusion.population.saving import gathered, packed
+from tests.checkpoint.living import OPTIONS, Net
+
+
+def test_a_packed_population_is_the_saved_one(tmp_path: Path) -> None:
+    """Among its tensors is a state of numpy's in uint32, which pickle writes and does not read."""
+    pop = hf.Population([Net() for _ in range(3)], tags=["a", "b", "c"], **OPTIONS)
+    pop.save(tmp_path).result()
+    written, found = files.read(tmp_path), pickle.loads(pickle.dumps(packed(pop))).saved()
+    assert found.body == written.body
+    assert found.tensors.keys() == written.tensors.keys()
+    assert torch.uint32 in {tensor.dtype for tensor in found.tensors.values()}
+    for key, tensor in written.tensors.items():
+        torch.testing.assert_close(found.tensors[key], tensor, rtol=0, atol=0, equal_nan=True)
+    again = hf.Population.load(found, Net, random=False, **OPTIONS)
+    pop.stop(1)
+    again.stop(1)
+    assert gathered(again, None, None).body["population"] == gathered(pop, None, None).body["population"]
+
+
+def test_complex_numbers_are_kept() -> None:
+    given = {"z": torch.randn(3, 2, dtype=torch.complex128), "x": torch.randn(4, 2).T, "one": torch.tensor(2)}
+    found = PackedSave.of({"a": [1, None]}, given, 7).saved()
+    assert (found.body, found.step) == ({"a": [1, None]}, 7)
+    for key, tensor in given.items():
+        assert found.tensors[key].dtype == tensor.dtype
+        assert torch.equal(found.tensors[key], tensor)
