@@ -89,6 +89,15 @@ class Ratios:
             return math.exp(self._of_task[self._tasks[number]])
         return math.exp(self._measured[number, device]) / self.of_device(device)
 
+    def forget(self, number: int) -> None:
+        """An array and its task are no more; what they told of devices stays as long as nothing else tells of these."""
+        task = self._tasks[number]
+        for device in self._on_task.pop(task, {}):
+            del self._on_device[device][task]
+            self._measured.pop((number, device), None)
+        self._of_task.pop(task, None)
+        self._latest.pop(number, None)
+
     def of_device(self, device: int) -> float:
         """Of a device, in steps of what differs, so that devices that are alike are so here."""
         step = math.log1p(DIFFERS)
