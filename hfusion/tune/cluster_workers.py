@@ -23,6 +23,8 @@ from hfusion.tune.trial_rows import SweepRecipe, TrialRows
 from hfusion.tune.workers import RowsCall
 
 _MAKER = "maker"
+# Calls of an array that has trained nothing since it was opened, and then restored or joined.
+_UNTRAINED = 2
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,15 @@ class ClusterWorkers:
     def ask(self, calls: Mapping[str, RowsCall]) -> dict[str, Any]:
         for name, (method, args) in calls.items():
             self.send(name, method, *args)
+        return self._done(calls)
+
+    def _done(self, names: Collection[str]) -> dict[str, Any]:
+        """What the last call of each array gives, once all of its calls are done."""
         running: dict[int, list[str]] = {}
         found: dict[str, Any] = {}
-        while len(found) < len(calls):
-            for device in {self._told[name].device for name in calls if name not in found} - running.keys():
-                running[device] = [name for name in calls if name not in found and self._told[name].device == device]
+        while len(found) < len(names):
+            for device in {self._told[name].device for name in names if name not in found} - running.keys():
+                running[device] = [name for name in names if name not in found and self._told[name].device == device]
                 self._begin(device, running[device])
             for device, message in self._executor.wait(GLANCE):
                 if isinstance(message, Answered):
@@ -121,7 +127,7 @@ class ClusterWorkers:
                     raise message.error
                 elif isinstance(message, Lost):
                     self._lose(device, running.pop(device, []), message.reason)
-        return {name: found[name] for name in calls}
+        return {name: found[name] for name in names}
 
     def _begin(self, device: int, names: Sequence[str]) -> None:
         calls = {name: tuple(self._told[name].calls[self._told[name].done :]) for name in names}
@@ -158,6 +164,20 @@ class ClusterWorkers:
             told.calls = [told.calls[0], self._packed(("restore", (path, list(members[name]))))]
             told.done = len(told.calls) if there else 0
         return found
+
+    def move(self, devices: Mapping[str, int], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, int]:
+        """What was trained since the last save goes through this process."""
+        trained = {name: ("packed", ()) for name in devices if len(self._told[name].calls) > _UNTRAINED}
+        for name, state in self.ask(trained).items():
+            told = self._told[name]
+            told.calls = [told.calls[0], self._packed(("restore", (state, list(members[name]))))]
+        for name, device in devices.items():
+            told = self._told[name]
+            if device not in self.gone and device != told.device:
+                self._dropped.setdefault(told.device, []).append(name)
+                told.device, told.done = device, 0
+        self._done(devices)
+        return {name: self._told[name].device for name in devices}
 
     def drop(self, name: str, *, collect: bool) -> None:
         device = self._told.pop(name).device

@@ -17,6 +17,7 @@ from torch import Tensor
 from hfusion.cluster.node import DeviceInfo
 from hfusion.core.errors import CheckpointError
 from hfusion.tune.beats import Beats
+from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.exploit import PBT
 from hfusion.tune.folder import SweepFolder
 from hfusion.tune.footprint import Footprint
@@ -83,6 +84,7 @@ class Conductor:
             if not resumed:
                 self.save()
             resumed = False
+            self._move()
             self._train()
             self._round += 1
             self._beats.beat()
@@ -93,8 +95,11 @@ class Conductor:
     def _train(self) -> None:
         """An epoch of all arrays; what their members come to is reported."""
         arrays, seed = self.rooms.arrays, self._extent.seed + self._round
-        found = self._workers.ask({array.name: ("epoch", (seed,)) for array in arrays})
-        seats = [(array, array.seats[tag], value) for array in arrays for tag, value in found[array.name].items()]
+        found: dict[str, EpochResult] = self._workers.ask({array.name: ("epoch", (seed,)) for array in arrays})
+        for array in arrays:
+            self.rooms.seconds.note(array, found[array.name])
+        values = {array.name: found[array.name].values for array in arrays}
+        seats = [(array, array.seats[tag], value) for array in arrays for tag, value in values[array.name].items()]
         left: set[int] = set()
         for array, seat, value in sorted(seats, key=lambda each: each[1].number):
             seat.epochs += 1
@@ -105,11 +110,24 @@ class Conductor:
                 self._leave(array, seat, value if best else None)
                 left.add(array.device)
         for array in arrays:
-            self._exploit(array, found[array.name])
+            self._exploit(array, values[array.name])
         for array in arrays:
             if array.device in left and self.rooms.crowded(array.device):
                 left.remove(array.device)
                 self._workers.send(array.name, "collect")
+
+    def _move(self) -> None:
+        """Let arrays go on where rounds end sooner; nothing of what they train hangs on that."""
+        epochs = self._extent.epochs
+        there = {array.name: array for array in self.rooms.arrays}
+        targets = self.rooms.moves(lambda array: max(epochs - seat.epochs for seat in array.seats.values()))
+        if not targets:
+            return
+        began = time.monotonic()
+        members = {name: self._members(there[name]) for name in targets}
+        for name, device in self._workers.move(targets, members).items():
+            there[name].device = device
+        self.rooms.seconds.note_move(time.monotonic() - began)
 
     def _leave(self, array: ShapeArray, seat: Seat, best: float | None) -> None:
         """A trial's row is free; its model is kept where its value is the ``best``."""
@@ -121,6 +139,9 @@ class Conductor:
 
     def _member(self, seat: Seat) -> TrialModel:
         return TrialModel(seat.number, seat.suggestion, self._maker.models)
+
+    def _members(self, array: ShapeArray) -> list[TrialModel]:
+        return [self._member(seat) for seat in array.seats.values()]
 
     def _exploit(self, array: ShapeArray, values: dict[str, float]) -> None:
         """Population based training among the trials of an array that go on, after their reports."""
@@ -250,7 +271,7 @@ class Conductor:
         if self._folder is None:
             return
         attributes = self.trials.attributes()
-        members = {array.name: [self._member(seat) for seat in array.seats.values()] for array in self.rooms.arrays}
+        members = {array.name: self._members(array) for array in self.rooms.arrays}
         saves = self._workers.save({name: self._folder.of_array(name) for name in members}, members)
         arrays = [
             {
@@ -326,8 +347,7 @@ class Conductor:
 
     def _restore(self, name: str, path: Path, seats: list[Seat]) -> None:
         members = [self._member(seat) for seat in seats]
-        array = self.rooms.restored(name, self._shape(members[0]))
-        array.seats = {seat.tag: seat for seat in seats}
+        array = self.rooms.restored(name, self._shape(members[0]), seats)
         found = self._workers.ask({name: ("restore", (path.absolute(), members))})
         array.widths, array.width = found[name]
 

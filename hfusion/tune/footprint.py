@@ -88,9 +88,12 @@ class Footprint:
     def fastest(self, most: int) -> int:
         """The fewest rows, of 1, 2, 4, ..., ``most``, in which a member takes about the least time."""
         widths = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
-        beside = _ACTIONS * self._rates.action_seconds
-        seconds = {rows: (self._plan(rows).step_seconds + beside) / rows for rows in widths}
+        seconds = {rows: self.seconds(rows) / rows for rows in widths}
         return min(rows for rows in widths if seconds[rows] <= _NEAR * min(seconds.values()))
+
+    def seconds(self, rows: int) -> float:
+        """Of a step of so many rows."""
+        return self._plan(rows).step_seconds + _ACTIONS * self._rates.action_seconds if rows else 0.0
 
     def _plan(self, rows: int) -> TaskPlan:
         if rows not in self._plans:

@@ -1,13 +1,18 @@
-"""Which device takes which trial of a sweep: by the rows that pay there, and in bytes."""
+"""Which device takes which trial of a sweep: by the seconds that its arrays take, and in bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from fractions import Fraction
+from heapq import nlargest
 
 from hfusion.cluster.drive import DeviceLost
+from hfusion.cluster.rates import DIFFERS
 from hfusion.core.errors import PlanError
+from hfusion.tune.epoch_seconds import EpochSeconds
 from hfusion.tune.footprint import fits
-from hfusion.tune.shape_array import Shape, ShapeArray
+from hfusion.tune.shape_array import Seat, Shape, ShapeArray
 from hfusion.tune.space import TrialModel
 from hfusion.tune.workers import SweepWorkers
 
@@ -25,6 +30,7 @@ class Rooms:
         self.arrays: list[ShapeArray] = []
         self.opened = 0
         self._workers, self._trials, self._rows, self._together = workers, trials, rows, together
+        self.seconds = EpochSeconds(workers.devices)
 
     def check(self, shape: Shape, what: str) -> None:
         """Raise PlanError where no device has memory for one trial of a shape."""
@@ -48,10 +54,13 @@ class Rooms:
         self.arrays.append(array)
         self._workers.open(array.name, array.device, array.shape.first.suggestion.options)
 
-    def restored(self, name: str, shape: Shape) -> ShapeArray:
-        """An array of before, on the device that has least to do now."""
-        devices = range(len(self._workers.devices))
-        array = ShapeArray(name, shape, min(devices, key=lambda each: (self._busy(each, shape), each)))
+    def restored(self, name: str, shape: Shape, seats: Sequence[Seat]) -> ShapeArray:
+        """An array of before, on the device where all end soonest, if there is one with room for it."""
+        arrays = [ShapeArray(name, shape, device) for device in self._there]
+        for one in arrays:
+            one.seats = {seat.tag: seat for seat in seats}
+        order = sorted(arrays, key=lambda one: self._end(one.device, one))
+        array = next((one for one in order if self._fits(one.device, [one, *self._on(one.device)])), order[0])
         opened = self.opened
         self._open(array)
         self.opened = opened
@@ -66,6 +75,7 @@ class Rooms:
             elif not array.taken:
                 self._workers.drop(array.name, collect=array.device in crowded)
         self.arrays = [array for array in self.arrays if array.taken]
+        self.seconds.keep(self.arrays)
 
     def _on(self, device: int) -> list[ShapeArray]:
         return [array for array in self.arrays if array.device == device]
@@ -89,37 +99,50 @@ class Rooms:
         """Whether there are as many rows as may be at once, whatever shape comes next."""
         return self._rows is not None and sum(one.taken for one in self.arrays) >= self._rows
 
+    @property
+    def _there(self) -> list[int]:
+        """The devices that are not lost."""
+        return [device for device in range(len(self._workers.devices)) if device not in self._workers.gone]
+
     def room_for(self, shape: Shape) -> ShapeArray | None:
-        """The array that one more trial may join, on the device that has least to do: by rows at once, and in bytes."""
-        if self.full:
+        """The array that one more trial may join, on the device that ends its round first then, and has the bytes."""
+        if self.full or not self._pays(shape):
             return None
-        own = [array for array in self.arrays if array.shape is shape]
-        there = {array.device: array for array in own}
-        devices: Collection[int] = range(len(self._workers.devices))
-        if own and self._together:
-            # Its trials are compared with one another, and copied.
-            devices = list(there)
-        busy = {device: self._busy(device, shape) for device in devices if device not in self._workers.gone}
-        for device in sorted(busy, key=lambda each: (busy[each], each)):
-            array = there.get(device) or ShapeArray(f"array-{self.opened}", shape, device)
-            if self._has_room(array, busy[device]):
+        choices = [array for array in self.arrays if array.shape is shape]
+        if not choices or not self._together:
+            # Else its trials are compared with one another, and copied.
+            have = {array.device for array in choices}
+            new = [device for device in self._there if device not in have]
+            choices += [ShapeArray(f"array-{self.opened}", shape, device) for device in new]
+        for array in sorted(choices, key=lambda each: (self._end(each.device, each, 1), each.device)):
+            if self._has_room(array):
                 return array
         return None
 
-    def _busy(self, device: int, shape: Shape) -> float:
-        """The part of a device that arrays fill, with one more of a shape; 1 is all that makes members cheaper."""
-        most, there = self._trials, self._workers.devices[device]
-        own = sum(array.taken / array.shape.fastest(there, most) for array in self._on(device))
-        return own + 1 / shape.fastest(there, most)
+    def _pays(self, shape: Shape) -> bool:
+        """Whether one more trial makes trials cheaper: by estimates, so that who goes on asks the same trials."""
+        if self._rows is not None:
+            return True
+        counts = Counter({shape: 1})
+        for array in self.arrays:
+            counts[array.shape] += array.taken
+        devices = [self._workers.devices[device] for device in self._there]
+        most = {one: sum(one.fastest(device, self._trials) for device in devices) for one in counts}
+        return sum(Fraction(count, most[one]) for one, count in counts.items()) <= 1
 
-    def _has_room(self, array: ShapeArray, busy: float) -> bool:
-        """Whether a device has room for one more member of an array."""
+    def _end(self, device: int, array: ShapeArray | None = None, more: int = 0) -> float:
+        """Seconds of the minibatches of a device's arrays; ``array`` among them, with so many more members."""
+        own = self._on(device)
+        if array is not None and array not in own:
+            own.append(array)
+        return sum(self.seconds.of(one, device, more if one is array else 0) for one in own)
+
+    def _has_room(self, array: ShapeArray) -> bool:
+        """Whether a device has the bytes for one more member of an array."""
         if not any(one.taken for one in self._on(array.device)):
             if array not in self.arrays:
                 self.give_back()
             return self._fits(array.device, [array], array)
-        if self._rows is None and busy > 1:
-            return False
         for _ in range(2):
             others = [one for one in self._on(array.device) if one is not array]
             if self._fits(array.device, [array, *others], array):
@@ -130,11 +153,45 @@ class Rooms:
                 array.widths, array.width = None, 0
         return False
 
+    def moves(self, left: Callable[[ShapeArray], int]) -> dict[str, int]:
+        """Where arrays are to go on by what was measured, each once; ``left``: epochs that one is there for at least.
+
+        One goes where the longest round of all devices is then shorter by more than what measures differ by, and saves
+        more than it costs.
+        """
+        found: dict[str, int] = {}
+        while (move := self._move(found, left)) is not None:
+            array, target = move
+            found[array.name] = array.device = target
+        return found
+
+    def _move(self, known: Collection[str], left: Callable[[ShapeArray], int]) -> tuple[ShapeArray, int] | None:
+        """An array from the device that ends last to where all end first; it is none of ``known``."""
+        ends = {device: self._end(device) for device in self._there}
+        source = max(ends, key=ends.__getitem__)
+        last = nlargest(3, ends, key=ends.__getitem__)
+        found: list[tuple[float, int, ShapeArray]] = []
+        for array in self._on(source):
+            spread = self.seconds.spread(array)
+            if array.name in known or spread is None:
+                continue
+            rest = ends[source] - self.seconds.of(array, source)
+            for target in ends.keys() - {source}:
+                others = max((ends[one] for one in last if one not in (source, target)), default=0.0)
+                end = max(rest, others, ends[target] + self.seconds.of(array, target))
+                saved = (ends[source] - end) * self.seconds.steps * left(array)
+                if end * max(1 + DIFFERS, spread) < ends[source] and saved > self.seconds.to_move(array.shape):
+                    found.append((end, target, array))
+        for _, target, array in sorted(found, key=lambda one: one[:2]):
+            if self._fits(target, [array, *self._on(target)]):
+                return array, target
+        return None
+
     def moved(self, name: str, gone: Collection[int]) -> int:
         """The device that takes over an array. Raises DeviceLost where none has room for it."""
         array = next(one for one in self.arrays if one.name == name)
         left = [device for device in range(len(self._workers.devices)) if device not in gone]
-        for device in sorted(left, key=lambda each: (len(self._on(each)), each)):
+        for device in sorted(left, key=lambda each: (self._end(each, array), each)):
             if self._fits(device, [array, *self._on(device)]):
                 array.device = device
                 return device

@@ -84,6 +84,11 @@ class ShapeArray:
         """Rows that are taken, or will be."""
         return len(self.seats) + len(self.joining)
 
+    def least(self, more: int = 0) -> int:
+        """How many rows it has with so many more members, once free rows are given back."""
+        members = self.taken + more
+        return members if self.widths is None else self.widths.of(members) if members else 0
+
     def rows(self, more: int = 0) -> int:
         """How many rows there are, with so many more members."""
         members = self.taken + more

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,13 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hfusion.checkpoint.packed import PackedSave
 from hfusion.core.errors import PlanError
 from hfusion.device.generators import draws_kept
 from hfusion.optim import FusedOptimizer
 from hfusion.population.population import Population
+from hfusion.population.saving import packed
 from hfusion.population.widths import Widths
 from hfusion.tasks.reading import generators, reading, restart_workers
 from hfusion.tasks.task import length
+from hfusion.tune.epoch_result import EpochResult, Stopwatch
 from hfusion.tune.folder import KEEP
 from hfusion.tune.space import MakeOptimizer, TrialModel
 
@@ -109,12 +114,13 @@ class TrialRows:
         for (_, tag), own in zip(pairs, hypers, strict=True):
             self._write(tag, own)
 
-    def epoch(self, seed: int) -> dict[str, float]:
+    def epoch(self, seed: int) -> EpochResult:
         """Train all members for an epoch under a seed, and evaluate them: a value for each tag; NaN if it went bad."""
         pop, recipe = self.population, self._recipe
+        began, steps, judgements = time.perf_counter(), Stopwatch(), Stopwatch()
         losses = []
         with _seeded(recipe.loader, seed):
-            for inputs, target in _batches("loader", recipe.loader, recipe.device):
+            for inputs, target in steps.timed(_batches("loader", recipe.loader, recipe.device)):
                 if self._stopping():
                     raise KeyboardInterrupt
                 losses.append(pop.step(inputs, target))
@@ -126,9 +132,12 @@ class TrialRows:
         if recipe.evaluates:
             role, loader = recipe.judged
             with _seeded(loader, seed):
-                found = pop.evaluate(recipe.metric or recipe.loss, _batches(role, loader, recipe.device))
+                batches = judgements.timed(_batches(role, loader, recipe.device))
+                found = pop.evaluate(recipe.metric or recipe.loss, batches)
         values = found.tolist()
-        return {tag: float("nan") if row in bad else values[row] for row, tag in enumerate(pop.tags) if tag is not None}
+        named = {tag: math.nan if row in bad else values[row] for row, tag in enumerate(pop.tags) if tag is not None}
+        startup = steps.startup + judgements.startup
+        return EpochResult(named, time.perf_counter() - began - startup, startup, len(losses))
 
     def leave(self, tag: str) -> nn.Module:
         """The member's model, on the CPU; its row is free."""
@@ -148,10 +157,15 @@ class TrialRows:
         path: Path = self.population.save(folder, keep=KEEP).result()
         return path
 
-    def restore(self, path: Path, members: Sequence[TrialModel]) -> tuple[Widths, int]:
-        """Be what was saved of these; its widths, and its rows."""
+    def packed(self) -> PackedSave:
+        """All that a save holds."""
+        return packed(self.population)
+
+    def restore(self, saved: Path | PackedSave, members: Sequence[TrialModel]) -> tuple[Widths, int]:
+        """Be what was saved or packed of these; its widths, and its rows."""
         known = {one.tag: one for one in members}
-        self._population = Population.load(path, lambda tag: known[tag].model, random=False, **self._given)
+        found = saved.saved() if isinstance(saved, PackedSave) else saved
+        self._population = Population.load(found, lambda tag: known[tag].model, random=False, **self._given)
         return self.population._widths, len(self.population)
 
 

@@ -43,6 +43,9 @@ class SweepWorkers(Protocol):
     def save(self, folders: Mapping[str, Path], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, Path]:
         """Save each array with these members in a folder; where."""
 
+    def move(self, devices: Mapping[str, int], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, int]:
+        """Let arrays with these members go on on other devices; where they are then."""
+
     def drop(self, name: str, *, collect: bool) -> None:
         """Nobody is in an array any more; ``collect`` its memory at once."""
 
@@ -71,6 +74,9 @@ class LocalWorkers:
 
     def save(self, folders: Mapping[str, Path], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, Path]:
         return {name: self._rows[name].save(folder) for name, folder in folders.items()}
+
+    def move(self, devices: Mapping[str, int], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, int]:
+        raise AssertionError("unreachable: there is one device")
 
     def drop(self, name: str, *, collect: bool) -> None:
         del self._rows[name]

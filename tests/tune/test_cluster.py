@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import tempfile
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import hfusion as hf
+from hfusion.tune.rooms import Rooms
 from tests.cluster.test_processes import nothing_left, shared_memory
 from tests.tune.cases import EPOCHS, MACHINE, accuracy, alone, loaders, make_model, space
 
@@ -111,6 +113,43 @@ def test_who_is_killed_loses_no_trial(
     found = sweep(processes(2, max_failures=1), metric=Judge(at, tmp_path / "mark"), **options)
     assert (tmp_path / "mark").exists()
     assert_same_sweep(found, whole)
+    assert nothing_left(temporary, before)
+
+
+@LONG
+@pytest.mark.parametrize(
+    ("saved", "killed", "options"),
+    [
+        (False, False, {}),
+        (True, False, {}),
+        (False, True, {}),
+        (True, True, {}),
+        (False, False, {"pbt": hf.PBT()}),
+    ],
+)
+def test_arrays_that_move_at_random_train_as_alone(
+    saved: bool,
+    killed: bool,
+    options: dict[str, Any],
+    whole: hf.SweepResult,
+    tmp_path: Path,
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = sweep(MACHINE, **options) if options else whole
+    before, draw, moves = shared_memory(), random.Random(0), list[str]()
+
+    def anywhere(rooms: Rooms, left: Any) -> dict[str, int]:
+        found = {array.name: draw.randrange(2) for array in rooms.arrays if draw.random() < 0.5}
+        moves.extend(found)
+        return found
+
+    monkeypatch.setattr(Rooms, "moves", anywhere)
+    given = {"directory": tmp_path / "sweep"} if saved else {}
+    metric = Judge(5, tmp_path / "mark") if killed else accuracy
+    assert_same_sweep(sweep(processes(2, max_failures=1), metric=metric, **given, **options), wanted)
+    assert len(moves) > 3
+    assert (tmp_path / "mark").exists() == killed
     assert nothing_left(temporary, before)
 
 

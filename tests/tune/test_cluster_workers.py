@@ -20,25 +20,31 @@ from tests.tune.cases import loaders, make_model
 pytest.importorskip("cloudpickle")
 
 
+LOST = Lost("killed")
+
+
 class Here:
     """An executor whose processes are objects of this one; ``lose`` a device, and it is told after the next answer."""
 
     def __init__(self, count: int) -> None:
         self._machines = [hf.Machine([hf.Device(f"cpu:{n}", memory="1GiB")], "1GiB") for n in range(count)]
-        self._trainers = [ArrayTrainer(f"cpu:{n}", machine) for n, machine in enumerate(self._machines)]
-        self.devices: list[DeviceInfo] = [trainer.info() for trainer in self._trainers]
+        self.trainers = [ArrayTrainer(f"cpu:{n}", machine) for n, machine in enumerate(self._machines)]
+        self.devices: list[DeviceInfo] = [trainer.info() for trainer in self.trainers]
         self.offsets = [0.0] * count
         self._messages: deque[tuple[int, Message]] = deque()
         self.lose: int | None = None
+        self.revives = True
 
     def put(self, value: Any) -> Any:
         return value
 
     def begin(self, device: int, job: Any) -> None:
-        self._messages.append((device, Answered(job.call(self._trainers[device], lambda kept: kept))))
+        if (device, LOST) in self._messages:
+            return
+        self._messages.append((device, Answered(job.call(self.trainers[device], lambda kept: kept))))
         if device == self.lose:
             self.lose = None
-            self._messages.append((device, Lost("killed")))
+            self._messages.append((device, LOST))
 
     def leave(self, device: int, name: str) -> None:
         raise AssertionError("no array of a sweep is asked to leave")
@@ -47,38 +53,65 @@ class Here:
         return [self._messages.popleft()]
 
     def revive(self, device: int) -> bool:
-        self._trainers[device] = ArrayTrainer(f"cpu:{device}", self._machines[device])
-        return True
+        self.trainers[device] = ArrayTrainer(f"cpu:{device}", self._machines[device])
+        return self.revives
 
     def close(self) -> None:
         pass
 
 
+class Arrays:
+    """Two arrays of one trial each on two such processes; ``alone``, both on one."""
+
+    def __init__(self, *, alone: bool = False) -> None:
+        cpu, given = torch.device("cpu"), loaders()
+        recipe = SweepRecipe(hf.optim.SGD, F.cross_entropy, given["loader"], None, None, cpu, False, None)
+        maker = ModelMaker(make_model, cpu)
+        self.here = Here(1 if alone else 2)
+        self.workers = ClusterWorkers(self.here, recipe, maker, 4)
+        hypers = {"lr": 0.1, "momentum": 0.9}
+        self.members = {f"array-{n}": [TrialModel(n, Suggestion(hypers, {}, {}), maker)] for n in range(2)}
+        for number, (name, own) in enumerate(self.members.items()):
+            self.workers.open(name, 0 if alone else number, {})
+            self.workers.send(name, "join", own)
+
+    def epoch(self, seed: int) -> dict[str, Any]:
+        found = self.workers.ask(dict.fromkeys(self.members, ("epoch", (seed,))))
+        return {name: result.values for name, result in found.items()}
+
+
 @pytest.mark.parametrize("lost", [None, "epoch", "save"])
 def test_a_process_that_is_lost_after_it_answered(lost: str | None, tmp_path: Path) -> None:
     """It begins again where it was saved, and comes to what it had come to."""
-    cpu = torch.device("cpu")
-    given = loaders()
-    recipe = SweepRecipe(hf.optim.SGD, F.cross_entropy, given["loader"], None, None, cpu, False, None)
-    maker = ModelMaker(make_model, cpu)
-    here = Here(2)
-    workers = ClusterWorkers(here, recipe, maker, 1)
-    members = {f"array-{n}": [TrialModel(n, Suggestion({"lr": 0.1}, {}, {}), maker)] for n in range(2)}
-    for device, (name, own) in enumerate(members.items()):
-        workers.open(name, device, {})
-        workers.send(name, "join", own)
+    arrays, alone = Arrays(), Arrays(alone=True)
+    arrays.here.lose = 0 if lost == "epoch" else None
+    first = arrays.epoch(0)
+    arrays.here.lose = 0 if lost == "save" else None
+    arrays.workers.save({name: tmp_path / name for name in arrays.members}, arrays.members)
+    assert [first, arrays.epoch(1)] == [alone.epoch(0), alone.epoch(1)]
 
-    def epoch(seed: int) -> dict[str, Any]:
-        return workers.ask(dict.fromkeys(members, ("epoch", (seed,))))
 
-    here.lose = 0 if lost == "epoch" else None
-    first = epoch(0)
-    here.lose = 0 if lost == "save" else None
-    workers.save({name: tmp_path / name for name in members}, members)
-    again = Here(1)
-    alone = ClusterWorkers(again, recipe, maker, 1)
-    for name, own in members.items():
-        alone.open(name, 0, {})
-        alone.send(name, "join", own)
-    for seed, found in ((0, first), (1, epoch(1))):
-        assert found == alone.ask(dict.fromkeys(members, ("epoch", (seed,))))
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_an_array_that_moves_goes_on(lost: int | None, saved: bool, tmp_path: Path) -> None:
+    """There and back, and from where it was lost after that; a process lost after it answered is asked no more."""
+    arrays, alone = Arrays(), Arrays(alone=True)
+    found = []
+    for seed, target in enumerate([0, 1, 0]):
+        found.append(arrays.epoch(seed))
+        assert seed != 2 or "array-1" not in arrays.here.trainers[0].kept
+        if saved:
+            arrays.workers.save({name: tmp_path / name for name in arrays.members}, arrays.members)
+        arrays.here.lose = lost
+        assert arrays.workers.move({"array-1": target}, arrays.members) == {"array-1": target}
+    found.append(arrays.epoch(3))
+    assert found == [alone.epoch(seed) for seed in range(4)]
+
+
+def test_an_array_stays_whose_target_is_gone() -> None:
+    arrays, alone = Arrays(), Arrays(alone=True)
+    first = arrays.epoch(0)
+    arrays.here.revives, arrays.here.lose = False, 1
+    second = arrays.epoch(1)
+    assert arrays.workers.move(dict.fromkeys(arrays.members, 1), arrays.members) == dict.fromkeys(arrays.members, 0)
+    assert [first, second, arrays.epoch(2)] == [alone.epoch(seed) for seed in range(3)]

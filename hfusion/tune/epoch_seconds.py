@@ -1,0 +1,77 @@
+"""How long arrays take on the devices of a sweep: as estimated, times what was measured. Numbers only."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median_low
+
+from hfusion.cluster.node import DeviceInfo
+from hfusion.cluster.rates import Ratios
+from hfusion.tune.epoch_result import EpochResult
+from hfusion.tune.shape_array import Shape, ShapeArray
+
+# Epochs that a ratio is of: one of them may have been an odd one.
+_LATE = 3
+
+
+class EpochSeconds:
+    """Seconds of the minibatches of arrays, evaluation included.
+
+    What is measured of a shape on a device holds there for any number of its rows; see `Ratios` for other devices.
+    """
+
+    def __init__(self, devices: Sequence[DeviceInfo]) -> None:
+        self._devices = devices
+        self._names: list[str] = []
+        self._ratios = Ratios(self._names, len(devices))
+        self._numbers: dict[Shape, int] = {}
+        # Of each array where it is.
+        self._late: dict[tuple[str, int], deque[float]] = {}
+        self._startup: dict[Shape, float] = {}
+        self._handover = 0.0
+        self.steps = 0
+
+    def _number(self, shape: Shape) -> int:
+        if shape not in self._numbers:
+            self._numbers[shape] = len(self._names)
+            self._names.append(f"shape {len(self._names)}")
+        return self._numbers[shape]
+
+    def _estimated(self, array: ShapeArray, device: int, rows: int) -> float:
+        return array.shape.footprint(self._devices[device]).seconds(rows)
+
+    def note(self, array: ShapeArray, result: EpochResult) -> None:
+        """An array has trained an epoch on its device."""
+        ratio = result.seconds / result.steps / self._estimated(array, array.device, array.width)
+        late = self._late.setdefault((array.name, array.device), deque(maxlen=_LATE))
+        late.append(ratio)
+        self._ratios.note(self._number(array.shape), array.device, median_low(late))
+        self._startup[array.shape] = max(self._startup.get(array.shape, 0.0), result.startup)
+        self.steps = result.steps
+
+    def of(self, array: ShapeArray, device: int, more: int = 0) -> float:
+        """Of a minibatch of an array with so many more members, on any device."""
+        factor = self._ratios.factor(self._number(array.shape), device)
+        return self._estimated(array, device, array.least(more)) * factor
+
+    def spread(self, array: ShapeArray) -> float | None:
+        """How many times the shortest of its last epochs the longest took; None where fewer than two were measured."""
+        late = self._late.get((array.name, array.device), ())
+        return max(late) / min(late) if len(late) > 1 else None
+
+    def note_move(self, seconds: float) -> None:
+        """So long it took until arrays were on other devices."""
+        self._handover = max(self._handover, seconds)
+
+    def to_move(self, shape: Shape) -> float:
+        """Seconds that a move costs: as the longest before, and what an array of the shape took to begin."""
+        return self._handover + self._startup.get(shape, 0.0)
+
+    def keep(self, arrays: Sequence[ShapeArray]) -> None:
+        """Forget what was measured of others; what that told of devices stays as long as nothing else tells."""
+        for shape in self._numbers.keys() - {array.shape for array in arrays}:
+            self._ratios.forget(self._numbers.pop(shape))
+            self._startup.pop(shape, None)
+        there = {(array.name, array.device) for array in arrays}
+        self._late = {key: late for key, late in self._late.items() if key in there}
