@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,6 +68,32 @@ def open_study(
     if direction is not None and found.direction.name.lower() != str(getattr(direction, "name", direction)).lower():
         raise ValueError(f"direction={direction!r}: study {found.study_name!r} was made to {found.direction.name}")
     return found, own
+
+
+def check_outlives(study: Any, storage: Any, directory: Path) -> None:
+    """Raise ValueError for a study in this process's memory, whose trials a resumed sweep would not find."""
+    optuna = import_optuna()
+    given = isinstance(study, optuna.Study)
+    if _in_memory(study._storage if given else storage):
+        name = f"study {study.study_name!r}" if given else f"storage={storage!r}"
+        raise ValueError(
+            f"{name} is in the memory of this process, and directory={os.fspath(directory)!r} is to go on from after "
+            "it has ended: leave study and storage out, and the trials are in a journal in the directory; or give a "
+            "storage that outlives the process, such as storage='sqlite:///sweep.db', and the name of a study"
+        )
+
+
+def _in_memory(storage: Any) -> bool:
+    """Whether it is Optuna's own in memory, or SQLite there."""
+    if isinstance(storage, import_optuna().storages.InMemoryStorage):
+        return True
+    # What Optuna makes of a URL is wrapped.
+    found = getattr(storage, "_backend", storage)
+    url = found if isinstance(found, str) else getattr(found, "url", None)
+    if not isinstance(url, str) or not url.startswith("sqlite"):
+        return False
+    path, _, query = url.partition("://")[2].partition("?")
+    return path in ("", "/") or ":memory:" in path or "mode=memory" in query
 
 
 @contextmanager

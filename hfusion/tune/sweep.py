@@ -27,7 +27,7 @@ from hfusion.tune.exploit import PBT
 from hfusion.tune.folder import SweepFolder
 from hfusion.tune.result import SweepResult
 from hfusion.tune.space import MakeModel, MakeOptimizer, Maker, Space
-from hfusion.tune.study import Draws, import_optuna, listening, open_study
+from hfusion.tune.study import Draws, check_outlives, import_optuna, listening, open_study
 from hfusion.tune.trial_rows import SweepRecipe
 from hfusion.tune.trials import Callback, Trials, Verdict
 from hfusion.tune.workers import LocalWorkers, largest
@@ -77,7 +77,8 @@ def sweep(
             epoch's steps.
         study: an optuna.Study, or the name of one; else one is made with ``direction`` ("minimize"), ``sampler``,
             ``pruner`` and ``storage``, Optuna's own by default.
-        storage: as optuna.create_study takes it. By default a journal in ``directory``, or memory.
+        storage: as optuna.create_study takes it. By default a journal in ``directory``, or memory; with a directory
+            it must outlive the process.
         machine: on whose largest device the arrays are; never in more bytes than it has there. By default this one.
             A Cluster: on all devices of its; the trials, values and decisions are those of one machine with the same
             ``rows``. Functions then go to other processes.
@@ -98,7 +99,8 @@ def sweep(
 
     Raises:
         ImportError: Optuna is not installed.
-        ValueError: a study of several objectives, or arguments that do not go together.
+        ValueError: a study of several objectives, one in memory with a directory, or other arguments that do not go
+            together.
         CheckpointError: the directory is in use, damaged, or of another sweep.
         PlanError: a trial that the device has no memory for, a loader that cannot be used, or what cannot go to another
             process.
@@ -113,6 +115,8 @@ def sweep(
     CompileMode.of(compile, None)
     machine = machine or Machine.detect()
     directory = resume_folder("sweep") if directory is None else directory
+    if directory is not None:
+        check_outlives(study, storage, Path(directory))
     # The driver of a cluster makes models to look at.
     device = torch.device("cpu") if isinstance(machine, Cluster) else largest(machine).physical
     recipe = SweepRecipe(optimizer, loss, loader, eval_loader, metric, device, compile, clip)

@@ -179,6 +179,40 @@ def test_what_a_study_has_is_not_given_again() -> None:
         sweep(study=[])
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda: {"study": optuna.create_study(study_name="mine")}, "study 'mine' is in the memory of this process"),
+        (
+            lambda: {"study": optuna.create_study(study_name="mine", storage="sqlite:///:memory:")},
+            "study 'mine' is in the memory of this process",
+        ),
+        (lambda: {"storage": optuna.storages.InMemoryStorage()}, r"storage=<.*InMemoryStorage.* is in the memory of"),
+        (lambda: {"study": "mine", "storage": "sqlite://"}, "storage='sqlite://' is in the memory of this process"),
+    ],
+)
+def test_a_study_in_memory_does_not_go_with_a_directory(
+    given: Callable[[], dict[str, Any]], message: str, tmp_path: Path
+) -> None:
+    """It is told at once, not when the sweep was killed; nothing is asked, and no folder made."""
+    options = given()
+    with pytest.raises(
+        ValueError, match=message + r".*, and directory='.*/sweep' is to go on from .*: leave study and"
+    ):
+        sweep(**options, directory=tmp_path / "sweep")
+    assert not (tmp_path / "sweep").exists()
+    if isinstance(study := options.get("study"), optuna.Study):
+        assert states(study) == []
+
+
+def test_a_study_on_disk_goes_with_a_directory(tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path}/sweep.db"
+    study = optuna.create_study(storage=storage, pruner=optuna.pruners.NopPruner())
+    sweep(study=study, directory=tmp_path / "sweep")
+    again = optuna.load_study(study_name=study.study_name, storage=storage, pruner=optuna.pruners.NopPruner())
+    assert states(sweep(study=again, directory=tmp_path / "sweep", trials=5).study) == ["COMPLETE"] * 5
+
+
 def test_errors_of_a_trial() -> None:
     """As study.optimize has it: told FAIL, raised unless caught; TrialPruned prunes."""
 

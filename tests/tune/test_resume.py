@@ -125,4 +125,4 @@ def test_what_is_not_the_same_sweep_is_told(tmp_path: Path) -> None:
     with pytest.raises(
         hf.CheckpointError, match="trial 0 of the sweep that was saved is not in study 'other': give the"
     ):
-        run(str(tmp_path), nothing, study="other", storage=optuna.storages.InMemoryStorage())
+        run(str(tmp_path), nothing, study="other", storage=f"sqlite:///{tmp_path}/other.db")
