@@ -36,7 +36,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         models: as of `hfusion.fuse`, or a fused module.
         loss: any functional loss, see `hfusion.per_model`.
         optimizer: gives an optimizer of hf.optim for the parameters that it gets.
-        schedule: gives for that optimizer a scheduler of torch, or of hf.optim.lr_scheduler.
+        scheduler: gives for that optimizer a scheduler of torch, or of hf.optim.lr_scheduler.
         interval: when the scheduler steps: after every ``"epoch"`` or every ``"step"``, an update.
         clip_norm, clip_value: limits of the gradients, one or one per member. ``Trainer(gradient_clip_val=...)`` would
             clip all members by one norm, and is refused.
@@ -56,7 +56,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         *,
         loss: Callable[..., Any],
         optimizer: Callable[[Any], FusedOptimizer],
-        schedule: Callable[[Any], Any] | None = None,
+        scheduler: Callable[[Any], Any] | None = None,
         interval: Literal["epoch", "step"] = "epoch",
         clip_norm: HyperValue | None = None,
         clip_value: HyperValue | None = None,
@@ -77,7 +77,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
             raise ValueError(f"{len(self.names)} names for {len(self.fused)} members: give one for each")
         self._losses = per_model(loss)
         self._metrics = {name: per_model(metric) for name, metric in (metrics or {}).items()}
-        self._optimizer, self._schedule, self._interval = optimizer, schedule, interval
+        self._optimizer, self._scheduler, self._interval = optimizer, scheduler, interval
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._accumulate, self._own = accumulate, own_batches
 
@@ -98,7 +98,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         made = self._optimizer([parameter for parameter in self.fused.parameters() if parameter.requires_grad])
         if not isinstance(made, FusedOptimizer):
             raise ValueError(f"optimizer gave a {type(made).__name__}, one for all members: give one of hf.optim")
-        return made if self._schedule is None else ([made], [self._schedule(made)])
+        return made if self._scheduler is None else ([made], [self._scheduler(made)])
 
     def configure_callbacks(self) -> Any:
         """Refuse what a Trainer does for one model only, and log each member's rate for a LearningRateMonitor."""
@@ -139,7 +139,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
             self._clip()
             optimizer.step()
             if self._interval == "step":
-                self._step_schedule()
+                self._step_scheduler()
         self._log("train_loss", losses.detach(), _samples(batch, self._own))
         found: Tensor = losses.detach()
         return found
@@ -147,12 +147,12 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
     def on_train_epoch_end(self) -> None:
         """Step the schedule."""
         if self._interval == "epoch":
-            self._step_schedule()
+            self._step_scheduler()
 
-    def _step_schedule(self) -> None:
-        if self._schedule is not None:
-            schedule: Any = self.lr_schedulers()
-            schedule.step()
+    def _step_scheduler(self) -> None:
+        if self._scheduler is not None:
+            scheduler: Any = self.lr_schedulers()
+            scheduler.step()
 
     def _clip(self) -> None:
         params = [parameter for parameter in self.fused.parameters() if parameter.grad is not None]

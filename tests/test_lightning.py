@@ -43,7 +43,7 @@ def array(**options: Any) -> Any:
         make_models(),
         loss=F.cross_entropy,
         optimizer=lambda params: hf.optim.SGD(params, lr=RATES, momentum=0.9),
-        schedule=lambda optimizer: StepLR(optimizer, 1, gamma=0.5),
+        scheduler=lambda optimizer: StepLR(optimizer, 1, gamma=0.5),
         clip_norm=CLIPS,
         **options,
     )
@@ -67,7 +67,7 @@ def trainer(folder: Path, **options: Any) -> Any:
 def alone(member: int, loader: Any, accumulate: int = 1, own: bool = False) -> nn.Module:
     model = make_models()[member]
     optimizer = torch.optim.SGD(model.parameters(), lr=RATES[member], momentum=0.9)
-    schedule = StepLR(optimizer, 1, gamma=0.5)
+    scheduler = StepLR(optimizer, 1, gamma=0.5)
     for _ in range(EPOCHS):
         for k, (x, y) in enumerate(loader):
             if k % accumulate == 0:
@@ -77,7 +77,7 @@ def alone(member: int, loader: Any, accumulate: int = 1, own: bool = False) -> n
             if (k + 1) % accumulate == 0 or k + 1 == len(loader):
                 nn.utils.clip_grad_norm_(model.parameters(), CLIPS[member])
                 optimizer.step()
-        schedule.step()
+        scheduler.step()
     return model
 
 

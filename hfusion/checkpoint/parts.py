@@ -101,13 +101,13 @@ class SaveWriter:
         kind = type(optimizer).__name__
         self.body["optimizer"] = {"class": kind, "groups": groups, "begun": encode(optimizer.begun, {}, "begun")}
 
-    def schedule(self, schedule: Any) -> None:
-        if isinstance(schedule, PerMember):
-            own = [self.tree(f"schedule/{row}", schedule.member_state(row)) for row in self.rows]
-            self.body["schedule"] = {"members": own, "kinds": [schedule.kinds[row] for row in self.rows]}
+    def scheduler(self, scheduler: Any) -> None:
+        if isinstance(scheduler, PerMember):
+            own = [self.tree(f"schedule/{row}", scheduler.member_state(row)) for row in self.rows]
+            self.body["schedule"] = {"members": own, "kinds": [scheduler.kinds[row] for row in self.rows]}
         else:
-            state = self.tree("schedule", schedule.state_dict())
-            self.body["schedule"] = {"all": state, "kinds": [type(schedule).__name__]}
+            state = self.tree("schedule", scheduler.state_dict())
+            self.body["schedule"] = {"all": state, "kinds": [type(scheduler).__name__]}
 
     def scaler(self, scaler: GradScaler) -> None:
         state = scaler.state_dict()

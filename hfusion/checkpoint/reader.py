@@ -216,28 +216,28 @@ class SaveReader:
             state[entry] = value if like is None else value.to(like)
         return state, fresh
 
-    def schedule(self, schedule: Any) -> Callable[[], None]:
+    def scheduler(self, scheduler: Any) -> Callable[[], None]:
         kept = [(saved, places, saved.body.get("schedule")) for saved, places in self.parts]
         if any(one is None for _, _, one in kept):
-            raise CheckpointError(f"{self.path} holds no schedule")
-        if not isinstance(schedule, PerMember):
+            raise CheckpointError(f"{self.path} holds no scheduler")
+        if not isinstance(scheduler, PerMember):
             if len(kept) > 1 or kept[0][1] != list(range(len(kept[0][0].body["members"]))) or "all" not in kept[0][2]:
                 raise CheckpointError(
-                    f"{self.path}: a {type(schedule).__name__} has one state for all members, and loads with all of "
+                    f"{self.path}: a {type(scheduler).__name__} has one state for all members, and loads with all of "
                     "them only; use hf.optim.lr_scheduler.PerMember"
                 )
-            self._check_kinds(kept[0][2].get("kinds", []), [type(schedule).__name__])
+            self._check_kinds(kept[0][2].get("kinds", []), [type(scheduler).__name__])
             state = decode(kept[0][2]["all"], kept[0][0].tensors)
-            return lambda: schedule.load_state_dict(state)
+            return lambda: scheduler.load_state_dict(state)
         states = [decode(one["members"][place], saved.tensors) for saved, places, one in kept for place in places]
         if all("kinds" in one for *_, one in kept):
-            self._check_kinds([one["kinds"][place] for _, places, one in kept for place in places], schedule.kinds)
+            self._check_kinds([one["kinds"][place] for _, places, one in kept for place in places], scheduler.kinds)
 
         def write() -> None:
             for row, own in enumerate(states):
                 # Whoever starts in a free row begins a schedule of his own.
                 if row not in self.free:
-                    schedule.load_member(row, own)
+                    scheduler.load_member(row, own)
 
         return write
 
@@ -246,8 +246,8 @@ class SaveReader:
         for row, (theirs, own) in enumerate(zip(kept, ours, strict=bool(kept))):
             if theirs != own and row not in self.free:
                 raise CheckpointError(
-                    f"{self.path} holds a {theirs} for {self.names[row]!r}, and its schedule here is a {own}: give the "
-                    "schedule that it was saved with"
+                    f"{self.path} holds a {theirs} for {self.names[row]!r}, and its scheduler here is a {own}: give "
+                    "the scheduler that it was saved with"
                 )
 
     def scaler(self, scaler: GradScaler) -> Callable[[], None]:

@@ -40,7 +40,7 @@ def save(
     fused: FusedModule,
     optimizer: FusedOptimizer | None = None,
     *,
-    schedule: Any = None,
+    scheduler: Any = None,
     scaler: GradScaler | None = None,
     loader: Any = None,
     extra: Any = None,
@@ -52,7 +52,7 @@ def save(
     """Save an array and what belongs to it in a new folder under ``root``: it is there whole or not at all.
 
     Args:
-        schedule: of hf.optim.lr_scheduler, or of torch.
+        scheduler: of hf.optim.lr_scheduler, or of torch.
         loader: anything with a ``state_dict``, such as torchdata's StatefulDataLoader.
         extra: any nest of numbers, strings and tensors.
         names: the members' names, by which they are found again, by default ``member 0`` and so on.
@@ -66,7 +66,7 @@ def save(
     if len(tags) != len(fused) or len(set(tags)) < len(tags):
         raise CheckpointError(f"names={tags}: give each of {len(fused)} members one of its own")
     writer = SaveWriter(range(len(fused)), {"members": tags}, {})
-    gather(writer, fused, optimizer, schedule, scaler, loader, extra)
+    gather(writer, fused, optimizer, scheduler, scaler, loader, extra)
     return files.write(root, writer.body, writer.tensors, step=step, keep=keep, score=score)
 
 
@@ -74,7 +74,7 @@ def gather(
     writer: SaveWriter,
     fused: FusedModule,
     optimizer: FusedOptimizer | None,
-    schedule: Any,
+    scheduler: Any,
     scaler: GradScaler | None,
     loader: Any,
     extra: Any,
@@ -84,8 +84,8 @@ def gather(
     if optimizer is not None:
         _check_ours("optimizer", optimizer, FusedOptimizer)
         writer.optimizer(optimizer)
-    if schedule is not None:
-        writer.schedule(schedule)
+    if scheduler is not None:
+        writer.scheduler(scheduler)
     if scaler is not None:
         _check_ours("scaler", scaler, GradScaler)
         writer.scaler(scaler)
@@ -113,7 +113,7 @@ def load(
     model: nn.Module,
     optimizer: FusedOptimizer | None = None,
     *,
-    schedule: Any = None,
+    scheduler: Any = None,
     scaler: GradScaler | None = None,
     loader: Any = None,
     names: str | Sequence[str] | None = None,
@@ -132,7 +132,7 @@ def load(
     """
     reader = read(root, names)
     with told(reader.path):
-        write = writing(reader, model, optimizer, schedule, scaler, loader, random)
+        write = writing(reader, model, optimizer, scheduler, scaler, loader, random)
         found = Loaded(reader.path, reader.parts[0][0].step, reader.names, reader.value("extra"))
         write()
     return found
@@ -142,7 +142,7 @@ def writing(
     reader: SaveReader,
     model: nn.Module,
     optimizer: FusedOptimizer | None,
-    schedule: Any,
+    scheduler: Any,
     scaler: GradScaler | None,
     loader: Any,
     random: bool,
@@ -152,8 +152,8 @@ def writing(
     if optimizer is not None:
         _check_ours("optimizer", optimizer, FusedOptimizer)
         writes.append(reader.optimizer(optimizer))
-    if schedule is not None:
-        writes.append(reader.schedule(schedule))
+    if scheduler is not None:
+        writes.append(reader.scheduler(scheduler))
     if scaler is not None:
         _check_ours("scaler", scaler, GradScaler)
         writes.append(reader.scaler(scaler))

@@ -62,7 +62,7 @@ def _taken(pop: Population, row: int) -> dict[str, Any]:
         return {"error": f"row {row} of rank {dist.get_rank()} {state}: copy a healthy member"}
     return {
         "tensors": {key: stack[row].detach().cpu().clone() for key, stack in _stacks(pop).items()},
-        "schedule": None if pop.schedule is None else pop.schedule.member_state(row),
+        "scheduler": None if pop.scheduler is None else pop.scheduler.member_state(row),
         "tag": roll.tag(row),
         "age": int(roll.ages[row]),
     }
@@ -83,8 +83,8 @@ def _put(pop: Population, row: int, member: dict[str, Any]) -> None:
     if pop.scaler is not None:
         # What it tells are copies.
         pop.scaler.load_state_dict({name: stacks[f"scaler/{name}"] for name in pop.scaler.state_dict()})
-    if pop.schedule is not None:
-        pop.schedule.load_member(row, member["schedule"])
+    if pop.scheduler is not None:
+        pop.scheduler.load_member(row, member["scheduler"])
     roll = pop._roll
     if roll.tags[row] is None:
         roll.enter(row, None)

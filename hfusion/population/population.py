@@ -40,8 +40,8 @@ class Population(Saving, Enrolled):
         models: what members start as, see `hfusion.fuse`; or a fused module.
         optimizer: gives an optimizer of hf.optim for the parameters that it gets.
         loss: any functional loss, see `hfusion.per_model`.
-        schedule: gives a scheduler of torch.optim.lr_scheduler for an optimizer of one member, or a list of such
-            functions, see `hfusion.optim.lr_scheduler.PerMember`; ``pop.schedule.step()`` steps it.
+        scheduler: gives a scheduler of torch.optim.lr_scheduler for an optimizer of one member, or a list of such
+            functions, see `hfusion.optim.lr_scheduler.PerMember`; ``pop.scheduler.step()`` steps it.
         scaler: scales the losses, each member's by its own scale.
         clip_norm, clip_value: limits of the gradients, one or one per member; by value first.
         accumulate: so many calls of `step` make one update, of the mean of their gradients.
@@ -64,7 +64,7 @@ class Population(Saving, Enrolled):
         *,
         optimizer: Callable[[Any], FusedOptimizer],
         loss: Callable[..., Any],
-        schedule: Make | Sequence[Make] | None = None,
+        scheduler: Make | Sequence[Make] | None = None,
         scaler: GradScaler | None = None,
         clip_norm: HyperValue | None = None,
         clip_value: HyperValue | None = None,
@@ -82,7 +82,7 @@ class Population(Saving, Enrolled):
         if not isinstance(self.optimizer, FusedOptimizer):
             name = type(self.optimizer).__name__
             raise ValueError(f"optimizer gave a {name}, whose state has no rows: give one of hf.optim")
-        self.schedule = None if schedule is None else PerMember(self.optimizer, schedule)
+        self.scheduler = None if scheduler is None else PerMember(self.optimizer, scheduler)
         self.scaler = scaler
         self._limits = Limits.of(clip_norm, clip_value, len(self.fused))
         self._accumulate, self._on_nonfinite = accumulate, on_nonfinite
@@ -251,7 +251,7 @@ class Population(Saving, Enrolled):
         model: nn.Module | Sequence[nn.Module],
         *,
         tag: str | Sequence[str] | None = None,
-        schedule: Make | Sequence[Make] | None = None,
+        scheduler: Make | Sequence[Make] | None = None,
         clip_norm: HyperValue | None = None,
         clip_value: HyperValue | None = None,
         **hypers: Any,
@@ -262,7 +262,7 @@ class Population(Saving, Enrolled):
             row: a free row; None for the first that is free, or a new one. Several rows take as many models, tags, and
                 one value for all or one for each of what follows.
             hypers: its hyper-parameters; those that all members began with alike need not be given.
-            schedule: the function that makes its scheduler; not needed where all members have the same one.
+            scheduler: the function that makes it; not needed where all members have the same one.
 
         Raises:
             ValueError: a row that is taken, a tag that another member has, a hyper-parameter that is missing or wrong.
@@ -271,16 +271,16 @@ class Population(Saving, Enrolled):
         models = listed("model", model, nn.Module)
         tags = [None] * len(models) if tag is None else listed("tag", tag, str)
         self._check_between()
-        if schedule is not None and self.schedule is None:
-            raise ValueError("schedule: this population has none; give it one when it is made")
+        if scheduler is not None and self.scheduler is None:
+            raise ValueError("scheduler: this population has none; give it one when it is made")
         with self._room(row) as rows:
             self._roll.check_start(rows, tags, len(models))
             limits = self._limits.with_rows(rows, clip_norm, clip_value)
             self._drop_gradients()
             self.fused.put(rows, models)
             rearrange_optimizer(self.optimizer, [None if one in rows else one for one in range(len(self))], hypers)
-            if self.schedule is not None:
-                self.schedule.replace(rows, schedule)
+            if self.scheduler is not None:
+                self.scheduler.replace(rows, scheduler)
             if self.scaler is not None:
                 self.scaler.restart(rows)
         self._limits = limits
@@ -380,8 +380,8 @@ class Population(Saving, Enrolled):
         self._drop_gradients()
         rearrange_array(self.fused, sources)
         rearrange_optimizer(self.optimizer, sources, {})
-        if self.schedule is not None:
-            self.schedule.rearrange(sources)
+        if self.scheduler is not None:
+            self.scheduler.rearrange(sources)
         if self.scaler is not None and self.scaler.state_dict():
             self.scaler.rearrange(sources)
         self._limits = self._limits.rearranged(sources)

@@ -102,7 +102,7 @@ class Saving:
         optimizer: Callable[[Any], FusedOptimizer],
         loss: Callable[..., Any],
         names: str | Sequence[str] | None = None,
-        schedule: Make | Sequence[Make] | Mapping[str, Make] | None = None,
+        scheduler: Make | Sequence[Make] | Mapping[str, Make] | None = None,
         loader: Any = None,
         random: bool = True,
         **options: Any,
@@ -113,7 +113,7 @@ class Saving:
             make_model: gives a model of each member; its tensors are written over. It may take the member's name.
             optimizer: as when it was made; give one value of each hyper-parameter for all, what was saved is written
                 over it. So with ``scaler`` and the other ``options``.
-            schedule: as when it was made; where members have different ones, by their names.
+            scheduler: as when it was made; where members have different ones, by their names.
             loader: goes on from where the saved one was.
             random: whether the random generators go on from where they were.
 
@@ -123,8 +123,8 @@ class Saving:
         reader = read(root, names)
         rows = rows_of(reader, names)
         models = models_of(make_model, rows)
-        makes = makes_of(schedule, rows) if isinstance(schedule, Mapping) else schedule
-        pop: Population = cast(Any, cls)(models, optimizer=optimizer, loss=loss, schedule=makes, **options)
+        makes = makes_of(scheduler, rows) if isinstance(scheduler, Mapping) else scheduler
+        pop: Population = cast(Any, cls)(models, optimizer=optimizer, loss=loss, scheduler=makes, **options)
         restore(pop, reader, rows, loader, random)
         return pop
 
@@ -143,7 +143,7 @@ def gathered(pop: Population, loader: Any, extra: Any) -> SaveWriter:
         raise CheckpointError("every row of the population is free: there is nobody to save")
     tags = [roll.tag(row) for row in roll.live]
     writer = SaveWriter(roll.live, {"members": tags}, {})
-    gather(writer, pop.fused, pop.optimizer, pop.schedule, pop.scaler, loader, extra)
+    gather(writer, pop.fused, pop.optimizer, pop.scheduler, pop.scaler, loader, extra)
     writer.own("population/ages", roll.ages)
     writer.own("population/frozen", roll.frozen)
     writer.own("population/keys", roll.keys)
@@ -179,7 +179,7 @@ def makes_of(schedules: Mapping[str, Make], rows: Sequence[str | None]) -> list[
     """The functions that make the members' schedules, row by row. Raises CheckpointError."""
     missing = [tag for tag in rows if tag is not None and tag not in schedules]
     if missing:
-        raise CheckpointError(f"schedule has none for {missing[0]!r}: give one for each of {[t for t in rows if t]}")
+        raise CheckpointError(f"scheduler has none for {missing[0]!r}: give one for each of {[t for t in rows if t]}")
     # Whoever starts in a free row brings his own, or has that of all others.
     other = next(schedules[tag] for tag in rows if tag is not None)
     return [other if tag is None else schedules[tag] for tag in rows]
@@ -219,7 +219,7 @@ def restore(pop: Population, reader: SaveReader, rows: Sequence[str | None], loa
         places = {row: place for place, row in enumerate(live)}
         free = [row for row, tag in enumerate(rows) if tag is None]
         wide = reader.at([places.get(row, 0) for row in range(len(rows))], free)
-        write = writing(wide, pop.fused, pop.optimizer, pop.schedule, pop.scaler, loader, random)
+        write = writing(wide, pop.fused, pop.optimizer, pop.scheduler, pop.scaler, loader, random)
         roll = _roll(wide, reader, rows)
         limits = pop._limits
         for name in ("norm", "value"):
@@ -227,8 +227,8 @@ def restore(pop: Population, reader: SaveReader, rows: Sequence[str | None], loa
                 limits = replace(limits, **{name: wide.own(f"population/clip_{name}")})
         bodies = [saved.body["population"] for saved, _ in reader.parts]
         whole = len(bodies) == 1 and bodies[0]["rows"] == list(rows)
-        for part, given in (("schedule", pop.schedule), ("scaler", pop.scaler)):
-            if given is None and any(saved.body.get(part) for saved, _ in reader.parts):
+        for part, key, given in (("scheduler", "schedule", pop.scheduler), ("scaler", "scaler", pop.scaler)):
+            if given is None and any(saved.body.get(key) for saved, _ in reader.parts):
                 warnings.warn(
                     f"{reader.path} holds a {part}, and {part}= was not given: members go on without one",
                     stacklevel=3,

@@ -141,7 +141,7 @@ class Checkpoints:
                 )
             writes = [reader.module(one.array), reader.optimizer(one.optimizer)]
             if scheduler is not None:
-                writes.append(reader.schedule(scheduler.scheduler))
+                writes.append(reader.scheduler(scheduler.scheduler))
             elif reader.agreed("schedule") is not None:
                 raise CheckpointError(
                     f"{reader.path} was saved with a scheduler, and the task {one.task.name!r} has none: give it that "
@@ -176,7 +176,7 @@ class Checkpoints:
         writer.optimizer(one.optimizer)
         border.stopped.write({key.removeprefix(OWN): stack for key, stack in writer.tensors.items()})
         if border.scheduler is not None:
-            writer.schedule(border.scheduler.scheduler)
+            writer.scheduler(border.scheduler.scheduler)
         writer.body["task"] = writer.tree("task", _progress(border))
         folder = self._root / file_name(one.plan.name)
         write = self._threads.submit(files.write, folder, writer.body, writer.tensors, step=steps, keep=_KEEP)

@@ -180,7 +180,7 @@ class Trial:
 
     def _load(self) -> None:
         pop = self._pop
-        hf.load(self._copy, pop.fused, pop.optimizer, schedule=pop.schedule, loader=Batches(), random=False)
+        hf.load(self._copy, pop.fused, pop.optimizer, scheduler=pop.scheduler, loader=Batches(), random=False)
 
 
 def main() -> None:

@@ -66,9 +66,11 @@ def planned_tasks() -> tuple[list[hf.Task], hf.Machine, Any]:
         fused = array(place)
         own = way.optimizer(list(fused.parameters()))
         one = Way(lambda params, own=own: own, way.clip, way.accumulate)
-        schedule = None if place == 1 else lambda optimizer: CosineAnnealingLR(optimizer, 7)
+        scheduler = None if place == 1 else lambda optimizer: CosineAnnealingLR(optimizer, 7)
         held_out = shuffled(9) if place == 2 else None
-        tasks.append(task(fused, one, shuffled(place), f"t{place}", epochs=3, eval_loader=held_out, scheduler=schedule))
+        tasks.append(
+            task(fused, one, shuffled(place), f"t{place}", epochs=3, eval_loader=held_out, scheduler=scheduler)
+        )
     on = machine(2)
     return tasks, on, planned(tasks, on, [1, 3, 4], [True, False, False], [False, False, True])
 

@@ -48,7 +48,7 @@ class Batches:
 OPTIONS: dict[str, Any] = {
     "optimizer": lambda params: hf.optim.AdamW(params, lr=0.01, weight_decay=0.1),
     "loss": F.cross_entropy,
-    "schedule": lambda optimizer: CosineAnnealingLR(optimizer, 20),
+    "scheduler": lambda optimizer: CosineAnnealingLR(optimizer, 20),
     "clip_norm": 1.0,
     "compile": False,
 }
@@ -67,8 +67,8 @@ def train(pop: hf.Population, batches: Batches, steps: int) -> Tensor:
     found = []
     for (x, y), _ in zip(batches, range(steps), strict=False):
         found.append(pop.step(x, y))
-        assert pop.schedule is not None
-        pop.schedule.step()
+        assert pop.scheduler is not None
+        pop.scheduler.step()
     batches.place -= 1
     return torch.stack(found)
 

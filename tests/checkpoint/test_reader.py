@@ -1,4 +1,4 @@
-"""Members of saves in arrays of other widths and bases; what is no value, score, name or schedule is told."""
+"""Members of saves in arrays of other widths and bases; what is no value, score, name or scheduler is told."""
 
 from __future__ import annotations
 
@@ -88,24 +88,24 @@ def test_free_rows_have_no_schedule_to_go_on(tmp_path: Path) -> None:
         "b": lambda o: StepLR(o, 2),
         "c": lambda o: CosineAnnealingLR(o, 9),
     }
-    options = {**OPTIONS, "schedule": list(makes.values())}
+    options = {**OPTIONS, "scheduler": list(makes.values())}
     pop = hf.Population([Net() for _ in makes], **options, tags=list(makes))
     train(pop, Batches(), 2)
     pop.stop(0)
     pop.save(tmp_path)
-    again = hf.Population.load(tmp_path, Net, **{**OPTIONS, "schedule": makes})
+    again = hf.Population.load(tmp_path, Net, **{**OPTIONS, "scheduler": makes})
     assert again.tags == [None, "b", "c"]
-    assert again.schedule is not None
-    assert again.schedule.kinds[1:] == ["StepLR", "CosineAnnealingLR"]
+    assert again.scheduler is not None
+    assert again.scheduler.kinds[1:] == ["StepLR", "CosineAnnealingLR"]
     assert torch.equal(again.hparams["lr"][1:], pop.hparams["lr"][1:])
-    again.start(0, Net(), lr=0.1, schedule=makes["a"])
-    assert again.schedule.last_epochs.tolist() == [0, 2, 2]
-    with pytest.raises(hf.CheckpointError, match=r"schedule has none for 'b': give one for each of \['b', 'c'\]"):
-        hf.Population.load(tmp_path, Net, **{**OPTIONS, "schedule": {"a": makes["a"]}})
-    with pytest.raises(hf.CheckpointError, match="holds a StepLR for 'b', and its schedule here is a Cosine"):
+    again.start(0, Net(), lr=0.1, scheduler=makes["a"])
+    assert again.scheduler.last_epochs.tolist() == [0, 2, 2]
+    with pytest.raises(hf.CheckpointError, match=r"scheduler has none for 'b': give one for each of \['b', 'c'\]"):
+        hf.Population.load(tmp_path, Net, **{**OPTIONS, "scheduler": {"a": makes["a"]}})
+    with pytest.raises(hf.CheckpointError, match="holds a StepLR for 'b', and its scheduler here is a Cosine"):
         hf.Population.load(tmp_path, Net, **OPTIONS)
-    with pytest.warns(UserWarning, match="holds a schedule, and schedule= was not given"):
-        hf.Population.load(tmp_path, Net, **{**OPTIONS, "schedule": None})
+    with pytest.warns(UserWarning, match="holds a scheduler, and scheduler= was not given"):
+        hf.Population.load(tmp_path, Net, **{**OPTIONS, "scheduler": None})
 
 
 def test_a_name_is_loaded_once(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def living(rows: slice) -> hf.Population:
         [mlp(seed) for seed in range(5)[rows]],
         optimizer=lambda own: hf.optim.Adam(own, lr=params),
         loss=F.cross_entropy,
-        schedule=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2, 0.5),
+        scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2, 0.5),
         scaler=hf.optim.GradScaler(),
         clip_norm=[1.0, 2.0, 3.0, 4.0, 5.0][rows],
         tags=[f"member {row}" for row in range(5)[rows]],
@@ -206,7 +206,7 @@ def exploited(world: int) -> Any:
     pop = living(mine)
     for turn, (x, y) in enumerate(zip(*data(), strict=True)):
         pop.step(x, y)
-        pop.schedule.step()
+        pop.scheduler.step()
         if turn == 2:
             pop.scaler.load_state_dict(pop.scaler.state_dict() | {"scale": 2.0 ** torch.arange(5.0)[mine]})
             hf.copy_rows(pop, [0, 4, 1, 4], [4, 0, 3, 2])

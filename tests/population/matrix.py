@@ -39,7 +39,7 @@ class Alone:
 
     model: nn.Module
     opt: Any
-    schedule: Any
+    scheduler: Any
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Pair:
             [one.model for one in members],
             optimizer=lambda params: getattr(hf.optim, self.kind)(params, **options),
             loss=F.cross_entropy,
-            schedule=self._make,
+            scheduler=self._make,
             tags=list(self.alone),
             compile=False,
         )
@@ -104,11 +104,11 @@ class Pair:
                 one.opt.step()
             for row, tag in enumerate(self.pop.tags):
                 if tag is not None:
-                    schedule = self.alone[tag].schedule
-                    plateau = isinstance(schedule, schedules.ReduceLROnPlateau)
-                    schedule.step(*[float(metrics[row])] if plateau else [])
-            assert self.pop.schedule is not None
-            self.pop.schedule.step(metrics=metrics)
+                    scheduler = self.alone[tag].scheduler
+                    plateau = isinstance(scheduler, schedules.ReduceLROnPlateau)
+                    scheduler.step(*[float(metrics[row])] if plateau else [])
+            assert self.pop.scheduler is not None
+            self.pop.scheduler.step(metrics=metrics)
 
     def start(self, row: int | None) -> None:
         member, made = self.begun, self._joins()
@@ -127,7 +127,7 @@ class Pair:
             # Torch makes NAdam's product float64 when it loads it.
             twin.opt.state[ours] = copy.deepcopy(source.opt.state.get(theirs, {}))
         groups = copy.deepcopy(twin.opt.param_groups)
-        twin.schedule.load_state_dict(copy.deepcopy(source.schedule.state_dict()))
+        twin.scheduler.load_state_dict(copy.deepcopy(source.scheduler.state_dict()))
         for group, kept in zip(twin.opt.param_groups, groups, strict=True):
             group.update({name: value for name, value in kept.items() if name != "params"})
         self.alone[dst] = twin

@@ -22,7 +22,7 @@ from tests.checkpoint.living import OPTIONS, Batches, Net, population, same, tra
 
 def loaded_by_torch(pop: hf.Population) -> hf.Population:
     # What a lambda makes is made by no pickle.
-    pop.schedule = None
+    pop.scheduler = None
     torch.save(pop, file := io.BytesIO())
     file.seek(0)
     found: hf.Population = torch.load(file, weights_only=False)
@@ -38,11 +38,11 @@ def test_a_copy_goes_on_as_the_population_would(copied: Any, compiled: bool) -> 
     pop.copy(0, 2)
     before = copied(pop)
     assert same(before, pop)
-    if pop.schedule is None:
-        pop.schedule = before.schedule = hf.optim.lr_scheduler.PerMember(pop.optimizer, OPTIONS["schedule"])
+    if pop.scheduler is None:
+        pop.scheduler = before.scheduler = hf.optim.lr_scheduler.PerMember(pop.optimizer, OPTIONS["scheduler"])
         before = copied(pop)
-        pop.schedule, before.schedule = (
-            hf.optim.lr_scheduler.PerMember(one.optimizer, OPTIONS["schedule"]) for one in (pop, before)
+        pop.scheduler, before.scheduler = (
+            hf.optim.lr_scheduler.PerMember(one.optimizer, OPTIONS["scheduler"]) for one in (pop, before)
         )
     place, state = batches.place, torch.get_rng_state()
     expected = train(pop, batches, 3)

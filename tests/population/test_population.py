@@ -33,10 +33,10 @@ def batch(size: int = 8, seed: int | None = None) -> tuple[Tensor, Tensor]:
 class Alone:
     """What a member of the population is by itself."""
 
-    def __init__(self, model: nn.Module, lr: float, schedule: Any = None, limit: float = math.inf) -> None:
+    def __init__(self, model: nn.Module, lr: float, scheduler: Any = None, limit: float = math.inf) -> None:
         self.model = copy.deepcopy(model)
         self.opt = torch.optim.AdamW(self.model.parameters(), lr=lr)
-        self.schedule = None if schedule is None else schedule(self.opt)
+        self.scheduler = None if scheduler is None else scheduler(self.opt)
         self.limit = limit
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def test_members_that_live_equal_members_alone(compiled: bool) -> None:
         models,
         optimizer=lambda params: hf.optim.AdamW(params, lr=rates),
         loss=F.cross_entropy,
-        schedule=warm,
+        scheduler=warm,
         clip_norm=limits,
         compile=compiled,
     )
@@ -86,11 +86,11 @@ def test_members_that_live_equal_members_alone(compiled: bool) -> None:
             expected = [None if one is None else one.step(x, y) for one in alone]
             losses = pop.step(x, y)
             check(pop, alone, losses, expected)
-            assert pop.schedule is not None
-            pop.schedule.step()
+            assert pop.scheduler is not None
+            pop.scheduler.step()
             for one in alone:
                 if one is not None:
-                    one.schedule.step()
+                    one.scheduler.step()
 
     run(3)
     left = pop.stop(1)
@@ -110,7 +110,7 @@ def test_members_that_live_equal_members_alone(compiled: bool) -> None:
     assert source is not None
     twin = Alone(source.model, 1.0, warm, source.limit)
     twin.opt.load_state_dict(copy.deepcopy(source.opt.state_dict()))
-    twin.schedule.load_state_dict(source.schedule.state_dict())
+    twin.scheduler.load_state_dict(source.scheduler.state_dict())
     alone[0] = twin
     pop.hparams["lr"][0] *= 1.2
     twin.opt.param_groups[0]["lr"] *= 1.2
@@ -545,8 +545,8 @@ WRONG: dict[str, tuple[Callable[[hf.Population], object], str]] = {
     "taken": (lambda pop: pop.start(0, net()), "row 0 is taken by 'member 0': stop it first"),
     "name": (lambda pop: pop.start(1, net(), tag="member 2", lr=0.1), "is the name of the member in row 2"),
     "rate": (lambda pop: pop.start(1, net()), "lr differs between the members: say what it is for those that join"),
-    "schedule": (
-        lambda pop: pop.start(1, net(), schedule=lambda o: LinearLR(o)),
+    "scheduler": (
+        lambda pop: pop.start(1, net(), scheduler=lambda o: LinearLR(o)),
         "this population has none",
     ),
     "limit": (lambda pop: pop.start(1, net(), clip_norm=1.0), "this population has no clip_norm"),

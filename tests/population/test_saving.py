@@ -35,7 +35,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(compiled: bool, tmp_path: Path) 
     found = train(other, again, 4)
     assert torch.equal(found[:, [0, 2, 3]], expected[:, [0, 2, 3]])
     assert same(pop, other)
-    assert other.schedule is not None
+    assert other.scheduler is not None
     other.start(1, Net(), lr=0.1, tag="new")
     assert other.step(*next(iter(again))).isfinite().all()
 
@@ -88,24 +88,24 @@ def test_pieces_alone(tmp_path: Path) -> None:
         torch.manual_seed(seed)
         fused = hf.fuse([nn.Sequential(base, nn.Dropout(0.1), nn.Linear(4, 3)) for _ in range(3)])
         opt = hf.optim.SGD(fused.parameters(), lr=[0.1, 0.2, 0.3], momentum=0.9)
-        schedule = torch.optim.lr_scheduler.MultiStepLR(opt, [2, 4])
-        return fused, opt, schedule, hf.optim.GradScaler(init_scale=64.0, growth_interval=2)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(opt, [2, 4])
+        return fused, opt, scheduler, hf.optim.GradScaler(init_scale=64.0, growth_interval=2)
 
-    def step(fused: Any, opt: Any, schedule: Any, scaler: Any) -> None:
+    def step(fused: Any, opt: Any, scheduler: Any, scaler: Any) -> None:
         opt.zero_grad()
         losses = hf.per_model(F.cross_entropy)(fused(torch.randn(5, 4)), torch.randint(3, (5,)))
         scaler.scale(losses).sum().backward()
         scaler.step(opt)
         scaler.update()
-        schedule.step()
+        scheduler.step()
 
     ours, theirs = parts(0), parts(1)
     for _ in range(3):
         step(*ours)
-    path = hf.save(tmp_path, *ours[:2], schedule=ours[2], scaler=ours[3], names=["a", "b", "c"], step=3)
+    path = hf.save(tmp_path, *ours[:2], scheduler=ours[2], scaler=ours[3], names=["a", "b", "c"], step=3)
     assert path.name == "save-000000000001"
     step(*ours)
-    found = hf.load(path, *theirs[:2], schedule=theirs[2], scaler=theirs[3])
+    found = hf.load(path, *theirs[:2], scheduler=theirs[2], scaler=theirs[3])
     assert (found.step, found.names) == (3, ["a", "b", "c"])
     step(*theirs)
     for (key, one), other in zip(ours[0].state_dict().items(), theirs[0].state_dict().values(), strict=True):
@@ -113,9 +113,9 @@ def test_pieces_alone(tmp_path: Path) -> None:
     assert ours[3].get_scale().tolist() == theirs[3].get_scale().tolist()
     smaller = hf.fuse([nn.Sequential(base, nn.Dropout(0.1), nn.Linear(4, 3)) for _ in range(2)])
     opt = hf.optim.SGD(smaller.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.MultiStepLR(opt, [2, 4])
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(opt, [2, 4])
     with pytest.raises(hf.CheckpointError, match="MultiStepLR has one state for all members"):
-        hf.load(path, smaller, opt, schedule=schedule, names=["a", "c"])
+        hf.load(path, smaller, opt, scheduler=scheduler, names=["a", "c"])
 
 
 def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:

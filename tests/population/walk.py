@@ -148,7 +148,7 @@ class Alone:
         kind, more = OPTIMIZERS[self.options.optimizer]
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.opt = getattr(torch.optim, kind)(self.trained, lr=self.lr, **more)
-        self.schedule = None if self.make is None else self.make(self.opt)
+        self.scheduler = None if self.make is None else self.make(self.opt)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) if self.options.scaled else None
 
     def twin(self) -> Alone:
@@ -159,8 +159,8 @@ class Alone:
         for ours, theirs in zip(made.trained, self.trained, strict=True):
             # Torch makes NAdam's product float64 when it loads it.
             made.opt.state[ours] = copy.deepcopy(self.opt.state.get(theirs, {}))
-        if made.schedule is not None and self.schedule is not None:
-            made.schedule.load_state_dict(copy.deepcopy(self.schedule.state_dict()))
+        if made.scheduler is not None and self.scheduler is not None:
+            made.scheduler.load_state_dict(copy.deepcopy(self.scheduler.state_dict()))
         if made.scaler is not None and self.scaler is not None and self.age:
             made.scaler.load_state_dict(self.scaler.state_dict())
         return made
@@ -234,7 +234,7 @@ class Walk:
         return {
             "optimizer": lambda params: getattr(hf.optim, kind)(params, lr=0.01, **more),
             "loss": F.cross_entropy,
-            "schedule": [one.make for one in members] if own.scheduled else None,
+            "scheduler": [one.make for one in members] if own.scheduled else None,
             "scaler": hf.optim.GradScaler(init_scale=64.0, growth_interval=3) if own.scaled else None,
             "clip_norm": [one.norm for one in members] if own.clip_norm else None,
             "clip_value": [one.value for one in members] if own.clip_value else None,
@@ -247,8 +247,8 @@ class Walk:
         """Rates of the members' own before the first step: their schedules begin anew from there."""
         for row in rows:
             self.pop.hparams["lr"][row] = self.alone[self.tag(row)].lr
-        if self.pop.schedule is not None:
-            self.pop.schedule.restart(list(rows))
+        if self.pop.scheduler is not None:
+            self.pop.scheduler.restart(list(rows))
 
     def tag(self, row: int) -> str:
         tag = self.pop.tags[row]
@@ -297,13 +297,13 @@ class Walk:
                 for ours, theirs in zip(found, expected, strict=True):
                     self.close(ours[row], theirs)
                 metrics[row] = float(expected[-1])
-        if self.pop.schedule is not None:
-            self.pop.schedule.step(metrics=metrics)
+        if self.pop.scheduler is not None:
+            self.pop.scheduler.step(metrics=metrics)
             for row, tag in enumerate(self.pop.tags):
                 if tag is not None:
-                    schedule = self.alone[tag].schedule
-                    plateau = isinstance(schedule, schedules.ReduceLROnPlateau)
-                    schedule.step(*[float(metrics[row])] if plateau else [])
+                    scheduler = self.alone[tag].scheduler
+                    plateau = isinstance(scheduler, schedules.ReduceLROnPlateau)
+                    scheduler.step(*[float(metrics[row])] if plateau else [])
         self.check()
 
     def check(self) -> None:
@@ -335,7 +335,7 @@ class Walk:
         one, tag = self.member(), self.name()
         more: dict[str, Any] = {"lr": one.lr}
         if self.options.scheduled:
-            more["schedule"] = one.make
+            more["scheduler"] = one.make
         for name in ("norm", "value"):
             if getattr(self.options, f"clip_{name}"):
                 more[f"clip_{name}"] = getattr(one, name)

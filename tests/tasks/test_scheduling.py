@@ -203,7 +203,7 @@ def test_a_save_with_a_scheduler_and_a_task_without_do_not_match(tmp_path: Path)
         one = hf.Task(models(), F.cross_entropy, make, LOADER, scheduler=scheduler)
         hf.train(one, machine(), checkpoint=tmp_path / str(bool(first)))
 
-    for first, second, message in ((step_lr, None, "has none: give it that"), (None, step_lr, "holds no schedule")):
+    for first, second, message in ((step_lr, None, "has none: give it that"), (None, step_lr, "holds no scheduler")):
         once(first)
         with pytest.raises(hf.CheckpointError, match=message):
             once(second)
