@@ -17,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import optuna
-import ray
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -106,6 +105,8 @@ def watched(rounds: Rounds, *, measured: bool) -> Any:
 
 
 def main() -> None:
+    import ray
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     repeats = parser.parse_args().repeats
