@@ -65,8 +65,11 @@ class _Kept:
         self._lock = threading.RLock()
 
     def of(self, state: Any, members: int, origin: Any) -> Tables:
-        """The tables of a `Compiler`. Raises FusionError where functions of one ``origin`` have too many states."""
-        key = (state, members)
+        """The tables of a `Compiler`. Raises FusionError where functions of one ``origin`` have too many states.
+
+        An array that grows and shrinks is no other state: these are counted for each number of members.
+        """
+        key, origin = (state, members), (origin, members)
         with self._lock:
             left = self._left.get(origin, float(MAX_REMADE))
             if key in self._found:

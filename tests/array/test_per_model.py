@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.array.per_model import MAX_REMADE
 from tests.alone import Call, call, normal
 from tests.capture.test_export import Sevenfold
 
@@ -257,3 +258,15 @@ def test_a_loss_that_writes_into_what_it_is_given_is_told() -> None:
     expected = torch.stack([into_target(y, t) for y, t in zip(outputs, own.clone(), strict=True)])
     torch.testing.assert_close(hf.per_model(into_target)(outputs * 1, hf.stacked(own)), expected)
     assert torch.equal(own, torch.full_like(own, 2.0))
+
+
+def test_arrays_of_many_widths_take_no_function_for_one_that_changes() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean()
+
+    for members in range(2, MAX_REMADE + 4):
+        each = hf.per_model(loss)
+        output, target = torch.randn(members, 5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+        found = each(hf.stacked(output), target)
+        assert "loop over members" not in str(each.report()), members
+        torch.testing.assert_close(found, torch.stack([loss(row, target) for row in output]))
