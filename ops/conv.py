@@ -190,10 +190,7 @@ def product(x: Tensor, weight: Tensor, bias: Maybe) -> Tensor:
 @Memberwise
 def product_each(x: Tensor, weight: Tensor, bias: Maybe) -> Tensor:
     """One member's `product`: ``x [N, C, *S]``, ``weight [O, C, *1]``; the result lies in memory as ``[O, N, *S]``."""
-    features = x.movedim(1, 0)
-    matrix, flat = weight.flatten(1), features.flatten(1)
-    y = matrix @ flat if bias is None else torch.addmm(bias.unsqueeze(-1), matrix, flat)
-    return y.view(-1, *features.shape[1:]).movedim(0, 1)
+    return product(x, weight.unsqueeze(0), None if bias is None else bias.unsqueeze(0)).squeeze(0)
 
 
 @Memberwise

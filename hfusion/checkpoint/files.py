@@ -120,7 +120,7 @@ def _fill(aside: Path, body: Any, tensors: Mapping[str, Tensor], step: int, scor
     # Imported late: it imports sympy.
     from safetensors.torch import save as to_safetensors
 
-    plain = {key: _real(tensor).contiguous() for key, tensor in tensors.items()}
+    plain = {key: real(tensor).contiguous() for key, tensor in tensors.items()}
     packed = to_safetensors(plain)
     head = 8 + struct.unpack("<Q", packed[:8])[0]
     manifest = {
@@ -144,7 +144,8 @@ def _fill(aside: Path, body: Any, tensors: Mapping[str, Tensor], step: int, scor
     _sync(aside)
 
 
-def _real(tensor: Tensor) -> Tensor:
+def real(tensor: Tensor) -> Tensor:
+    """``tensor`` as safetensors takes it, which knows no complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

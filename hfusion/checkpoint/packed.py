@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.checkpoint.files import Saved
+from hfusion.checkpoint.files import Saved, real
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class PackedSave:
         from safetensors.torch import save
 
         odd = frozenset(key for key, tensor in tensors.items() if tensor.is_complex())
-        plain = {key: torch.view_as_real(one) if key in odd else one for key, one in tensors.items()}
-        return PackedSave(json.dumps(body), save({key: one.contiguous() for key, one in plain.items()}), odd, step)
+        plain = {key: real(tensor).contiguous() for key, tensor in tensors.items()}
+        return PackedSave(json.dumps(body), save(plain), odd, step)
 
     def saved(self) -> Saved:
         """As if it had been read."""

@@ -89,7 +89,7 @@ class ClusterWorkers:
         self._dropped: dict[int, list[str]] = {}
         self._collect: set[int] = set()
         self.gone: set[int] = set()
-        self.place: Callable[[str, Collection[int]], int] = lambda name, gone: 0
+        self.place: Callable[[str], int] = lambda name: 0
 
     @property
     def devices(self) -> Sequence[DeviceInfo]:
@@ -147,7 +147,7 @@ class ClusterWorkers:
             if told.lost > self._max_failures:
                 raise DeviceLost(f"the device of {name} was lost {told.lost} times: {reason}")
             if device in self.gone:
-                told.device = self.place(name, self.gone)
+                told.device = self.place(name)
 
     def leave(self, name: str, member: TrialModel) -> nn.Module:
         state = self.ask({name: ("leave", (member.tag,))})[name]

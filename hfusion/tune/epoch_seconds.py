@@ -23,6 +23,7 @@ class EpochSeconds:
 
     def __init__(self, devices: Sequence[DeviceInfo]) -> None:
         self._devices = devices
+        # Of shapes, as arrays of these come: `Ratios` reads it.
         self._names: list[str] = []
         self._ratios = Ratios(self._names, len(devices))
         self._numbers: dict[Shape, int] = {}

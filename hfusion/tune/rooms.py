@@ -187,15 +187,15 @@ class Rooms:
                 return array, target
         return None
 
-    def moved(self, name: str, gone: Collection[int]) -> int:
+    def moved(self, name: str) -> int:
         """The device that takes over an array. Raises DeviceLost where none has room for it."""
         array = next(one for one in self.arrays if one.name == name)
-        left = [device for device in range(len(self._workers.devices)) if device not in gone]
-        for device in sorted(left, key=lambda each: (self._end(each, array), each)):
+        for device in sorted(self._there, key=lambda each: (self._end(each, array), each)):
             if self._fits(device, [array, *self._on(device)]):
                 array.device = device
                 return device
+        devices = self._workers.devices
         raise DeviceLost(
-            f"{len(gone)} of {len(self._workers.devices)} devices are lost, and no other has room for the "
+            f"{len(devices) - len(self._there)} of {len(devices)} devices are lost, and no other has room for the "
             f"{len(array.seats)} trials of {name}: with a directory the same call goes on when there are more"
         )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import CONVERSIONS, Layout
+from hfusion.ops.norm import batch_norm_alone
 from hfusion.ops.rule import MemberScalars
 from hfusion.passes.batch import batch
 from tests.oracle import Case, check, member_graph, t
@@ -157,6 +158,22 @@ def test_batch_norm_in_every_order_of_memory(order: tuple[int, ...]) -> None:
     (got,) = batch(graph, [Layout.STACKED] * 3, 3)(lying, weight, bias)
     single = [torch.batch_norm(x[b], weight[b], bias[b], None, None, True, 0.1, 1e-5, False) for b in range(3)]
     torch.testing.assert_close(got, torch.stack(single), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(4, 5, 6), (4, 5, 6, 3)], ids=str)
+def test_batch_norm_of_a_member_that_lies_channel_by_channel(shape: tuple[int, ...], training: bool) -> None:
+    """As the product of one member gives it: the same values, gradients and statistics, in the same order of memory."""
+    given = torch.randn(shape, dtype=torch.float64).transpose(0, 1).contiguous().transpose(0, 1)
+    weight, bias, seed = torch.randn(5).double(), torch.randn(5).double(), torch.randn(shape).double()
+    found = []
+    for norm, x in ((batch_norm_alone, given), (torch.batch_norm, given.contiguous())):
+        leaf, mean, var = x.detach().requires_grad_(), torch.zeros(5).double(), torch.ones(5).double()
+        y = norm(leaf, weight, bias, mean, var, training, 0.1, 1e-5, False)
+        found.append((y, torch.autograd.grad(y, leaf, seed)[0], mean, var))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+    assert found[0][0].stride() == given.stride()
 
 
 @pytest.mark.parametrize("members", [1, 2, 20])
