@@ -63,6 +63,7 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         outcome = run(first, args, kwargs)
         modes = changed_modes(module, first)
         check_registered(module, registered, first)
+        _check_flags(subject, first, outcome)
         changed = _changed(before, contents(first))
         varied = _changed(around, variables(first))
         if changed:
@@ -105,6 +106,16 @@ class _Rehearsed:
                 if name in values and tensor.shape == values[name].shape:
                     tensor.copy_(values[name].detach())
                     tensor.grad = None
+
+
+def _check_flags(subject: _Rehearsed, called: nn.Module, outcome: Outcome) -> None:
+    """Raise a FusionError if forward makes a buffer require a gradient and depends on that flag in its next call."""
+    before = dict(tensors(subject.module))
+    flagged = [name for name, t in tensors(called) if t.is_leaf and t.requires_grad and not before[name].requires_grad]
+    if flagged:
+        call = (subject.args, subject.kwargs)
+        again = _run_kept(subject.warmed(), call, f"{flagged[0]}.requires_grad")
+        _compare(subject, f"{flagged[0]}.requires_grad", "the next call", outcome, again)
 
 
 def _asks_for_gradients(subject: _Rehearsed, outcome: Outcome) -> str:

@@ -145,7 +145,9 @@ def _outcome(outputs: Sequence[Any], leaves: Mapping[str, Tensor], own: Mapping[
     values |= {f".grad of {name}": t.grad.detach().clone() for name, t in leaves.items() if t.grad is not None}
     kept = tuple(o.detach().clone() if isinstance(o, Tensor) else o for o in outputs)
     flags = {f"requires_grad of output {k}": torch.tensor(o.requires_grad) for k, o in _tensors(outputs)}
-    flags |= {f"requires_grad of {name}": torch.tensor(t.requires_grad) for name, t in own.items()}
+    # A buffer that forward makes require a gradient gets one that nothing reads.
+    compared = {name: t for name, t in own.items() if isinstance(t, nn.Parameter) or not t.is_leaf}
+    flags |= {f"requires_grad of {name}": torch.tensor(t.requires_grad) for name, t in compared.items()}
     parts = [_projected(o) for _, o in _tensors(outputs) if o.requires_grad]
     if not parts or not leaves:
         return Outcome(kept, values | flags)

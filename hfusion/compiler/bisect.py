@@ -12,6 +12,7 @@ from hfusion.core.layout import Layout
 from hfusion.core.program import Program, source_line
 from hfusion.core.random import draws_random
 from hfusion.ops.rule import MemberScalars
+from hfusion.passes.islands import OPAQUE
 
 LIMIT = 1e-3
 
@@ -37,24 +38,33 @@ def first_difference(
     member: int,
     difference: Callable[[Tensor, Tensor], float],
 ) -> str:
-    """Run both on ``given``, the program's inputs, and tell in words which node of ``member`` differs first."""
+    """Run both on ``given``, the program's inputs, and describe the first node of ``member`` that differs."""
     recorder = _ValueRecorder(program.module)
+    # As the program writes into buffers.
+    before = [value.clone() if isinstance(value, Tensor) else value for value in given]
     with torch.no_grad():
         recorder.run(*given)
     env: dict[fx.Node, Any] = {}
+    inputs = zip(graph.find_nodes(op="placeholder"), before, program.layouts, strict=True)
+    for node, value, layout in inputs:
+        env[node] = row(value, layout, member, program.members)
     for node in graph.nodes:
         if node.op == "output":
             break
-        value, layout = recorder.values[node]
-        ours = row(value, layout, member, program.members)
-        if node.op == "placeholder" or draws_random(node):
+        if node.op == "placeholder":
+            continue
+        ours = row(*recorder.values[node], member, program.members)
+        if draws_random(node.target):
             env[node] = ours
             continue
         env[node] = theirs = _evaluate(node, env, member)
         if isinstance(theirs, Tensor) and theirs.is_floating_point() and difference(ours, theirs) > LIMIT:
             return f"the first node that differs is {node.name} = {node.target} at {source_line(node)}"
         env[node] = ours
-    return "no node of forward differs by itself: a gradient does, or the capture differs from the original code"
+    looped = ", or what runs in a loop over members does" if graph.find_nodes(op="call_function", target=OPAQUE) else ""
+    return (
+        f"no node of forward differs by itself: a gradient does, or the capture differs from the original code{looped}"
+    )
 
 
 def row(value: Any, layout: Layout, member: int, members: int) -> Any:

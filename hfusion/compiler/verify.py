@@ -209,7 +209,12 @@ def _array_outcome(subject: CheckedArray) -> Outcome:
     program = subject.compiled.program
     own = set(map(id, leaves.values()))
     inputs = [value for value in given if id(value) not in own]
-    return _outcome(program.run(*given), leaves, inputs, program.members, nullcontext())
+    return _outcome(program.run(*given), leaves, _trained(subject, leaves), inputs, program.members, nullcontext())
+
+
+def _trained(subject: CheckedArray, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The leaves with a gradient in the array: not a buffer that forward itself makes require one."""
+    return {name: leaf for name, leaf in leaves.items() if leaf.requires_grad and subject.stacks[name].requires_grad}
 
 
 def _program_inputs(subject: CheckedArray) -> tuple[list[Any], dict[str, Tensor]]:
@@ -228,7 +233,7 @@ def _leaf(tensor: Tensor) -> Tensor:
     """A parameter's values under another leaf; a buffer's copy, as forward may write to it."""
     if isinstance(tensor, nn.Parameter):
         return tensor.detach().requires_grad_(tensor.requires_grad)
-    return tensor.detach().clone()
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _own_leaf(tensor: Tensor) -> Tensor:
@@ -238,11 +243,12 @@ def _own_leaf(tensor: Tensor) -> Tensor:
 def _outcome(
     outputs: Sequence[Any],
     leaves: Mapping[str, Tensor],
+    trained: Mapping[str, Tensor],
     inputs: Sequence[Any],
     members: int | None,
     backward: AbstractContextManager[Any],
 ) -> Outcome:
-    """Outputs, buffers after the run, and gradients, by name; ``members`` is None for one member alone.
+    """Outputs, buffers after the run, and gradients of ``trained``, by name; ``members`` is None for one member alone.
 
     Gradients of ``inputs`` are computed where the user's backward computes them, too: on the way to the parameters
     alone, torch 2.13 ends the process in the backward of a channels_last GroupNorm.
@@ -251,7 +257,6 @@ def _outcome(
     total = sum(
         (_projected(o, members) for o in found.values() if o.requires_grad), start=torch.zeros((), device="cpu")
     )
-    trained = {name: t for name, t in leaves.items() if t.requires_grad}
     asked = [*trained.values(), *(t for t in inputs if isinstance(t, Tensor) and t.requires_grad)]
     with backward:
         grads = torch.autograd.grad(total, asked, allow_unused=True) if total.requires_grad and trained else ()
@@ -261,7 +266,7 @@ def _outcome(
         for n, g in zip(trained, grads, strict=False)
         if g is not None
     }
-    outcome |= {n: t for n, t in leaves.items() if not isinstance(t, nn.Parameter) and not t.requires_grad}
+    outcome |= {name: leaf.detach() for name, leaf in leaves.items() if not isinstance(leaf, nn.Parameter)}
     return {name: t for name, t in outcome.items() if t.is_floating_point()}
 
 
@@ -295,7 +300,9 @@ def _member_outcome(subject: CheckedArray, member: int, draws: Sequence[Tensor],
     with repeating(model, islands, member):
         with replay.forward(), repeatable():
             outputs = pytree.tree_leaves(model(*args, **kwargs))
-        return _outcome(outputs, dict(tensors(model)), pytree.tree_leaves((args, kwargs)), None, replay.backward())
+        left = dict(tensors(model))
+        given = pytree.tree_leaves((args, kwargs))
+        return _outcome(outputs, left, _trained(subject, left), given, None, replay.backward())
 
 
 def _repeats(subject: CheckedArray, member: int) -> bool:

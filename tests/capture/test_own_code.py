@@ -31,6 +31,21 @@ class Counter(nn.Module):
         return Sevenfold.apply(x * self.w * self.n.clone())
 
 
+class Flagging(Counter):
+    """Makes a buffer require a gradient, which then gets one that nothing reads."""
+
+    def __init__(self, loops: bool, flag: bool = False) -> None:
+        super().__init__()
+        self.loops = loops
+        self.n = torch.zeros(4, dtype=torch.float64, requires_grad=flag)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.n.requires_grad_()
+        y: Tensor = (x * self.w).pow(2) + self.n
+        return Sevenfold.apply(y) if self.loops else y
+
+
 class Silent(Counter):
     """Gives nothing."""
 
@@ -182,6 +197,10 @@ class GivingBuffer(Counter):
 
 # What runs in a loop, what forward does, and which it then is: the submodule, or all of forward.
 KEPT: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str]] = {
+    "buffer with a gradient": (lambda: Flagging(True), plain, "inner"),
+    "buffer with a gradient, captured": (lambda: Flagging(False), plain, ""),
+    "buffer with a gradient from the start": (lambda: Flagging(True, True), plain, "inner"),
+    "buffer with a gradient from the start, captured": (lambda: Flagging(False, True), plain, ""),
     "unused": (Counter, warm_up, "inner"),
     "unused, of nothing": (Silent, warm_up_without_gradients, "inner"),
     "unused but for its shape": (Counter, only_its_shape, "inner"),
@@ -217,6 +236,17 @@ def test_members_own_code_is_as_alone(name: str) -> None:
     (part, *_) = array.report().parts
     assert looped(part) == ({island} if island else set())
     assert "self-check passed" in part.check or island == "forward"
+
+
+@pytest.mark.parametrize("loops", [True, False])
+def test_a_flag_of_a_buffer_that_the_next_call_reads_is_refused(loops: bool) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        scale = 2 if self.inner.n.requires_grad else 1
+        return self.fc(self.inner(x)) * scale
+
+    make = net(lambda: Flagging(loops), forward)
+    with pytest.raises(hf.FusionError, match=r"inner\.n\.requires_grad, with which output 0 differs for the next call"):
+        hf.fuse([make() for _ in range(2)])(normal(5, 4))
 
 
 def past_autograd(x: Tensor) -> Tensor:

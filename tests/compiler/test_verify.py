@@ -57,6 +57,35 @@ def test_a_wrong_rule_is_caught(
     assert "self-check not run" in str(unchecked.report())
 
 
+class Branching(nn.Module):
+    """Runs in a loop over members."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() < 1e9 else -x
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x / (self.count + 1)
+        self.count += 1
+        return scaled
+
+
+@pytest.mark.parametrize("around", [Branching, lambda: nn.Dropout(0.5), Counting, lambda: nn.BatchNorm1d(4)])
+@pytest.mark.parametrize(("rule", "message"), [(wrong_values, "differs is tanh"), (wrong_gradient, "a gradient does")])
+def test_only_the_wrong_node_is_named(
+    around: Callable[[], nn.Module], rule: Callable[..., Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "RULES", {**compiling.RULES, aten.tanh.default: rule})
+    models = [nn.Sequential(nn.Linear(4, 4), around(), nn.Tanh(), around(), nn.Linear(4, 4)) for _ in range(2)]
+    with pytest.raises(hf.FusionError, match=f"self-check: .*{message}"):
+        hf.fuse(models)(torch.randn(3, 4))
+
+
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_no_false_alarm_in_float32(model: Model) -> None:
     x = model.draw(4)
