@@ -21,6 +21,7 @@ from hfusion.compiler.compiled import Compiled
 from hfusion.compiler.compiler import Compiler
 from hfusion.compiler.rows import of_rows
 from hfusion.core.errors import FusionError
+from hfusion.core.memory import has_address
 from hfusion.core.rows import check_once, copied, kept, moved_rows, rows_of
 from hfusion.core.usage import absent_rows, mark_absent
 
@@ -114,6 +115,12 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
     fused = cast("FusedModule", array)
     if list(sources) == list(range(len(fused))):
         return
+    for name, tensor in tensors(fused):
+        if not has_address(tensor) and not tensor.is_meta:
+            raise FusionError(
+                f"{name} is a {type(tensor).__name__}, whose rows cannot be moved here: keep, copy, append and put "
+                "members before fully_shard or whatever replaced it"
+            )
     joining = _check_joining(fused, sources)
     kinds, partly = _Kinds.of(fused), fused._array.comparison.partly
     for index, model in joining.items():

@@ -1,4 +1,4 @@
-"""Whether two tensors hold the same, and whether they lie in the same memory."""
+"""Where tensors lie in memory, and whether two hold the same values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,20 @@ def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is nothing but numbers at strides."""
     known = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return known and not tensor.is_conj() and not tensor.is_neg()
+
+
+def has_address(tensor: Tensor) -> bool:
+    """Return whether the elements of ``tensor`` lie at an address of this process, where a kernel can read and write.
+
+    Subclasses of Tensor that only add methods have one. Those with a ``__torch_dispatch__`` of their own (DTensor,
+    FakeTensor, quantized tensors) keep their values elsewhere or nowhere, as do tensors on the meta device and those of
+    a transform of torch.func.
+    """
+    kind = type(tensor)
+    if kind not in (Tensor, nn.Parameter) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
+    wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.layout is torch.strided and not tensor.is_meta and not wrapped
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:

@@ -144,8 +144,8 @@ class Accelerator:
 
     @property
     def pins(self) -> bool:
-        # One memory for both on Apple's processors: nothing to pin.
-        return self.device.type != "mps"
+        # One memory for both on Apple's processors, and no copies to the meta device: nothing to pin.
+        return self.device.type not in ("mps", "meta")
 
     @property
     def hands_over(self) -> bool:

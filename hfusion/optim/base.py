@@ -26,7 +26,7 @@ from hfusion.core.errors import CheckpointError
 from hfusion.core.membership import mark, membership
 from hfusion.core.usage import any_absent
 from hfusion.optim import coupling, native
-from hfusion.optim.checks import check_padding
+from hfusion.optim.checks import check_memory, check_padding
 from hfusion.optim.formula import Formula
 from hfusion.optim.group import Groups, State, common_members, membership_of, same_objects
 from hfusion.optim.hyper import own, plain, read, unchanged
@@ -283,6 +283,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         for param in params:
             found = membership_of(param)
             check_padding(found, self)
+            if param.requires_grad:
+                check_memory(param, f"parameter {found.name!r}")
             self.check_param(found.name, param.shape[1:] if found.stacked else param.shape, param.dtype)
 
     def _check_shared(self, params: Sequence[Tensor], settings: Settings) -> None:

@@ -6,12 +6,35 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import Membership
+from hfusion.core.memory import has_address, is_plain
 from hfusion.optim.formula import Formula
 
 _NUMBERS = {"step": "step counts"}
+
+
+def check_memory(tensor: Tensor, what: str) -> None:
+    """Raise a FusionError if ``tensor`` keeps its values elsewhere than in this process's memory.
+
+    Tensors on the meta device have no values, and pass: a step then computes shapes only, as in torch.optim.
+    """
+    if has_address(tensor) or (tensor.is_meta and is_plain(tensor)):
+        return
+    kind = type(tensor).__name__ if type(tensor) not in (Tensor, torch.nn.Parameter) else f"{tensor.layout} tensor"
+    if isinstance(tensor, FakeTensor):
+        remedy = "step outside the FakeTensorMode, with tensors that have values"
+    elif hasattr(tensor, "placements"):
+        remedy = (
+            "do not shard what it trains: give each rank members of its own, hf.fuse(models[hf.rows(len(models))]); "
+            "shard a frozen base only, fully_shard(fused, ignored_params={those that are trained}); or use the "
+            "optimizer of this name in torch.optim, which has one value of each hyper-parameter for all members"
+        )
+    else:
+        remedy = "use torch.optim, or convert it to an ordinary torch.Tensor before the optimizer is made"
+    raise FusionError(f"{what} is a {kind}, and hf.optim updates ordinary tensors in memory only: {remedy}")
 
 
 def check_state(
@@ -23,6 +46,7 @@ def check_state(
     """
     for name in names:
         stack = entry[name]
+        check_memory(stack, f"the state {name!r} of parameter {found.name!r}")
         if _kind(stack) != _kind(param):
             raise FusionError(
                 f"the state {name!r} of parameter {found.name!r} is {_text(stack)}, the parameter {_text(param)}: one "
@@ -41,7 +65,7 @@ def check_state(
 
 
 def check_gradient(param: Tensor, found: Membership, grad: Tensor) -> None:
-    """RuntimeError for a gradient that ``param`` cannot have, or that is sparse."""
+    """RuntimeError for a gradient that ``param`` cannot have, or that is sparse; FusionError if it has no memory."""
     if grad.layout is not torch.strided:
         raise RuntimeError(f"the gradient of {found.name!r} is sparse ({grad.layout}): hf.optim needs dense ones")
     if grad.shape != param.shape:
@@ -51,6 +75,8 @@ def check_gradient(param: Tensor, found: Membership, grad: Tensor) -> None:
     elif not torch.can_cast(grad.dtype, param.dtype):
         told = f"is {grad.dtype}, the parameter {param.dtype}"
     else:
+        if type(grad) is not Tensor:
+            check_memory(grad, f"the gradient of {found.name!r}")
         return
     raise RuntimeError(f"the gradient of {found.name!r} {told}: one of them was replaced through .data")
 

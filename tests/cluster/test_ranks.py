@@ -186,6 +186,39 @@ def test_a_frozen_base_in_pieces_on_two_ranks(two: Ranks) -> None:
             torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(value), rtol=1e-9, atol=1e-12, msg=name)
 
 
+def on_sharded_stacks() -> Any:
+    """What torch.optim.Adam leaves of a sharded array and of a whole one; what hf.optim and others say of the first."""
+    (x, y), *_ = zip(*data(), strict=True)
+    sharded, whole = (hf.build(lambda: nn.Linear(x.shape[-1], 3).double(), seeds=range(5)) for _ in range(2))
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    for fused in (sharded, whole):
+        optimizer = torch.optim.Adam(fused.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            hf.per_model(F.cross_entropy)(fused(x), y).sum().backward()
+            optimizer.step()
+    refused = {
+        "optimizer": lambda: hf.optim.Adam(sharded.parameters()),
+        "clipping": lambda: hf.optim.clip_grad_norm_(sharded.parameters(), 1.0),
+        "rows": lambda: sharded.keep([0, 1]),
+    }
+    said = {}
+    for name, call in refused.items():
+        with pytest.raises(hf.FusionError, match="is a DTensor") as error:
+            call()
+        said[name] = str(error.value)
+    params = zip(sharded.parameters(), whole.parameters(), strict=True)
+    return max(float((param.full_tensor() - other).abs().max()) for param, other in params), said
+
+
+def test_trained_stacks_in_pieces_are_refused_by_kernels(two: Ranks) -> None:
+    for error, said in two(on_sharded_stacks):
+        assert error < 1e-12
+        assert "parameter 'weight'" in said["optimizer"]
+        assert "hf.rows(len(models))" in said["optimizer"]
+        assert "the gradient of 'weight'" in said["clipping"]
+
+
 def living(rows: slice) -> hf.Population:
     params = RATES[rows]
     return hf.Population(

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hfusion as hf
+from hfusion.core.membership import mark, membership
 from tests.optim.arrays import Array, run, start
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -223,6 +226,88 @@ def test_a_learning_rate_of_another_kind() -> None:
         fused.param_groups[0]["lr"] = value
         fused.step()
         assert fused.param_groups[0]["lr"].dtype is torch.float64
+
+
+class Named(torch.Tensor):
+    """Has memory as any other."""
+
+
+class Weight(nn.Parameter):
+    """Of a model that tells its parameters apart by class."""
+
+
+def fake(tensor: Tensor) -> Tensor:
+    found: Tensor = FakeTensorMode().from_tensor(tensor)
+    return found
+
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "subclass": lambda t: nn.Parameter(t.as_subclass(Named)),
+    "parameter subclass": Weight,
+}
+ELSEWHERE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "fake": (fake, "is a FakeTensor.*step outside the FakeTensorMode"),
+    "wrapper": (lambda t: TwoTensor(t, t.clone()), "is a TwoTensor.*use torch.optim"),
+}
+
+
+@ALL
+@pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
+def test_subclasses_with_memory(name: str, options: dict[str, Any], make: Callable[[Tensor], Tensor]) -> None:
+    array = Array(3, shapes=[(4, 2), (5,)])
+    array.params = [mark(make(p.detach()), membership(p)) for p in array.params]  # type: ignore[arg-type, misc]
+    fused, alone = start(name, {"lr": 0.01, **options}, array)
+    run(array, fused, alone, 4)
+    array.assert_equal()
+    for param in array.params:
+        assert param.grad is not None
+        param.grad = param.grad.as_subclass(Named)
+    for param, row in zip(array.members[1], array.params, strict=True):
+        param.grad = row.grad[1].as_subclass(Tensor).clone()  # type: ignore[index]
+    for optimizer in (fused, *alone):
+        optimizer.step()
+    array.assert_equal()
+
+
+@ALL
+@pytest.mark.parametrize(("make", "said"), ELSEWHERE.values(), ids=ELSEWHERE)
+def test_tensors_without_memory(
+    name: str, options: dict[str, Any], make: Callable[[Tensor], Tensor], said: str
+) -> None:
+    fused, array = begun(name, options, 3)
+    param, before = array.params[0], array.params[0].detach().clone()
+    entry = state(fused, array)
+    kept = entry[stack(entry)]
+    entry[stack(entry)] = make(kept)
+    with pytest.raises(hf.FusionError, match=f"the state '{stack(entry)}' of parameter 'p0' {said}"):
+        fused.step()
+    entry[stack(entry)] = kept
+    param.grad = make(torch.ones_like(param))
+    with pytest.raises(hf.FusionError, match=f"the gradient of 'p0' {said}"):
+        fused.step()
+    assert torch.equal(param, before)
+    for trained in (True, False):
+        other = nn.Parameter(make(param.detach()), requires_grad=trained)
+        mark(other, membership(param))  # type: ignore[arg-type]
+        if trained:
+            with pytest.raises(hf.FusionError, match=f"parameter 'p0' {said}"):
+                getattr(hf.optim, name)([other], lr=0.1)
+        else:
+            getattr(hf.optim, name)([other], lr=0.1)
+
+
+@ALL
+def test_steps_on_the_meta_device_compute_shapes(name: str, options: dict[str, Any]) -> None:
+    array = Array(3, shapes=[(4, 2), (5,)])
+    params = [mark(nn.Parameter(p.detach().to("meta")), membership(p)) for p in array.params]  # type: ignore[arg-type]
+    fused = getattr(hf.optim, name)(params, lr=[0.1, 0.2, 0.3], **options)
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        fused.step()
+    entry = fused.state[params[0]]
+    assert entry[stack(entry)].is_meta
+    assert entry[stack(entry)].shape == (3, 4, 2)
 
 
 def test_a_module_that_is_converted_with_its_optimizer() -> None:
