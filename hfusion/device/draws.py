@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -35,7 +36,7 @@ class _ReadingThread(threading.local):
 
 
 _here = _ReadingThread()
-_first = threading.Lock()
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -44,15 +45,16 @@ def drawing_from(own: torch.Generator, swapped: Swapped) -> Iterator[None]:
 
     Draws on accelerators are made within ``swapped()``.
     """
-    with _first:
+    with _lock:
         _intercepted()
     before = _here.own, _here.swapped
-    _here.own, _here.swapped = own, swapped
-    try:
-        with torch._C._IncludeDispatchKeyGuard(torch._C._dispatch_key_parse(_KEY)):
-            yield
-    finally:
-        _here.own, _here.swapped = before
+    with _seeding.per_thread():
+        _here.own, _here.swapped = own, swapped
+        try:
+            with torch._C._IncludeDispatchKeyGuard(torch._C._dispatch_key_parse(_KEY)):
+                yield
+        finally:
+            _here.own, _here.swapped = before
 
 
 def seen_in_modes() -> AbstractContextManager[Any]:
@@ -67,13 +69,13 @@ def seen_in_modes() -> AbstractContextManager[Any]:
 
 def _in_child() -> None:
     """A process that was forked off draws from torch's generators, which it has for itself."""
+    global _lock
+    # Another thread of the parent may have held it.
+    _lock = threading.Lock()
+    _seeding.reset()
     if _here.own is not None:
         torch.default_generator.set_state(_here.own.get_state())
         _here.own = _here.swapped = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
 
 
 @cache
@@ -93,8 +95,6 @@ def _intercepted() -> tuple[torch.library.Library, ...]:
     for each in torch._ops._higher_order_ops.values():
         each.fallthrough(key)
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
-    seeding: Any = torch.random
-    seeding.default_generator = _Default(torch.default_generator)
     return rest, aten
 
 
@@ -142,8 +142,55 @@ def _on_accelerator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 class _Default:
     """torch's generator for `torch.manual_seed` and its like, which are no operators: that of this thread."""
 
-    def __init__(self, shared: torch.Generator) -> None:
-        self._shared = shared
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._shared if _here.own is None else _here.own, name)
+        return getattr(_current(), name)
+
+
+def _current() -> torch.Generator:
+    return torch.default_generator if _here.own is None else _here.own
+
+
+class _RandomModule(types.ModuleType):
+    """The class of `torch.random` while a thread draws from a generator of its own.
+
+    The functions of the module read their globals, where a `_Default` is. Others read the attribute: a Generator.
+    """
+
+    @property
+    def default_generator(self) -> torch.Generator:
+        return _current()
+
+
+class _Seeding:
+    """Makes the functions of `torch.random` use the calling thread's generator while any thread has one."""
+
+    def __init__(self) -> None:
+        self._uses = 0
+
+    @contextmanager
+    def per_thread(self) -> Iterator[None]:
+        with _lock:
+            self._uses += 1
+            # In this order no thread ever reads the attribute and gets a `_Default`.
+            torch.random.__class__ = _RandomModule
+            vars(torch.random)["default_generator"] = _Default()
+        try:
+            yield
+        finally:
+            with _lock:
+                if self._uses <= 1:
+                    self.reset()
+                else:
+                    self._uses -= 1
+
+    def reset(self) -> None:
+        """Restore `torch.random`, also in a process that was forked off from the threads that used it."""
+        self._uses = 0
+        vars(torch.random)["default_generator"] = torch.default_generator
+        torch.random.__class__ = types.ModuleType
+
+
+_seeding = _Seeding()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

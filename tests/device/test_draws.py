@@ -65,6 +65,8 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "a new layer": lambda: nn.LSTM(2, 2, 2, dropout=0.5)(torch.ones(3, 2, 2))[0].detach(),
     "the seed": lambda: torch.tensor(torch.initial_seed()),
     "the state": torch.get_rng_state,
+    "rand, of torch.random's generator": lambda: torch.rand(3, generator=torch.random.default_generator),
+    "the state of torch.random's generator": lambda: torch.random.default_generator.get_state(),
     "fork_rng": forked,
     "seed": seeded_by_itself,
     "set_rng_state": put_back,
@@ -152,6 +154,33 @@ def test_what_a_mode_draws_is_of_its_thread(own: bool) -> None:
     assert torch.equal(torch.get_rng_state(), before) == own
 
 
+def _is_torchs_own() -> bool:
+    """Check that `torch.random` has torch's generator under its name, for those who read it and for its functions."""
+    shared = torch.default_generator
+    return torch.random.default_generator is shared and vars(torch.random)["default_generator"] is shared
+
+
+def test_torchs_generator_stays_one_for_all_threads() -> None:
+    """Another thread reads torch's generator while one draws from its own, and afterwards so does each."""
+    own, other = torch.Generator(), []
+
+    def read() -> None:
+        from torch.random import default_generator
+
+        torch.randn(2, generator=default_generator)
+        other.extend([default_generator, torch.random.default_generator])
+
+    with drawing_from(own, nullcontext), drawing_from(own, nullcontext):
+        assert torch.random.default_generator is own
+        thread = Thread(target=read)
+        thread.start()
+        thread.join()
+    assert all(generator is torch.default_generator for generator in other)
+    assert len(other) == 2
+    assert _is_torchs_own()
+    assert type(torch.random) is type(os)
+
+
 def test_one_within_another() -> None:
     outer, inner = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
     with drawing_from(outer, nullcontext):
@@ -164,8 +193,30 @@ def test_an_error_ends_it() -> None:
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match="inside"), drawing_from(torch.Generator(), nullcontext):
         raise ValueError("inside")
+    assert _is_torchs_own()
     torch.rand(3)
     assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_threads_that_end_in_any_order_leave_torch_as_it_was() -> None:
+    """The first that ends takes nothing from those that still draw from their own."""
+    meet = Barrier(2)
+    seeds: list[int] = []
+
+    def aside() -> None:
+        with drawing_from(torch.Generator().manual_seed(7), nullcontext):
+            meet.wait()
+            meet.wait()
+            seeds.append(torch.initial_seed())
+
+    thread = Thread(target=aside)
+    with drawing_from(torch.Generator(), nullcontext):
+        thread.start()
+        meet.wait()
+    meet.wait()
+    thread.join()
+    assert seeds == [7]
+    assert _is_torchs_own()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -176,5 +227,5 @@ def test_a_process_that_is_forked_off_goes_on_from_there() -> None:
     with drawing_from(own, nullcontext):
         child = os.fork()
         if not child:
-            os._exit(0 if torch.equal(torch.rand(3), expected) else 1)
+            os._exit(0 if torch.equal(torch.rand(3), expected) and _is_torchs_own() else 1)
     assert os.waitpid(child, 0)[1] == 0
