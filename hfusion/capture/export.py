@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.assigned import assigned_as_writes
@@ -27,6 +26,7 @@ from hfusion.capture.inlined import inlined
 from hfusion.capture.kept import restored
 from hfusion.capture.lengths import open_lengths
 from hfusion.capture.memo import rehearse
+from hfusion.capture.python_reads import PythonReads
 from hfusion.capture.rehearse import ALIKE, Outcome, difference, run_graph, runnable, twin
 from hfusion.capture.repeated import capture_key, find_capture, forget_capture, keep_capture
 from hfusion.core.copies import contiguous_aliases
@@ -187,22 +187,13 @@ def _export(
             args, kwargs = contiguous_aliases((args, dict(kwargs)))
             try:
                 shapes = _varying(module, args, kwargs, attempt) if attempt.first or any(attempt.dims) else None
-                with restored(module), open_lengths(), assigned_as_writes(module), told_here_only(), _DataDetached():
+                with restored(module), open_lengths(), assigned_as_writes(module), told_here_only(), PythonReads():
                     return torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
             except FusionError:
                 raise
             except Exception as error:
                 failures.append(error)
     raise FusionError(reason(failures[-1])) from failures[-1]
-
-
-class _DataDetached(TorchFunctionMode):
-    """Reads ``tensor.data`` as ``tensor.detach()``: of the former an export knows not what it is computed from."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
-            return args[0].detach()
-        return func(*args, **(kwargs or {}))
 
 
 def reason(error: Exception) -> str:

@@ -6,6 +6,7 @@ others, for other sizes, and after the parameters have changed. Then a graph tha
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -279,14 +280,27 @@ def _check_unread(subject: _Rehearsed, names: list[str], outcome: Outcome) -> No
         member = subject.warmed()
         for name in names:
             path, _, attribute = name.rpartition(".")
-            _spoil(vars(member.get_submodule(path))[attribute], value)
+            held = vars(member.get_submodule(path))
+            held[attribute] = _spoiled(held[attribute], value)
         subject.reset(member)
         own = (subject.args, subject.kwargs)
         _compare(subject, ", ".join(names), "the next call", outcome, _run_kept(member, own, names[0]))
 
 
+def _spoiled(value: Any, number: float) -> Any:
+    """``value`` with other numbers: in tensors, which are overwritten, in lists and dicts, and as such."""
+    if isinstance(value, bool):
+        return number != 0.0
+    if isinstance(value, int):
+        return int(number) if math.isfinite(number) else -1
+    if isinstance(value, float):
+        return number
+    _spoil(value, number)
+    return value
+
+
 def _spoil(value: Any, number: float) -> None:
-    """Overwrite the tensors in ``value``."""
+    """Overwrite the tensors in ``value``, and the floats in its lists and dicts."""
     waiting, met = [value], {}
     while waiting:
         item = waiting.pop()
@@ -296,11 +310,19 @@ def _spoil(value: Any, number: float) -> None:
         if isinstance(item, Tensor):
             whole = item.is_floating_point() or item.is_complex()
             item.detach().data.fill_(number if whole else 0)
+        elif isinstance(item, dict):
+            item.update({key: number for key, part in item.items() if isinstance(part, float)})
+            waiting += item.values()
         elif isinstance(item, Mapping):
             waiting += item.values()
         elif isinstance(item, tuple):
             waiting += tuple.__iter__(item)
-        elif isinstance(item, list | set | deque):
+        elif isinstance(item, list | deque):
+            for k, part in enumerate(list(item)):
+                if isinstance(part, float):
+                    item[k] = number
+            waiting += item
+        elif isinstance(item, set):
             waiting += item
         else:
             waiting += [getattr(item, name, None) for name in slots(type(item))]

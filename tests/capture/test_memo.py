@@ -196,6 +196,13 @@ def rarely(self: Any, x: Tensor) -> Tensor:
     return y
 
 
+def rarely_a_number(self: Any, x: Tensor) -> Tensor:
+    h = self.fc(x)
+    y = h * 2 if self.state is not None and self.state["last"] > 100 else h
+    self.state = {"last": x.abs().max().item()}
+    return y
+
+
 def first_batch(self: Any, x: Tensor) -> Tensor:
     if self.state is None:
         self.state = x.mean()
@@ -227,6 +234,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     "graph of a parameter": (old_graph, "Python attribute state.* second time"),
     "moving average": (moving, "Python attribute state at every call"),
     "last result that is read": (rarely, "Python attribute state.* the next call"),
+    "last number that is read": (rarely_a_number, "Python attribute state.* the next call"),
     "first batch": (first_batch, "Python attribute state.* other inputs"),
     "counter that nothing reads": (counter, "Python attribute state at every call"),
     "weights set by the first batch": (weight_on_first_call, "writes into the parameter fc.bias"),

@@ -1,0 +1,79 @@
+"""Numbers and texts that forward reads out of tensors decide in each call of each member as they do alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.alone import assert_alone, net, normal
+
+
+def total(x: Tensor) -> Any:
+    return x.sum().item()
+
+
+CONDITIONS: dict[str, Callable[[Tensor], Any]] = {
+    "v != v": lambda x: (v := total(x)) != v,
+    "v == v": lambda x: (v := total(x)) == v,
+    "v - v": lambda x: total(x) - total(x) != 0,
+    "v * 0": lambda x: total(x) * 0 != 0,
+    "v % 1": lambda x: total(x) % 1 > 0.5,
+    "text of a number": lambda x: str(total(x))[0] == "-",
+    "format of a number": lambda x: f"{total(x)}"[0] == "-",
+    "key of a dict": lambda x: {0.0: True}.get(total(x) * 0, False),
+    "kind of a number": lambda x: isinstance(total(x), float) and total(x) != total(x),
+    "list": lambda x: any(v != v for v in x.flatten().tolist()),
+    "list of lists": lambda x: (v := x.tolist())[0][0] != v[0][0],
+    "integer": lambda x: int(x.nan_to_num().sum().item() * 10) % 2,
+    "text of a tensor": lambda x: repr(x.sum())[7] == "-",
+    "format of a tensor": lambda x: f"{x.sum()}"[0] == "-",
+    "truth": lambda x: x.isnan().any().item() is True,
+}
+
+
+def batches() -> list[Tensor]:
+    x = torch.arange(12, dtype=torch.float64).view(3, 4).sin()
+    return [x, -x - 1, x.masked_fill(x > 0.9, torch.nan), x * 3]
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_a_condition_on_a_number(name: str) -> None:
+    condition = CONDITIONS[name]
+    make = net(lambda self, x: self.fc(x).nan_to_num() * (2 if condition(x) else 1))
+    array = assert_alone([make() for _ in range(2)], *batches())
+    assert "loop over members, forward: " in str(array.report())
+
+
+@pytest.mark.parametrize("zero", [lambda v: v * 0, lambda v: v - v])
+def test_a_number_that_is_zero_but_for_nan(zero: Callable[[Any], Any]) -> None:
+    make = net(lambda self, x: self.fc(x.nan_to_num()) + zero(total(x)))
+    assert_alone([make() for _ in range(2)], *batches())
+
+
+def kept_for_a_log(self: Any, x: Tensor) -> Tensor:
+    h: Tensor = self.fc(x)
+    values = [h.mean().item(), h.abs().amax(0).tolist()]
+    del values
+    return h
+
+
+def known(self: Any, x: Tensor) -> Tensor:
+    h: Tensor = self.fc(x)
+    return h * 2 if torch.tensor(2.0).item() > 1 else h
+
+
+@pytest.mark.parametrize("forward", [kept_for_a_log, known])
+def test_what_nobody_computes_with_costs_no_loop(forward: Callable[..., Tensor]) -> None:
+    make = net(forward)
+    array = assert_alone([make() for _ in range(2)], normal(3, 4), normal(3, 4))
+    assert "loop over members" not in str(array.report())
+
+
+def test_the_report_names_the_line() -> None:
+    make = net(lambda self, x: self.fc(x) * total(x))
+    array = assert_alone([make() for _ in range(2)], normal(3, 4))
+    assert f"test_python_reads.py:{total.__code__.co_firstlineno + 1} reads a number" in str(array.report())
