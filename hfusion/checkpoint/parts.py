@@ -112,6 +112,7 @@ class SaveWriter:
     def scaler(self, scaler: GradScaler) -> None:
         state = scaler.state_dict()
         self.body["scaler"] = sorted(state)
+        self.body["scaler begun"] = encode(scaler.begun, {}, "scaler begun")
         for name, value in state.items():
             self.own(f"scaler/{name}", value)
 

@@ -255,7 +255,25 @@ class SaveReader:
         if names is None:
             raise CheckpointError(f"{self.path} holds no scaler")
         state = {name: self.own(f"scaler/{name}") for name in names}
-        return lambda: scaler.load_state_dict(state)
+        begun = self.begun("scaler begun")
+
+        def write() -> None:
+            scaler.load_state_dict(state)
+            scaler.begun |= begun
+
+        return write
+
+    def begun(self, key: str) -> dict[str, float | None]:
+        """What all members began with, by name: None where it differs, within a save or between saves.
+
+        Saves of before hold none.
+        """
+        found = [decode(saved.body[key], {}) for saved, _ in self.parts if key in saved.body]
+        names = dict.fromkeys(name for values in found for name in values)
+        return {
+            name: found[0].get(name) if all(values.get(name) == found[0].get(name) for values in found) else None
+            for name in names
+        }
 
     def random(self, model: nn.Module) -> Callable[[], None]:
         """What puts the random generators where they were; those of devices that ``model`` is not on are left out."""

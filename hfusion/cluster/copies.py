@@ -63,8 +63,10 @@ def _taken(pop: Population, row: int) -> dict[str, Any]:
     return {
         "tensors": {key: stack[row].detach().cpu().clone() for key, stack in _stacks(pop).items()},
         "scheduler": None if pop.scheduler is None else pop.scheduler.member_state(row),
+        "kind": None if pop.scheduler is None else pop.scheduler.kinds[row],
         "tag": roll.tag(row),
         "age": int(roll.ages[row]),
+        "key": int(roll.keys[row]),
     }
 
 
@@ -75,6 +77,12 @@ def _put(pop: Population, row: int, member: dict[str, Any]) -> None:
     if stacks.keys() != member["tensors"].keys():
         odd = sorted(stacks.keys() ^ member["tensors"].keys())[0]
         raise ValueError(f"{odd} is in the population of one of the ranks only: make them alike on all")
+    kind = None if pop.scheduler is None else pop.scheduler.kinds[row]
+    if kind != member["kind"]:
+        raise ValueError(
+            f"{member['tag']!r} has the scheduler {member['kind']} and row {row} of rank {dist.get_rank()} has {kind}: "
+            "a function that makes a scheduler does not go to another rank; give both members the same one"
+        )
     pop._check_between()
     pop._drop_gradients()
     with torch.no_grad():
@@ -89,7 +97,7 @@ def _put(pop: Population, row: int, member: dict[str, Any]) -> None:
     if roll.tags[row] is None:
         roll.enter(row, None)
     roll.note(row, What.COPY, member["tag"])
-    roll.ages[row], roll.frozen[row] = member["age"], False
+    roll.ages[row], roll.keys[row], roll.frozen[row] = member["age"], member["key"], False
 
 
 def _stacks(pop: Population) -> dict[str, Tensor]:
@@ -100,5 +108,5 @@ def _stacks(pop: Population) -> dict[str, Tensor]:
         found[f"scaler/{name}"] = value
     for name in ("norm", "value"):
         if (limit := getattr(pop._limits, name)) is not None:
-            found[f"clip/{name}"] = limit
+            found[f"clip/{name}"] = limit.values
     return found

@@ -55,6 +55,7 @@ class PerMember(torch_schedulers.LRScheduler):
             raise TypeError(f"{type(optimizer).__name__} is no optimizer of hf.optim: use torch's {name}")
         self.optimizer = optimizer
         self._makes = self._made(make, options, optimizer.members)
+        self._begun = self._makes[0] if all(each is self._makes[0] for each in self._makes) else None
         self._stand_ins = [_stand_in(optimizer) for _ in self._makes]
         self._schedulers: list[Any] = [None] * len(self._makes)
         self._begin(range(len(self._makes)))
@@ -62,10 +63,16 @@ class PerMember(torch_schedulers.LRScheduler):
     def __getstate__(self) -> dict[str, Any]:
         groups = [[{**group, "params": None} for group in own.param_groups] for own in self._stand_ins]
         states = [self.member_state(row) for row in range(len(self._makes))]
-        return {"optimizer": self.optimizer, "makes": self._makes, "groups": groups, "states": states}
+        return {
+            "optimizer": self.optimizer,
+            "makes": self._makes,
+            "begun": self._begun,
+            "groups": groups,
+            "states": states,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.optimizer, self._makes = state["optimizer"], list(state["makes"])
+        self.optimizer, self._makes, self._begun = state["optimizer"], list(state["makes"]), state["begun"]
         self._stand_ins, self._schedulers = [], []
         for make, groups, own in zip(self._makes, state["groups"], state["states"], strict=True):
             stand_in, scheduler = _copied(self.optimizer, make, groups, own)
@@ -117,7 +124,7 @@ class PerMember(torch_schedulers.LRScheduler):
         self.rearrange(copied(src, dst, len(self._makes)))
 
     def append(self, count: int = 1, make: Make | Sequence[Make] | None = None, **options: Any) -> None:
-        """Let ``count`` members join at their step 0; without ``make`` and options, with the schedule of all others."""
+        """Let ``count`` members join at their step 0; without ``make`` and options, with what all began with alike."""
         first = len(self._makes)
         self._makes += self._joining(count, make, options)
         self._stand_ins += [_stand_in(self.optimizer) for _ in range(count)]
@@ -145,9 +152,9 @@ class PerMember(torch_schedulers.LRScheduler):
     def _joining(self, count: int, make: Make | Sequence[Make] | None, options: dict[str, Any]) -> list[Make]:
         if make is not None or options:
             return self._made(make, options, count)
-        if any(own is not self._makes[0] for own in self._makes):
+        if self._begun is None:
             raise ValueError("the members' schedules differ: say what those of members that join are, make=...")
-        return [self._makes[0]] * count
+        return [self._begun] * count
 
     def load_member(self, row: int, state: Mapping[str, Any]) -> None:
         """Let one member go on from what `member_state` gave."""

@@ -53,6 +53,14 @@ class GradScaler:
             "growth_interval": growth_interval,
         }
         self._values: dict[str, Tensor] = {}
+        values = {name: torch.as_tensor(value, dtype=torch.float32).reshape(-1) for name, value in self._given.items()}
+        # What all members began with, which holds for those that join; None where theirs differed.
+        self.begun = {
+            name: float(value[0]) if bool((value == value[0]).all()) else None for name, value in values.items()
+        }
+        if (members := max(map(len, values.values()))) > 1:
+            # Each member's own: they follow its row also before the first use.
+            self.begin(members)
         # Of this iteration, for each optimizer that was unscaled: who overflowed.
         self._found: dict[int, Tensor] = {}
         self._stepped: set[int] = set()
@@ -74,7 +82,7 @@ class GradScaler:
             return losses
         if isinstance(losses, list | tuple):
             return type(losses)(self.scale(one) for one in losses)
-        self._begin(len(losses))
+        self.begin(len(losses))
         return losses * self._values["scale"].to(losses.device).reshape(-1, *[1] * (losses.dim() - 1))
 
     @torch.no_grad()
@@ -89,7 +97,7 @@ class GradScaler:
             return torch.zeros(optimizer.members, dtype=torch.bool)
         if id(optimizer) in self._found:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
-        self._begin(optimizer.members)
+        self.begin(optimizer.members)
         inverse = self._values["scale"].double().reciprocal().float()
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         bad = torch.zeros(len(inverse), dtype=torch.bool)
@@ -194,7 +202,10 @@ class GradScaler:
             )
         self._values = {name: value.clone() for name, value in state_dict.items()}
 
-    def _begin(self, members: int) -> None:
+    def begin(self, members: int) -> None:
+        """Have a scale for each of ``members``. Raises ValueError where it has those of another number."""
+        if not self._enabled:
+            return
         if not self._values:
             self._values = {name: _vector(name, value, members) for name, value in self._given.items()}
             self._values["tracker"] = torch.zeros(members)
@@ -210,13 +221,13 @@ class GradScaler:
         self._values = {name: own[rows] for name, own in self._values.items()}
 
     def _fresh(self, count: int) -> dict[str, Tensor]:
-        found = {"tracker": torch.zeros(count)}
-        for name, value in self._given.items():
-            values = torch.as_tensor(value, dtype=torch.float32).reshape(-1)
-            if bool((values != values[0]).any()):
-                raise ValueError(f"{name} of the GradScaler differs between the members: none is known for new ones")
-            found[name] = values[:1].repeat(count)
-        return found
+        for name, value in self.begun.items():
+            if value is None:
+                label = "init_scale" if name == "scale" else name
+                raise ValueError(f"{label} of the GradScaler differs between the members: none is known for new ones")
+        return {"tracker": torch.zeros(count)} | {
+            name: torch.full((count,), value) for name, value in self.begun.items() if value is not None
+        }
 
 
 def not_finite(grad: Tensor, members: int) -> Tensor:

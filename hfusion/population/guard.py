@@ -20,38 +20,72 @@ OnNonfinite = Literal["freeze", "raise", "ignore"]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The largest norm and magnitude of the members' gradients, ``[rows]`` each; None where nothing is clipped."""
+class Limit:
+    """A bound of the members' gradients.
 
-    norm: Tensor | None
-    value: Tensor | None
+    Attributes:
+        values: float64 ``[rows]``.
+        begun: the bound that all members began with, which holds for those that join; None if theirs differed.
+    """
+
+    values: Tensor
+    begun: float | None
+
+    @staticmethod
+    def of(name: str, value: HyperValue, rows: int) -> Limit:
+        """Raises ValueError for a wrong number of values, or one below 0."""
+        values = _checked(name, value, rows)
+        return Limit(values, float(values[0]) if bool((values == values[0]).all()) else None)
+
+    def with_rows(self, name: str, rows: Sequence[int], value: HyperValue | None) -> Limit:
+        """Return it with the bounds of members that start in ``rows``. Raises ValueError."""
+        if value is None and self.begun is None:
+            raise ValueError(
+                f"{name} differs between the members: say what it is for those that join, {name}=...; "
+                'float("inf") clips nothing'
+            )
+        values = self.values.clone()
+        values[list(rows)] = _checked(name, self.begun if value is None else value, len(rows))
+        return replace(self, values=values)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest norm and magnitude of the members' gradients; None where nothing is clipped."""
+
+    norm: Limit | None
+    value: Limit | None
 
     @staticmethod
     def of(norm: HyperValue | None, value: HyperValue | None, rows: int) -> Limits:
-        """Raises ValueError for a wrong number of values, or one below 0."""
-        return Limits(_limit("clip_norm", norm, rows), _limit("clip_value", value, rows))
+        """Raises ValueError as `Limit.of`."""
+        return Limits(
+            None if norm is None else Limit.of("clip_norm", norm, rows),
+            None if value is None else Limit.of("clip_value", value, rows),
+        )
 
     def rearranged(self, sources: Sequence[int]) -> Limits:
+        """Let member b have the limits of member ``sources[b]`` of before."""
         rows = list(sources)
-        return Limits(*(None if own is None else own[rows] for own in (self.norm, self.value)))
+        return Limits(
+            *(None if limit is None else replace(limit, values=limit.values[rows]) for limit in (self.norm, self.value))
+        )
 
     def with_rows(self, rows: Sequence[int], norm: HyperValue | None, value: HyperValue | None) -> Limits:
-        """With the limits of members that start; without a value, none. Raises ValueError as `of`."""
-        made = self
+        """Return them with those of members that start in ``rows``: where no value is given, what all began with.
+
+        Raises ValueError where members began with different limits, or for a population without.
+        """
+        changed = self
         for name, given in (("norm", norm), ("value", value)):
-            own: Tensor | None = getattr(self, name)
-            if own is None:
-                if given is not None:
-                    raise ValueError(
-                        f"clip_{name}={given}: this population has no clip_{name}; give it one when it is made"
-                    )
-                continue
-            found = _limit(f"clip_{name}", float("inf") if given is None else given, len(rows))
-            assert found is not None
-            own = own.clone()
-            own[list(rows)] = found
-            made = replace(made, **{name: own})
-        return made
+            limit: Limit | None = getattr(self, name)
+            if limit is not None:
+                changed = replace(changed, **{name: limit.with_rows(f"clip_{name}", rows, given)})
+            elif given is not None:
+                raise ValueError(
+                    f"clip_{name}={given}: this population has no clip_{name}; give it one when it is made"
+                )
+        return changed
 
     def clip(self, fused: FusedModule) -> None:
         """First by value, then by norm. Parameters that all members share are left as they are."""
@@ -59,18 +93,16 @@ class Limits:
         if not params:
             return
         if self.value is not None:
-            clip_grad_value_(params, self.value)
+            clip_grad_value_(params, self.value.values)
         if self.norm is not None:
-            clip_grad_norm_(params, self.norm)
+            clip_grad_norm_(params, self.norm.values)
 
 
-def _limit(name: str, value: HyperValue | None, rows: int) -> Tensor | None:
-    if value is None:
-        return None
-    found: Tensor = plain(member_vector(name, value, rows))
-    if not bool((found >= 0).all()):
-        raise ValueError(f"{name}={found.tolist()}: every limit must be at least 0")
-    return found
+def _checked(name: str, value: HyperValue | None, rows: int) -> Tensor:
+    values: Tensor = plain(member_vector(name, value, rows))
+    if not bool((values >= 0).all()):
+        raise ValueError(f"{name}={values.tolist()}: every limit must be at least 0")
+    return values
 
 
 def stacked(tensor: Tensor) -> bool:

@@ -124,6 +124,14 @@ class Roll:
         if len(set(given)) < len(given):
             raise ValueError(f"tag={list(tags)}: every member has a name of its own")
 
+    def check_width(self, members: int) -> None:
+        """Raise a ValueError unless the array has as many members as there are rows."""
+        if members != len(self):
+            raise ValueError(
+                f"the array has {members} members and the population {len(self)} rows: let members join by pop.start "
+                "and leave by pop.stop and pop.compact, which move all that belongs to them"
+            )
+
     def enter(self, row: int, tag: str | None, source: int | None = None) -> None:
         """A member starts in a free row, or is made there by copying that of row ``source``."""
         if tag is None:

@@ -84,6 +84,8 @@ class Population(Saving, Enrolled):
             raise ValueError(f"optimizer gave a {name}, whose state has no rows: give one of hf.optim")
         self.scheduler = None if scheduler is None else PerMember(self.optimizer, scheduler)
         self.scaler = scaler
+        if scaler is not None:
+            scaler.begin(len(self.fused))
         self._limits = Limits.of(clip_norm, clip_value, len(self.fused))
         self._accumulate, self._on_nonfinite = accumulate, on_nonfinite
         self._roll = Roll.of(len(self.fused), tags)
@@ -120,6 +122,7 @@ class Population(Saving, Enrolled):
     @in_turn
     def step(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
         """One step of every member: losses ``[rows]``, NaN where a row is free. Arguments: see `hfusion.train_step`."""
+        self._roll.check_width(len(self.fused))
         if self._on_nonfinite != "ignore" and self._done == 0:
             self._buffers = Buffers(self.fused)
         self._step.keys, self._step.idle = self._roll.keys, frozenset(self._roll.free)
@@ -262,10 +265,11 @@ class Population(Saving, Enrolled):
             row: a free row; None for the first that is free, or a new one. Several rows take as many models, tags, and
                 one value for all or one for each of what follows.
             hypers: its hyper-parameters; those that all members began with alike need not be given.
-            scheduler: the function that makes it; not needed where all members have the same one.
+            scheduler, clip_norm, clip_value: of the member; what all members began with alike need not be given.
 
         Raises:
-            ValueError: a row that is taken, a tag that another member has, a hyper-parameter that is missing or wrong.
+            ValueError: a row that is taken, a tag that another member has, what is missing because members began with
+                different ones, or a value that is wrong.
             FusionError: a model that cannot be fused with the members.
         """
         models = listed("model", model, nn.Module)
@@ -370,10 +374,8 @@ class Population(Saving, Enrolled):
 
     def _check_between(self) -> None:
         if self._done:
-            raise ValueError(
-                f"{self._done} of {self._accumulate} steps of an update are made: members start and are copied, and "
-                "rows are made and given back, between updates"
-            )
+            made = f"{self._done} of {self._accumulate} steps of an update are made"
+            raise ValueError(f"{made}: members start and are copied, and rows are made and given back, between updates")
 
     def _rearrange(self, sources: Sequence[int]) -> None:
         self._check_between()

@@ -22,9 +22,11 @@ from hfusion.checkpoint.packed import PackedSave
 from hfusion.checkpoint.parts import SaveWriter
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save import Root, Writing, gather, in_thread, read, writing
+from hfusion.checkpoint.tree import encode
 from hfusion.core.errors import CheckpointError
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.lr_scheduler import Make
+from hfusion.population.guard import Limit
 from hfusion.population.members import Event, Roll, What, key_of
 from hfusion.population.widths import Widths
 
@@ -112,7 +114,8 @@ class Saving:
         Args:
             make_model: gives a model of each member; its tensors are written over. It may take the member's name.
             optimizer: as when it was made; give one value of each hyper-parameter for all, what was saved is written
-                over it. So with ``scaler`` and the other ``options``.
+                over it. So with ``scaler``, ``clip_norm`` and ``clip_value``.
+            options: others of the population; ``accumulate`` and ``on_nonfinite`` are by default as they were.
             scheduler: as when it was made; where members have different ones, by their names.
             loader: goes on from where the saved one was.
             random: whether the random generators go on from where they were.
@@ -122,11 +125,24 @@ class Saving:
         """
         reader = read(root, names)
         rows = rows_of(reader, names)
+        for name in ("accumulate", "on_nonfinite"):
+            if name not in options and (value := _agreed(reader, name)) is not None:
+                options[name] = value
         models = models_of(make_model, rows)
         makes = makes_of(scheduler, rows) if isinstance(scheduler, Mapping) else scheduler
         pop: Population = cast(Any, cls)(models, optimizer=optimizer, loss=loss, scheduler=makes, **options)
         restore(pop, reader, rows, loader, random)
         return pop
+
+
+def _agreed(reader: SaveReader, name: str) -> Any:
+    """An option of the populations that were saved; None in saves of before. Raises CheckpointError."""
+    values = {saved.body["population"].get(name) for saved, _ in reader.parts}
+    if len(values) > 1:
+        raise CheckpointError(
+            f"{name} was not the same in the populations that are merged, {sorted(map(str, values))}: give {name}=..."
+        )
+    return values.pop()
 
 
 def packed(pop: Population) -> PackedSave:
@@ -149,9 +165,13 @@ def gathered(pop: Population, loader: Any, extra: Any) -> SaveWriter:
     writer.own("population/keys", roll.keys)
     for name in ("norm", "value"):
         if (limit := getattr(limits, name)) is not None:
-            writer.own(f"population/clip_{name}", limit)
+            writer.own(f"population/clip_{name}", limit.values)
+    limits_begun = {name: limit.begun for name in ("norm", "value") if (limit := getattr(limits, name)) is not None}
+    writer.body["limits begun"] = encode(limits_begun, {}, "limits begun")
     writer.body["population"] = {
         "rows": roll.tags,
+        "accumulate": pop._accumulate,
+        "on_nonfinite": pop._on_nonfinite,
         "first": pop._widths.first,
         "step": roll.step,
         "made": roll.made,
@@ -224,7 +244,7 @@ def restore(pop: Population, reader: SaveReader, rows: Sequence[str | None], loa
         limits = pop._limits
         for name in ("norm", "value"):
             if wide.has(f"members/population/clip_{name}"):
-                limits = replace(limits, **{name: wide.own(f"population/clip_{name}")})
+                limits = replace(limits, **{name: _limit(wide, name, getattr(limits, name))})
         bodies = [saved.body["population"] for saved, _ in reader.parts]
         whole = len(bodies) == 1 and bodies[0]["rows"] == list(rows)
         for part, key, given in (("scheduler", "schedule", pop.scheduler), ("scaler", "scaler", pop.scaler)):
@@ -238,6 +258,15 @@ def restore(pop: Population, reader: SaveReader, rows: Sequence[str | None], loa
         pop._step.at_once = pop._widths.at_once(len(rows))
         for body in bodies:
             pop._step.expected_calls |= set(body["known"])
+
+
+def _limit(reader: SaveReader, name: str, given: Limit | None) -> Limit:
+    """A limit as it was saved; what a save of before does not hold is as it is ``given`` now, or of all members."""
+    saved = Limit.of(f"clip_{name}", reader.own(f"population/clip_{name}"), len(reader.names))
+    begun = reader.begun("limits begun")
+    if name in begun:
+        return replace(saved, begun=begun[name])
+    return saved if given is None else replace(saved, begun=given.begun)
 
 
 def _roll(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> Roll:

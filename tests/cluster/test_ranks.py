@@ -251,9 +251,33 @@ def exploited(world: int) -> Any:
         except ValueError as error:
             said = str(error)
     state = pop.fused.state_dict() | pop.scaler.state_dict()
-    stacks = {name: value.tolist() for name, value in state.items()}
+    stacks = {name: value.tolist() for name, value in state.items()} | {"keys": pop._roll.keys.tolist()}
     lineage = [str(event) for event in pop.lineage if event.what == "copy"]
     return stacks, pop.hparams["lr"].tolist(), pop.ages.tolist(), lineage, said
+
+
+def scheduled_unlike(world: int) -> str:
+    """What a copy says to a rank whose members have another schedule."""
+    rank = torch.distributed.get_rank()
+    kinds: list[Any] = [torch.optim.lr_scheduler.ConstantLR, torch.optim.lr_scheduler.LinearLR]
+    pop = hf.Population(
+        [mlp(rank)],
+        optimizer=lambda own: hf.optim.SGD(own, lr=0.1),
+        loss=F.cross_entropy,
+        scheduler=kinds[rank],
+        compile=False,
+    )
+    try:
+        hf.copy_rows(pop, 0, 1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_schedules_of_other_kinds_are_not_copied(two: Ranks) -> None:
+    first, second = two(scheduled_unlike, 2)
+    assert first == ""
+    assert second.startswith("'member 0' has the scheduler ConstantLR and row 0 of rank 1 has LinearLR")
 
 
 def test_members_are_copied_from_rank_to_rank(two: Ranks) -> None:

@@ -123,7 +123,7 @@ def test_members_that_live_equal_members_alone(compiled: bool) -> None:
     alone = [alone[1], alone[3]]
     run(2)
     grown = net()
-    row = pop.start(None, grown, lr=0.2, tag="late")
+    row = pop.start(None, grown, lr=0.2, tag="late", clip_norm=math.inf)
     assert row == 2
     alone.append(Alone(grown, 0.2, warm))
     run(3)
@@ -154,7 +154,7 @@ HAPPENINGS: dict[str, Happening] = {
     "explosion": lambda pop: pop.hparams["lr"].__setitem__(1, 1e300),
     "stopped": lambda pop: pop.stop(1),
     "copied over": lambda pop: pop.copy(3, 1),
-    "started anew": lambda pop: (pop.stop(1), pop.start(1, net(), lr=0.5)),
+    "started anew": lambda pop: (pop.stop(1), pop.start(1, net(), lr=0.5, clip_norm=1.0)),
 }
 
 

@@ -102,8 +102,18 @@ def test_the_best_model_is_that_of_the_best_trial() -> None:
 
 
 def test_gradients_are_clipped_as_alone() -> None:
-    """Of trials that begin with the array, and of those that get rows later."""
-    result = sweep(8, pruner=PRUNERS["none"](), clip=0.05, rows=4)
+    """Of trials that begin with the array, and of those that get rows later, in it."""
+
+    def one_shape(trial: Any) -> dict[str, Any]:
+        return {
+            "lr": trial.suggest_float("lr", 1e-3, 0.3, log=True),
+            "betas": (trial.suggest_float("beta1", 0.5, 0.95), 0.99),
+            "weight_decay": trial.suggest_float("weight_decay", 1e-4, 0.5, log=True),
+            "hidden": trial.suggest_int("hidden", 8, 8),
+            "batch_norm": trial.suggest_categorical("batch_norm", [False]),
+        }
+
+    result = sweep(7, pruner=PRUNERS["none"](), clip=0.05, rows=2, space=one_shape)
     for one in result.trials:
         expected = alone(one.params, one.number, one.user_attrs["hfusion:round"], EPOCHS, clip=0.05)
         assert list(one.intermediate_values.values()) == pytest.approx([found[1] for found in expected], rel=1e-9)
