@@ -233,7 +233,7 @@ class PerMember(torch_schedulers.LRScheduler):
         self._step([(v, *plain) if asks else plain for v, asks in zip(values, asking, strict=True)], rows)
 
     def _metrics(self, metrics: Tensor | Sequence[float]) -> list[float]:
-        values = torch.as_tensor(metrics).detach()
+        values = (metrics if isinstance(metrics, Tensor) else torch.as_tensor(metrics, dtype=torch.float64)).detach()
         if values.shape != (len(self._schedulers),):
             raise ValueError(
                 f"metrics have shape {list(values.shape)} for an array of {len(self._schedulers)} members: give one "

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -88,11 +90,21 @@ def _cat(leaves: Sequence[Any], dim: int) -> Any:
 
 
 def _number(value: Any) -> float:
+    """Return a metric as ``float(value)`` does, never rounded to a narrower type. Raises ValueError."""
+    if isinstance(value, list | tuple) and len(value) == 1:
+        return _number(value[0])
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        array = value.detach() if isinstance(value, Tensor) else np.asarray(value)
+        kind = "tensor" if isinstance(value, Tensor) else type(value).__name__
+        is_real = not value.is_complex() if isinstance(value, Tensor) else value.dtype.kind in "biuf"
+        if not is_real or math.prod(array.shape) != 1:
+            shown = f"{kind} of {array.dtype} of shape {list(array.shape)}"
+            raise ValueError(f"the metric gave a {shown} for one member: it must give a number")
+        value = array.item()
     try:
-        found = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"the metric gave a {type(value).__name__} for one member: it must give a number") from error
-    if found.numel() != 1 or found.is_complex():
-        shown = f"{found.dtype} of shape {list(found.shape)}"
-        raise ValueError(f"the metric gave a tensor of {shown} for one member: it must give a number")
-    return float(found)
+        if isinstance(value, str | bytes):
+            raise TypeError("text is no number")
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        shown = f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else type(value).__name__
+        raise ValueError(f"the metric gave a {shown} for one member: it must give a number") from error

@@ -33,7 +33,7 @@ class Patience:
 
     def __call__(self, population: Population, metrics: Tensor | Sequence[float]) -> list[int]:
         """The rows of members whose patience is over, given a metric ``[rows]``; NaN is no improvement."""
-        values = torch.as_tensor(metrics).tolist()
+        values = (metrics if isinstance(metrics, Tensor) else torch.as_tensor(metrics, dtype=torch.float64)).tolist()
         if len(values) != len(population):
             raise ValueError(f"{len(values)} metrics for a population of {len(population)} rows: give one for each row")
         over = []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -132,8 +135,14 @@ def test_an_update_that_fails_has_not_been(options: dict[str, Any], common: bool
     [
         (lambda output, target: {"loss": 1.0}, "the metric gave a dict for one member: it must give a number"),
         (lambda output, target: None, "the metric gave a NoneType"),
-        (lambda output, target: (1.0, 2.0), r"shape \[2\] for one member"),
-        (lambda output, target: torch.tensor(1j), "torch.complex64"),
+        (lambda output, target: (1.0, 2.0), "a tuple of 2 for one member"),
+        (lambda output, target: torch.tensor(1j), r"tensor of torch.complex64 of shape \[\] for one member"),
+        (lambda output, target: output[:, 0], r"tensor of torch.float32 of shape \[6\] for one member"),
+        (lambda output, target: np.complex64(1j), "complex64 of complex64"),
+        (lambda output, target: np.zeros(2), r"ndarray of float64 of shape \[2\] for one member"),
+        (lambda output, target: 1j, "a complex for one member"),
+        (lambda output, target: "0.5", "a str for one member"),
+        (lambda output, target: 10**400, "a int for one member"),
         (lambda output, target: 1 / 0, "division by zero"),
     ],
 )
@@ -142,6 +151,32 @@ def test_a_metric_that_is_none_is_told_with_its_member(metric: Any, words: str) 
     with pytest.raises((ValueError, ZeroDivisionError), match=words) as raised:
         pop.evaluate(metric, [BATCH])
     assert raised.value.__notes__ == ["This is of the metric of member 'a' in row 0."]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [16777217.0, 1e300, 2**53 - 1, 2**53 + 1, 10**30, True, Fraction(1, 3), Decimal("1e-200"), np.float64(1e-300),
+     np.float16(0.1), np.int64(2**53 - 1), np.uint64(2**63), np.longdouble(0.1), np.array([16777217.0]), [16777217.0],
+     torch.tensor(16777217.0, dtype=torch.float64), torch.tensor([[1e300]], dtype=torch.float64),
+     torch.tensor(2**53 - 1), torch.tensor(0.1, dtype=torch.bfloat16), torch.tensor(True),
+     torch.tensor(0.1, requires_grad=True), math.inf],
+    ids=repr,
+)  # fmt: skip
+def test_a_metric_is_not_rounded(value: Any) -> None:
+    expected = float(value[0] if isinstance(value, list) else getattr(value, "item", lambda: value)())
+    assert population(1).evaluate(lambda output, target: value, [BATCH]).tolist() == [expected]
+
+
+def test_numbers_that_decide_are_not_rounded() -> None:
+    """By less than float32 knows, they get better."""
+    pop, patience = population(1), hf.Patience(0)
+    for value in (16777218.0, 16777217.0, 16777216.0):
+        assert patience(pop, [value]) == []
+    optimizer = hf.optim.SGD(pop.fused.parameters(), lr=1.0)
+    schedule = hf.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.0)
+    for value in (16777218.0, 16777217.0, 16777216.0):
+        schedule.step([value])
+    assert optimizer.param_groups[0]["lr"].tolist() == [1.0]
 
 
 @pytest.mark.parametrize(("loader", "words"), [([(*BATCH, 1)], "a tuple of 3"), ([BATCH[0][:2]], "a Tensor")])
