@@ -102,7 +102,7 @@ def _files(functions: list[types.FunctionType]) -> dict[Any, frozenset[str]]:
         if function.__code__ in met or file is None or _foreign(function.__module__):
             continue
         met.add(function.__code__)
-        names = frozenset(names_in(function.__code__))
+        names = frozenset(names_in(function.__code__).variables)
         found.setdefault(file, set()).update(names)
         waiting += [code for name in names & vars(file).keys() for code in functions_behind(vars(file)[name])]
     return {file: frozenset(names) for file, names in found.items()}

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from hfusion.capture.kept import functions_behind, slots
-from hfusion.core.fingerprint import Same, is_installed, names_in
+from hfusion.core.fingerprint import Same, imported_modules, is_installed, names_in
 from hfusion.device.backend import AUTOCAST_QUESTIONS
 
 _PLAIN = (str, bool, int, float, complex, bytes, types.NoneType)
@@ -56,7 +56,7 @@ class Variables:
         search = _CodeSearch(models)
         for holder in search.holders():
             self._add(holder, without)
-        self.asks_autocast = not search.named.isdisjoint(AUTOCAST_QUESTIONS)
+        self.asks_autocast = not AUTOCAST_QUESTIONS.keys().isdisjoint(search.named | search.variables)
 
     def same(self) -> bool:
         """Whether all are the very objects that they were."""
@@ -154,6 +154,7 @@ class _CodeSearch:
                 own = [f for value in list(vars(part).values()) if callable(value) for f in functions_behind(value)]
                 self._own.setdefault(type(part), []).extend(own)
         self.named: set[str] = {"forward", "__call__", "__getattr__"}
+        self.variables: set[str] = set()
         self._holders: dict[int, _Holder] = {}
 
     def holders(self) -> list[_Holder]:
@@ -173,13 +174,16 @@ class _CodeSearch:
             if id(function) in met or _skipped(function.__module__):
                 continue
             met.add(id(function))
-            names = _names(function)
+            names, variables = _attributes_named(function), _variables_named(function)
             self.named |= names
+            self.variables |= variables
             for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
                 if name != "__class__":
                     self._note(f"{function.__qualname__}: ", cell, name, paths)
                     waiting += self._inside(name, _cell(cell), names, paths)
-            waiting += self._named_in(function.__module__, function.__globals__, names, paths, set())
+            waiting += self._named_in(function.__module__, function.__globals__, variables, names, paths, set())
+            for module in imported_modules(function.__code__):
+                waiting += self._named_in(module.__name__, vars(module), names, names, paths, set())
         for base in kind.__mro__:
             if not _skipped(base.__module__):
                 self._class(base, self.named, paths)
@@ -201,15 +205,15 @@ class _CodeSearch:
                 self._note(f"{kind.__qualname__}.", kind, name, paths)
 
     def _named_in(
-        self, title: str, space: dict[str, Any], names: set[str], paths: set[str], met: set[int]
+        self, title: str, space: dict[str, Any], variables: set[str], names: set[str], paths: set[str], met: set[int]
     ) -> Iterator[types.FunctionType]:
-        """What ``names`` stand for in a file; yields the functions there."""
+        """Note the ``variables`` of a file, and the attributes ``names`` of these; yield the functions among them."""
         met.add(id(space))
-        for name in names & space.keys():
+        for name in variables & space.keys():
             value = space[name]
             if isinstance(value, types.ModuleType):
                 if not _skipped(value.__name__) and id(vars(value)) not in met:
-                    yield from self._named_in(value.__name__, vars(value), names, paths, met)
+                    yield from self._named_in(value.__name__, vars(value), names, names, paths, met)
                 continue
             self._note(f"{title}.", space, name, paths)
             yield from self._inside(name, value, names, paths)
@@ -227,7 +231,7 @@ class _CodeSearch:
             yield from functions_behind(value)
         elif not _skipped(type(value).__module__) and _attributes(value):
             yield from _called(type(value), names)
-            more = names.union(*(_names(function) for function in _called(type(value), names)))
+            more = names.union(*(_attributes_named(function) for function in _called(type(value), names)))
             for name in more & _attributes(value):
                 self._note(f"{title}.", value, name, paths)
                 yield from self._inside(f"{title}.{name}", _Holder("", value).read(name), more, paths, depth - 1)
@@ -259,10 +263,24 @@ def _called(kind: type, names: set[str]) -> list[types.FunctionType]:
     ]
 
 
-def _names(function: types.FunctionType) -> set[str]:
-    """The names in its code, and what it asks for by getattr."""
-    strings = (const for const in function.__code__.co_consts if isinstance(const, str) and const.isidentifier())
-    return {*names_in(function.__code__), *strings}
+# What reads global variables by a text.
+_BY_TEXT = frozenset({"globals", "vars", "eval", "exec", "__dict__", "__globals__", "modules"})
+
+
+def _attributes_named(function: types.FunctionType) -> set[str]:
+    """The attributes in its code, and what it asks for by getattr."""
+    return {*names_in(function.__code__).attributes, *_texts(function)}
+
+
+def _variables_named(function: types.FunctionType) -> set[str]:
+    """The global variables in its code, and those that it may ask for by a text."""
+    names = names_in(function.__code__)
+    by_text = not _BY_TEXT.isdisjoint((*names.variables, *names.attributes))
+    return {*names.variables, *(_texts(function) if by_text else ())}
+
+
+def _texts(function: types.FunctionType) -> list[str]:
+    return [const for const in function.__code__.co_consts if isinstance(const, str) and const.isidentifier()]
 
 
 def _skipped(module: str | None) -> bool:

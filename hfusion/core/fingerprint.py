@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import logging
@@ -188,7 +189,10 @@ class _ClosureReader:
         if _fixed(function.__module__) or (self.classes and is_installed(function.__module__)):
             return Same(function)
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
-        outside = list(_outside(names_in(function.__code__), function.__globals__, set()))
+        names = names_in(function.__code__)
+        outside = list(_outside(names.variables, names, function.__globals__, set()))
+        for module in imported_modules(function.__code__):
+            outside += _outside(names.attributes, names, vars(module), set())
         return (
             function.__code__,
             self.read([cells, function.__defaults__, function.__kwdefaults__, outside]),
@@ -212,15 +216,15 @@ class _ClosureReader:
         return (module.training, kinds, forward, self.read(hooks), self.read(attributes))
 
 
-def _outside(names: Sequence[str], space: Mapping[str, Any], met: set[int]) -> Iterator[Any]:
-    """What stands under ``names`` in a module, and in modules of the user's that stand there."""
+def _outside(variables: Sequence[str], names: CodeNames, space: Mapping[str, Any], met: set[int]) -> Iterator[Any]:
+    """The ``variables`` of a module, and the attributes in ``names`` of the user's modules among them."""
     met.add(id(space))
-    for name in names:
+    for name in variables:
         value = space.get(name)
         if not isinstance(value, types.ModuleType):
             yield value
         elif not _fixed(value.__name__) and id(vars(value)) not in met:
-            yield from _outside(names, vars(value), met)
+            yield from _outside(names.attributes, names, vars(value), met)
 
 
 class _Bare:
@@ -266,8 +270,48 @@ def _fixed(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] in _FIXED
 
 
-@functools.lru_cache(maxsize=1024)
-def names_in(code: types.CodeType) -> tuple[str, ...]:
-    """The global and attribute names in ``code`` and the functions inside it."""
-    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    return (*code.co_names, *(name for part in inner for name in names_in(part)))
+@dataclass(frozen=True)
+class CodeNames:
+    """The names in a function's code and in the functions inside it, sorted.
+
+    Attributes:
+        variables: names of global variables, also of those that the code sets.
+        attributes: names of attributes of any object, among them what is imported from a module.
+        modules: names of the modules that the code imports.
+    """
+
+    variables: tuple[str, ...]
+    attributes: tuple[str, ...]
+    modules: tuple[str, ...]
+
+
+# Instructions of Python 3.11 to 3.14 for names that are looked up among global variables, last or only.
+_OF_VARIABLES = ("_GLOBAL", "_NAME", "_GLOBALS")
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> CodeNames:
+    """Return the names in ``code``: an attribute that is called like a global variable is none."""
+    variables, attributes, modules = set(), set(), set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opcode not in dis.hasname:
+            continue
+        if instruction.opname == "IMPORT_NAME":
+            modules.add(instruction.argval)
+        elif instruction.opname.endswith(_OF_VARIABLES):
+            variables.add(instruction.argval)
+        else:
+            attributes.add(instruction.argval)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            names = names_in(inner)
+            variables.update(names.variables)
+            attributes.update(names.attributes)
+            modules.update(names.modules)
+    return CodeNames(tuple(sorted(variables)), tuple(sorted(attributes)), tuple(sorted(modules)))
+
+
+def imported_modules(code: types.CodeType) -> list[types.ModuleType]:
+    """The modules that ``code`` imports by absolute names, as far as they have been imported, but for fixed ones."""
+    loaded = (sys.modules.get(name) for name in names_in(code).modules)
+    return [module for module in loaded if module is not None and not _fixed(module.__name__)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -123,6 +124,62 @@ def test_a_variable_that_changes_is_seen(change: str, x: Tensor, monkeypatch: py
     made = programs(fused)
     check_equal(fused, models, x)
     assert programs(fused) == made == 2
+
+
+# How forward reads a global variable that is called like no attribute, and one that is.
+READS: dict[str, str] = {
+    "by its name": "offset",
+    "by its name, of an attribute's": "step",
+    "by globals()": "globals()['offset']",
+    "in a function inside": "(lambda: offset)()",
+    "of a module that is imported there": "settings.offset",
+}
+SCRIPT = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.step, self.gain, self.x = nn.Linear(3, 2), 2.0, 0.5
+
+    def forward(self, x):
+        import settings_of_a_test as settings
+        return self.step(x) * self.gain * getattr(self, "x") + {read}
+"""
+
+
+@pytest.mark.parametrize("file", ["__main__", "script_of_a_test"])
+@pytest.mark.parametrize("read", READS)
+def test_an_attribute_is_no_variable_of_its_name(
+    read: str, file: str, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a script or a notebook, whose variables are called as attributes of models are."""
+    settings = types.ModuleType("settings_of_a_test")
+    script = types.ModuleType(file)
+    vars(script).update(nn=nn, step=0.0, offset=0.0)
+    monkeypatch.setitem(sys.modules, settings.__name__, settings)
+    monkeypatch.setitem(sys.modules, file, script)
+    settings.offset = 0.0  # type: ignore[attr-defined]
+    exec(compile(SCRIPT.format(read=READS[read]), "<cell>", "exec"), vars(script))
+    models = [script.Net().double() for _ in range(2)]
+    fused = hf.fuse(models)
+    for value in range(7):
+        # Not x, where any text may name a variable, and not step, where it is read.
+        others = [name for name in ("gain", "x", "step") if name not in READS[read] and "globals" not in READS[read]]
+        vars(script).update(dict.fromkeys(others, value), gain=value)
+        check_equal(fused, models, x)
+    assert programs(fused) == 1
+    script.offset = script.step = settings.offset = 3.0  # type: ignore[attr-defined]
+    check_equal(fused, models, x)
+    assert programs(fused) == 2
+
+
+def test_a_loss_reads_no_variable_of_an_attributes_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = types.SimpleNamespace(TEMPERATURE=2.0)
+    losses = hf.per_model(lambda y: y.sum() * config.TEMPERATURE)
+    y = torch.ones(2, 3)
+    for value in range(20):
+        monkeypatch.setitem(globals(), "TEMPERATURE", value)
+        assert losses(y).tolist() == [6.0, 6.0]
+    assert len(losses.programs) == 1
 
 
 def test_a_closure_that_changes_is_seen(x: Tensor) -> None:
