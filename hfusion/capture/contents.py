@@ -67,9 +67,16 @@ def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> 
     return {
         f"{path}.{name}".strip("."): reader.read(value, f"{path}.{name}")
         for path, module in model.named_modules(remove_duplicate=False)
-        for name, value in vars(module).items()
-        if name not in (_OF_GRAPH if isinstance(module, fx.GraphModule) else _OWN) and not is_intercepted(value)
+        for name, value in python_attributes(module)
     }
+
+
+def python_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The attributes that the author of a module gave it, without tensors, submodules and torch's own."""
+    torchs = _OF_GRAPH if isinstance(module, fx.GraphModule) else _OWN
+    for name, value in list(vars(module).items()):
+        if name not in torchs and not is_intercepted(value):
+            yield name, value
 
 
 PLAIN = str | bool | int | bytes | torch.dtype | torch.device | torch.Size | type

@@ -76,6 +76,11 @@ class Fitness:
                 return str(error)
             if island == WHOLE and call.written:
                 return f"{who} writes into its input, which members may share; let it write into a copy"
+        if island != WHOLE and (shared := self.records.state.shared(island)) is not None:
+            return (
+                f"{who} has Python state in its attribute {shared} that changes outside of it, or can be read there, "
+                "while forward runs; give it as an argument, and return it"
+            )
         held = next(self._held(island), None)
         if held is None:
             return None

@@ -19,12 +19,12 @@ from hfusion.core.fingerprint import names_in
 
 # Packages whose own variables are no state of a model.
 _FOREIGN = frozenset({"torch", "builtins", "typing", "abc", "numpy", "collections", "functools", "hfusion"})
-_PLAIN = (str, bool, int, float, complex, bytes, types.NoneType, torch.dtype, torch.device, torch.Size)
+PLAIN = (str, bool, int, float, complex, bytes, types.NoneType, torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (list, dict, set, deque)
 # Classes that derive from these may have rules of their own.
 _MAPPINGS = (dict, OrderedDict, defaultdict)
-_VALUES = (*_PLAIN, *_CONTAINERS, Tensor)
-_ATOMS = (*_PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType)
+_VALUES = (*PLAIN, *_CONTAINERS, Tensor)
+_ATOMS = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType)
 MAX_ITEMS = 1000
 _MISSING = object()
 
@@ -60,6 +60,21 @@ def restored(module: nn.Module) -> Iterator[Callable[[], None]]:
         back()
 
 
+@contextmanager
+def attributes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put back, at the end, the attributes of ``modules`` and their submodules, as `restored` does."""
+    undo: list[Callable[[], object]] = []
+    met: dict[int, Any] = {}
+    for module in modules:
+        for part in module.modules():
+            _remember(part, undo, met)
+    try:
+        yield
+    finally:
+        for change in undo:
+            change()
+
+
 def variables(module: nn.Module) -> dict[str, Any]:
     """The plain variables of the classes of ``module`` and its submodules, and of their files: name to a comparable
     value."""
@@ -84,7 +99,7 @@ def _holders(module: nn.Module) -> dict[Any, frozenset[str]]:
     waiting: list[types.FunctionType] = []
     for part in module.modules():
         for kind in type(part).__mro__:
-            if not _foreign(kind.__module__) and kind not in found:
+            if not is_foreign(kind.__module__) and kind not in found:
                 found[kind] = frozenset(name for name in vars(kind) if not name.startswith("__"))
         for holder in (part, *type(part).__mro__):
             waiting += [code for value in list(vars(holder).values()) for code in functions_behind(value)]
@@ -99,7 +114,7 @@ def _files(functions: list[types.FunctionType]) -> dict[Any, frozenset[str]]:
     while waiting:
         function = waiting.pop()
         file = sys.modules.get(function.__module__ or "")
-        if function.__code__ in met or file is None or _foreign(function.__module__):
+        if function.__code__ in met or file is None or is_foreign(function.__module__):
             continue
         met.add(function.__code__)
         names = frozenset(names_in(function.__code__).variables)
@@ -117,18 +132,18 @@ def functions_behind(value: Any) -> Iterator[types.FunctionType]:
         yield from functions_behind(value.__func__)
     elif isinstance(value, property):
         yield from (code for part in (value.fget, value.fset) if part is not None for code in functions_behind(part))
-    elif isinstance(value, type) and not _foreign(value.__module__):
+    elif isinstance(value, type) and not is_foreign(value.__module__):
         yield from (part for part in vars(value).values() if isinstance(part, types.FunctionType))
 
 
-def _foreign(file: str | None) -> bool:
+def is_foreign(file: str | None) -> bool:
     return file is None or file.partition(".")[0] in _FOREIGN
 
 
 def _comparable(value: Any, depth: int = 3) -> Any:
     if isinstance(value, float | complex):
         return (type(value), repr(value))
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return (type(value), value)
     if isinstance(value, Tensor):
         return (id(value), value._version if not value.is_inference() else 0)
@@ -165,7 +180,7 @@ def _remember(value: Any, undo: list[Callable[[], object]], met: dict[int, Any],
         elif isinstance(item, tuple):
             waiting += tuple.__iter__(item)
         elif isinstance(item, types.FunctionType) and objects:
-            for cell in _filled_cells(item):
+            for cell in filled_cells(item):
                 undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
                 waiting.append(cell.cell_contents)
         elif objects:
@@ -195,7 +210,7 @@ def _refill_slots(holder: Any, held: dict[str, Any]) -> None:
             object.__setattr__(holder, name, value)
 
 
-def _filled_cells(function: types.FunctionType) -> list[Any]:
+def filled_cells(function: types.FunctionType) -> list[Any]:
     cells = []
     for cell in function.__closure__ or ():
         try:

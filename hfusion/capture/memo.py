@@ -27,6 +27,7 @@ from hfusion.capture.rehearse import (
     Outcome,
     changed_modes,
     difference,
+    reset,
     run,
     run_without_gradients,
     twin,
@@ -96,17 +97,8 @@ class _Rehearsed:
         member = self.member()
         args, kwargs = call or (self.args, self.kwargs)
         run(member, args, kwargs)
-        self.reset(member)
+        reset(member, self.module)
         return member
-
-    def reset(self, member: nn.Module) -> None:
-        """Give ``member`` the values its tensors had before its calls."""
-        values = dict(tensors(self.module))
-        with torch.no_grad():
-            for name, tensor in tensors(member):
-                if name in values and tensor.shape == values[name].shape:
-                    tensor.copy_(values[name].detach())
-                    tensor.grad = None
 
 
 def _check_flags(subject: _Rehearsed, called: nn.Module, outcome: Outcome) -> None:
@@ -153,7 +145,7 @@ def _judge(subject: _Rehearsed, changed: list[str], outcome: Outcome) -> list[st
     names = ", ".join(changed)
     second = subject.member()
     run(second, subject.args, subject.kwargs)
-    subject.reset(second)
+    reset(second, subject.module)
     kept, outside = contents(second), variables(second)
     again = run(second, subject.args, subject.kwargs)
     further = _changed(kept | outside, contents(second) | variables(second))
@@ -282,7 +274,7 @@ def _check_unread(subject: _Rehearsed, names: list[str], outcome: Outcome) -> No
             path, _, attribute = name.rpartition(".")
             held = vars(member.get_submodule(path))
             held[attribute] = _spoiled(held[attribute], value)
-        subject.reset(member)
+        reset(member, subject.module)
         own = (subject.args, subject.kwargs)
         _compare(subject, ", ".join(names), "the next call", outcome, _run_kept(member, own, names[0]))
 

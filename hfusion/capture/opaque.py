@@ -16,6 +16,7 @@ from hfusion.capture.intercept import Island, Method, intercepted
 from hfusion.capture.named import tensors
 from hfusion.capture.own_code import SIZE, TENSOR, OpaqueCall, Result, calls, run
 from hfusion.capture.recorded import RecordedCall, Records
+from hfusion.capture.state_watch import hide
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import fixed as fixed_size
 from hfusion.core.layout import Layout
@@ -138,6 +139,7 @@ class _Stub:
         sizes = [leaf for leaf in leaves if _open(leaf)]
         held = [own[k] for k in fixed], [own[k] for k in changing]
         fresh = iter(OPAQUE(given, *held, number, written, links, [], [], sizes))
+        hide(self._island, self._module, record.state.left)
         return pytree.tree_unflatten([next(fresh) if isinstance(o, Tensor) else o for o in output], out_spec)
 
 

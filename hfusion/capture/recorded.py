@@ -20,7 +20,8 @@ from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, island
 from hfusion.capture.kept import restored
 from hfusion.capture.memo import rehearse
 from hfusion.capture.named import tensors
-from hfusion.capture.rehearse import call_on_copies, twin
+from hfusion.capture.rehearse import call_on_copies, reset, twin
+from hfusion.capture.state_watch import CallState, ModelState, RunState, StateReader
 from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies
 from hfusion.core.memory import same_values
@@ -35,7 +36,7 @@ class RecordedCall:
     ``wrote`` the keys of its own that it changed, ``assigned`` those of them that it assigned anew, ``links`` its
     results that lie in the memory of something else: of the tensor at a position, of its own tensor of a key, of its
     result k as ``-1 - k``. ``addresses``: it addressed the memory below tensors. ``attached``: autograd was off, and
-    a result needs a gradient all the same, having been there before.
+    a result needs a gradient all the same, having been there before. ``state``: the module's Python state.
     """
 
     island: Island
@@ -51,6 +52,7 @@ class RecordedCall:
     links: frozenset[tuple[int, int | str]]
     addresses: bool
     attached: bool
+    state: CallState
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,12 +61,14 @@ class Records:
 
     ``failed`` are the islands of which a call raised an error, which forward caught.
     ``modes`` as of `Capture`. ``others`` are runs with other sizes, where sizes vary; None if forward takes no others.
+    ``state`` is the model's Python state meanwhile.
     """
 
     calls: Sequence[RecordedCall]
     changed: frozenset[str]
     failed: frozenset[Island]
     modes: Mapping[str, bool]
+    state: ModelState
     others: tuple[Records, ...] | None = ()
 
     @property
@@ -153,19 +157,36 @@ def _attempt(model: nn.Module, args: Any, kwargs: Any, modes: Mapping[str, bool]
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: Mapping[str, bool]) -> Records:
-    member = twin(model)
+    member, reader = twin(model), StateReader()
     own = dict(tensors(member))
     versions = {name: tensor._version for name, tensor in own.items()}
-    recorder = _CallRecorder()
     with restored(model), _random_kept(), torch.enable_grad(), _no_autocast(args, kwargs):
-        args, kwargs = copies((args, dict(kwargs)))
-        with intercepted(member, islands(member), recorder.call), AddressWatch(recorder.address):
-            call_on_copies(member, args, kwargs)
-    after, originals = dict(tensors(member)), dict(tensors(model))
-    changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
-    changed |= {name for name in own if own[name] is not after[name] or own[name]._version != versions[name]}
-    calls = [call for call in recorder.calls if call is not None]
-    return Records(calls, frozenset(changed), frozenset(recorder.failed), modes)
+        recorder, state = _recorded(member, args, kwargs, reader)
+        after, originals = dict(tensors(member)), dict(tensors(model))
+        changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
+        changed |= {name for name in own if own[name] is not after[name] or own[name]._version != versions[name]}
+        states = [state]
+        if state.changes:
+            # In a first call, a parent that clears what the last call left changes nothing.
+            reset(member, model)
+            states.append(_recorded(member, args, kwargs, reader)[1])
+    found = ModelState(member, reader, states)
+    return Records(recorder.made, frozenset(changed), frozenset(recorder.failed), modes, found)
+
+
+def _recorded(
+    member: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], reader: StateReader
+) -> tuple[_CallRecorder, RunState]:
+    """Call ``member`` with copies of the arguments."""
+    recorder, start = _CallRecorder(reader), reader.read(member)
+    args, kwargs = copies((args, dict(kwargs)))
+    with intercepted(member, islands(member), recorder.call), AddressWatch(recorder.address):
+        call_on_copies(member, args, kwargs)
+    states: dict[Island, list[CallState]] = {}
+    outermost = [call for call in recorder.made if not any(recorder.begun[n] == call.island for n in call.inside)]
+    for call in outermost:
+        states.setdefault(call.island, []).append(call.state)
+    return recorder, RunState(start, states, reader.read(member))
 
 
 @contextmanager
@@ -196,12 +217,19 @@ class _CallRecorder:
     ``addressing`` are the numbers of those in which memory was addressed.
     """
 
+    reader: StateReader
     calls: list[RecordedCall | None] = field(default_factory=list)
+    begun: list[Island] = field(default_factory=list)
     failed: set[Island] = field(default_factory=set)
     open: list[int] = field(default_factory=list)
     addressing: set[int] = field(default_factory=set)
 
     noting: bool = False
+
+    @property
+    def made(self) -> list[RecordedCall]:
+        """The calls that gave a result."""
+        return [call for call in self.calls if call is not None]
 
     def address(self) -> None:
         """Memory is addressed in all open calls, unless it is the recorder that asks."""
@@ -218,6 +246,8 @@ class _CallRecorder:
             return original(*args, **kwargs)
         number, inside = len(self.calls), tuple(self.open)
         self.calls.append(None)
+        self.begun.append(island)
+        begin = self.reader.read(module)
         before = [(tensor._version, tensor.detach().clone()) for tensor in given]
         own = dict(tensors(module))
         versions = {key: tensor._version for key, tensor in own.items()}
@@ -237,6 +267,7 @@ class _CallRecorder:
             for k, (tensor, (version, kept)) in enumerate(zip(given, before, strict=True))
             if tensor._version != version or not same_values(tensor, kept)
         ]
+        end = self.reader.read(module)
         assigned = frozenset(key for key, tensor in tensors(module) if tensor is not own.get(key))
         wrote = assigned.union(key for key, tensor in own.items() if tensor._version != versions[key])
         sources: dict[int | str, Tensor] = {}
@@ -260,6 +291,7 @@ class _CallRecorder:
             links,
             number in self.addressing,
             attached,
+            CallState(begin, end, self.reader.left(module, begin, end)),
         )
         return output
 

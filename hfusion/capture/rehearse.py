@@ -62,6 +62,16 @@ def twin(module: nn.Module) -> nn.Module:
         ) from error
 
 
+def reset(member: nn.Module, module: nn.Module) -> None:
+    """Give ``member``, a copy of ``module``, the values that its tensors had before its calls."""
+    values = dict(tensors(module))
+    with torch.no_grad():
+        for name, tensor in tensors(member):
+            if name in values and tensor.shape == values[name].shape:
+                tensor.copy_(values[name].detach())
+                tensor.grad = None
+
+
 def changed_modes(before: nn.Module, after: nn.Module) -> dict[str, bool]:
     """The submodules of ``after``, a copy of ``before`` that was called, in another mode than those of ``before``."""
     met = {path: part.training for path, part in before.named_modules(remove_duplicate=False)}

@@ -10,8 +10,8 @@ run with parameters moved by one rounding step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.intercept import Island
+from hfusion.capture.kept import attributes_restored, restored
 from hfusion.capture.named import tensors
 from hfusion.capture.repeat import repeatable, repeating
 from hfusion.compiler.arguments import Arguments
@@ -65,7 +66,7 @@ def verify(subject: CheckedArray) -> str:
     members = subject.compiled.program.members
     if any(call.path == "forward" for call in subject.compiled.opaque):
         return "self-check left out: the whole forward runs as the members' own code"
-    with without_trace():
+    with without_trace(), _members_restored(subject.compiled):
         try:
             _check(subject)
         except Unmatched as reason:
@@ -75,6 +76,16 @@ def verify(subject: CheckedArray) -> str:
                 raise
             return "self-check left out: members' own code gives another result at every run"
     return f"self-check passed: outputs and gradients of {members} members"
+
+
+@contextmanager
+def _members_restored(compiled: Compiled) -> Iterator[None]:
+    """Put back what members' own code keeps in attributes, and in variables of its classes and files."""
+    with ExitStack() as stack:
+        for call in compiled.opaque:
+            stack.enter_context(restored(call.bodies[0]))
+        stack.enter_context(attributes_restored(body for call in compiled.opaque for body in call.bodies))
+        yield
 
 
 def _check(subject: CheckedArray) -> None:

@@ -1,0 +1,120 @@
+"""Which attributes the code of modules may assign: of the module whose method it is, or of something else.
+
+A recorded run shows only the assignments that it makes, and not those of an equal value.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from hfusion.capture.intercept import Island
+from hfusion.capture.kept import functions_behind, is_foreign
+from hfusion.core.fingerprint import names_in
+
+
+@dataclass(frozen=True)
+class Writes:
+    """The names of attributes that a function assigns: of its first argument, and of other objects."""
+
+    own: frozenset[str]
+    other: frozenset[str]
+
+
+def written_by_call(island: Island, module: nn.Module) -> frozenset[str]:
+    """The names of attributes that a call of ``island``, a method of ``module``, may assign."""
+    kinds: frozenset[type] = frozenset(type(part) for part in module.modules())
+    return _written_by_call(island.method, kinds)
+
+
+def written_elsewhere(island: Island, module: nn.Module, outside: Iterable[nn.Module]) -> frozenset[str]:
+    """The names of attributes that code of modules ``outside`` of ``module`` may assign in it while forward runs."""
+    kinds: frozenset[type] = frozenset(type(part) for part in outside)
+    reached = _reached(frozenset({"forward"}), kinds)
+    named = frozenset(name for function in reached for name in names_in(function.__code__)) - {"forward", island.method}
+    own: frozenset[type] = frozenset(type(part) for part in module.modules())
+    called = [function for kind in own for function in _methods(kind) if function.__name__ in named]
+    direct = (name for function in reached for name in writes(function.__code__).other)
+    return frozenset(direct).union(*(writes(function.__code__).own for function in called))
+
+
+@functools.lru_cache(maxsize=1024)
+def _written_by_call(method: str, kinds: frozenset[type]) -> frozenset[str]:
+    found = [writes(function.__code__) for function in _reached(frozenset({method, "forward"}), kinds)]
+    return frozenset().union(*(w.own | w.other for w in found))
+
+
+@functools.lru_cache(maxsize=1024)
+def _reached(names: frozenset[str], kinds: frozenset[type]) -> frozenset[types.FunctionType]:
+    """The methods of ``kinds`` of such names, and what they and functions of their files call by name."""
+    named, found = set(names), set[types.FunctionType]()
+    methods = [function for kind in kinds for function in _methods(kind)]
+    waiting = [function for function in methods if function.__name__ in named]
+    while waiting:
+        function = waiting.pop()
+        if function in found:
+            continue
+        found.add(function)
+        more = set(names_in(function.__code__))
+        values = [function.__globals__[name] for name in more if name in function.__globals__]
+        waiting += [f for value in values for f in functions_behind(value) if not is_foreign(f.__module__)]
+        waiting += [f for f in methods if f.__name__ in more - named]
+        named |= more
+    return frozenset(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _methods(kind: type) -> tuple[types.FunctionType, ...]:
+    """The functions of a class and of those it derives from, but for what makes objects and what is torch's."""
+    return tuple(
+        function
+        for base in kind.__mro__
+        if not is_foreign(base.__module__)
+        for name, value in vars(base).items()
+        if name != "__init__"
+        for function in functions_behind(value)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def writes(code: types.CodeType) -> Writes:
+    """The attributes that ``code``, and functions inside it, assign or delete. Tried on Python 3.11 to 3.13."""
+    own, other = set[str](), set[str]()
+    steps = list(dis.get_instructions(code))
+    # A function inside a method has ``self`` as a free variable.
+    selves = {*code.co_varnames[: min(code.co_argcount, 1)], *code.co_freevars}
+    for k, step in enumerate(steps):
+        if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            (own if _holder(steps, k) in selves else other).add(step.argval)
+    if "setattr" in code.co_names:
+        names = {const for const in code.co_consts if isinstance(const, str) and const.isidentifier()}
+        own |= names
+        other |= names
+    for inner in (writes(const) for const in code.co_consts if isinstance(const, types.CodeType)):
+        own |= inner.own
+        other |= inner.other
+    return Writes(frozenset(own), frozenset(other))
+
+
+def _holder(steps: list[dis.Instruction], k: int) -> str | None:
+    """The variable whose attribute the instruction at ``k`` assigns; None where it is no variable."""
+    before = k - 1
+    if steps[before].opname == "SWAP":
+        # ``self.n += 1`` copies the object first, reads the attribute, and assigns it at the end.
+        before = next(
+            (
+                j - 1
+                for j in range(k - 1, 0, -1)
+                if steps[j].opname == "COPY" and j + 1 < k and steps[j + 1].argval == steps[k].argval
+            ),
+            -1,
+        )
+    if before < 0 or "LOAD_" not in steps[before].opname or "ATTR" in steps[before].opname:
+        return None
+    name = steps[before].argval
+    return name[-1] if isinstance(name, tuple) else name if isinstance(name, str) else None

@@ -1,0 +1,243 @@
+"""The Python state of modules while forward runs: attributes, and the lists, dicts and objects that they lead to.
+
+A submodule that runs as the members' own code keeps its Python state from call to call, as alone. That is exact only
+while nothing outside of it takes part: the rest of forward is a graph, which neither repeats what a parent assigns
+(``self.cell.state = None``) nor reads what the submodule leaves. A recorded run shows who takes part: the state is read
+whenever a call begins and ends.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hfusion.capture.attribute_writes import written_by_call, written_elsewhere
+from hfusion.capture.contents import python_attributes
+from hfusion.capture.intercept import Island
+from hfusion.capture.kept import PLAIN, filled_cells, slots
+from hfusion.core.errors import FusionError
+
+# These lead to no state of a model.
+_LEAVES = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType, nn.Module, fx.Graph)
+
+# The items of each holder (a module, an object, a container) by its id: names, with what identifies the values.
+State: TypeAlias = Mapping[int, Sequence[tuple[Any, Any]]]
+
+
+@dataclass(frozen=True)
+class CallState:
+    """The state within reach of a module when a call of it began and ended.
+
+    Attributes:
+        before: the state at the beginning.
+        after: the state at the end.
+        left: the attributes, by path in the module and name, that lead to what the call changed; with their values.
+    """
+
+    before: State
+    after: State
+    left: Mapping[tuple[str, str], Any]
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The state of a whole model before and after a run of forward, and of each island at its calls in turn."""
+
+    start: State
+    calls: Mapping[Island, Sequence[CallState]]
+    end: State
+
+    @property
+    def changes(self) -> bool:
+        """Whether a call, or the run as a whole, changes Python state."""
+        borders = [(call.before, call.after) for calls in self.calls.values() for call in calls]
+        return any(changed(before, after) for before, after in [*borders, (self.start, self.end)])
+
+    def changed_outside(self, island: Island) -> Set[int]:
+        """The holders within reach of ``island`` that change, though not during its calls."""
+        calls = self.calls.get(island, ())
+        ends, begins = [self.start, *(call.after for call in calls)], [*(call.before for call in calls), self.end]
+        return {holder for end, begin in zip(ends, begins, strict=True) for holder in changed(end, begin)}
+
+    def changed_inside(self, island: Island) -> Set[int]:
+        """The holders that change during its calls."""
+        return {holder for call in self.calls.get(island, ()) for holder in changed(call.before, call.after)}
+
+
+@dataclass(frozen=True, eq=False)
+class ModelState:
+    """The Python state of a ``model`` in recorded runs, the second with what the first left."""
+
+    model: nn.Module
+    reader: StateReader
+    runs: Sequence[RunState]
+
+    def shared(self, island: Island) -> str | None:
+        """An attribute below ``island`` that others change, or can read, while it changes; None if there is none."""
+        module = self.model.get_submodule(island.path)
+        within = set(module.modules())
+        others = [part for part in self.model.modules() if part not in within]
+        inside, outside = self.reader.read(module), self.reader.reach(others)
+        both = inside.keys() & outside.keys()
+        present = {name for items in inside.values() for name, _ in items}
+        written = written_by_call(island, module) & written_elsewhere(island, module, others) & present
+        if written:
+            return min(written)
+        for run in self.runs:
+            holders = (run.changed_outside(island) & inside.keys()) | (run.changed_inside(island) & both)
+            if holders:
+                return self.reader.name(module, holders)
+        return None
+
+
+def changed(before: State, after: State) -> Set[int]:
+    """The holders in reach of both states whose items differ."""
+    return {holder for holder, items in after.items() if before.get(holder, items) != items}
+
+
+class StateReader:
+    """Reads states. What was read stays alive, so that no id is used again."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, Any] = {}
+
+    def read(self, module: nn.Module) -> State:
+        """The state within reach of ``module`` and its submodules."""
+        return self.reach(module.modules())
+
+    def reach(self, roots: Iterable[Any]) -> State:
+        """The state within reach of ``roots``: modules without their submodules, objects, containers."""
+        found: dict[int, Sequence[tuple[Any, Any]]] = {}
+        waiting = list(roots)
+        while waiting:
+            holder = waiting.pop()
+            if id(holder) in found:
+                continue
+            self._alive[id(holder)] = holder
+            items = list(_items(holder))
+            found[id(holder)] = [(name, self._identity(value)) for name, value in items]
+            waiting += [value for _, value in items if not isinstance(value, _LEAVES)]
+        return found
+
+    def name(self, module: nn.Module, holders: Set[int]) -> str:
+        """An attribute of ``module`` or its submodules that leads to one of ``holders``, by path."""
+        for path, part in module.named_modules():
+            for name, value in python_attributes(part):
+                if not isinstance(value, _LEAVES) and holders & self.reach([value]).keys():
+                    return f"{path}.{name}".strip(".")
+        return next((path or type(part).__name__ for path, part in module.named_modules() if id(part) in holders), "")
+
+    def left(self, module: nn.Module, before: State, after: State) -> dict[tuple[str, str], Any]:
+        """See `CallState`."""
+        holders = changed(before, after)
+        if not holders:
+            return {}
+        return {
+            (path, name): value
+            for path, part in module.named_modules()
+            for name, value in python_attributes(part)
+            if (id(part) in holders and (name, self._identity(value)) not in before[id(part)])
+            or (not isinstance(value, _LEAVES) and holders & self.reach([value]).keys())
+        }
+
+    def _identity(self, value: Any) -> Any:
+        if isinstance(value, float | complex):
+            return type(value), repr(value)
+        if isinstance(value, PLAIN):
+            return type(value), value
+        self._alive[id(value)] = value
+        return id(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _items(holder: Any) -> Iterator[tuple[Any, Any]]:
+    """The attributes and items of a holder by name."""
+    if isinstance(holder, nn.Module):
+        yield from python_attributes(holder)
+        return
+    if isinstance(holder, Mapping):
+        yield from ((("key", repr(key)), value) for key, value in list(holder.items()))
+    elif isinstance(holder, list | tuple | deque):
+        yield from enumerate(list.__iter__(holder) if isinstance(holder, list) else tuple(holder))
+    elif isinstance(holder, set):
+        yield from (("element", value) for value in list(holder))
+    elif isinstance(holder, types.MethodType):
+        yield "__self__", holder.__self__
+    elif isinstance(holder, types.FunctionType):
+        yield from enumerate(cell.cell_contents for cell in filled_cells(holder))
+    yield from ((name, getattr(holder, name, None)) for name in slots(type(holder)))
+    if hasattr(holder, "__dict__"):
+        yield from list(vars(holder).items())
+
+
+def hide(island: Island, module: nn.Module, left: Mapping[tuple[str, str], Any]) -> None:
+    """Put what raises when it is read into the attributes that a loop over members may set.
+
+    Args:
+        module: that of ``island``, while forward is traced.
+        left: those that a recorded call set, see `CallState`.
+    """
+    written = written_by_call(island, module)
+    for path, part in module.named_modules():
+        for name, value in python_attributes(part):
+            # Code asks whether there is a value: after a call that left None there is none.
+            if (path, name) in left and left[path, name] is None:
+                vars(part)[name] = None
+            elif (path, name) in left or name in written:
+                where = ".".join(filter(None, (island.path, path, name)))
+                tensor = isinstance(left.get((path, name), value), Tensor)
+                vars(part)[name] = _unseen_tensor(where) if tensor else _Unseen(where)
+
+
+def _refuse(where: str) -> NoReturn:
+    raise FusionError(
+        f"forward reads the attribute {where}, which a call that runs in a loop over members leaves; return from the "
+        "call what is read outside of it"
+    )
+
+
+class _UnseenTensor(Tensor):
+    """A tensor that raises a FusionError when it is used."""
+
+    hfusion_where: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _refuse(
+            next(leaf.hfusion_where for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _UnseenTensor))
+        )
+
+
+def _unseen_tensor(where: str) -> _UnseenTensor:
+    with _disable_current_modes():
+        unseen: _UnseenTensor = torch.empty(0, device="cpu").as_subclass(_UnseenTensor)
+    unseen.hfusion_where = where
+    return unseen
+
+
+class _Unseen:
+    """Any other value that raises a FusionError when it is used."""
+
+    def __init__(self, where: str) -> None:
+        object.__setattr__(self, "where", where)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse(self.where)
+
+
+def _raising(self: _Unseen, *args: Any) -> NoReturn:
+    _refuse(self.where)
+
+
+_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]
+_READS = ["bool", "len", "iter", "next", "call", "getitem", "setitem", "contains", "index", "int", "float", "enter"]
+_READS += ["eq", "ne", "lt", "le", "gt", "ge", "hash", "neg", "abs", "str", "repr", "format", "reversed", "setattr"]
+for _name in [*_BINARY, *(f"r{name}" for name in _BINARY), *_READS]:
+    setattr(_Unseen, f"__{_name}__", _raising)
