@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -72,8 +73,11 @@ class Backend(Protocol):
     def wait(self) -> None:
         """Until all queues are empty."""
 
-    def recorder(self) -> Recorder | None:
-        """Who records what is launched there, to launch it again by one call; None where nobody can."""
+    def recorder(self) -> Recorder | str:
+        """Return a recorder of launches, which are then repeated by one call, or in words why there is none.
+
+        Empty for the host, which launches nothing.
+        """
 
     def free_bytes(self) -> int:
         """Bytes of memory that nobody has taken. Not for the host, whose memory is not this process's."""
@@ -115,8 +119,8 @@ class Host:
     def wait(self) -> None:
         return
 
-    def recorder(self) -> Recorder | None:
-        return None
+    def recorder(self) -> Recorder | str:
+        return ""
 
     def free_bytes(self) -> int:
         raise NotImplementedError("the memory of a host is not one process's to take")
@@ -177,11 +181,12 @@ class Accelerator:
     def wait(self) -> None:
         torch.accelerator.synchronize(self.device)
 
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> Recorder | str:
         try:
-            _Graph(None)
-        except RuntimeError:
-            return None
+            _Graph(self.device, None)
+        except RuntimeError as error:
+            first, _, _ = str(error).strip().partition("\n")
+            return f"torch {torch.__version__} records no graphs on {self.device.type}: {first[:200]}"
         return Recorder(self.device)
 
     def free_bytes(self) -> int:
@@ -227,7 +232,7 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._accelerator = Accelerator(device)
         self._stream = torch.Stream(device)
-        self._pool: Any = None
+        self._pool = GraphPool()
 
     @property
     def recording(self) -> bool:
@@ -246,33 +251,66 @@ class Recorder:
             warnings.filterwarnings("error", message=".*[Gg]raph is empty")
             asked.wait()
             torch.accelerator.empty_cache()
-            found = _Graph(self._pool)
+            graph = _Graph(asked.device, self._pool.handle())
             with self._stream:
-                result = found.capture(work)
-            self._pool = found.graph.pool()
+                result = graph.capture(work)
+            self._pool.add(graph)
 
         def replay() -> None:
             with asked.current():
-                found.graph.replay()
+                graph.graph.replay()
 
         return replay, result
 
 
-class _Graph:
-    """A graph of the current accelerator, in the memory of ``pool``. RuntimeError where it knows none.
+class GraphPool:
+    """The memory pool that the graphs of a recorder share.
 
-    Before torch 2.13, without `torch.accelerator.Graph`, those of CUDA only.
+    torch frees a pool with the last graph that uses it, and fails an internal assertion if a later graph asks for it.
+    So the graphs that are alive are asked for their pool, and where there is none, torch makes a new one.
     """
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self) -> None:
+        self._graphs: WeakSet[PooledGraph] = WeakSet()
+
+    def handle(self) -> Any:
+        """Return torch's handle of the pool, None for a new one."""
+        graph = next(iter(self._graphs), None)
+        return None if graph is None else graph.pool()
+
+    def add(self, graph: PooledGraph) -> None:
+        """Let later graphs share the pool of ``graph`` as long as it is alive."""
+        self._graphs.add(graph)
+
+
+class PooledGraph(Protocol):
+    """A graph that was recorded in a pool of memory."""
+
+    def pool(self) -> Any:
+        """Return torch's handle of that pool."""
+
+
+class _Graph:
+    """A graph of ``device``, in the memory of ``pool``. RuntimeError if torch records none there.
+
+    For CUDA and ROCm `torch.cuda.CUDAGraph`: `torch.accelerator.Graph`, which torch has since 2.13, refuses them as of
+    2.14. Before 2.13 other devices have none.
+    """
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
         # Threads that load data may go on.
         options = {"pool": pool, "capture_error_mode": "thread_local"}
-        if hasattr(torch.accelerator, "Graph"):
-            self.graph: Any = torch.accelerator.Graph(**options)
-            self._begin: Callable[[], None] = self.graph.capture_begin
+        if device.type == "cuda":
+            self.graph: Any = torch.cuda.CUDAGraph()
+            self._begin: Callable[[], None] = partial(self.graph.capture_begin, **options)
+        elif hasattr(torch.accelerator, "Graph"):
+            self.graph = torch.accelerator.Graph(**options)
+            self._begin = self.graph.capture_begin
         else:
-            self.graph = torch.cuda.CUDAGraph()
-            self._begin = partial(self.graph.capture_begin, **options)
+            raise RuntimeError("there is no torch.accelerator.Graph")
+
+    def pool(self) -> Any:
+        return self.graph.pool()
 
     def capture(self, work: Callable[[], T]) -> T:
         self._begin()

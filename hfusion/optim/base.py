@@ -59,7 +59,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         self._known: dict[int, tuple[Settings, Groups | None]] = {}
         self._released: dict[tuple[int, ...], Groups] = {}
         self._cache: StepCache | None = None
-        self._recording: RecordedUpdates | None = None
+        # None before the first step; in words why there is none.
+        self._recording: RecordedUpdates | str | None = None
         self.begun: list[dict[str, float | None]] = []
         self._held: Tensor | None = None
         super().__init__(params, dict(defaults))
@@ -131,7 +132,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         if self._held is not None:
             resting = together(resting, of_members(self._active(), self._held))
         with torch.no_grad(), left_alone(resting, self.state) if resting else nullcontext():
-            if self._recording is not None:
+            if isinstance(self._recording, RecordedUpdates):
                 self._recording.step(work)
             else:
                 for settings, group, grads in work:
@@ -170,8 +171,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     @property
     def launches(self) -> str:
-        """In words, how a device is asked for steps that can record what it is asked for; empty elsewhere."""
-        return "" if self._recording is None else self._recording.how
+        """How an accelerator is asked for steps, and why nothing is recorded if so; empty on the host."""
+        return self._recording.how if isinstance(self._recording, RecordedUpdates) else self._recording or ""
 
     def initialise(self) -> None:
         """Make the state of every trained parameter now, which otherwise happens at its first step."""
@@ -221,7 +222,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     def forget(self) -> None:
         """Let go of the memory of tensors that are moved; the next step looks where they lie."""
         self._cache = None
-        if self._recording is not None:
+        if isinstance(self._recording, RecordedUpdates):
             self._recording.forget()
         for index, (settings, groups) in list(self._known.items()):
             self._known[index] = settings, None

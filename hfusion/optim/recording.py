@@ -40,13 +40,21 @@ class RecordedUpdates:
         self._groups: list[Group] = []
         self._met: dict[Hashable, int] = {}
         self._recorded = Recordings[_Recorded]()
+        self._unrecordable = False
 
     @property
     def how(self) -> str:
-        """In words."""
+        """How the launches of a step are made, and why they are not recorded if they are not."""
         if self._recorded.why:
             return f"launched one by one: {self._recorded.why}"
-        return "recorded and replayed as one" if self._recorded else "launched one by one so far"
+        if self._unrecordable:
+            return (
+                "launched one by one: some parameters are of less than 32 bits or complex, and torch's own class "
+                "steps their members"
+            )
+        if self._recorded:
+            return "recorded and replayed as one"
+        return f"launched one by one so far: gradients must lie at the same addresses in {STEADY} steps"
 
     def step(self, work: Work) -> None:
         """Make the step."""
@@ -57,7 +65,8 @@ class RecordedUpdates:
                 "replay, which records its own launches; or use hf.train_step, which records both"
             )
         parts: list[_Part] = [(found, grads) for _, group, grads in work if (found := group.recordable) is not None]
-        if len(parts) < len(work) or not work or self._recorded.why:
+        self._unrecordable = len(parts) < len(work)
+        if self._unrecordable or not work or self._recorded.why:
             for settings, group, grads in work:
                 group.step(grads, settings)
             return
@@ -98,7 +107,9 @@ def _launch(parts: Sequence[_Part]) -> object:
     return [stepper.launch(grads) for stepper, grads in parts]
 
 
-def recording_on(device: torch.device) -> RecordedUpdates | None:
-    """For parameters on ``device``, if launches can be recorded there."""
+def recording_on(device: torch.device) -> RecordedUpdates | str:
+    """For parameters on ``device``; in words why launches cannot be recorded there, empty for the host."""
     record = backend(device).recorder()
-    return None if record is None else RecordedUpdates(record)
+    if isinstance(record, str):
+        return record and f"launched one by one: {record}"
+    return RecordedUpdates(record)

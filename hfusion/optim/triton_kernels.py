@@ -4,7 +4,8 @@ The arithmetic is that of ``kernels.c``. Every kernel takes
 
   spots      int32 ``[programs, 3]``: which tensor, member and block of its elements each program updates
   sizes      int64 ``[tensors]``: elements of one member
-  params     int64 ``[1 + buffers, tensors]``: addresses of the parameters, then of each state buffer
+  stacks     int64 ``[1 + buffers, tensors]``: addresses of the parameters, then of each state buffer;
+             Triton's launcher has a variable ``params`` of its own
   grads      int64 ``[tensors]``: those of the gradients
   scalars    ``[tensors, number, members]``, in the order in which the kernel reads them
   LANES      how many elements lie together: addresses are multiples of so many, and so are sizes
@@ -77,20 +78,20 @@ def _decayed(grad, param, sign, decay):
 
 @triton.jit
 def sgd(
-    spots, sizes, tensors, members, params, grads, scalars,
+    spots, sizes, tensors, members, stacks, grads, scalars,
     BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Scalars: sign, lr, decay, momentum, fresh, first, nesterov."""
     tensor, member, places, there = _spot(spots, sizes, BLOCK, LANES)
     mine = scalars + tensor * 7 * members + member
     sign, lr, decay = tl.load(mine), tl.load(mine + members), tl.load(mine + 2 * members)
-    at = _at(params, tensor, places, dtype, LANES)
+    at = _at(stacks, tensor, places, dtype, LANES)
     param = tl.load(at, there)
     step = _decayed(tl.load(_at(grads, tensor, places, dtype, LANES), there), param, sign, decay)
     if BUFFERS:
         momentum, fresh = tl.load(mine + 3 * members), tl.load(mine + 4 * members)
         first, nesterov = tl.load(mine + 5 * members), tl.load(mine + 6 * members)
-        buffer = _at(params + tensors, tensor, places, dtype, LANES)
+        buffer = _at(stacks + tensors, tensor, places, dtype, LANES)
         old = tl.load(buffer, there)
         mean = tl.where(first != 0, step, momentum * old + fresh * step)
         # Members without momentum keep what they have.
@@ -101,7 +102,7 @@ def sgd(
 
 @triton.jit
 def adam(
-    spots, sizes, tensors, members, params, grads, scalars,
+    spots, sizes, tensors, members, stacks, grads, scalars,
     BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Scalars: sign, decay, shrink, near, toward, beta2, fresh, scale, eps, step; a third buffer is amsgrad's."""
@@ -111,9 +112,9 @@ def adam(
     near, toward = tl.load(mine + 3 * members), tl.load(mine + 4 * members)
     beta2, fresh, scale = tl.load(mine + 5 * members), tl.load(mine + 6 * members), tl.load(mine + 7 * members)
     eps, step = tl.load(mine + 8 * members), tl.load(mine + 9 * members)
-    at = _at(params, tensor, places, dtype, LANES)
-    mean_at = _at(params + tensors, tensor, places, dtype, LANES)
-    square_at = _at(params + 2 * tensors, tensor, places, dtype, LANES)
+    at = _at(stacks, tensor, places, dtype, LANES)
+    mean_at = _at(stacks + tensors, tensor, places, dtype, LANES)
+    square_at = _at(stacks + 2 * tensors, tensor, places, dtype, LANES)
     param = tl.load(at, there)
     grad = _decayed(tl.load(_at(grads, tensor, places, dtype, LANES), there), param, sign, decay)
     mean, square = tl.load(mean_at, there), tl.load(square_at, there)
@@ -123,7 +124,7 @@ def adam(
     tl.store(mean_at, mean, there)
     tl.store(square_at, square, there)
     if BUFFERS > 2:
-        highest_at = _at(params + 3 * tensors, tensor, places, dtype, LANES)
+        highest_at = _at(stacks + 3 * tensors, tensor, places, dtype, LANES)
         highest = tl.load(highest_at, there)
         # torch.maximum: a NaN on either side stays.
         square = tl.where((square > highest) | (square != square), square, highest)
@@ -137,7 +138,7 @@ adamw = adam
 
 @triton.jit
 def adadelta(
-    spots, sizes, tensors, members, params, grads, scalars,
+    spots, sizes, tensors, members, stacks, grads, scalars,
     BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Scalars: sign, lr, decay, rho, fresh, eps."""
@@ -145,9 +146,9 @@ def adadelta(
     mine = scalars + tensor * 6 * members + member
     sign, lr, decay = tl.load(mine), tl.load(mine + members), tl.load(mine + 2 * members)
     rho, fresh, eps = tl.load(mine + 3 * members), tl.load(mine + 4 * members), tl.load(mine + 5 * members)
-    at = _at(params, tensor, places, dtype, LANES)
-    square_at = _at(params + tensors, tensor, places, dtype, LANES)
-    moved_at = _at(params + 2 * tensors, tensor, places, dtype, LANES)
+    at = _at(stacks, tensor, places, dtype, LANES)
+    square_at = _at(stacks + tensors, tensor, places, dtype, LANES)
+    moved_at = _at(stacks + 2 * tensors, tensor, places, dtype, LANES)
     param = tl.load(at, there)
     grad = _decayed(tl.load(_at(grads, tensor, places, dtype, LANES), there), param, sign, decay)
     square, moved = tl.load(square_at, there), tl.load(moved_at, there)

@@ -36,24 +36,28 @@ class _RecordedBatch:
 class RecordedStep:
     """``program`` on ``device``, recorded at the first step of each kind of batch, while its tensors stay there.
 
-    Gradients lie in the same memory at every step of a kind. What cannot be recorded runs as it is.
+    Gradients lie in the same memory at every step of a kind. What cannot be recorded runs as it is. ``record``: or in
+    words why nothing can be recorded.
     """
 
-    def __init__(self, program: FusedStep | PerMemberStep, device: torch.device, record: Record) -> None:
+    def __init__(self, program: FusedStep | PerMemberStep, device: torch.device, record: Record | str) -> None:
         self._program = program
         self._device = device
         self._record = record
-        self._recorded = Recordings[_RecordedBatch](_obstacle(program))
+        self._recorded = Recordings[_RecordedBatch](record if isinstance(record, str) else _obstacle(program))
         self._addresses: list[int] = []
+        # The device of a batch that came last and was not recorded, as it lies elsewhere.
+        self._batch_device: torch.device | None = None
 
     team: None = None
 
     @property
     def how(self) -> str:
-        """In words."""
-        return f"{self._program.how}, " + (
-            f"not recorded: {self._recorded.why}" if self._recorded.why else "recorded and replayed as one"
-        )
+        """How the program runs, and why it is not recorded if it is not."""
+        why = self._recorded.why
+        if not why and self._batch_device is not None:
+            why = f"the batch lies on {self._batch_device}, the array on {self._device}"
+        return f"{self._program.how}, " + (f"not recorded: {why}" if why else "recorded and replayed as one")
 
     def fits(self, call: StepCall) -> bool:
         return self._program.fits(call)
@@ -62,7 +66,8 @@ class RecordedStep:
         """Write gradients and buffers; the losses ``[B]``."""
         batch = call.batch()
         # A number on the host would be read once, when it is recorded.
-        if self._recorded.why or any(tensor.device != self._device for tensor in batch):
+        self._batch_device = next((tensor.device for tensor in batch if tensor.device != self._device), None)
+        if self._recorded.why or self._batch_device is not None:
             return self._program.step(call)
         self._look()
         kind = tuple((tensor.shape, tensor.dtype) for tensor in batch)
@@ -98,6 +103,7 @@ class RecordedStep:
         return losses
 
     def _recording(self, call: StepCall, batch: list[Tensor]) -> _RecordedBatch:
+        assert not isinstance(self._record, str)
         replay, losses = self._record(lambda: self._program.step(call))
         return _RecordedBatch(batch, replay, losses, self._grads())
 
@@ -123,9 +129,9 @@ def _obstacle(program: FusedStep | PerMemberStep) -> str:
 
 
 def recorded(program: FusedStep | PerMemberStep) -> StepProgram:
-    """``program``, recorded where all its tensors lie on one device that can do so."""
-    devices = {tensor.device for tensor in program.tensors.all()}
-    record = backend(devices.pop()).recorder() if len(devices) == 1 else None
-    if record is None:
-        return program
-    return RecordedStep(program, program.tensors.all()[0].device, record)
+    """Return ``program``, recorded if all its tensors lie on one accelerator that can; as it is on the host."""
+    devices = sorted({tensor.device for tensor in program.tensors.all()}, key=str)
+    if len(devices) > 1:
+        return RecordedStep(program, devices[0], f"its tensors lie on {' and '.join(map(str, devices))}")
+    record = backend(devices[0]).recorder() if devices else ""
+    return RecordedStep(program, devices[0], record) if record else program

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfusion.device.backend import accelerators, backend, memory_of, random_states_kept
+from hfusion.device.backend import GraphPool, accelerators, backend, memory_of, random_states_kept
 
 DEVICES = [torch.device("cpu"), *accelerators()]
 
@@ -44,6 +44,54 @@ def test_pinned_memory_is_taken_in_powers_of_two() -> None:
     sizes = [0, 1, 3, 64, 65]
     assert [memory_of(size, pinned=False) for size in sizes] == sizes
     assert [memory_of(size, pinned=True) for size in sizes] == [0, 1, 4, 64, 128]
+
+
+class Graph:
+    """In a pool of its own, or in the one that it was given."""
+
+    def __init__(self, handle: object) -> None:
+        self._handle = handle or object()
+
+    def pool(self) -> object:
+        return self._handle
+
+
+def test_graphs_share_a_pool_as_long_as_one_of_them_is_alive() -> None:
+    pool = GraphPool()
+    assert pool.handle() is None
+    first = Graph(pool.handle())
+    pool.add(first)
+    second = Graph(pool.handle())
+    pool.add(second)
+    assert second.pool() is first.pool() is pool.handle()
+    del first
+    assert pool.handle() is second.pool()
+    # torch frees the pool with its last graph, and asserts that nobody asks for it again.
+    del second
+    assert pool.handle() is None
+
+
+def test_the_host_records_nothing() -> None:
+    assert backend(torch.device("cpu")).recorder() == ""
+
+
+@pytest.mark.parametrize("kind", ["xpu", "cuda"])
+def test_where_nothing_is_recorded_it_says_why(kind: str) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("records graphs")
+    assert backend(torch.device(kind, 0)).recorder()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", accelerators(), ids=str)
+def test_work_is_recorded_again_after_its_first_graphs_are_gone(device: torch.device) -> None:
+    record, x = backend(device).recorder(), torch.zeros(3, device=device)
+    assert not isinstance(record, str), record
+    for count in range(3):
+        replay, y = record(lambda: x.add_(1).clone())
+        replay()
+        assert y.tolist() == [count + 1.0] * 3
+        del replay, y
 
 
 @pytest.mark.gpu

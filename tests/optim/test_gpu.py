@@ -1,4 +1,7 @@
-"""The Triton kernels equal B optimizers of torch.optim: on a CUDA device, or, without one, in Triton's interpreter."""
+"""The Triton kernels equal B optimizers of torch.optim: on a CUDA device, or, without one, in Triton's interpreter.
+
+Without a device Triton's launcher and compiler take them, too, up to the launch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfusion as hf
 from hfusion.optim import gpu, group
-from tests.optim.arrays import CASES, Array, Per, beside_a_bad_member, run, run_shared, start
+from tests.optim.arrays import CASES, Array, Per, beside_a_bad_member, for_array, run, run_shared, start
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
@@ -173,6 +176,76 @@ def test_the_host_calls_few_operators_for_a_step(kind: type[hf.optim.FusedOptimi
     assert counting.count <= 4
 
 
+class Driver:
+    """Triton's driver of a GPU that is not there: kernels are bound and compiled for it, and never launched."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+class Unlaunched:
+    """A kernel that does all of a launch, with its arguments as they are, but the launch."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.compiled: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **kwargs: self.compiled.append(self.kernel.warmup(*args, grid=grid, **kwargs))
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The kernels as a GPU has them; the interpreter takes any names of arguments."""
+    from triton.runtime import driver
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    forget()
+    before = getattr(driver, "_active", None)
+    driver.set_active(Driver())
+    yield gpu.library()
+    driver._active = before
+
+
+@ONE_EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tritons_launcher_takes_the_kernels(compiling: Any, name: str, options: Any, dtype: torch.dtype) -> None:
+    kind = getattr(hf.optim, name)
+    array = Array(3, shapes=[(8,), (3,)], dtype=dtype)
+    fused = kind(array.params, **for_array(options, 3))
+    settings = fused._settings(fused.param_groups[0])
+    stacks = [[torch.zeros_like(p) for p in array.params] for _ in range(1 + len(settings.names))]
+    stepper = gpu.TritonStepper(kind, stacks, [torch.zeros(3) for _ in array.params])
+    steps, scalars = stepper._kernel, stepper._prepare = Unlaunched(stepper._kernel), Unlaunched(stepper._prepare)
+    stepper.step([torch.zeros_like(p) for p in array.params], settings)
+    assert len(scalars.compiled) == 1
+    # One launch for rows of multiples of 16 bytes, one for others.
+    assert len(steps.compiled) == 2
+    assert all("cubin" in made.asm for made in [*steps.compiled, *scalars.compiled])
+
+
+def test_no_argument_has_the_name_of_a_variable_of_the_launcher(compiling: Any) -> None:
+    from triton.compiler import make_backend
+    from triton.runtime import JITFunction
+    from triton.runtime.jit import create_function_from_signature
+
+    kernels = {name: each for name, each in vars(compiling).items() if isinstance(each, JITFunction)}
+    assert kernels.keys() >= {*compiling.SCALARS, *(f"{name}_scalars" for name in compiling.SCALARS)}
+    target = make_backend(Driver().get_current_target())
+    for name, kernel in kernels.items():
+        bind = create_function_from_signature(kernel.signature, kernel.params, target)
+        bound, _, _ = bind(*[torch.zeros(4)] * len(kernel.params))
+        assert list(bound) == list(kernel.signature.parameters), name
+
+
 COMPILES = """
 import itertools
 import re
@@ -196,7 +269,7 @@ WAYS = [(kernels.sgd, 0), (kernels.sgd, 1), (kernels.adam, 2), (kernels.adam, 3)
 for (kernel, buffers), (real, kind) in itertools.product(WAYS, zip(kernels.REALS.values(), ("*fp32", "*fp64"))):
     lanes = 16 // (real.primitive_bitwidth // 8)
     constants = {"BUFFERS": buffers, "dtype": real, "BLOCK": kernels.BLOCK, "LANES": lanes}
-    signature = {"spots": "*i32", "sizes": "*i64", "tensors": "i32", "members": "i32", "params": "*i64"}
+    signature = {"spots": "*i32", "sizes": "*i64", "tensors": "i32", "members": "i32", "stacks": "*i64"}
     signature |= {"grads": "*i64", "scalars": kind} | dict.fromkeys(constants, "constexpr")
     for capability in (80, 90, 100):
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)

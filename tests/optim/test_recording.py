@@ -185,6 +185,7 @@ def test_gradients_that_lie_elsewhere_at_every_step_are_not_recorded(monkeypatch
         kept.append([param.grad for param in array.params])
     array.assert_equal()
     assert tape.made == 0
+    assert fused.launches.startswith("launched one by one so far: gradients must lie at the same addresses")
 
 
 def test_memory_that_moves_again_and_again_is_no_longer_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +218,27 @@ def test_a_formula_that_reads_values_is_launched_as_it_is(monkeypatch: pytest.Mo
         Steady(array).run(fused, alone, 6)
         array.assert_equal()
         assert fused.launches == "launched one by one: RuntimeError: operation not permitted when stream is capturing"
+
+
+def test_a_device_that_records_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    for array, fused, alone, _ in _made(monkeypatch, "formula", "Adam", {"lr": 0.1}):
+        monkeypatch.setattr(base, "recording_on", lambda device: "launched one by one: no graphs")
+        Steady(array).run(fused, alone, 5)
+        fused.forget()
+        Steady(array).run(fused, alone, 2)
+        array.assert_equal()
+        assert fused.launches == "launched one by one: no graphs"
+
+
+def test_what_torchs_own_class_steps_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    tape = Tape()
+    monkeypatch.setattr(base, "recording_on", lambda device: recording.RecordedUpdates(tape))
+    array = Array(2, dtype=torch.bfloat16)
+    fused, alone = start("Adam", {"lr": 0.1}, array)
+    assert fused.launches == ""
+    Steady(array).run(fused, alone, 5)
+    array.assert_equal()
+    assert fused.launches.startswith("launched one by one: some parameters are of less than 32 bits")
 
 
 def test_a_step_within_a_graph_of_the_users_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

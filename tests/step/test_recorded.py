@@ -133,6 +133,19 @@ def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     assert row(both).endswith("not recorded: RuntimeError: operation not permitted when stream is capturing")
 
 
+@needs_compiler
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_where_nothing_can_be_recorded_the_report_says_why(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """On a device without graphs, and where batches lie elsewhere than the array."""
+    both, made, why = pair(TINY, compile=True), list[None](), "torch records no graphs on xpu"
+    record = why if device == "cpu" else replaying(both.ours, made)
+    where = torch.device(device)
+    monkeypatch.setattr(step, "recorded", lambda program: RecordedStep(program, where, record))
+    advance(both, [4, 4])
+    assert not made
+    assert row(both).endswith(f"not recorded: {why if device == 'cpu' else 'the batch lies on cpu, the array on meta'}")
+
+
 @pytest.mark.gpu
 def test_equals_eager_on_a_gpu() -> None:
     def member() -> nn.Module:
