@@ -26,6 +26,9 @@ _NAMES = (
     "{'relu': nn.ReLU, 'tanh': nn.Tanh}[trial.suggest_categorical('act', ['relu', 'tanh'])]"
 )
 
+# Before a dot and a name: who takes a value.
+_OPTIMIZER, _MAKE_MODEL = "optimizer", "make_model"
+
 Space: TypeAlias = "Callable[[Trial], Mapping[str, Any]]"
 MakeModel: TypeAlias = Callable[..., nn.Module]
 MakeOptimizer: TypeAlias = Callable[[Any], FusedOptimizer]
@@ -92,6 +95,14 @@ class Maker:
         known = _known(optimizer)
         self.name = known.__name__ if isinstance(known, type) else type(known).__name__
         self._hypers, self._options = known.hypers, known.options
+        self._names = tuple(dict.fromkeys([*(hyper.key for hyper in self._hypers), *self._options]))
+        self._signature = _signature(make_model)
+        # By name: **kwargs takes what nobody else does.
+        self._parameters = {
+            name
+            for name, parameter in (self._signature.parameters if self._signature else {}).items()
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        }
 
     def suggestion(self, trial: Any) -> Suggestion:
         """What ``space(trial)`` gives, sorted by who takes it. Raises ValueError for what nobody takes or can take."""
@@ -103,10 +114,9 @@ class Maker:
             raise
         if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
             raise ValueError(f"space gave {given!r} for trial {trial.number}: return a dict of keyword arguments")
-        keys = {hyper.key for hyper in self._hypers}
-        hypers = {key: value for key, value in given.items() if key in keys}
-        options = {key: value for key, value in given.items() if key in self._options}
-        rest = {key: value for key, value in given.items() if key not in hypers and key not in options}
+        values, rest = self._addressed(trial.number, given)
+        options = {key: value for key, value in values.items() if key in self._options}
+        hypers = {key: value for key, value in values.items() if key not in options}
         self._check_hypers(trial.number, hypers)
         self._check_rest(trial.number, rest)
         return Suggestion(hypers, options, rest)
@@ -116,6 +126,27 @@ class Maker:
         found = TrialModel(number, suggestion, self.models)
         _ = found.model
         return found
+
+    def _addressed(self, number: int, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What goes to the optimizer, and what to make_model. Raises ValueError for what both or none of them take."""
+        values: dict[str, Any] = {}
+        rest: dict[str, Any] = {}
+        for key, value in given.items():
+            prefix, dot, name = key.partition(".")
+            if not dot or prefix not in (_OPTIMIZER, _MAKE_MODEL):
+                prefix, name = (_OPTIMIZER if key in self._names else _MAKE_MODEL), key
+                if key in self._names and key in self._parameters:
+                    raise ValueError(
+                        f"trial {number}: {self.name} and make_model{self._signature} both take {key!r}: let space "
+                        f'give it as "{_OPTIMIZER}.{key}" or "{_MAKE_MODEL}.{key}", or give both'
+                    )
+            elif prefix == _OPTIMIZER and name not in self._names:
+                raise ValueError(f"trial {number}: {self.name} takes no {name!r}; it takes {', '.join(self._names)}")
+            receiver = values if prefix == _OPTIMIZER else rest
+            if name in receiver:
+                raise ValueError(f'trial {number}: space gives {name!r} to {prefix} twice, once as "{prefix}.{name}"')
+            receiver[name] = value
+        return values, rest
 
     def _check_hypers(self, number: int, hypers: Mapping[str, Any]) -> None:
         for hyper in self._hypers:
@@ -132,18 +163,23 @@ class Maker:
                 raise ValueError(f"trial {number}: {error}") from error
 
     def _check_rest(self, number: int, rest: Mapping[str, Any]) -> None:
-        try:
-            signature = inspect.signature(self.models.make_model)
-        except (TypeError, ValueError):
+        if self._signature is None:
             return
         try:
-            signature.bind(**rest)
+            self._signature.bind(**rest)
         except TypeError as error:
-            keys = ", ".join(dict.fromkeys([*(hyper.key for hyper in self._hypers), *self._options]))
             raise ValueError(
-                f"trial {number}: of what space gives, {keys} go to {self.name} and the rest to "
-                f"make_model{signature}, which {error}: {rest}"
+                f"trial {number}: of what space gives, {', '.join(self._names)} go to {self.name} and the rest to "
+                f"make_model{self._signature}, which {error}: {rest}"
             ) from error
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """None where Python knows none."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
 
 
 def check_choices(trial: Any) -> None:

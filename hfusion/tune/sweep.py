@@ -65,8 +65,8 @@ def sweep(
     Args:
         make_model: ``make_model(**rest)`` gives a trial's model, after ``torch.manual_seed(trial.number)``.
         space: ``space(trial)`` suggests by Optuna's define-by-run, and gives a dict: what the optimizer knows (lr,
-            weight_decay, betas, ...) goes to it, the rest to ``make_model``. Models of different shapes are different
-            arrays.
+            weight_decay, betas, ...) goes to it, the rest to ``make_model``. A name that both take is written
+            ``"optimizer.eps"`` or ``"make_model.eps"``. Models of different shapes are different arrays.
         loss: of one member's outputs and target, any functional one.
         loader: gives minibatches ``(inputs, target)`` again for every epoch.
         trials: how many are asked of the study, those of earlier calls with the same ``directory`` included.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ def states(study: Any) -> list[str]:
         (lambda t: {"lr": None}, "trial 0: lr=None is not a number"),
         (lambda t: {"betas": 0.9}, "betas=0.9 of trial 0 is not a pair"),
         (lambda t: {"lr": "fast"}, "trial 0: lr='fast' is not a number"),
+        (lambda t: {"optimizer.depth": 3}, "trial 0: AdamW takes no 'depth'; it takes lr, betas, eps, weight_decay"),
+        (lambda t: {"make_model.depth": 3}, r"make_model\(.*, which got an unexpected keyword argument 'depth'"),
+        (lambda t: {"lr": 0.1, "optimizer.lr": 0.1}, "space gives 'lr' to optimizer twice"),
+        (lambda t: {"hidden": 4, "make_model.hidden": 8}, "space gives 'hidden' to make_model twice"),
+        (lambda t: {"loader.hidden": 4}, "unexpected keyword argument 'loader.hidden'"),
     ],
 )
 def test_a_space_that_gives_what_nobody_takes(space: Callable[[Any], Any], message: str) -> None:
@@ -52,6 +58,66 @@ def test_a_space_that_gives_what_nobody_takes(space: Callable[[Any], Any], messa
     with pytest.raises(ValueError, match=message):
         sweep(space, study=study)
     assert states(study) == ["FAIL"]
+
+
+class Normed(nn.Module):
+    """Takes a name that AdamW takes, too."""
+
+    def __init__(self, hidden: int = 8, *, eps: float = 0.5) -> None:
+        super().__init__()
+        self.layers = make_model(hidden)
+        self.norm = nn.LayerNorm(2, eps=eps).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layers(x))
+
+
+def by_keywords(**options: Any) -> nn.Module:
+    return Normed(**options)
+
+
+def needs_eps(eps: float) -> nn.Module:
+    return Normed(eps=eps)
+
+
+# What make_model is, what space gives, and the eps of the optimizer and of the model; None where that is an error.
+ADDRESSED: list[tuple[Callable[..., nn.Module], dict[str, float], tuple[float, float] | None]] = [
+    (Normed, {"eps": 0.1}, None),
+    (needs_eps, {"eps": 0.1}, None),
+    (partial(Normed, eps=0.2), {"eps": 0.1}, None),
+    (Normed, {"optimizer.eps": 0.1}, (0.1, 0.5)),
+    (Normed, {"make_model.eps": 0.1}, (1e-8, 0.1)),
+    (needs_eps, {"optimizer.eps": 0.3, "make_model.eps": 0.1}, (0.3, 0.1)),
+    (by_keywords, {"eps": 0.1}, (0.1, 0.5)),
+    (by_keywords, {"eps": 0.1, "make_model.eps": 0.3}, (0.1, 0.3)),
+    (make_model, {"optimizer.eps": 0.1}, (0.1, 0.0)),
+]
+
+
+@pytest.mark.parametrize(("make", "values", "expected"), ADDRESSED)
+def test_a_name_that_both_take_is_addressed(
+    make: Callable[..., nn.Module], values: dict[str, float], expected: tuple[float, float] | None
+) -> None:
+    def space(trial: Any) -> dict[str, Any]:
+        return {"lr": 0.1, "optimizer.weight_decay": 0.2, **values}
+
+    if expected is None:
+        with pytest.raises(ValueError, match=r"make_model\(.* both take 'eps': .*\"optimizer\.eps\" or \"make_"):
+            sweep(space, make)
+        return
+    result = sweep(space, make, trials=1)
+    torch.manual_seed(0)
+    model = Normed(eps=expected[1]) if expected[1] else make_model()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.2, eps=expected[0])
+    data = loaders()
+    for epoch in range(2):
+        torch.manual_seed(epoch)
+        for inputs, target in data["loader"]:
+            opt.zero_grad()
+            F.cross_entropy(model(inputs), target).backward()
+            opt.step()
+    inputs, target = (torch.cat(parts) for parts in zip(*data["eval_loader"], strict=True))
+    assert result.best_value == pytest.approx(F.cross_entropy(model(inputs), target).item(), rel=1e-9)
 
 
 def test_a_categorical_of_none_reaches_the_model() -> None:
