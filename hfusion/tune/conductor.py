@@ -158,9 +158,10 @@ class Conductor:
         explored = [self._explored(array.seats[source], draw) for source, _ in pairs]
         self._workers.send(array.name, "exploit", pairs, [suggestion.hypers for _, suggestion in explored])
         for (source, tag), (params, suggestion) in zip(pairs, explored, strict=True):
-            seat = array.seats[tag]
-            seat.params, seat.suggestion = params, suggestion
-            self.trials.copied(seat.number, array.seats[source].number, seat.epochs, params)
+            seat, copied = array.seats[tag], array.seats[source]
+            origin = copied.number if copied.origin is None else copied.origin
+            seat.params, seat.suggestion, seat.origin = params, suggestion, origin
+            self.trials.copied(seat.number, copied.number, seat.epochs, params, origin)
 
     def _explored(self, seat: Seat, draw: random.Random) -> tuple[dict[str, Any], Suggestion]:
         """Other suggestions that lead to the same model as those of ``seat``, and to the same array."""
@@ -174,7 +175,7 @@ class Conductor:
                 return False
             return found.rest == seat.suggestion.rest and found.options == seat.suggestion.options
 
-        params, distributions = self.trials.suggested(seat.number)
+        params, distributions = self.trials.suggested(seat.number if seat.origin is None else seat.origin)
         found = self._extent.pbt.explored(seat.params or params, distributions, allowed, draw)
         return found, self._fixed(found, seat.number)
 
@@ -278,7 +279,14 @@ class Conductor:
                 "name": array.name,
                 "save": self._folder.found(saves[array.name]),
                 "seats": [
-                    [seat.number, seat.began, seat.epochs, attributes.get(seat.number, []), seat.params]
+                    [
+                        seat.number,
+                        seat.began,
+                        seat.epochs,
+                        attributes.get(seat.number, []),
+                        seat.params,
+                        seat.origin,
+                    ]
                     for seat in array.seats.values()
                 ],
             }
@@ -316,8 +324,8 @@ class Conductor:
         suggestions = {number: self._known(trial.params, number) for number, trial in found.items()}
         for one in body["arrays"]:
             seats = [
-                Seat(number, self._copied(number, params) or suggestions[number], began, done, params)
-                for number, began, done, _, params in one["seats"]
+                Seat(number, self._copied(number, params) or suggestions[number], began, done, params, *origin)
+                for number, began, done, _, params, *origin in one["seats"]
             ]
             self._restore(one["name"], self._folder.root / one["save"], seats)
         if body["waiting"] is not None:

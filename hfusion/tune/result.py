@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hfusion.tune.trials import SUGGESTED, as_trained
+
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial
@@ -28,6 +30,9 @@ class Best:
 class SweepResult:
     """The study, and the model of the best trial that the sweep completed. ``print`` shows the best trials.
 
+    ``params`` of trials are those that they were trained with last: with population based training others than they
+    suggested, which are in their user attribute ``hfusion:suggested`` and in the ``study``.
+
     ``numbers``: the trials that the sweep asked of the study.
     """
 
@@ -39,17 +44,17 @@ class SweepResult:
     def trials(self) -> list[FrozenTrial]:
         """Those of the sweep, in the order in which they were asked."""
         found = {one.number: one for one in self.study.get_trials(deepcopy=False)}
-        return [found[number] for number in self.numbers]
+        return [as_trained(found[number], self.study) for number in self.numbers]
 
     @property
     def best_trial(self) -> FrozenTrial:
         """The best of the study. Raises ValueError where no trial is complete, as Optuna does."""
-        return self.study.best_trial
+        return as_trained(self.study.best_trial, self.study)
 
     @property
     def best_params(self) -> dict[str, Any]:
-        """What the best trial of the study suggested."""
-        return self.study.best_params
+        """What the best trial of the study was trained with last."""
+        return self.best_trial.params
 
     @property
     def best_value(self) -> float:
@@ -73,11 +78,19 @@ class SweepResult:
         ranked = sorted(complete, key=lambda one: one.value or 0.0, reverse=down)[:_BEST]
         rows = [("trial", "value", "epochs", "params")]
         for one in ranked:
-            params = ", ".join(f"{key}={_short(value)}" for key, value in one.params.items())
-            rows.append((str(one.number), f"{one.value:.6g}", str(len(one.intermediate_values)), params))
+            rows.append((str(one.number), f"{one.value:.6g}", str(len(one.intermediate_values)), _params(one)))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = ["  ".join([*map(str.rjust, row[:3], widths), row[3]]) for row in rows if ranked]
         return "\n".join([head, *(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..." for line in lines)])
+
+
+def _params(trial: FrozenTrial) -> str:
+    """What it was trained with last, and what it suggested where that differs."""
+    suggested = trial.user_attrs.get(SUGGESTED, trial.params)
+    return ", ".join(
+        f"{key}={_short(value)}" + (f" (first {_short(suggested[key])})" if suggested.get(key, value) != value else "")
+        for key, value in trial.params.items()
+    )
 
 
 def _short(value: Any) -> str:

@@ -18,7 +18,8 @@ from hfusion.tune.space import Suggestion, TrialModel
 class Seat:
     """A trial in an array: ``began`` in which round of the sweep, ``epochs`` that it has trained.
 
-    ``params``: what it has instead of its suggestions, once it became a copy of another.
+    ``params``: what it has instead of its suggestions, once it became a copy of another; they are of the names and
+    distributions of trial ``origin``.
     """
 
     number: int
@@ -26,6 +27,7 @@ class Seat:
     began: int
     epochs: int = 0
     params: dict[str, Any] | None = None
+    origin: int | None = None
 
     @property
     def tag(self) -> str:

@@ -91,9 +91,11 @@ def sweep(
             to their end. A sweep that goes on begins to count anew.
         catch: errors of ``space`` and ``make_model`` that fail their trial, as study.optimize has it; others end the
             sweep.
-        callbacks: are called with the study and each trial that was told, as study.optimize has it. They, ``space`` and
-            ``metric`` may call study.stop(): no more trials are asked then.
-        pbt: population based training among the trials of each array; by default no pruner goes with it.
+        callbacks: are called with the study and each trial that was told, as study.optimize has it, with the params
+            that it was trained with last. They, ``space`` and ``metric`` may call study.stop(): no more trials are
+            asked then.
+        pbt: population based training among the trials of each array; by default no pruner goes with it. Params of the
+            result are those that trials were trained with last.
         compile: as of `hfusion.train_step`. Each shape wants up to three programs: ``"auto"`` makes them once the steps
             of an array have taken as long as that, ``True`` at once, for long sweeps of few shapes.
 
@@ -199,7 +201,7 @@ def _trials(study: Any, body: Mapping[str, Any], callbacks: Iterable[Callback], 
         body.get("run") or uuid.uuid4().hex,
         Draws(study, body.get("base")),
         asked=body.get("asked", ()),
-        attributes={number: names for one in body.get("arrays", ()) for number, _, _, names, _ in one["seats"]},
+        attributes={number: names for one in body.get("arrays", ()) for number, _, _, names, *_ in one["seats"]},
         alone=alone,
         callbacks=callbacks,
     )

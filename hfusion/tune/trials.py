@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Callback: TypeAlias = "Callable[[Study, FrozenTrial], None]"
 
 RUN, ROUND, COPIES = "hfusion:run", "hfusion:round", "hfusion:copies"
+# What a trial suggested, beside the params that it was trained with last.
+SUGGESTED = "hfusion:suggested"
 
 
 class Verdict(StrEnum):
@@ -213,18 +215,22 @@ class Trials:
         before = self._ahead.get(number)
         if before is None or not before.state.is_finished():
             for callback in self._callbacks:
-                callback(self.study, trial)
+                callback(self.study, as_trained(trial, self.study))
 
     def suggested(self, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a trial suggested, and from which distributions."""
-        trial = self._live[number]
+        trial = self._live.get(number) or _numbered(self.study, number)
         return trial.params, trial.distributions
 
-    def copied(self, number: int, source: int, epoch: int, params: Mapping[str, Any]) -> None:
-        """Note that a trial became a copy of another after so many epochs, and what it goes on with."""
+    def copied(self, number: int, source: int, epoch: int, params: Mapping[str, Any], origin: int) -> None:
+        """Note that a trial became a copy of another after so many epochs, and what it goes on with.
+
+        ``origin``: the trial that suggested parameters of these names, from whose distributions the values are.
+        """
         trial = self._live[number]
         before = [one for one in trial.user_attrs.get(COPIES, []) if one["epoch"] < epoch]
-        trial.set_user_attr(COPIES, [*before, {"epoch": epoch, "source": source, "params": dict(params)}])
+        event = {"epoch": epoch, "source": source, "params": dict(params), "origin": origin}
+        trial.set_user_attr(COPIES, [*before, event])
 
     def end(self, number: int, verdict: Verdict) -> None:
         """Tell a trial that has no value."""
@@ -236,6 +242,27 @@ class Trials:
         """The names of what pruners have noted on the trials that are not told."""
         trials = self.study.get_trials(deepcopy=False, states=(self.optuna.trial.TrialState.RUNNING,))
         return {one.number: sorted(one.system_attrs) for one in trials if one.number in self._live}
+
+
+def as_trained(trial: FrozenTrial, study: Study) -> FrozenTrial:
+    """Return a trial with the params that it was trained with last; what it suggested is then a user attribute.
+
+    In the study itself a trial keeps what it suggested.
+    """
+    copies = trial.user_attrs.get(COPIES)
+    if not copies:
+        return trial
+    origin = copies[-1].get("origin", trial.number)
+    trained = copy.copy(trial)
+    trained.params = dict(copies[-1]["params"])
+    if origin != trial.number:
+        trained.distributions = _numbered(study, origin).distributions
+    trained.user_attrs = {**trial.user_attrs, SUGGESTED: trial.params}
+    return trained
+
+
+def _numbered(study: Study, number: int) -> FrozenTrial:
+    return next(one for one in study.get_trials(deepcopy=False) if one.number == number)
 
 
 _VERDICTS = {"COMPLETE": Verdict.COMPLETE, "PRUNED": Verdict.PRUNED, "FAIL": Verdict.FAILED}
