@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hfusion.core.functorch import in_transform
 from hfusion.core.layout import Layout, lift
 from hfusion.ops.lowering import Efficiency
 from hfusion.ops.rule import Answer, Call, Operand, RuleTable, Site, Value, has_per_member, loop, table
@@ -96,12 +97,16 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _own_backward(weight: Tensor) -> bool:
-    """Whether `TokenMajor` pays; autocast must see the products themselves, to cast their gradients back."""
+    """Whether `TokenMajor` pays.
+
+    Autocast must see the products themselves, to cast their gradients back; so must the transforms of torch.func.
+    """
     return (
         weight.numel() >= OWN_BACKWARD_NUMEL
         and weight.requires_grad
         and torch.is_grad_enabled()
         and not torch.is_autocast_enabled(weight.device.type)
+        and not in_transform()
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hfusion.core.functorch import in_transform, is_wrapped
 from hfusion.core.layout import Layout, Listed
 from hfusion.device import native
 from hfusion.ops.random import dropout_stacked
@@ -165,10 +166,11 @@ def lstm_stacked(members: int, x: Tensor, h: Tensor, c: Tensor, weights: Sequenc
 
 
 def _runs(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernels can work on the memory of these."""
+    """Whether the kernels can work on the memory of these, and their backward is all that autograd asks for."""
     first = tensors[0]
     return (
         not torch.compiler.is_compiling()
+        and not in_transform()
         and not kernels()
         and not torch.is_autocast_enabled("cpu")
         and first.numel() > 0
@@ -179,10 +181,7 @@ def _runs(tensors: Sequence[Tensor]) -> bool:
 
 def _plain(tensor: Tensor) -> bool:
     """Whether it has an address, or stands for one that has when a step is traced, and is none of a transform."""
-    functorch: Any = torch._C._functorch
-    return type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor) and not functorch.is_functorch_wrapped_tensor(
-        tensor
-    )
+    return type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor) and not is_wrapped(tensor)
 
 
 def _per_member(

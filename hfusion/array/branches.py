@@ -22,6 +22,7 @@ STATE = frozenset(
         "_real",
         "_bound",
         "_checks",
+        "_loops",
         "_found",
         "_states",
         "_number",

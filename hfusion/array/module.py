@@ -16,10 +16,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.array.branches import STATE, Tree, fixed_attributes, grow
 from hfusion.array.dynamo import finder, inline
+from hfusion.array.evaluation import evaluating
 from hfusion.array.exported import exported
 from hfusion.array.modes import Change, Left, Switch, own_modes
 from hfusion.array.rows import Rows
 from hfusion.array.state import Array, ArrayState, partly_written, renewed, row_copy
+from hfusion.array.transformed import plain_stacks, run_members, unserved
 from hfusion.array.variables import Situations
 from hfusion.capture.contents import modeless_fingerprint
 from hfusion.capture.exporting import exporting
@@ -34,6 +36,7 @@ from hfusion.compiler.report import FusionReport, describe
 from hfusion.compiler.verify import CheckedArray, verify
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
+from hfusion.core.functorch import in_transform, outside_transforms, unwrapped
 from hfusion.core.membership import Membership, mark
 from hfusion.optim import coupling
 
@@ -63,6 +66,7 @@ class FusedModule(Rows, Tree):
         self._compiler = self._new_compiler()
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
         self._checks: dict[int, str] = {}
+        self._loops: dict[str, None] = {}
         self._found = finder(self, self._traced)
         self._mark()
         coupling.watch()
@@ -110,6 +114,8 @@ class FusedModule(Rows, Tree):
             return exported(self, self._exportable, args, kwargs)
         arguments = Arguments.of(args, kwargs)
         compiled = self._ready(arguments)
+        if in_transform() and (why := unserved(compiled)):
+            return self._transformed(compiled, arguments, why)
         bound = self._bound.get(id(compiled))
         if bound is None:
             bound = self._bound[id(compiled)] = bind(compiled, self)
@@ -122,6 +128,15 @@ class FusedModule(Rows, Tree):
         if compiled.opaque:
             self._situations.ran([call.place for call in compiled.opaque])
         return found
+
+    def _transformed(self, compiled: Compiled, arguments: Arguments, why: str) -> Any:
+        """The call by the members' own code, inside transforms of torch.func that the program does not serve."""
+        self._loops[f"{self._original} inside torch.func: loop over members: {why}"] = None
+        with outside_transforms():
+            members = list(self)
+        output = run_members(members, self, self._array.comparison.shared, arguments)
+        self._leave(compiled)
+        return output
 
     def _leave(self, compiled: Compiled) -> None:
         """Take over the train and eval modes that forward sets by itself."""
@@ -214,7 +229,9 @@ class FusedModule(Rows, Tree):
 
     def _verify(self, compiled: Compiled, arguments: Arguments) -> str:
         shared = self._array.comparison.shared
-        return verify(CheckedArray(compiled, dict(tensors(self)), shared, self._around, arguments))
+        with outside_transforms():
+            plain = arguments.mapped(unwrapped)
+            return verify(CheckedArray(compiled, plain_stacks(self, self._real), shared, self._around, plain))
 
     def report(self) -> FusionReport:
         """Which operators run how, and why; one part per program that a call has made so far."""
@@ -224,7 +241,8 @@ class FusedModule(Rows, Tree):
                 for compiler in self._compilers()
                 for family in compiler.families.values()
                 for compiled in family
-            )
+            ),
+            tuple(self._loops),
         )
 
     def _compilers(self) -> list[Compiler]:
@@ -267,31 +285,8 @@ class FusedModule(Rows, Tree):
         Raises:
             FusionError: the members' own eval changes tensors.
         """
-        modes = [(branch, branch.training) for branch in self._branches]
-        state = ArrayState(self._number, self._array, self._compiler)
-        if own_modes(self._array.skeletons[0]):
-            views = list(self)
-            before, trained = (
-                tuple(map(modeless_fingerprint, views)),
-                {name: t.requires_grad for name, t in tensors(self)},
-            )
-            switch = Switch(views, self._array.comparison.shared)
-            left = switch.run("", lambda module: module.eval())
-            if left.moved or left.written or left.trained != trained:
-                switch.undo()
-                raise FusionError(
-                    f"the own eval of {self._original} changes parameters or buffers, and this evaluation uses them as "
-                    "training has them; evaluate the trained models by themselves"
-                )
-            self._adopt(before, left, views)
-        else:
-            self.eval()
-        try:
+        with evaluating(self):
             yield
-        finally:
-            for branch, training in modes:
-                branch.training = training
-            self._enter(state)
 
     @overload
     def __getitem__(self, index: int) -> nn.Module: ...
@@ -344,7 +339,7 @@ class FusedModule(Rows, Tree):
 
     def _member(self, index: int, stacks: Mapping[str, Tensor] | None = None) -> nn.Module:
         """Member ``index`` around its rows of ``stacks``, the array's own tensors unless given."""
-        shared, own = self._array.comparison.shared, stacks or dict(tensors(self))
+        shared, own = self._array.comparison.shared, stacks or plain_stacks(self, self._real)
         rows = {name: live_rows(t, None if name in shared else index) for name, t in own.items()}
         return self._around(index, rows)
 

@@ -9,11 +9,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.array.broadcast import hinting, warn_as_alone, warn_of_unstacked
+from hfusion.array.transformed import stacked_results, unserved
 from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import BoundProgram, bind
@@ -24,6 +24,7 @@ from hfusion.compiler.rows import of_rows
 from hfusion.core.calls import StackedInput, is_stacked, stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of
+from hfusion.core.functorch import in_transform, is_wrapped
 from hfusion.core.program import Program
 
 
@@ -143,10 +144,16 @@ class PerModel:
                 compiled = compiler.get(self._training, arguments)
         except FusionError as error:
             self._loops[state, arguments.loose_key] = str(error)
-            return functools.partial(_looped, self._module, self._name, members)
+            return functools.partial(self._looped, members)
         # In a loop over members the function warns by itself.
         warn_as_alone(self._function, arguments)
-        return functools.partial(_run, bind(compiled, self._module))
+        program = bind(compiled, self._module)
+        return lambda call: (
+            self._looped(members, call) if in_transform() and unserved(compiled) else program(call.values)
+        )
+
+    def _looped(self, members: int, arguments: Arguments) -> Any:
+        return _looped(self._module, self._name, members, arguments)
 
     def found(self, outputs: Any, *args: Any, **kwargs: Any) -> BoundProgram | str:
         """The program that such a call, the last one, has run; or why it ran in a loop over members."""
@@ -166,6 +173,8 @@ class PerModel:
         """The compiler for the function as it is now. Raises FusionError where its state is not worth a program."""
         if state is None:
             raise FusionError("it reads more by itself than can be compared on every call")
+        if any(map(is_wrapped, tensors_of(state))):
+            raise FusionError("it reads by itself a tensor of a torch.func transform that is around the call")
         if (state, members) not in self._compilers:
             if len({known for known, _ in self._compilers} | {state}) > MAX_STATES:
                 raise FusionError(f"what it reads by itself has changed {MAX_STATES} times")
@@ -226,10 +235,6 @@ def _members(arguments: Arguments) -> int:
     return int(sizes[0])
 
 
-def _run(program: Callable[[list[Any]], Any], arguments: Arguments) -> Any:
-    return program(arguments.values)
-
-
 def _looped(function: Callable[..., Any], name: str, members: int, arguments: Arguments) -> Any:
     """The function, called member by member."""
     rows = []
@@ -241,15 +246,11 @@ def _looped(function: Callable[..., Any], name: str, members: int, arguments: Ar
     with hinting(arguments, members):
         for member in range(members):
             args, kwargs = arguments.of_member(member)
-            rows.append(pytree.tree_flatten(function(*args, **kwargs)))
+            rows.append(function(*args, **kwargs))
             # Another member's gradient, or its own argument, would be changed by that.
             if [tensor._version for tensor in given] != before:
                 raise FusionError(
                     f"{name} writes into its arguments, and runs in a loop over members, which may share them; let it "
                     "write into a copy"
                 )
-    leaves = [
-        torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0]
-        for parts in zip(*(flat for flat, _ in rows), strict=True)
-    ]
-    return pytree.tree_unflatten(leaves, rows[0][1])
+    return stacked_results(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,10 +76,20 @@ class Arguments:
         """Of the leaves as a member sees them; empty for what is no tensor."""
         return [_shape(leaf) for leaf in self.leaves]
 
+    def mapped(self, fn: Callable[[Tensor], Tensor]) -> Arguments:
+        """Return the arguments with ``fn`` applied to every tensor, of a stacked one to the stack."""
+        return Arguments(tuple(_mapped(leaf, fn) for leaf in self.leaves), self.spec)
+
     @property
     def values(self) -> list[Any]:
         """What the program takes."""
         return [leaf.tensor if isinstance(leaf, StackedInput) else leaf for leaf in self.leaves]
+
+
+def _mapped(leaf: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    if is_stacked(leaf):
+        return StackedInput(fn(leaf.tensor))
+    return fn(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

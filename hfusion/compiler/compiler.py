@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from hfusion.capture.asked import told_autocast
 from hfusion.capture.member import VaryingSizes
 from hfusion.compiler.arguments import Arguments
@@ -16,6 +14,7 @@ from hfusion.compiler.compiled import UNKNOWN, ArraySpec, Compiled, compile_arra
 from hfusion.compiler.sandbox import apart
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
+from hfusion.core.functorch import outside_transforms, unwrapped
 from hfusion.core.guards import fixed
 from hfusion.core.program import Kind
 from hfusion.device.backend import active_autocast
@@ -112,11 +111,6 @@ class Compiler:
 
     def make(self, training: Any, arguments: Arguments) -> Compiled:
         """Capture, align and batch; raises FusionError where that is impossible."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise FusionError(
-                f"{self.subject.name} is captured at its first call with such arguments, and not inside "
-                "torch.func.grad, vmap or another transform: call the array with such tensors once before"
-            )
         self._count(training, arguments)
         loose = arguments.loose_key
         shapes = arguments.shapes
@@ -129,10 +123,11 @@ class Compiler:
         if len(family) >= MAX_PROGRAMS:
             self.whole.setdefault(loose, f"sizes vary, and {MAX_PROGRAMS} programs did not serve all of them")
         sizes = VaryingSizes(met.dims, many, self.whole.get(loose, "")) if self.opens else UNKNOWN
-        related = self.kin(training, arguments) if self.kin is not None and not sizes.whole else None
         try:
-            with apart(), told_autocast({kind for kind, _ in active_autocast() or ()}):
-                compiled = related or compile_array(self.subject, arguments, _any_training(training), sizes)
+            with outside_transforms(), apart(), told_autocast({kind for kind, _ in active_autocast() or ()}):
+                plain = arguments.mapped(unwrapped)
+                related = self.kin(training, plain) if self.kin is not None and not sizes.whole else None
+                compiled = related or compile_array(self.subject, plain, _any_training(training), sizes)
         except FusionError as error:
             if many:
                 self.refused[loose] = str(error)

@@ -29,7 +29,6 @@ from hfusion.compiler.compiled import Compiled
 from hfusion.compiler.replay import Replay, Unmatched
 from hfusion.compiler.sandbox import without_trace
 from hfusion.compiler.shorten import shortened
-from hfusion.core.calls import StackedInput
 from hfusion.core.copies import copies_in_like_memory
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Kind
@@ -167,7 +166,7 @@ def _agrees_wide(subject: CheckedArray, members: Sequence[int]) -> bool:
 def _widened(subject: CheckedArray) -> CheckedArray:
     once: dict[int, Tensor] = {}
     stacks = {name: once.setdefault(id(t), _wide(t)) for name, t in subject.stacks.items()}
-    arguments = _mapped(subject.arguments, _wide)
+    arguments = subject.arguments.mapped(_wide)
     constants = {name: _wide(t) for name, t in subject.compiled.constants.items()}
     compiled = replace(subject.compiled, constants=constants)
     return replace(subject, compiled=compiled, stacks=stacks, arguments=arguments)
@@ -182,19 +181,11 @@ def _wide(value: Any) -> Any:
     return wide.clone().requires_grad_() if value.requires_grad else wide
 
 
-def _mapped(arguments: Arguments, fn: Callable[[Any], Any]) -> Arguments:
-    """``arguments`` with ``fn`` applied to what the program takes."""
-    values = (fn(leaf.tensor if isinstance(leaf, StackedInput) else leaf) for leaf in arguments.leaves)
-    pairs = zip(arguments.leaves, values, strict=True)
-    rows = tuple(StackedInput(value) if isinstance(leaf, StackedInput) else value for leaf, value in pairs)
-    return Arguments(rows, arguments.spec)
-
-
 def _copied(arguments: Arguments) -> Arguments:
     """The same in memory of its own: what runs on it leaves no trace."""
     tensors = [value for value in arguments.values if isinstance(value, Tensor)]
     own = iter(copies_in_like_memory(tensors))
-    return _mapped(arguments, lambda value: next(own) if isinstance(value, Tensor) else value)
+    return arguments.mapped(lambda _: next(own))
 
 
 def _check_noise(subject: CheckedArray, suspects: Sequence[Suspect]) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from hfusion.core.functorch import in_transform
 from hfusion.core.layout import Listed
 from hfusion.core.membership import Membership, mark, membership
 
@@ -269,7 +270,7 @@ def watched(run: Callable[..., Any], members: int | None = None) -> Callable[...
     """
 
     def call(*inputs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if not torch.is_grad_enabled() or in_transform():
             return run(*inputs)
         with _running() as found:
             results = run(*inputs)

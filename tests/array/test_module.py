@@ -269,27 +269,6 @@ def test_settings_of_a_class_are_refused(name: str) -> None:
         setattr(array, name, 1.0)
 
 
-def test_a_transform_around_the_first_call_is_an_error_and_around_the_next_is_right() -> None:
-    members = [Scaled(4, 4).double() for _ in range(2)]
-    array, x = hf.fuse(members), normal(3, 4)
-    params = dict(array.named_parameters())
-
-    def total(params: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(array, params, (x,)).sin().sum()
-
-    with pytest.raises(
-        hf.FusionError, match=r"inside torch\.func\.grad, vmap .* call the array with such tensors once"
-    ):
-        torch.func.grad(total)(params)
-    array(x)
-    found = torch.func.grad(total)(params)
-    for row, member in enumerate(members):
-        for name, expected in zip(
-            params, torch.autograd.grad(member(x).sin().sum(), [*member.parameters()]), strict=True
-        ):
-            torch.testing.assert_close(found[name][row], expected)
-
-
 class Named(nn.Module):
     """Submodules and tensors under the names that a fused module uses itself."""
 

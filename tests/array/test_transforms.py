@@ -1,0 +1,235 @@
+"""Arrays and losses inside the transforms of torch.func, called there for the first time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.utils import _pytree as pytree
+
+import hfusion as hf
+
+Parameters: TypeAlias = dict[str, Tensor]
+Forward: TypeAlias = Callable[[Parameters, Tensor], Tensor]
+
+MEMBERS = 2
+
+# Of torch's own forward-mode derivatives, `linearize`, and attention in `vmap`.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
+    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+]
+
+
+class Gated(nn.Module):
+    """Divides by what it computes without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x)
+        with torch.no_grad():
+            size = hidden.square().mean(-1, keepdim=True)
+        return self.outer((hidden / (1 + size)).tanh())
+
+
+class Detached(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x)
+        return self.outer(hidden / (1 + hidden.detach().abs()) * x.detach().sum(-1, keepdim=True))
+
+
+class Branch(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.tanh() if float(x.detach().sum()) > -1e9 else x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.outer = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.outer(self.cells(x.reshape(-1, 2, 4))[0][:, -1])
+        return outputs
+
+
+class Attention(nn.Module):
+    """Of three dims, for which torch has a second derivative; of four it has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 12), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.inner(x.reshape(-1, 2, 4)).chunk(3, -1)
+        outputs: Tensor = self.outer(F.scaled_dot_product_attention(query, key, value).flatten(1))
+        return outputs
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "dense": lambda: nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 2)),
+    "wide": lambda: nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 64), nn.Linear(64, 2)),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(-1, (2, 4)), nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(6, 2)
+    ),
+    "without gradients": Gated,
+    "detached": Detached,
+    "looped": lambda: nn.Sequential(nn.Linear(8, 4), Branch(4, 4), nn.Linear(4, 2)),
+    "recurrent": Recurrent,
+    "attention": Attention,
+}
+
+
+def total(forward: Forward) -> Callable[[Parameters, Tensor], Tensor]:
+    return lambda parameters, x: forward(parameters, x).sin().sum()
+
+
+def dual(forward: Forward, parameters: Parameters, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(forward(parameters, forward_ad.make_dual(x, x.cos())))[:2]
+
+
+def squares(gradients: Parameters) -> Tensor:
+    return torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum()
+
+
+TRANSFORMS: dict[str, Callable[[Forward, Parameters, Tensor], Any]] = {
+    "grad": lambda f, p, x: grad(total(f))(p, x),
+    "grad of grad": lambda f, p, x: grad(lambda p: squares(grad(total(f))(p, x)))(p),
+    "vjp": lambda f, p, x: vjp(f, p, x)[1](torch.ones_like(f(p, x)))[0],
+    "jvp": lambda f, p, x: jvp(lambda x: f(p, x), (x,), (x.cos(),)),
+    "jvp of parameters": lambda f, p, x: jvp(lambda p: f(p, x), (p,), ({k: v.cos() for k, v in p.items()},)),
+    "jvp of grad": lambda f, p, x: jvp(lambda x: grad(total(f))(p, x), (x,), (x.cos(),)),
+    "vmap of grad": lambda f, p, x: pytree.tree_map(
+        lambda g: g.movedim(0, -1), vmap(lambda row: grad(total(f))(p, row[None]))(x)
+    ),
+    "vmap of parameters": lambda f, p, x: vmap(lambda p: f(p, x), out_dims=-1)(
+        {k: torch.stack([v, v.cos()]) for k, v in p.items()}
+    ),
+    "jacrev": lambda f, p, x: jacrev(lambda x: f(p, x).sum(-2))(x),
+    "jacfwd": lambda f, p, x: jacfwd(lambda x: f(p, x).sum(-2))(x),
+    "linearize": lambda f, p, x: linearize(lambda x: f(p, x), x)[1](x.cos()),
+    "dual level": dual,
+}
+
+
+# By value (`.item()`) nothing can be batched or traced; torch has no batched LSTM.
+IMPOSSIBLE = {
+    *(("looped", name) for name in ("vmap of grad", "vmap of parameters", "linearize")),
+    *(("recurrent", name) for name in ("vmap of grad", "vmap of parameters")),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_first_call_inside_a_transform_is_that_of_the_members(model: str, transform: str) -> None:
+    torch.manual_seed(0)
+    members = [MODELS[model]().double().train(model != "convolution") for _ in range(MEMBERS)]
+    array, x = hf.fuse(members), torch.randn(3, 8, dtype=torch.float64)
+
+    def results(module: nn.Module) -> list[Tensor]:
+        parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+        found = TRANSFORMS[transform](lambda p, x: functional_call(module, p, (x,)), parameters, x)
+        return pytree.tree_leaves(found)
+
+    if (model, transform) in IMPOSSIBLE:
+        for module in (members[0], array):
+            with pytest.raises(RuntimeError):
+                results(module)
+        return
+    expected = zip(*map(results, members), strict=True)
+    for ours, theirs in zip(results(array), expected, strict=True):
+        torch.testing.assert_close(ours, torch.stack(theirs), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("model", ["dense", "looped", "without gradients"])
+def test_a_hessian_is_the_sum_of_those_of_the_members(model: str) -> None:
+    members = [MODELS[model]().double() for _ in range(MEMBERS)]
+    array, x = hf.fuse(members), torch.randn(2, 8, dtype=torch.float64)
+    ours, *theirs = (hessian(lambda x, m=module: m(x).sin().sum())(x) for module in (array, *members))
+    torch.testing.assert_close(ours, sum(theirs), rtol=1e-9, atol=1e-12)
+
+
+def test_what_runs_member_by_member_inside_a_transform_is_reported() -> None:
+    array = hf.fuse([Gated() for _ in range(MEMBERS)])
+    jvp(array, (torch.ones(3, 8),), (torch.ones(3, 8),))
+    assert "inside torch.func: loop over members: forward-mode derivatives flow through torch.no_grad()" in str(
+        array.report()
+    )
+
+
+@pytest.mark.parametrize("strategy", ["reverse-mode", "forward-mode"])
+def test_jacobians_of_autograd_functional(strategy: str) -> None:
+    members = [MODELS["dense"]().double() for _ in range(MEMBERS)]
+    array, x = hf.fuse(members), torch.randn(3, 8, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian
+    ours = jacobian(array, x, vectorize=True, strategy=strategy)
+    torch.testing.assert_close(ours, torch.stack([jacobian(member, x) for member in members]), rtol=1e-9, atol=1e-12)
+
+
+def test_running_statistics_that_a_transform_is_given() -> None:
+    members = [nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3)).double() for _ in range(MEMBERS)]
+    array, x = hf.fuse(members), torch.randn(5, 8, dtype=torch.float64)
+
+    def results(module: nn.Module) -> list[Tensor]:
+        def losses(parameters: Parameters, buffers: Parameters) -> tuple[Tensor, Parameters]:
+            outputs = functional_call(module, (parameters, buffers), (x,))
+            return outputs.sin().sum(), buffers
+
+        own = [
+            {k: t.detach().clone() for k, t in named} for named in (module.named_parameters(), module.named_buffers())
+        ]
+        return pytree.tree_leaves(grad(losses, has_aux=True)(*own))
+
+    for ours, theirs in zip(results(array), zip(*map(results, members), strict=True), strict=True):
+        torch.testing.assert_close(ours, torch.stack(theirs), rtol=1e-9, atol=1e-12)
+    assert not array[0][1].running_mean.any()
+
+
+def test_functional_call_of_plain_tensors_first() -> None:
+    members = [MODELS["dense"]().double() for _ in range(MEMBERS)]
+    array, x = hf.fuse(members), torch.randn(3, 8, dtype=torch.float64)
+    given = {name: stack.detach() * 2 for name, stack in array.named_parameters()}
+    rows = [functional_call(m, {name: t[k] for name, t in given.items()}, (x,)) for k, m in enumerate(members)]
+    torch.testing.assert_close(functional_call(array, given, (x,)), torch.stack(rows), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(array(x), torch.stack([member(x) for member in members]), rtol=1e-9, atol=1e-12)
+
+
+def normed(y: Tensor, target: Tensor) -> Tensor:
+    with torch.no_grad():
+        size = y.square().mean()
+    return F.mse_loss(y / size, target)
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, normed])
+def test_a_loss_inside_a_transform(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    members = [MODELS["dense"]().double() for _ in range(MEMBERS)]
+    array, x = hf.fuse(members), torch.randn(3, 8, dtype=torch.float64)
+    target = torch.randn(3, 2, dtype=torch.float64)
+    fused_loss = hf.per_model(loss)
+    ours = jvp(lambda x: fused_loss(array(x), target), (x,), (x.cos(),))
+    rows = [jvp(lambda x, m=member: loss(m(x), target), (x,), (x.cos(),)) for member in members]
+    for found, expected in zip(ours, zip(*rows, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-9, atol=1e-12)
+
+
+def test_a_loss_over_a_target_of_the_transform() -> None:
+    members = [MODELS["dense"]().double() for _ in range(MEMBERS)]
+    array, x = hf.fuse(members), torch.randn(3, 8, dtype=torch.float64)
+    target = torch.randn(3, 2, dtype=torch.float64)
+
+    def ours(row: Tensor, target: Tensor) -> Any:
+        return hf.per_model(lambda y: F.mse_loss(y[0], target))(array(row[None]))
+
+    rows = [vmap(lambda row, target, m=member: F.mse_loss(m(row), target))(x, target) for member in members]
+    torch.testing.assert_close(vmap(ours, out_dims=1)(x, target), torch.stack(rows), rtol=1e-9, atol=1e-12)
