@@ -14,6 +14,7 @@ from hfusion.adapters.configs import Change, Config, changed, check_common, conf
 from hfusion.adapters.configs import check as check_config
 from hfusion.adapters.layers import NAME, dropout, fill, layers, lora_names, rank, settle
 from hfusion.adapters.member import PREFIX, AdapterMember, member_class, patterns
+from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.device.generators import draws_kept
 
@@ -168,7 +169,7 @@ class FrozenBase:
             memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
         self._shared = {id(tensor): tensor for tensor in memo.values()}
         # A copy of its modules, as peft changes those of a base that it is given.
-        self.base = copy.deepcopy(base, memo)
+        self.base = module_copy(base, memo)
         self.caches = {
             path: bool(module.config.use_cache)
             for path, module in cast(Any, base).named_modules()
@@ -177,7 +178,7 @@ class FrozenBase:
 
     def copy(self) -> Any:
         """The base around these parameters."""
-        return self._without_cache(copy.deepcopy(self.base, dict(self._shared)))
+        return self._without_cache(module_copy(self.base, dict(self._shared)))
 
     def _without_cache(self, model: nn.Module) -> nn.Module:
         """A cache of keys and values is of no use in training, and no tensor that a graph may return."""
@@ -187,7 +188,7 @@ class FrozenBase:
 
     def copy_of(self, model: Any) -> Any:
         """A copy of a model made of `copy`, around the same parameters."""
-        return copy.deepcopy(model, dict(self._shared))
+        return module_copy(model, dict(self._shared))
 
     def adapted(self, config: Config, seed: int | None) -> nn.Module:
         """What peft makes of the base and ``config``."""

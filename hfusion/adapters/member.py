@@ -15,6 +15,7 @@ from torch import nn
 
 from hfusion.adapters.configs import target_only
 from hfusion.adapters.layers import NAME, cut, dropout, layers, lora_names
+from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 
 PREFIX = "base_model.model."
@@ -79,9 +80,9 @@ def _blank(kind: type[nn.Module]) -> Any:
 def plain(member: AdapterMember, own_base: bool = False) -> nn.Module:
     """A peft model with this adapter alone, in its own rank."""
     frozen = [] if own_base else [tensor for tensor in member.parameters() if not tensor.requires_grad]
-    model = copy.deepcopy(member, {id(tensor): tensor for tensor in frozen})
+    model = module_copy(member, {id(tensor): tensor for tensor in frozen})
     caches: Mapping[str, bool] = vars(model).pop("caches")
-    model.__class__ = kind_of(member)  # type: ignore[assignment]
+    model.__class__ = kind_of(member)
     for path, value in caches.items():
         cast(Any, model.get_submodule(f"{PREFIX}{path}".rstrip("."))).config.use_cache = value
     found = layers(model)

@@ -10,6 +10,7 @@ import functools
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import nn
 
@@ -26,35 +27,56 @@ class Writes:
     other: frozenset[str]
 
 
+# Classes of modules, and functions that are attributes of modules.
+_Sources: TypeAlias = frozenset[type | types.FunctionType]
+
+
 def written_by_call(island: Island, module: nn.Module) -> frozenset[str]:
     """The names of attributes that a call of ``island``, a method of ``module``, may assign."""
-    kinds: frozenset[type] = frozenset(type(part) for part in module.modules())
-    return _written_by_call(island.method, kinds)
+    found = [writes(function.__code__) for function in _reached((island.method, "forward"), _sources(module.modules()))]
+    return frozenset().union(*(w.own | w.other for w in found))
 
 
 def written_elsewhere(island: Island, module: nn.Module, outside: Iterable[nn.Module]) -> frozenset[str]:
     """The names of attributes that code of modules ``outside`` of ``module`` may assign in it while forward runs."""
-    kinds: frozenset[type] = frozenset(type(part) for part in outside)
-    reached = _reached(frozenset({"forward"}), kinds)
+    reached = _reached(("forward",), _sources(outside))
     named = frozenset(name for function in reached for name in names_in(function.__code__)) - {"forward", island.method}
-    own: frozenset[type] = frozenset(type(part) for part in module.modules())
-    called = [function for kind in own for function in _methods(kind) if function.__name__ in named]
+    called = [f for source in _sources(module.modules()) for f in _functions(source) if f.__name__ in named]
     direct = (name for function in reached for name in writes(function.__code__).other)
     return frozenset(direct).union(*(writes(function.__code__).own for function in called))
 
 
-@functools.lru_cache(maxsize=1024)
-def _written_by_call(method: str, kinds: frozenset[type]) -> frozenset[str]:
-    found = [writes(function.__code__) for function in _reached(frozenset({method, "forward"}), kinds)]
-    return frozenset().union(*(w.own | w.other for w in found))
+def names_used(model: nn.Module) -> frozenset[str]:
+    """The names in code that forward of ``model`` may reach, and the strings by which it may ask for attributes."""
+    found = set[str]()
+    for function in _reached(("forward",), _sources(model.modules())):
+        found.update(names_in(function.__code__))
+        found.update(const for const in function.__code__.co_consts if isinstance(const, str))
+    return frozenset(found)
 
 
-@functools.lru_cache(maxsize=1024)
-def _reached(names: frozenset[str], kinds: frozenset[type]) -> frozenset[types.FunctionType]:
-    """The methods of ``kinds`` of such names, and what they and functions of their files call by name."""
+def _sources(modules: Iterable[nn.Module]) -> _Sources:
+    found = set[type | types.FunctionType]()
+    for module in modules:
+        found.add(type(module))
+        for value in vars(module).values():
+            if callable(value) and not isinstance(value, nn.Module | type):
+                found.update(functions_behind(value))
+    return frozenset(found)
+
+
+def _reached(names: tuple[str, ...], sources: _Sources) -> frozenset[types.FunctionType]:
+    """The functions among ``sources``, their methods of such names, and what these call by name."""
+    # Functions of single modules are not kept alive: they may hold tensors.
+    search = _search_of_classes if all(isinstance(source, type) for source in sources) else _search
+    return search(names, sources)
+
+
+def _search(names: tuple[str, ...], sources: _Sources) -> frozenset[types.FunctionType]:
     named, found = set(names), set[types.FunctionType]()
-    methods = [function for kind in kinds for function in _methods(kind)]
-    waiting = [function for function in methods if function.__name__ in named]
+    known = [function for source in sources for function in _functions(source)]
+    waiting = [function for function in known if function.__name__ in named]
+    waiting += [source for source in sources if isinstance(source, types.FunctionType)]
     while waiting:
         function = waiting.pop()
         if function in found:
@@ -63,17 +85,21 @@ def _reached(names: frozenset[str], kinds: frozenset[type]) -> frozenset[types.F
         more = set(names_in(function.__code__))
         values = [function.__globals__[name] for name in more if name in function.__globals__]
         waiting += [f for value in values for f in functions_behind(value) if not is_foreign(f.__module__)]
-        waiting += [f for f in methods if f.__name__ in more - named]
+        waiting += [f for f in known if f.__name__ in more - named]
         named |= more
     return frozenset(found)
 
 
-@functools.lru_cache(maxsize=4096)
-def _methods(kind: type) -> tuple[types.FunctionType, ...]:
-    """The functions of a class and of those it derives from, but for what makes objects and what is torch's."""
+_search_of_classes = functools.lru_cache(maxsize=1024)(_search)
+
+
+def _functions(source: type | types.FunctionType) -> tuple[types.FunctionType, ...]:
+    """A function, or those of a class and its bases, but for what makes objects and what is torch's."""
+    if isinstance(source, types.FunctionType):
+        return (source,)
     return tuple(
         function
-        for base in kind.__mro__
+        for base in source.__mro__
         if not is_foreign(base.__module__)
         for name, value in vars(base).items()
         if name != "__init__"

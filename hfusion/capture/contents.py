@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import tensors
@@ -136,8 +137,12 @@ class _AttributeReader:
             return (type(value).__name__, parts)
         if isinstance(value, set | frozenset):
             return ("set", frozenset(self.read(v, where) for v in value))
+        if isinstance(value, fx.Graph):
+            # It may remember a module whose forward it was traced from.
+            return ("graph", str(value))
         if isinstance(value, types.FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            self._check_closed_over([cells, value.__defaults__, value.__kwdefaults__], where)
             return (
                 "function",
                 value.__code__,
@@ -148,6 +153,15 @@ class _AttributeReader:
         if isinstance(value, types.MethodType):
             return ("method", value.__func__.__qualname__, self.read(value.__self__, where))
         return self._object(value, where)
+
+    def _check_closed_over(self, values: Any, where: str) -> None:
+        """Raise a FusionError for a registered tensor among ``values``, which copies of a function share."""
+        for leaf in pytree.tree_leaves(values):
+            if isinstance(leaf, Tensor) and id(leaf) in self.known:
+                raise FusionError(
+                    f"attribute {where.strip('.')} is a function that holds {self.known[id(leaf)]} in a closure or a "
+                    "default, which a copy of the model shares with the model; let a method read it from self"
+                )
 
     def _object(self, value: Any, where: str) -> Any:
         """An object by its attributes and by what pickling would keep; by identity where it has neither."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +18,7 @@ from hfusion.capture.named import tensors
 from hfusion.capture.opaque import opaque
 from hfusion.capture.recorded import Records
 from hfusion.capture.survey import survey
+from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 
 
@@ -109,7 +109,7 @@ class _Search:
         if top.written:
             # By itself, the call would write into leaves that require grad.
             args, kwargs = pytree.tree_map_only(Tensor, torch.detach, (args, kwargs))
-        twin = copy.deepcopy(self.model)
+        twin = module_copy(self.model)
         with opaque(twin, stubs, self.records, [twin], top):
             module = twin.get_submodule(island.path)
             target = module if island.method == "forward" else _MethodAsModule(module, island.method)

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.addresses import fills_memory
+from hfusion.capture.attribute_writes import names_used
 from hfusion.capture.contents import contents
 from hfusion.capture.foretell import foretold
 from hfusion.capture.intercept import WHOLE, Island
 from hfusion.capture.named import tensors
 from hfusion.capture.recorded import RecordedCall, Records, tensors_in
+from hfusion.capture.references import references
 from hfusion.core.errors import FusionError
 
 # What a call that runs per member may take and give beside tensors: values that are the same for all members.
@@ -96,14 +98,27 @@ class Fitness:
         return all(map(fills_memory, (*given, *own)))
 
     def _held(self, island: Island) -> Iterator[tuple[str, str]]:
-        """Plain attributes below ``island`` that hold a tensor of the model, or a module outside; and what they
-        hold."""
+        """Plain attributes below ``island`` with a tensor of the model that cannot be replaced, or a module outside.
+
+        Those that forward does not name are left out. Yields with each what it holds.
+        """
         prefix = f"{island.path}." if island.path else ""
+        module, ids = self.model.get_submodule(island.path), {name: id(t) for name, t in tensors(self.model)}
+        replaced = {
+            (f"{prefix}{reference.path}.{reference.steps[0]}".replace("..", ".").strip("."), ids[f"{prefix}{name}"])
+            for reference in references(module, self._used)
+            for name in reference.names
+        }
         for name, value in self._contents.items():
-            if name.startswith(prefix):
+            if name.startswith(prefix) and name.rpartition(".")[2] in self._used:
                 for own in _own(value):
-                    if own not in self._paths or not f"{own}.".startswith(prefix):
+                    inside = f"{own}.".startswith(prefix) if own in self._paths else (name, ids[own]) in replaced
+                    if not inside:
                         yield name, own or "the whole model"
+
+    @cached_property
+    def _used(self) -> frozenset[str]:
+        return names_used(self.model)
 
     @cached_property
     def _contents(self) -> dict[str, Any]:

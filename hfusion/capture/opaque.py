@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hfusion.capture.attribute_writes import names_used
 from hfusion.capture.foretell import foretold
 from hfusion.capture.intercept import Island, Method, intercepted
 from hfusion.capture.named import tensors
 from hfusion.capture.own_code import SIZE, TENSOR, OpaqueCall, Result, calls, run
 from hfusion.capture.recorded import RecordedCall, Records
+from hfusion.capture.references import references
 from hfusion.capture.state_watch import hide
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import fixed as fixed_size
@@ -97,6 +99,8 @@ class _Stub:
         prefix = f"{island.path}." if island.path else ""
         self._changed = frozenset(name.removeprefix(prefix) for name in changed if name.startswith(prefix))
         self._bodies = tuple(member.get_submodule(island.path) for member in members)
+        used = names_used(members[0])
+        self._references = tuple(references(body, used) for body in self._bodies)
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -128,6 +132,7 @@ class _Stub:
             torch.is_grad_enabled(),
             record.attached,
             self._bodies,
+            self._references,
         )
         number = numbered(call)
         self._met.append(call)

@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.addresses import own_memory
+from hfusion.capture.references import Reference
 from hfusion.capture.repeat import next_call, seeded
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Listed
@@ -73,7 +74,8 @@ class OpaqueCall:
     tells of each input whether it was, ``written`` are the positions of those that it writes into; ``assigned`` the
     keys of the buffers that it assigns anew; ``changed`` the keys of its own tensors that a run of forward changed;
     ``addresses`` whether it addresses the memory below tensors; ``grad`` whether autograd is on there, ``attached``
-    whether it is off and some result needs a gradient all the same; ``bodies`` every member's submodule.
+    whether it is off and some result needs a gradient all the same; ``bodies`` every member's submodule;
+    ``references`` where each of these holds its own tensors a second time.
     """
 
     path: str
@@ -93,6 +95,7 @@ class OpaqueCall:
     grad: bool
     attached: bool
     bodies: tuple[nn.Module, ...]
+    references: tuple[tuple[Reference, ...], ...] = ()
 
     @property
     def foretells(self) -> bool:
@@ -358,6 +361,7 @@ def _filled(call: OpaqueCall, member: int, own: Mapping[str, Tensor]) -> Iterato
     """
     body = call.bodies[member]
     places = []
+    substitutes: dict[int, Tensor] = {}
     for key, tensor in own.items():
         path, _, name = key.rpartition(".")
         module = body.get_submodule(path)
@@ -366,18 +370,24 @@ def _filled(call: OpaqueCall, member: int, own: Mapping[str, Tensor]) -> Iterato
         mine = own_memory(tensor) if call.addresses or key in call.assigned else tensor
         # In its present memory, as forward may give the tensor another.
         places.append((holder, name, key, mine, _version(mine), tensor.detach()))
+        substitutes[id(holder[name])] = mine
         holder[name] = mine
+    _put(call, member, substitutes)
     try:
         yield body
     finally:
         for holder, name, key, mine, version, memory in places:
             after = holder.get(name)
-            if after is mine and (key in call.fixed or after.data_ptr() == memory.data_ptr()):
-                holder[name] = own[key]
-            else:
-                holder[name] = own[key]
+            holder[name] = own[key]
+            if after is not mine or not (key in call.fixed or after.data_ptr() == memory.data_ptr()):
                 seen = after is not mine or _version(after) != version
                 _write_back(f"{call.path} of model {member} assigns {key} anew", memory, after, seen)
+        _put(call, member, {id(mine): own[key] for _, _, key, mine, *_ in places})
+
+
+def _put(call: OpaqueCall, member: int, substitutes: Mapping[int, Tensor]) -> None:
+    for reference in call.references[member] if call.references else ():
+        reference.put(call.bodies[member], substitutes)
 
 
 def _write_back(what: str, memory: Tensor, after: Any, seen: bool) -> None:

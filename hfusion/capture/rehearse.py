@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import tensors
 from hfusion.core.containers import know_dataclasses
-from hfusion.core.copies import copies
+from hfusion.core.copies import copies, module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture, Kind
 from hfusion.core.silence import silence_tracers
@@ -54,7 +53,7 @@ def runnable(module: nn.Module) -> bool:
 def twin(module: nn.Module) -> nn.Module:
     """A copy with tensors of its own. Raises FusionError where there is none."""
     try:
-        return copy.deepcopy(module)
+        return module_copy(module)
     except (TypeError, RuntimeError) as error:
         raise FusionError(
             f"{type(module).__name__} cannot be deep-copied: {error}; keep only tensors that are leaves, and plain "

@@ -11,6 +11,7 @@ from torch.utils import dlpack
 
 from hfusion.capture.contents import results
 from hfusion.capture.named import tensors
+from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.device.backend import backend
 
@@ -20,7 +21,7 @@ def skeleton(index: int, model: nn.Module) -> nn.Module:
     memo: dict[int, Tensor] = {id(tensor): _empty(tensor) for _, tensor in tensors(model)}
     memo |= {id(tensor): tensor.detach().clone().requires_grad_() for tensor in results(model)}
     try:
-        return copy.deepcopy(model, memo)
+        return module_copy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise FusionError(
             f"model {index} ({type(model).__name__}) cannot be deep-copied: {error}; "

@@ -5,7 +5,6 @@ Where one raises, what it gave in a real run stands in for it, and the trace goe
 
 from __future__ import annotations
 
-import copy
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,6 +18,7 @@ from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, island
 from hfusion.capture.opaque import opaque, stand_in
 from hfusion.capture.own_code import OpaqueCall
 from hfusion.capture.recorded import RecordedCall, Records
+from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 
 
@@ -27,7 +27,7 @@ def survey(model: nn.Module, records: Records, stubs: Mapping[Island, str], fitn
 
     Of calls in one another it is the innermost that can run by itself.
     """
-    twin = copy.deepcopy(model)
+    twin = module_copy(model)
     trace = _Trace(twin, records, fitness)
     call = records.top
     others = [island for island in islands(twin) if island not in stubs]

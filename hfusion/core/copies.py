@@ -6,10 +6,11 @@ write nothing but leave marks, `copies_in_like_memory` where the code may see wh
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.core.memory import is_plain
@@ -25,17 +26,30 @@ def contiguous_aliases(values: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: _like(x.detach().contiguous(), x), values)
 
 
+def module_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy in the same train and eval modes; ``memo`` as of `copy.deepcopy`.
+
+    A module whose ``__setstate__`` calls ``__init__`` is copied in train mode by `copy.deepcopy`.
+    """
+    copied = copy.deepcopy(module, memo)
+    modes = {path: part.training for path, part in module.named_modules(remove_duplicate=False)}
+    for path, part in copied.named_modules(remove_duplicate=False):
+        if part.training != modes.get(path, part.training):
+            part.training = modes[path]
+    return copied
+
+
 def copies_in_like_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies with the same strides, dtypes and need of a gradient; what shared memory shares memory again."""
     plain = [k for k, tensor in enumerate(tensors) if is_plain(tensor) and tensor.numel()]
     found = dict(zip(plain, _copied_memory([tensors[k] for k in plain]), strict=True))
     rows = [found[k] if k in found else tensor.detach().clone() for k, tensor in enumerate(tensors)]
     once: dict[int, Tensor] = {}
-    return [once.setdefault(id(t), _like(copy, t)) for copy, t in zip(rows, tensors, strict=True)]
+    return [once.setdefault(id(t), _like(row, t)) for row, t in zip(rows, tensors, strict=True)]
 
 
-def _like(copy: Tensor, tensor: Tensor) -> Tensor:
-    return copy.requires_grad_(tensor.requires_grad)
+def _like(copied: Tensor, tensor: Tensor) -> Tensor:
+    return copied.requires_grad_(tensor.requires_grad)
 
 
 def _copied_memory(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
+from hfusion.core.copies import module_copy
 from hfusion.core.membership import membership
 from hfusion.core.rows import check_once
 
@@ -264,7 +264,7 @@ def apart(fused: FusedModule, row: int) -> nn.Module:
     model = fused[row]
     own = {name for name, parameter in fused.named_parameters() if _of_members(parameter)}
     frozen = [p for name, p in model.named_parameters() if name not in own and not p.requires_grad]
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in frozen})
+    return module_copy(model, {id(parameter): parameter for parameter in frozen})
 
 
 def _of_members(parameter: Tensor) -> bool:

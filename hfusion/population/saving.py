@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from hfusion.checkpoint.parts import SaveWriter
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save import Root, Writing, gather, in_thread, read, writing
 from hfusion.checkpoint.tree import encode
+from hfusion.core.copies import module_copy
 from hfusion.core.errors import CheckpointError
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.lr_scheduler import Make
@@ -224,7 +224,7 @@ def _another(model: nn.Module, known: Sequence[nn.Module]) -> nn.Module:
     if all(model is not one for one in known):
         return model
     others = {id(tensor) for one in known if one is not model for tensor in _tensors(one)}
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in _tensors(model) if id(tensor) in others})
+    return module_copy(model, {id(tensor): tensor for tensor in _tensors(model) if id(tensor) in others})
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
