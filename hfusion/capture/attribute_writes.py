@@ -40,7 +40,8 @@ def written_by_call(island: Island, module: nn.Module) -> frozenset[str]:
 def written_elsewhere(island: Island, module: nn.Module, outside: Iterable[nn.Module]) -> frozenset[str]:
     """The names of attributes that code of modules ``outside`` of ``module`` may assign in it while forward runs."""
     reached = _reached(("forward",), _sources(outside))
-    named = frozenset(name for function in reached for name in names_in(function.__code__)) - {"forward", island.method}
+    named = {name for function in reached for name in names_in(function.__code__).attributes}
+    named -= {"forward", island.method}
     called = [f for source in _sources(module.modules()) for f in _functions(source) if f.__name__ in named]
     direct = (name for function in reached for name in writes(function.__code__).other)
     return frozenset(direct).union(*(writes(function.__code__).own for function in called))
@@ -50,7 +51,7 @@ def names_used(model: nn.Module) -> frozenset[str]:
     """The names in code that forward of ``model`` may reach, and the strings by which it may ask for attributes."""
     found = set[str]()
     for function in _reached(("forward",), _sources(model.modules())):
-        found.update(names_in(function.__code__))
+        found.update(names_in(function.__code__).attributes)
         found.update(const for const in function.__code__.co_consts if isinstance(const, str))
     return frozenset(found)
 
@@ -72,8 +73,8 @@ def _reached(names: tuple[str, ...], sources: _Sources) -> frozenset[types.Funct
     return search(names, sources)
 
 
-def _search(names: tuple[str, ...], sources: _Sources) -> frozenset[types.FunctionType]:
-    named, found = set(names), set[types.FunctionType]()
+def _search(called: tuple[str, ...], sources: _Sources) -> frozenset[types.FunctionType]:
+    named, found = set(called), set[types.FunctionType]()
     known = [function for source in sources for function in _functions(source)]
     waiting = [function for function in known if function.__name__ in named]
     waiting += [source for source in sources if isinstance(source, types.FunctionType)]
@@ -82,8 +83,9 @@ def _search(names: tuple[str, ...], sources: _Sources) -> frozenset[types.Functi
         if function in found:
             continue
         found.add(function)
-        more = set(names_in(function.__code__))
-        values = [function.__globals__[name] for name in more if name in function.__globals__]
+        names = names_in(function.__code__)
+        more = set(names.attributes)
+        values = [function.__globals__[name] for name in names.variables if name in function.__globals__]
         waiting += [f for value in values for f in functions_behind(value) if not is_foreign(f.__module__)]
         waiting += [f for f in known if f.__name__ in more - named]
         named |= more
