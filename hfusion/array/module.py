@@ -122,7 +122,7 @@ class FusedModule(Rows, Tree):
         try:
             found = bound(arguments.values)
         except OtherSizes as error:
-            self._compiler.distrust(self._modes(), arguments, compiled, str(error))
+            self._compiler.distrust(self._modes(arguments), arguments, compiled, str(error))
             return self.forward(*args, **kwargs)
         self._leave(compiled)
         if compiled.opaque:
@@ -190,11 +190,11 @@ class FusedModule(Rows, Tree):
 
     def find(self, arguments: Arguments) -> Compiled | None:
         """The program for such a call in the present training pattern, if there is one already."""
-        return self._compiler.find(self._modes(), arguments)
+        return self._compiler.find(self._modes(arguments), arguments)
 
     def compiled(self, arguments: Arguments) -> Compiled:
         """The program for such a call; made if there is none. Raises FusionError."""
-        modes = self._modes()
+        modes = self._modes(arguments)
         found = self._compiler.find(modes, arguments)
         if found is None:
             found = self._compiler.get(modes, arguments)
@@ -207,18 +207,18 @@ class FusedModule(Rows, Tree):
         """A program without loops over members' own code; a new one is not kept, as an export hides the tensors."""
         subject = replace(self._compiler.subject, loops=False, member=lambda index: self._member(index, self._real))
         compiler = Compiler(subject)
-        modes = self._modes()
+        modes = self._modes(arguments)
         return self._compiler.find(modes, arguments) or compiler.make(modes, arguments)
 
-    def _modes(self) -> tuple[int, ...]:
-        """What programs of one `ArrayState` hang on besides arguments: variables that code names, train and eval."""
+    def _modes(self, arguments: Arguments | None = None) -> tuple[int, ...]:
+        """What programs of one `ArrayState` depend on besides arguments: what code reads, train and eval."""
         if not torch.compiler.is_dynamo_compiling():
-            self._situations.look(self._array.skeletons)
+            self._situations.look(self._array.skeletons, self._branches, arguments)
         return (self._situations.number, *[branch.training for branch in self._branches])
 
-    def _pattern(self) -> tuple[int, ...]:
-        """What programs hang on besides arguments: `_modes`, and which `ArrayState` the members are in."""
-        return (*self._modes(), self._number)
+    def _pattern(self, arguments: Arguments | None = None) -> tuple[int, ...]:
+        """What programs depend on besides arguments: `_modes`, and which `ArrayState` the members are in."""
+        return (*self._modes(arguments), self._number)
 
     def check(self, compiled: Compiled, arguments: Arguments) -> None:
         """The self-check of a program, once, unless it was turned off. Raises FusionError."""

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _Orthogonal
 
 from hfusion.capture.intercept import WHOLE, Island
-from hfusion.capture.watched import Variables, within
+from hfusion.capture.watched import Questions, Variables, within
+from hfusion.compiler.arguments import Arguments
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.fingerprint import global_hooks
+from hfusion.core.torch_settings import read_settings
 from hfusion.device.backend import active_autocast
 
 # Values of one variable for which programs are made.
@@ -24,8 +26,9 @@ MAX_VALUES = 4
 class Situations:
     """Numbers what the variables of files, classes, objects and closures are that forward's code names.
 
-    ``looped``: what runs member by member from now on, as it names variables that change too often, each with the
-    reason; what it names is then read when it runs.
+    So it does with what else the code may ask for: settings of torch, whether parameters need a gradient, how inputs
+    lie in memory. ``looped``: what runs member by member from now on, as it names variables that change too often, each
+    with the reason; what it names is then read when it runs.
     """
 
     def __init__(self) -> None:
@@ -38,15 +41,27 @@ class Situations:
         self._numbers: dict[Any, int] = {}
         self._met: dict[str, set[Any]] = {}
 
-    def look(self, models: Sequence[nn.Module]) -> int:
-        """The number of the present values, by the code of ``models``."""
+    def look(self, models: Sequence[nn.Module], tree: Sequence[nn.Module], arguments: Arguments | None) -> int:
+        """The number of the present values, by the code of ``models``.
+
+        Args:
+            tree: the array's modules, with its parameters.
+            arguments: of the call; None where it is not known.
+
+        Raises:
+            FusionError: an input carries an attribute that the code names, which an array has not.
+        """
         if parametrize._cache_enabled:
             _check_cached(models)
         known = self._variables
-        around = _around(known is None or known.asks_autocast)
-        if known is None or self._models != models or self._around != around or not known.same():
+        if known is None or self._models != models or not known.same():
             with tracing:
-                self._look(models)
+                known = self._look(models)
+        around = _around(known.questions, tree, arguments)
+        if around != self._around:
+            with tracing:
+                self._around = around
+                self.number = self._numbers.setdefault(self._key(known.values), len(self._numbers))
         return self.number
 
     def ran(self, places: Sequence[str]) -> None:
@@ -68,19 +83,22 @@ class Situations:
                 self._numbers[self._key(values)] = self.number
             self.number = self._numbers.setdefault(self._key(values), len(self._numbers))
 
-    def _look(self, models: Sequence[nn.Module]) -> None:
-        found = Variables(models, self._left_out)
-        for name, value in found.values.items():
+    def _look(self, models: Sequence[nn.Module]) -> Variables:
+        """Read the variables that the code of ``models`` names now; their number is given once all else is known."""
+        variables = Variables(models, self._left_out)
+        for name, value in variables.values.items():
             self._met.setdefault(name, set()).add(value)
-        often = {name for name in found.values if len(self._met[name]) > MAX_VALUES}
+        often = {name for name in variables.values if len(self._met[name]) > MAX_VALUES}
         if often:
             for name in sorted(often):
-                self._loop(found, name, f"it names {name}, which has had more than {MAX_VALUES} values")
+                self._loop(variables, name, f"it names {name}, which has had more than {MAX_VALUES} values")
                 del self._met[name]
             self._left_out |= often
-            found = Variables(models, self._left_out)
-        self._models, self._variables, self._around = models, found, _around(found.asks_autocast)
-        self.number = self._numbers.setdefault(self._key(found.values), len(self._numbers))
+            variables = Variables(models, self._left_out)
+        if variables.questions.random_state:
+            self.looped.setdefault(WHOLE, "it asks for the state of random numbers, which a graph has not")
+        self._models, self._variables, self._around = models, variables, None
+        return variables
 
     def _loop(self, found: Variables, name: str, why: str) -> None:
         remedy = "make that an argument of forward or a buffer"
@@ -92,9 +110,35 @@ class Situations:
         return self._around, len(self.looped), tuple(values.items())
 
 
-def _around(asks_autocast: bool) -> Any:
-    """What else of the process and the thread a program hangs on."""
-    return torch.get_default_dtype(), global_hooks(), active_autocast() if asks_autocast else None
+def _around(asked: Questions, tree: Sequence[nn.Module], arguments: Arguments | None) -> Any:
+    """What a program depends on besides variables and modes: of the process, the thread, the array and the call."""
+    if arguments is not None:
+        _check_attributes(asked, arguments)
+    return (
+        torch.get_default_dtype(),
+        global_hooks(),
+        active_autocast() if asked.autocast else None,
+        read_settings(asked.settings) if asked.settings else None,
+        _trained(tree) if asked.gradients else None,
+        arguments.strides if asked.strides and arguments is not None else None,
+    )
+
+
+def _trained(tree: Sequence[nn.Module]) -> tuple[bool, ...]:
+    """Which parameters need a gradient."""
+    return tuple([p.requires_grad for module in tree for p in module._parameters.values() if p is not None])
+
+
+def _check_attributes(asked: Questions, arguments: Arguments) -> None:
+    """Raise a FusionError where a tensor carries a Python attribute that forward may read: an array has none."""
+    for place, tensor in enumerate(arguments.values):
+        attributes = vars(tensor) if isinstance(tensor, Tensor) else None
+        if attributes and (read := sorted(asked.names & attributes.keys())):
+            raise FusionError(
+                f"input {place} carries the Python attribute {read[0]}, a name that forward's code has, and a tensor "
+                "of an array has no attributes; give its value as an argument of its own, and the tensor as "
+                "x.view_as(x)"
+            )
 
 
 def _check_cached(models: Sequence[nn.Module]) -> None:

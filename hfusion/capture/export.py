@@ -29,7 +29,7 @@ from hfusion.capture.memo import rehearse
 from hfusion.capture.python_reads import PythonReads
 from hfusion.capture.rehearse import ALIKE, Outcome, difference, run_graph, runnable, twin
 from hfusion.capture.repeated import capture_key, find_capture, forget_capture, keep_capture
-from hfusion.core.copies import contiguous_aliases
+from hfusion.core.copies import aliases, are_contiguous, contiguous_aliases
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.guards import Guards
@@ -146,7 +146,6 @@ def _check_faithful(
     found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], real: Outcome
 ) -> None:
     """Raise a FusionError where the graph does not give what the code gave: tracing loses what it does not see."""
-    args, kwargs = contiguous_aliases((args, dict(kwargs)))
     try:
         ours = run_graph(found, twin(module), args, kwargs)
     except RuntimeError as error:
@@ -179,21 +178,44 @@ def _export(
     kwargs: Mapping[str, Any],
     attempts: Sequence[_Open],
 ) -> torch.export.ExportedProgram:
-    """Export with dims that vary; where forward needs to know them, with fewer of them."""
+    """Export with dims that vary; where forward needs to know them, with fewer of them.
+
+    A trace is made with contiguous inputs, and programs serve tensors of any strides, unless forward asks for strides.
+    """
     with silence_tracers(), torch.enable_grad(), _no_autocast(args, kwargs), _counted_parts():
-        failures = []
-        for attempt in attempts:
-            # A failed export leaves marks of varying dims on its inputs; and programs serve tensors of any strides.
-            args, kwargs = contiguous_aliases((args, dict(kwargs)))
-            try:
-                shapes = _varying(module, args, kwargs, attempt) if attempt.first or any(attempt.dims) else None
-                with restored(module), open_lengths(), assigned_as_writes(module), told_here_only(), PythonReads():
-                    return torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
-            except FusionError:
-                raise
-            except Exception as error:
-                failures.append(error)
-    raise FusionError(reason(failures[-1])) from failures[-1]
+        reads = PythonReads()
+        exported = _first_export(module, args, kwargs, attempts, contiguous_aliases, reads)
+        if reads.asked_strides and not are_contiguous((args, dict(kwargs))):
+            exported = _first_export(module, args, kwargs, attempts, aliases, reads)
+    if isinstance(exported, FusionError):
+        raise exported
+    return exported
+
+
+def _first_export(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    attempts: Sequence[_Open],
+    alias: Callable[[Any], Any],
+    reads: PythonReads,
+) -> torch.export.ExportedProgram | FusionError:
+    """The first of ``attempts`` that succeeds; else why the last failed."""
+    failures: list[Exception] = []
+    for attempt in attempts:
+        # A failed export leaves marks of varying dims on its inputs.
+        args, kwargs = alias((args, dict(kwargs)))
+        try:
+            shapes = _varying(module, args, kwargs, attempt) if attempt.first or any(attempt.dims) else None
+            with restored(module), open_lengths(), assigned_as_writes(module), told_here_only(), reads:
+                return torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
+        except FusionError as error:
+            return error
+        except Exception as error:
+            failures.append(error)
+    refusal = FusionError(reason(failures[-1]))
+    refusal.__cause__ = failures[-1]
+    return refusal
 
 
 def reason(error: Exception) -> str:

@@ -13,9 +13,15 @@ from hfusion.capture.closing import closing
 from hfusion.capture.export import capture
 from hfusion.capture.fallback import culprits
 from hfusion.capture.intercept import WHOLE, Island
+from hfusion.capture.kept import restored
+from hfusion.capture.named import tensors
 from hfusion.capture.opaque import opaque
 from hfusion.capture.own_code import OpaqueCall
+from hfusion.capture.python_reads import STRIDE_QUESTIONS, UNANSWERABLE
 from hfusion.capture.recorded import record
+from hfusion.capture.rehearse import check_reads, twin
+from hfusion.capture.skeleton import is_restrided
+from hfusion.capture.watched import names_of
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture
 
@@ -67,6 +73,7 @@ def capture_member(
     Raises:
         FusionError: what keeps it from being captured.
     """
+    _check_reads(member)
     refusal: FusionError | None = None
     if not looped:
         try:
@@ -101,6 +108,14 @@ def _with_loops(member: Member, sizes: VaryingSizes, looped: Mapping[Island, str
                 return replace(graph, modes=records.modes), calls
             more = closing(model, args, kwargs, sizes.dims)
         looped = {**found, **more} if more.keys() - found.keys() else {WHOLE: next(iter(more.values()))}
+
+
+def _check_reads(member: Member) -> None:
+    """Raise a FusionError where forward asks of tensors what an array cannot answer as the member would alone."""
+    restrided = any(is_restrided(tensor) for _, tensor in tensors(member.model))
+    if not names_of([member.model]).isdisjoint(UNANSWERABLE | (STRIDE_QUESTIONS if restrided else frozenset())):
+        with restored(member.model):
+            check_reads(twin(member.model), member.args, member.kwargs, restrided)
 
 
 def _check_modes(modes: Mapping[str, bool], looped: Sequence[str]) -> None:

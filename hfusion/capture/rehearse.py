@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import tensors
+from hfusion.capture.python_reads import RefusedReads
 from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies, module_copy
 from hfusion.core.errors import FusionError
@@ -91,6 +92,17 @@ def run_without_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapp
     args, kwargs = copies((args, dict(kwargs)))
     with _apart(module), torch.no_grad():
         return _called(module, args, kwargs, {})
+
+
+def check_reads(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], restrided: bool) -> None:
+    """Raise a FusionError where forward asks of its tensors what an array cannot answer as a member would.
+
+    ``restrided``: as of `RefusedReads`.
+    """
+    args, kwargs = copies((args, dict(kwargs)))
+    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    with _apart(module), RefusedReads([*given, *(t for _, t in tensors(module))], restrided):
+        call_on_copies(module, args, kwargs)
 
 
 def _called(module: nn.Module, args: Any, kwargs: Any, leaves: Mapping[str, Tensor]) -> Outcome:

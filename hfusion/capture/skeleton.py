@@ -15,6 +15,13 @@ from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.device.backend import backend
 
+_RESTRIDED = "_hfusion_restrided"
+
+
+def is_restrided(tensor: Tensor) -> bool:
+    """Whether a member's tensor, as one in channels_last, lay otherwise in memory before the members were stacked."""
+    return hasattr(tensor, _RESTRIDED)
+
 
 def skeleton(index: int, model: nn.Module) -> nn.Module:
     """A deep copy of ``model`` whose parameters and buffers are empty ``meta`` tensors; ``index`` is for errors."""
@@ -31,7 +38,11 @@ def skeleton(index: int, model: nn.Module) -> nn.Module:
 
 def materialize(skeleton: nn.Module, rows: Mapping[str, Tensor], training: Mapping[str, bool]) -> nn.Module:
     """The module of ``skeleton`` around ``rows``, its tensors by key, with ``training`` flags by module path."""
-    memo = {id(empty): rows[name] for name, empty in tensors(skeleton)}
+    memo = {}
+    for name, empty in tensors(skeleton):
+        memo[id(empty)] = row = rows[name]
+        if not empty.is_contiguous() and row.is_contiguous():
+            setattr(row, _RESTRIDED, True)
     model = copy.deepcopy(skeleton, memo)
     for path, module in model.named_modules():
         module.training = training[path]

@@ -12,7 +12,9 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from hfusion.capture.kept import functions_behind, slots
+from hfusion.capture.python_reads import STRIDE_QUESTIONS
 from hfusion.core.fingerprint import Same, imported_modules, is_installed, names_in
+from hfusion.core.torch_settings import RANDOM_STATE, asked_settings
 from hfusion.device.backend import AUTOCAST_QUESTIONS
 
 _PLAIN = (str, bool, int, float, complex, bytes, types.NoneType)
@@ -43,10 +45,42 @@ class _Holder:
         return (self.held if isinstance(self.held, dict) else vars(self.held)).get(name, _MISSING)
 
 
+@dataclass(frozen=True)
+class Questions:
+    """What the code of models may ask of torch and of tensors besides values, by the names in it.
+
+    Attributes:
+        names: all names in the code, also those that it passes to getattr.
+        autocast: whether it may ask if autocast is on.
+        settings: how the settings of torch are read that it may ask for.
+        gradients: whether it may ask which tensors need a gradient.
+        strides: whether it may ask how tensors lie in memory.
+        random_state: whether it may ask for the state of random numbers.
+    """
+
+    names: frozenset[str]
+    autocast: bool
+    settings: tuple[Callable[[], Any], ...]
+    gradients: bool
+    strides: bool
+    random_state: bool
+
+    @staticmethod
+    def of(names: frozenset[str]) -> Questions:
+        return Questions(
+            names,
+            autocast=not names.isdisjoint(AUTOCAST_QUESTIONS),
+            settings=asked_settings(names),
+            gradients="requires_grad" in names,
+            strides=not names.isdisjoint(STRIDE_QUESTIONS),
+            random_state=not names.isdisjoint(RANDOM_STATE),
+        )
+
+
 class Variables:
     """The variables that the code of ``models`` names, with the values they had when last looked at.
 
-    ``without`` are left out, by name. ``asks_autocast``: whether it may ask if autocast is on.
+    ``without`` are left out, by name. ``questions``: what else the code may ask for.
     """
 
     def __init__(self, models: Sequence[nn.Module], without: frozenset[str] = frozenset()) -> None:
@@ -56,7 +90,7 @@ class Variables:
         search = _CodeSearch(models)
         for holder in search.holders():
             self._add(holder, without)
-        self.asks_autocast = not AUTOCAST_QUESTIONS.keys().isdisjoint(search.named | search.variables)
+        self.questions = Questions.of(search.all_names)
 
     def same(self) -> bool:
         """Whether all are the very objects that they were."""
@@ -80,6 +114,13 @@ class Variables:
             self.values[title] = content(value)
             self.readers[title] = frozenset(holder.names[name])
             self._groups += _items(value)
+
+
+def names_of(models: Sequence[nn.Module]) -> frozenset[str]:
+    """All names in the code that the forward of ``models`` may run, also those that it passes to getattr."""
+    search = _CodeSearch(models)
+    search.holders()
+    return search.all_names
 
 
 def _reader(held: Any, names: list[str]) -> Read:
@@ -156,6 +197,10 @@ class _CodeSearch:
         self.named: set[str] = {"forward", "__call__", "__getattr__"}
         self.variables: set[str] = set()
         self._holders: dict[int, _Holder] = {}
+
+    @property
+    def all_names(self) -> frozenset[str]:
+        return frozenset(self.named | self.variables)
 
     def holders(self) -> list[_Holder]:
         # Methods are called from any module, so that what is named anywhere counts for all.
@@ -269,18 +314,15 @@ _BY_TEXT = frozenset({"globals", "vars", "eval", "exec", "__dict__", "__globals_
 
 def _attributes_named(function: types.FunctionType) -> set[str]:
     """The attributes in its code, and what it asks for by getattr."""
-    return {*names_in(function.__code__).attributes, *_texts(function)}
+    names = names_in(function.__code__)
+    return {*names.attributes, *names.texts}
 
 
 def _variables_named(function: types.FunctionType) -> set[str]:
     """The global variables in its code, and those that it may ask for by a text."""
     names = names_in(function.__code__)
     by_text = not _BY_TEXT.isdisjoint((*names.variables, *names.attributes))
-    return {*names.variables, *(_texts(function) if by_text else ())}
-
-
-def _texts(function: types.FunctionType) -> list[str]:
-    return [const for const in function.__code__.co_consts if isinstance(const, str) and const.isidentifier()]
+    return {*names.variables, *(names.texts if by_text else ())}
 
 
 def _skipped(module: str | None) -> bool:

@@ -72,6 +72,15 @@ class Arguments:
         return args, kwargs
 
     @property
+    def strides(self) -> tuple[Any, ...]:
+        """Hashable: how the leaves lie in memory as a member sees them, None for what is contiguous or no tensor."""
+        rows = [leaf.tensor[0] if is_stacked(leaf) else leaf for leaf in self.leaves]
+        dense = [isinstance(row, Tensor) and row.layout is torch.strided for row in rows]
+        return tuple(
+            [row.stride() if d and not row.is_contiguous() else None for row, d in zip(rows, dense, strict=True)]
+        )
+
+    @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Of the leaves as a member sees them; empty for what is no tensor."""
         return [_shape(leaf) for leaf in self.leaves]

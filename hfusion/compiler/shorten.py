@@ -11,6 +11,8 @@ from torch._ops import OpOverload
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled import Compiled
 from hfusion.core.calls import StackedInput
+from hfusion.core.copies import fills_stretch
+from hfusion.core.memory import is_plain
 from hfusion.core.program import Kind
 from hfusion.core.tree import leaves
 
@@ -18,11 +20,16 @@ FEW = 4
 
 
 def shortened(compiled: Compiled, arguments: Arguments) -> Arguments | None:
-    """The first samples of ``arguments``; None where the program was not made for fewer, or looks up samples."""
+    """The first samples of ``arguments``, in the same order of dims in memory, as forward may ask for that.
+
+    None where the program was not made for fewer, looks up samples, or takes slices of wider tensors.
+    """
     slots = compiled.program.slots
     placeholders = [node for node in compiled.graph.nodes if node.op == "placeholder"]
     inputs = [node for node, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.INPUT]
-    if looks_up_samples(compiled.graph, inputs):
+    rows = [leaf.tensor[0] if isinstance(leaf, StackedInput) else leaf for leaf in arguments.leaves]
+    slices = any(isinstance(row, Tensor) and is_plain(row) and not fills_stretch(row) for row in rows)
+    if slices or looks_up_samples(compiled.graph, inputs):
         return None
     pairs = zip(arguments.leaves, inputs, strict=True)
     short = Arguments(tuple(_first(leaf, node.meta.get("val")) for leaf, node in pairs), arguments.spec)
@@ -34,7 +41,9 @@ def _first(leaf: Any, example: Any) -> Any:
         rows = leaf.tensor
         return StackedInput(_first(rows.transpose(0, 1), example).transpose(0, 1)) if rows.dim() > 1 else leaf
     varies = isinstance(example, Tensor) and example.dim() > 0 and not isinstance(example.shape[0], int)
-    return leaf[:FEW] if varies else leaf
+    if not varies:
+        return leaf
+    return leaf[:FEW] if leaf.is_contiguous() else leaf[:FEW].clone()
 
 
 def looks_up_samples(graph: fx.Graph, inputs: list[fx.Node]) -> bool:

@@ -1,7 +1,7 @@
 """Copies of what a module is called with, so that a run of other people's code leaves no trace on it.
 
-Each does what its users need, and no more: `copies` for runs that only write, `contiguous_aliases` for tracers, which
-write nothing but leave marks, `copies_in_like_memory` where the code may see which tensors share memory.
+Each does what its users need, and no more: `copies` for runs that only write, `aliases` and `contiguous_aliases` for
+tracers, which write nothing but leave marks, `copies_in_like_memory` where the code may see which tensors share memory.
 """
 
 from __future__ import annotations
@@ -17,8 +17,28 @@ from hfusion.core.memory import is_plain
 
 
 def copies(values: Any) -> Any:
-    """Nested ``values`` with each tensor a leaf in memory of its own, which needs a gradient if the original does."""
-    return pytree.tree_map_only(Tensor, lambda x: _like(x.detach().clone(), x), values)
+    """Nested ``values`` with each tensor a leaf in memory of its own, which needs a gradient if the original does.
+
+    Strides are those of the originals, as code may ask for them.
+    """
+    return pytree.tree_map_only(Tensor, lambda x: _like(_copied(x.detach()), x), values)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    copy = tensor.clone()
+    if not is_plain(tensor) or copy.stride() == tensor.stride():
+        return copy
+    return _copied_memory([tensor])[0]
+
+
+def aliases(values: Any) -> Any:
+    """Nested ``values`` with each tensor as another object in the same memory."""
+    return pytree.tree_map_only(Tensor, lambda x: _like(x.detach(), x), values)
+
+
+def are_contiguous(values: Any) -> bool:
+    """Return whether all tensors in nested ``values`` are contiguous."""
+    return all(leaf.is_contiguous() for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def contiguous_aliases(values: Any) -> Any:
@@ -71,6 +91,12 @@ def _span(tensor: Tensor) -> tuple[tuple[int, str], int, int]:
     last = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
     start = int(tensor.storage_offset())
     return (tensor.untyped_storage()._cdata, str(tensor.dtype)), start, start + last + 1
+
+
+def fills_stretch(tensor: Tensor) -> bool:
+    """Return whether a tensor fills the stretch of memory from its first element to its last."""
+    _, start, end = _span(tensor)
+    return end - start == tensor.numel()
 
 
 def _copied_stretch(

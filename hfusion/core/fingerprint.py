@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
+from hfusion.core.torch_settings import RANDOM_STATE, asked_settings, read_settings
+
 MAX_VALUES = 2000
 
 _PLAIN = str | bool | int | float | complex | bytes | type | torch.dtype | torch.device | types.BuiltinFunctionType
@@ -193,9 +195,13 @@ class _ClosureReader:
         outside = list(_outside(names.variables, names, function.__globals__, set()))
         for module in imported_modules(function.__code__):
             outside += _outside(names.attributes, names, vars(module), set())
+        if not names.all.isdisjoint(RANDOM_STATE):
+            raise TooMuch
+        settings = asked_settings(names.all)
         return (
             function.__code__,
             self.read([cells, function.__defaults__, function.__kwdefaults__, outside]),
+            read_settings(settings) if settings else None,
         )
 
     def _modules(self, whole: nn.Module) -> Any:
@@ -278,11 +284,17 @@ class CodeNames:
         variables: names of global variables, also of those that the code sets.
         attributes: names of attributes of any object, among them what is imported from a module.
         modules: names of the modules that the code imports.
+        texts: constants that may name something, as for getattr.
     """
 
     variables: tuple[str, ...]
     attributes: tuple[str, ...]
     modules: tuple[str, ...]
+    texts: tuple[str, ...]
+
+    @property
+    def all(self) -> set[str]:
+        return {*self.variables, *self.attributes, *self.texts}
 
 
 # Instructions of Python 3.11 to 3.14 for names that are looked up among global variables, last or only.
@@ -293,6 +305,7 @@ _OF_VARIABLES = ("_GLOBAL", "_NAME", "_GLOBALS")
 def names_in(code: types.CodeType) -> CodeNames:
     """Return the names in ``code``: an attribute that is called like a global variable is none."""
     variables, attributes, modules = set(), set(), set()
+    texts = {const for const in code.co_consts if isinstance(const, str) and const.isidentifier()}
     for instruction in dis.get_instructions(code):
         if instruction.opcode not in dis.hasname:
             continue
@@ -308,7 +321,8 @@ def names_in(code: types.CodeType) -> CodeNames:
             variables.update(names.variables)
             attributes.update(names.attributes)
             modules.update(names.modules)
-    return CodeNames(tuple(sorted(variables)), tuple(sorted(attributes)), tuple(sorted(modules)))
+            texts.update(names.texts)
+    return CodeNames(*(tuple(sorted(names)) for names in (variables, attributes, modules, texts)))
 
 
 def imported_modules(code: types.CodeType) -> list[types.ModuleType]:

@@ -88,7 +88,7 @@ class TrainStep:
         if not self._mode.compile:
             return PreparedStep(args, kwargs, target)
         call = StepCall(Arguments.of(args, kwargs), Arguments.of((target,), {}))
-        situation = (self._fused._pattern(), self._loss.state(), active_autocast(), self._mode.parts)
+        situation = (self._fused._pattern(call.inputs), self._loss.state(), active_autocast(), self._mode.parts)
         way = self._find(call, situation)
         if way is None and call.text in self.expected_calls:
             way = self._foreseen(call, situation, args, kwargs, target)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -385,3 +386,126 @@ def test_a_step_whose_forward_changes_variables_says_so(x: Tensor, monkeypatch: 
     step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.1))
     with pytest.warns(UserWarning, match="runs eagerly, exact but slower: forward changes variables that it names"):
         step(x, torch.zeros(5, 2, dtype=torch.float64))
+
+
+@contextmanager
+def changed(set_: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    set_(value)
+    try:
+        yield
+    finally:
+        set_(before)
+
+
+# A setting of torch that forward asks for, and a region in which it is another.
+SETTINGS_OF_TORCH: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]]]] = {
+    "threads": (
+        lambda: torch.get_num_threads() > 2,
+        lambda: changed(torch.set_num_threads, 3, torch.get_num_threads()),
+    ),
+    "determinism": (
+        lambda: torch.are_deterministic_algorithms_enabled(),
+        lambda: changed(torch.use_deterministic_algorithms, True, False),
+    ),
+    "inference": (lambda: torch.is_inference_mode_enabled(), torch.inference_mode),
+    "precision": (
+        lambda: torch.get_float32_matmul_precision() == "high",
+        lambda: changed(torch.set_float32_matmul_precision, "high", "highest"),
+    ),
+    "a backend": (lambda: torch.backends.cudnn.benchmark, lambda: torch.backends.cudnn.flags(benchmark=True)),
+    "attention": (
+        lambda: torch.backends.cuda.math_sdp_enabled(),
+        lambda: changed(torch.backends.cuda.enable_math_sdp, False, True),
+    ),
+    "by a text": (
+        lambda: getattr(torch, "is_anomaly_enabled")(),  # noqa: B009
+        torch.autograd.detect_anomaly,
+    ),
+    "a seed": (lambda: torch.initial_seed() == 7, lambda: changed(torch.manual_seed, 7, 8)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("name", SETTINGS_OF_TORCH)
+@pytest.mark.parametrize("first", [False, True])
+def test_settings_of_torch_count_as_they_are_at_each_call(name: str, first: bool, x: Tensor) -> None:
+    ask, region = SETTINGS_OF_TORCH[name]
+
+    class Asking(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (3 if ask() else 1)
+
+    models = [Asking(3, 2).double() for _ in range(2)]
+    fused, losses = hf.fuse(models), hf.per_model(lambda y: y.sum() * (3 if ask() else 1))
+    for other in (first, not first, first):
+        with region() if other else nullcontext():
+            alone = torch.stack([model(x) for model in models])
+            torch.testing.assert_close(fused(x), alone, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(losses(alone), alone.sum((1, 2)) * (3 if ask() else 1))
+
+
+class AskingForMemory(nn.Linear):
+    """Asks how its input, and what it makes of it, lie in memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y = y * 2 if x.is_contiguous() else y
+        y = y + 1 if (x * 2).stride(0) == 1 else y
+        return y * 3 if x.mT.is_contiguous() else y
+
+
+def test_how_an_input_lies_in_memory_counts_at_each_call(x: Tensor) -> None:
+    models = [AskingForMemory(3, 2).double() for _ in range(2)]
+    fused = hf.fuse(models)
+    wide = torch.cat([x, x], 1)
+    for given in (x, x.mT.contiguous().mT, wide[:, ::2], x, x[:3], wide[:, :3], x.mT.contiguous().mT):
+        check_equal(fused, models, given)
+        own = torch.stack([given.mT, given.mT * 2]).mT
+        alone = torch.stack([model(row) for model, row in zip(models, own, strict=True)])
+        torch.testing.assert_close(fused(hf.stacked(own)), alone, rtol=1e-12, atol=1e-12)
+
+
+def test_how_an_input_lies_in_memory_counts_in_a_compiled_step(x: Tensor) -> None:
+    models = [AskingForMemory(3, 2).double() for _ in range(2)]
+    fused = hf.fuse(models)
+    step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.0))
+    target = torch.zeros(5, 2, dtype=torch.float64)
+    for given in (x, x, x.mT.contiguous().mT, x.mT.contiguous().mT, x):
+        alone = torch.stack([F.mse_loss(model(given), target) for model in models])
+        torch.testing.assert_close(step(given, target), alone)
+
+
+class AskingForGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.base(x)
+        h = h if self.base.weight.requires_grad else h * 2
+        return self.head(h if h.requires_grad else h + 1)
+
+
+def test_which_parameters_need_a_gradient_counts_at_each_call(x: Tensor) -> None:
+    models = [AskingForGradients().double() for _ in range(2)]
+    fused = hf.fuse(models)
+    for trained in (True, False, True):
+        for each in (fused, *models):
+            each.base.requires_grad_(trained)
+        torch.testing.assert_close(fused(x), torch.stack([m(x) for m in models]), rtol=1e-12, atol=1e-12)
+    assert programs(fused) == 2
+
+
+def test_an_attribute_of_an_input_that_forward_names_is_refused(x: Tensor) -> None:
+    class Marked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (2 if hasattr(x, "marked") else 1)
+
+    models = [Marked(3, 2).double() for _ in range(2)]
+    fused = hf.fuse(models)
+    marked, other = x.clone(), x.clone()
+    marked.marked = other.named_otherwise = True  # type: ignore[attr-defined]
+    check_equal(fused, models, other)
+    with pytest.raises(hf.FusionError, match=r"input 0 carries the Python attribute marked.* x.view_as"):
+        fused(marked)
+    check_equal(fused, models, marked.view_as(marked))

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import hfusion as hf
 from tests.alone import assert_alone, net, normal
 
 
@@ -77,3 +78,69 @@ def test_the_report_names_the_line() -> None:
     make = net(lambda self, x: self.fc(x) * total(x))
     array = assert_alone([make() for _ in range(2)], normal(3, 4))
     assert f"test_python_reads.py:{total.__code__.co_firstlineno + 1} reads a number" in str(array.report())
+
+
+REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "_version": lambda self, x: self.fc.weight._version,
+    "_is_view": lambda self, x: (x * 2)._is_view(),
+    "_base": lambda self, x: x._base is None,
+    "grad": lambda self, x: self.fc.bias.grad is None,
+    "is_inference": lambda self, x: x.is_inference(),
+    "is_leaf": lambda self, x: x.is_leaf,
+    "grad_fn": lambda self, x: getattr(x, "grad_fn") is None,  # noqa: B009
+}
+
+
+@pytest.mark.parametrize("looped", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_an_array_cannot_answer_is_refused(name: str, looped: bool) -> None:
+    ask = REFUSED[name]
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h: Tensor = self.fc(x) * (total(x) if looped else 1)
+        return h * 2 if ask(self, x) else h
+
+    make = net(forward)
+    with pytest.raises(hf.FusionError, match=rf"test_python_reads.py:\d+ reads {name} of a tensor of shape"):
+        hf.fuse([make() for _ in range(2)])(normal(3, 4).requires_grad_())
+
+
+def of_its_own_tensors(self: Any, x: Tensor) -> Tensor:
+    """Asks what an array answers as a member: of tensors that forward makes, and of inputs without gradients."""
+    h: Tensor = self.fc(x)
+    h = h * 2 if x.is_leaf and x.grad_fn is None else h
+    return h * 3 if h.is_inference() else h
+
+
+def test_what_an_array_can_answer_is_fused() -> None:
+    make = net(of_its_own_tensors)
+    array = assert_alone([make() for _ in range(2)], normal(3, 4))
+    assert "loop over members" not in str(array.report())
+
+
+@pytest.mark.parametrize("ask", [lambda x: x.storage_offset() > 0, lambda x: x.untyped_storage().nbytes() > 100])
+def test_the_memory_of_an_input_is_asked_in_a_loop(ask: Callable[[Tensor], bool]) -> None:
+    make = net(lambda self, x: self.fc(x) * (2 if ask(x) else 1))
+    x = normal(5, 4)
+    assert_alone([make() for _ in range(2)], x[:3].clone(), x[2:], x[:3].clone(), grads=False)
+
+
+class Formatted(nn.Module):
+    """Asks for the memory format of what its convolution gives, which is that of the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.conv(x)
+        return h * 2 if h.is_contiguous(memory_format=torch.channels_last) else h
+
+
+def test_memory_formats_of_parameters_are_not_asked_for() -> None:
+    models = [Formatted().to(memory_format=torch.channels_last) for _ in range(2)]
+    x = normal(2, 2, 5, 5)
+    with pytest.raises(hf.FusionError, match=r"reads is_contiguous .*\.to\(memory_format=torch.contiguous_format\)"):
+        hf.fuse(models)(x)
+    converted = [model.to(memory_format=torch.contiguous_format) for model in models]
+    assert_alone(converted, x, x.to(memory_format=torch.channels_last), x)

@@ -1,0 +1,76 @@
+"""Settings of torch that code can ask for: a program made of that code holds while they stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+
+def _worker(question: str) -> Callable[[], Any]:
+    """Return a function that asks torch.distributed, which raises before it is initialized."""
+
+    def ask() -> Any:
+        distributed = torch.distributed
+        ready = distributed.is_available() and distributed.is_initialized()
+        return getattr(distributed, question)() if ready else None
+
+    return ask
+
+
+def _backends(*settings: str) -> Callable[[], Any]:
+    """Return a function that reads settings below torch.backends; those that this torch lacks are None."""
+
+    def ask() -> Any:
+        values = []
+        for setting in settings:
+            held: Any = torch.backends
+            for name in setting.split("."):
+                held = getattr(held, name, None)
+            values.append(held)
+        return tuple(values)
+
+    return ask
+
+
+_FUNCTIONS = (
+    "are_deterministic_algorithms_enabled",
+    "get_default_device",
+    "get_deterministic_debug_mode",
+    "get_float32_matmul_precision",
+    "get_num_interop_threads",
+    "get_num_threads",
+    "is_anomaly_check_nan_enabled",
+    "is_anomaly_enabled",
+    "is_deterministic_algorithms_warn_only_enabled",
+    "is_inference_mode_enabled",
+    "is_warn_always_enabled",
+)
+_KERNELS = ("flash_sdp_enabled", "math_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled")
+
+SETTINGS: Mapping[str, Callable[[], Any]] = {
+    **{name: getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)},
+    **{name: getattr(torch.backends.cuda, name) for name in _KERNELS if hasattr(torch.backends.cuda, name)},
+    **{name: _worker(name) for name in ("is_initialized", "get_rank", "get_world_size")},
+    "benchmark": _backends("cudnn.benchmark"),
+    "deterministic": _backends("cudnn.deterministic", "mkldnn.deterministic"),
+    "allow_tf32": _backends("cuda.matmul.allow_tf32", "cudnn.allow_tf32"),
+    "enabled": _backends("cudnn.enabled", "mkldnn.enabled", "opt_einsum.enabled"),
+    "get_fastpath_enabled": torch.backends.mha.get_fastpath_enabled,
+}
+"""By the name by which code asks for it, how a setting is read."""
+
+
+RANDOM_STATE = frozenset({"initial_seed", "get_rng_state"})
+"""Functions that tell the state of random numbers, which is another at every call."""
+
+
+def asked_settings(names: Collection[str]) -> tuple[Callable[[], Any], ...]:
+    """The settings that code with these ``names`` in it may ask for."""
+    return tuple(read for name, read in SETTINGS.items() if name in names)
+
+
+def read_settings(settings: Collection[Callable[[], Any]]) -> tuple[Any, ...]:
+    """The present values, hashable."""
+    return tuple([read() for read in settings])
