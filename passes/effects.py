@@ -6,6 +6,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from hfusion.passes.expected import EXPECT
 from hfusion.passes.views import writes
 
 aten = torch.ops.aten
@@ -28,7 +29,7 @@ def has_effect(node: fx.Node) -> bool:
     """Whether a call matters beyond its value."""
     target = node.target
     if isinstance(target, OpOverload):
-        return target._schema.is_mutable or target in RUNNING_STATISTICS
+        return target._schema.is_mutable or target in RUNNING_STATISTICS or target is EXPECT
     return target in (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 
 

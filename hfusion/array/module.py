@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.array.branches import STATE, Tree, fixed_attributes, grow
+from hfusion.array.checked import REFUSALS, call_members
 from hfusion.array.dynamo import finder, inline
 from hfusion.array.evaluation import evaluating
 from hfusion.array.exported import exported
@@ -26,7 +27,6 @@ from hfusion.array.variables import Situations
 from hfusion.capture.contents import modeless_fingerprint
 from hfusion.capture.exporting import exporting
 from hfusion.capture.named import tensors
-from hfusion.capture.own_code import OtherSizes
 from hfusion.capture.skeleton import live_rows, materialize
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import bind
@@ -113,15 +113,18 @@ class FusedModule(Rows, Tree):
         if exporting():
             return exported(self, self._exportable, args, kwargs)
         arguments = Arguments.of(args, kwargs)
-        compiled = self._ready(arguments)
-        if in_transform() and (why := unserved(compiled)):
-            return self._transformed(compiled, arguments, why)
-        bound = self._bound.get(id(compiled))
-        if bound is None:
-            bound = self._bound[id(compiled)] = bind(compiled, self)
+        compiled = self.compiled(arguments)
+        if id(compiled) not in self._bound:
+            self._bound[id(compiled)] = bind(compiled, self)
         try:
-            found = bound(arguments.values)
-        except OtherSizes as error:
+            self._check_once(compiled, arguments)
+            if in_transform() and (why := unserved(compiled)):
+                return self._transformed(compiled, arguments, why)
+            found = self._bound[id(compiled)](arguments.values)
+        except REFUSALS as error:
+            if in_transform():
+                return self._transformed(compiled, arguments, str(error))
+            call_members(self, arguments, error)
             self._compiler.distrust(self._modes(arguments), arguments, compiled, str(error))
             return self.forward(*args, **kwargs)
         self._leave(compiled)
@@ -161,16 +164,14 @@ class FusedModule(Rows, Tree):
             )
         return again
 
-    def _ready(self, arguments: Arguments) -> Compiled:
-        """The program for such a call, checked if it is a call in training."""
-        compiled = self.compiled(arguments)
+    def _check_once(self, compiled: Compiled, arguments: Arguments) -> None:
         if self.training and torch.is_grad_enabled():
             self.check(compiled, arguments)
-        return compiled
 
     def _traced(self, arguments: Arguments) -> Compiled:
-        """As `_ready`, when Dynamo traces the call; it traces again where modes have changed."""
-        compiled = self._ready(arguments)
+        """The program for such a call when Dynamo traces it, checked; Dynamo traces again where modes have changed."""
+        compiled = self.compiled(arguments)
+        self._check_once(compiled, arguments)
         self._leave(compiled)
         return compiled
 

@@ -26,6 +26,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of
 from hfusion.core.functorch import in_transform, is_wrapped
 from hfusion.core.program import Program
+from hfusion.passes.expected import FailedCheck
 
 
 class _Function(nn.Module):
@@ -121,7 +122,14 @@ class PerModel:
             if len(self._programs) == MAX_CALLS:
                 self._programs.clear()
             self._programs[key] = program
-        return program(arguments)
+        try:
+            return program(arguments)
+        except FailedCheck as error:
+            looped = functools.partial(_looped, self._module, self._name, _members(arguments))
+            # One of the members raises here. If none does, a branch is more than a check.
+            losses = looped(arguments)
+            self._programs[key], self._loops[key[0], arguments.loose_key] = looped, str(error)
+            return losses
 
     def state(self) -> Any:
         """Everything that a program of the function hangs on besides arguments; None if that cannot be compared."""

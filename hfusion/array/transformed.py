@@ -22,6 +22,8 @@ def unserved(compiled: Compiled) -> str:
     if compiled.opaque:
         call = compiled.opaque[0]
         return f"{call.path or 'forward'} runs member by member: {call.why}"
+    if in_vmap() and compiled.checks:
+        return f"{compiled.checks[0]} checks values, of which torch.vmap knows none"
     if in_forward_mode() and compiled.graph.find_nodes(op="call_function", target=aten.detach.default):
         return "forward-mode derivatives flow through torch.no_grad(), where a graph cuts off gradients of both modes"
     attention = compiled.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)

@@ -1,38 +1,44 @@
-"""Numbers that forward reads out of tensors while it is traced: Python must not compute with them.
+"""Values that forward reads out of tensors while it is traced: Python must not compute with them.
 
 A trace knows the number of a `Tensor.item` as a symbol. Conditions on symbols that torch can decide without a value,
 such as ``v != v`` and ``v * 0 == 0``, leave no trace in the graph, though a NaN decides them otherwise; and a symbol's
 text is its name. So what reads a number that no graph can hold is refused where it happens, and runs as members' code.
+A condition that only decides whether to raise becomes a call of `EXPECT` in the graph.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import SymFloat, SymInt, Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from hfusion.capture.only_raises import truth_without_raise
 from hfusion.core.errors import FusionError
+from hfusion.passes.expected import EXPECT
 
 # Reads of values that give no symbol, and the Python functions of torch that read a value and format it.
 _TEXTS = frozenset({Tensor.__repr__, Tensor.__format__})
+_TRUTHS = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, torch._assert})
 _NUMBERS = frozenset({Tensor.item, Tensor.tolist})
 STRIDE_QUESTIONS = frozenset({"stride", "is_contiguous", "dim_order"})
 """The names of methods of tensors that tell how a tensor lies in memory."""
 _STRIDES = frozenset(getattr(Tensor, name) for name in STRIDE_QUESTIONS)
 _MEMORY = frozenset({Tensor.storage_offset, Tensor.untyped_storage, Tensor.storage, Tensor.storage_type})
+_REFUSED = _TEXTS | _MEMORY
 # Modules between the code that calls a function of torch and a mode; and those that trace. Tried on torch 2.13.
 _BETWEEN = frozenset({"torch.overrides", "torch._tensor", "torch._subclasses.fake_tensor"})
 _TRACERS = ("torch._", "torch.fx", "torch.export", "torch.utils._", "hfusion.")
 
 
-class _Symbol:
+class _UnreadNumber:
     """A symbol that may be kept, as in an attribute for a log, but not computed with: each use needs its ``node``."""
 
     def __init__(self, number: SymInt | SymFloat, source: str) -> None:
@@ -46,11 +52,11 @@ class _Symbol:
         )
 
 
-class _Float(_Symbol, SymFloat):
+class _Float(_UnreadNumber, SymFloat):
     __class__ = float  # type: ignore[assignment]
 
 
-class _Int(_Symbol, SymInt):
+class _Int(_UnreadNumber, SymInt):
     __class__ = int  # type: ignore[assignment]
 
 
@@ -60,17 +66,29 @@ def _unreadable(number: Any, source: str) -> Any:
         return _Float(number, source)
     if isinstance(number, SymInt):
         return _Int(number, source)
-    if isinstance(number, torch.SymBool):
-        # ``is True`` cannot be seen.
-        raise _refusal(source, "the truth of a value")
     return number
 
 
-def _refusal(source: str, what: str) -> FusionError:
+def _refusal(frame: FrameType, what: str) -> FusionError:
+    remedy = "compute with the tensor, such as by torch.where"
+    if _module(frame).startswith("torch.distributions"):
+        remedy = "it is a check of torch.distributions, which validate_args=False leaves out"
     return FusionError(
-        f"{source} reads {what} of a tensor in Python, which differs between members and calls; compute with the "
-        "tensor, such as by torch.where"
+        f"{_line(frame)} reads {what} of a tensor in Python, which differs between members and calls; {remedy}"
     )
+
+
+def _seen_inside(function: Any) -> Any:
+    """``function`` in a copy that is not given to modes as a whole, so that they see what it reads."""
+    asks = [name for name in function.__code__.co_names if name.startswith("has_torch_function")]
+    space = {**function.__globals__, **dict.fromkeys(asks, lambda *_: False)}
+    copy = FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# Functions of torch that check values in Python.
+_CHECKING = {function: _seen_inside(function) for function in (F.gaussian_nll_loss,)}
 
 
 class PythonReads(TorchFunctionMode):
@@ -91,16 +109,35 @@ class PythonReads(TorchFunctionMode):
     ) -> Any:
         if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()
-        if func in _TEXTS and _has_no_value(args[0]) and (source := _source()) is not None:
-            raise _refusal(source, "the text")
-        if func in _MEMORY and (source := _source()) is not None:
-            raise FusionError(f"{source} asks for the memory of a tensor ({func.__name__}), which a graph has not")
+        if func in _CHECKING:
+            with self:
+                return _CHECKING[func](*args, **(kwargs or {}))
         if func in _STRIDES and not self.asked_strides:
-            self.asked_strides = _source() is not None
-        result = func(*args, **(kwargs or {}))
-        if func in _NUMBERS and (source := _source()) is not None:
-            return pytree.tree_map(lambda number: _unreadable(number, source), result)
-        return result
+            self.asked_strides = _asking_frame() is not None
+        if func in _REFUSED or func in _TRUTHS or func in _NUMBERS:
+            frame = _asking_frame()
+            if frame is not None:
+                return _read(frame, func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _read(frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a read of a tensor's value or memory by the code of ``frame`` gives. Raises FusionError."""
+    tensor = args[0]
+    if func in _MEMORY:
+        raise FusionError(f"{_line(frame)} asks for the memory of a tensor ({func.__name__}), which a graph has not")
+    if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
+        return func(*args, **kwargs)
+    if func in _TEXTS:
+        raise _refusal(frame, "the text")
+    if func in _TRUTHS or (func is Tensor.item and tensor.dtype is torch.bool):
+        truth = True if func is torch._assert else truth_without_raise(frame)
+        if truth is None or tensor.numel() != 1:
+            raise _refusal(frame, "the truth")
+        condition = tensor.detach()
+        EXPECT(condition if condition.dtype is torch.bool else condition != 0, truth, _line(frame))
+        return None if func is torch._assert else truth
+    return pytree.tree_map(lambda number: _unreadable(number, _line(frame)), func(*args, **kwargs))
 
 
 # What an array cannot answer as a member alone would, with what to do instead: of any tensor, of a tensor that forward
@@ -139,11 +176,11 @@ class RefusedReads(TorchFunctionMode):
         if (
             (name in UNANSWERABLE or name in STRIDE_QUESTIONS)
             and (remedy := self._remedy(name, args[0]))
-            and (source := _source()) is not None
+            and (frame := _asking_frame()) is not None
         ):
             raise FusionError(
-                f"{source} reads {name} of a tensor of shape {tuple(args[0].shape)}, which a member of an array, whose "
-                f"tensors are rows of stacks, has otherwise than alone; {remedy}"
+                f"{_line(frame)} reads {name} of a tensor of shape {tuple(args[0].shape)}, which a member of an array, "
+                f"whose tensors are rows of stacks, has otherwise than alone; {remedy}"
             )
         return func(*args, **(kwargs or {}))
 
@@ -160,21 +197,28 @@ class RefusedReads(TorchFunctionMode):
         return _OF_INPUTS[name] if tensor.requires_grad and not isinstance(tensor, nn.Parameter) else None
 
 
-def _has_no_value(tensor: Any) -> bool:
-    return isinstance(tensor, FakeTensor) and tensor.constant is None
-
-
-def _source() -> str | None:
-    """``file.py:12``, where forward calls the function that is intercepted; None if a tracer of torch calls it."""
+def _asking_frame() -> FrameType | None:
+    """The frame that calls the function that is intercepted; None if a tracer of torch, or hfusion, calls it."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _passes_on(frame):
+    while frame is not None and _is_passed(frame):
         frame = frame.f_back
-    if frame is None or str(frame.f_globals.get("__name__")).startswith(_TRACERS):
-        return None
-    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+    return None if frame is None or _module(frame).startswith(_TRACERS) else frame
 
 
-def _passes_on(frame: FrameType) -> bool:
-    """Whether a frame is one of those between a call of a function of torch and the modes that intercept it."""
-    module = str(frame.f_globals.get("__name__"))
-    return frame.f_code.co_name == "__torch_function__" or module in _BETWEEN
+def _is_passed(frame: FrameType) -> bool:
+    """Return whether a frame stands between a call of a function of torch and the mode that intercepts it."""
+    return frame.f_code.co_name == "__torch_function__" or _module(frame) in _BETWEEN
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+def _line(frame: FrameType) -> str:
+    """``file.py:12`` of ``frame``, or of the code outside of torch that has called it."""
+    caller: FrameType | None = frame
+    while caller is not None and (_is_passed(caller) or _module(caller).partition(".")[0] == "torch"):
+        caller = caller.f_back
+    if caller is None or _module(caller).startswith(_TRACERS):
+        caller = frame
+    return f"{caller.f_code.co_filename.rpartition('/')[2]}:{caller.f_lineno}"

@@ -14,6 +14,7 @@ from hfusion.compiler.compiled import Compiled
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Slot
 from hfusion.core.usage import watched
+from hfusion.passes.expected import FailedCheck
 
 # A tensor that may be replaced: where it is looked up, a mapping and the key in it.
 Place: TypeAlias = tuple[Mapping[str, Any], str]
@@ -59,7 +60,7 @@ def bind(compiled: Compiled, owner: nn.Module) -> Callable[[list[Any]], Any]:
     if compiled.opaque:
         run = watched(run)
     single = spec.is_leaf()
-    if compiled.foretells:
+    if compiled.foretells or compiled.checks:
         run = _undone(run, compiled)
 
     def call(inputs: list[Any]) -> Any:
@@ -70,14 +71,14 @@ def bind(compiled: Compiled, owner: nn.Module) -> Callable[[list[Any]], Any]:
 
 
 def _undone(run: Callable[..., Any], compiled: Compiled) -> Callable[..., Any]:
-    """``run``, which leaves no trace in buffers where sizes are others than foretold."""
+    """``run``, which leaves no trace in buffers where sizes are others than foretold, or a check fails."""
     written = [k for k, slot in enumerate(compiled.program.slots) if slot.name in compiled.written]
 
     def call(*values: Any) -> Any:
         before = [(values[k].detach(), values[k].detach().clone()) for k in written]
         try:
             return run(*values)
-        except OtherSizes:
+        except (OtherSizes, FailedCheck):
             for tensor, kept in before:
                 tensor.copy_(kept)
             raise

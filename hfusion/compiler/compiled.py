@@ -34,10 +34,12 @@ from hfusion.passes.cost.measure import Measured
 from hfusion.passes.cost.price import Model
 from hfusion.passes.cost.times import times_on
 from hfusion.passes.effects import written_inputs
+from hfusion.passes.expected import RULES as EXPECT_RULES
+from hfusion.passes.expected import expectations
 from hfusion.passes.layouts import Choice, choose
 from hfusion.passes.regions import regions
 
-RULES = merge(ATEN_RULES, OPAQUE_RULES)
+RULES = merge(ATEN_RULES, OPAQUE_RULES, EXPECT_RULES)
 
 UNKNOWN = VaryingSizes()
 
@@ -92,6 +94,11 @@ class Compiled:
     def foretells(self) -> bool:
         """Whether sizes of what runs member by member are taken to follow from those of the inputs."""
         return any(call.foretells for call in self.opaque)
+
+    @property
+    def checks(self) -> Sequence[str]:
+        """The lines of the checks in forward that only raise, which the program makes for all members."""
+        return expectations(self.graph)
 
     @property
     def dims(self) -> list[frozenset[int]]:

@@ -289,6 +289,8 @@ def _obstacle(sources: Sequence[BoundProgram], places: Sequence[Place], call: St
     if forward.compiled.opaque:
         path = forward.compiled.opaque[0].path
         return f"{path or 'forward'} runs in a loop over members: {forward.compiled.opaque[0].why}"
+    if checks := [*forward.compiled.checks, *loss.compiled.checks]:
+        return f"{checks[0]} checks values, to raise (validate_args=False leaves out the checks of torch.distributions)"
     if any(tensor.requires_grad for tensor in call.batch()):
         return "an input requires grad, and a program gives gradients of parameters only; detach it"
     if any(holder[name].requires_grad for holder, name in loss.places):

@@ -1,0 +1,34 @@
+"""Checks of forward that only raise: where one fails, the members say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.capture.own_code import OtherSizes
+from hfusion.compiler.arguments import Arguments
+from hfusion.core.errors import FusionError
+from hfusion.passes.expected import FailedCheck
+
+REFUSALS = (OtherSizes, FailedCheck)
+"""Errors of a run of a program that is none for what it was given: another has to be made."""
+
+
+def call_members(array: Iterable[nn.Module], arguments: Arguments, refusal: FusionError) -> None:
+    """Where a check has failed, call the members of ``array`` in turn: one of them raises an error of its own.
+
+    If none does, as where the caller of a submodule catches the error, buffers are as before.
+    """
+    if not isinstance(refusal, FailedCheck):
+        return
+    members = list(array)
+    before: list[tuple[Tensor, Tensor]] = []
+    for index, member in enumerate(members):
+        args, kwargs = arguments.of_member(index)
+        before += [(buffer, buffer.detach().clone()) for buffer in member.buffers()]
+        member(*args, **kwargs)
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)
