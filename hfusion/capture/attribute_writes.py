@@ -66,15 +66,15 @@ def _sources(modules: Iterable[nn.Module]) -> _Sources:
     return frozenset(found)
 
 
-def _reached(names: tuple[str, ...], sources: _Sources) -> frozenset[types.FunctionType]:
-    """The functions among ``sources``, their methods of such names, and what these call by name."""
+def _reached(methods: tuple[str, ...], sources: _Sources) -> frozenset[types.FunctionType]:
+    """The functions among ``sources``, their ``methods`` by name, and what these call by name."""
     # Functions of single modules are not kept alive: they may hold tensors.
     search = _search_of_classes if all(isinstance(source, type) for source in sources) else _search
-    return search(names, sources)
+    return search(methods, sources)
 
 
-def _search(called: tuple[str, ...], sources: _Sources) -> frozenset[types.FunctionType]:
-    named, found = set(called), set[types.FunctionType]()
+def _search(methods: tuple[str, ...], sources: _Sources) -> frozenset[types.FunctionType]:
+    named, found = set(methods), set[types.FunctionType]()
     known = [function for source in sources for function in _functions(source)]
     waiting = [function for function in known if function.__name__ in named]
     waiting += [source for source in sources if isinstance(source, types.FunctionType)]
@@ -84,10 +84,10 @@ def _search(called: tuple[str, ...], sources: _Sources) -> frozenset[types.Funct
             continue
         found.add(function)
         names = names_in(function.__code__)
-        more = set(names.attributes)
         values = [function.__globals__[name] for name in names.variables if name in function.__globals__]
         waiting += [f for value in values for f in functions_behind(value) if not is_foreign(f.__module__)]
-        waiting += [f for f in known if f.__name__ in more - named]
+        more = set(names.attributes) - named
+        waiting += [f for f in known if f.__name__ in more]
         named |= more
     return frozenset(found)
 

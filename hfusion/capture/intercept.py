@@ -81,16 +81,18 @@ def is_intercepted(value: Any) -> bool:
 def islands(model: nn.Module) -> Iterator[Island]:
     """The methods of ``model`` and its submodules that compute: forward, and what a class's author wrote beside it."""
     for path, module in model.named_modules():
-        yield from (Island(path, name) for name in _methods(type(module)))
+        for name in _methods(type(module)):
+            if name not in vars(module) or callable(vars(module)[name]):
+                yield Island(path, name)
 
 
 def _methods(kind: type) -> list[str]:
-    found = []
+    """The names of methods, where the first definition in the order of inheritance is a plain function."""
+    defined: dict[str, bool] = {}
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         of_torch = base.__module__ == "torch" or base.__module__.startswith("torch.")
         for name, value in vars(base).items():
             own = not of_torch and not name.startswith("__") and name not in _STANDARD
             plain = isinstance(value, types.FunctionType) and not inspect.isgeneratorfunction(value)
-            if name not in found and plain and (own or name == "forward"):
-                found.append(name)
-    return found
+            defined.setdefault(name, plain and (own or name == "forward"))
+    return [name for name, computes in defined.items() if computes]

@@ -64,6 +64,7 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         before, around, registered = contents(first), variables(first), Registered.of(first)
         outcome = run(first, args, kwargs)
         modes = changed_modes(module, first)
+        _check_gradients(module, first)
         check_registered(module, registered, first)
         _check_flags(subject, first, outcome)
         changed = _changed(before, contents(first))
@@ -109,6 +110,17 @@ def _check_flags(subject: _Rehearsed, called: nn.Module, outcome: Outcome) -> No
         call = (subject.args, subject.kwargs)
         again = _run_kept(subject.warmed(), call, f"{flagged[0]}.requires_grad")
         _compare(subject, f"{flagged[0]}.requires_grad", "the next call", outcome, again)
+
+
+def _check_gradients(module: nn.Module, called: nn.Module) -> None:
+    """Raise a FusionError if forward accumulates gradients of its own parameters."""
+    before = dict(module.named_parameters())
+    for name, parameter in called.named_parameters():
+        if parameter.grad is not None and (name not in before or before[name].grad is None):
+            raise FusionError(
+                f"forward leaves a gradient in {name}.grad, as backward() does, where the array has its own; compute "
+                "it by torch.autograd.grad"
+            )
 
 
 def _asks_for_gradients(subject: _Rehearsed, outcome: Outcome) -> str:

@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.addresses import own_memory
+from hfusion.capture.member_rows import own_leaves, own_rows
 from hfusion.capture.references import Reference
 from hfusion.capture.repeat import next_call, seeded
 from hfusion.core.errors import FusionError
@@ -132,7 +133,7 @@ def run(
         if watching is not None and isinstance(x, Listed):
             watching.took(x)
     first, place = calls[numbers[0]], next_call()
-    given = [_own_rows(x, members) for x in (*(_inputs_apart(inputs) if first.addresses else inputs), *changing)]
+    given = [own_rows(x, members) for x in (*(_inputs_apart(inputs) if first.addresses else inputs), *changing)]
     memory = [x if isinstance(x, Listed) else Listed([x] * members) for x in (*inputs, *changing)]
     shared = [x for x in alive if not isinstance([*inputs, *changing][x], Listed)]
     rows = []
@@ -140,7 +141,7 @@ def run(
         for member, number in enumerate(numbers):
             call = calls[number]
             own = [memory[x][member] for x in alive if x not in shared]
-            weights = [x[member] if isinstance(x, Listed) else x for x in fixed]
+            weights = own_leaves([x[member] if isinstance(x, Listed) else x for x in fixed])
             with _unchanged(own, f"{call.path} of model {member}"), seeded(place, member):
                 rows.append(_run_member(call, member, [x[member] for x in given], weights, apart, alive, sizes))
             for mine, row in list(zip(given, memory, strict=True))[len(inputs) :]:
@@ -151,37 +152,6 @@ def run(
 def _inputs_apart(inputs: Sequence[Any]) -> list[Any]:
     """Each member's inputs in memory of their own; what all members see stays where its owner put it."""
     return [Listed([own_memory(row) for row in x]) if isinstance(x, Listed) else x for x in inputs]
-
-
-def _own_rows(column: Any, members: int) -> Sequence[Tensor]:
-    """Tensors for the members in the memory of ``column``, each with a version and a history of its own."""
-    rows = tuple(column) if isinstance(column, Listed) else (column,) * members
-    if not all(is_plain(row) for row in rows):
-        return rows
-    if torch.is_grad_enabled() and any(row.requires_grad for row in rows):
-        found: Sequence[Tensor] = _ApartFromMemory.apply(*rows)  # type: ignore[no-untyped-call]
-        return found
-    return [_alias(row) for row in rows]
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """The memory of ``tensor`` in a tensor that is no view of it: autograd takes them for strangers."""
-    with torch.no_grad():
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-class _ApartFromMemory(torch.autograd.Function):
-    """Each tensor in its own memory, with gradients as they come."""
-
-    @staticmethod
-    def forward(ctx: Any, *rows: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(map(_alias, rows))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads
 
 
 def _version(tensor: Tensor) -> int:

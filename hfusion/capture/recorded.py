@@ -24,6 +24,7 @@ from hfusion.capture.rehearse import call_on_copies, reset, twin
 from hfusion.capture.state_watch import CallState, ModelState, RunState, StateReader
 from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies
+from hfusion.core.errors import FusionError
 from hfusion.core.memory import same_values
 from hfusion.device.generators import draws_kept
 
@@ -138,6 +139,11 @@ def record(
     Raises:
         FusionError: forward changes what an array cannot keep per member: Python attributes, parameters.
     """
+    if WHOLE not in islands(model):
+        raise FusionError(
+            f"forward of {type(model).__name__} is no plain method, and can only run in a loop over members; define it "
+            "by def forward(self, ...)"
+        )
     modes = rehearse(model, args, kwargs).modes
     found, others = _run(model, args, kwargs, modes), []
     for calls in other_sizes(args, kwargs, dims):
