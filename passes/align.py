@@ -30,7 +30,7 @@ def align(graphs: Sequence[fx.Graph], variants: Sequence[int]) -> fx.Graph:
     places = [{node: k for k, node in enumerate(row)} for row in rows]
     if len({len(row) for row in rows}) > 1:
         counts = ", ".join(f"model {first_of[v]}: {len(row)}" for v, row in enumerate(rows))
-        raise FusionError(f"the models' graphs have different numbers of nodes ({counts}); they do different things")
+        raise FusionError(f"the models' graphs have different numbers of nodes ({counts})")
     for k, nodes in enumerate(zip(*rows, strict=True)):
         new = result.node_copy(nodes[0], lambda n: env[n])
         env[nodes[0]] = new
@@ -52,8 +52,7 @@ def _merge(
     for v, node in enumerate(nodes):
         if (node.op, node.target) != (nodes[0].op, nodes[0].target):
             raise FusionError(
-                f"step {position} is {nodes[0].target} in model {model(0)} and {node.target} in model {model(v)}; "
-                "the models' scalars lead forward to different operators, which cannot be fused"
+                f"step {position} is {nodes[0].target} in model {model(0)} and {node.target} in model {model(v)}"
             )
 
     def merge(items: Sequence[Any]) -> Any:

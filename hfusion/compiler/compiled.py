@@ -16,6 +16,7 @@ from hfusion.capture.member import Member, VaryingSizes, capture_member
 from hfusion.capture.opaque import RULES as OPAQUE_RULES
 from hfusion.capture.own_code import OpaqueCall
 from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.common_graph import common_graph
 from hfusion.compiler.unbatchable import module_path, unbatchable
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError
@@ -26,7 +27,7 @@ from hfusion.core.stages import stage
 from hfusion.device.calibrate import compute_rates
 from hfusion.ops import RULES as ATEN_RULES
 from hfusion.ops.rule import merge
-from hfusion.passes.align import align, select
+from hfusion.passes.align import select
 from hfusion.passes.batch import batch
 from hfusion.passes.candidates import Unbatchable
 from hfusion.passes.check import check_array, check_code, check_member
@@ -143,11 +144,9 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
     found = [_captured_member(subject, member, arguments, sizes, looped) for member in members]
     captures = [one for one, _ in found]
     first = captures[0]
-    if any(c.modes != first.modes for c in captures):
-        raise FusionError(
-            f"forward of {subject.name} changes train and eval modes, other ones in some members than in all"
-        )
-    graph = align([c.graph for c in captures], subject.variants) if len(captures) > 1 else first.graph
+    graph = first.graph
+    if len(captures) > 1:
+        graph = common_graph(captures, subject.variants, subject.name, subject.member)
     described = partial(describe_graph, f"all members of {subject.name}", graph)
     stage(subject.name, "aligned", described, lambda: check_member(graph, first.buffers))
     constants, differing = _constants(captures, subject.variants)
@@ -246,22 +245,12 @@ def _constants(captures: Sequence[Capture], variants: Sequence[int]) -> tuple[di
     constants, differing = {}, set()
     for name, tensor in captures[0].constants.items():
         rows = [c.constants[name] for c in captures]
-        _check_alike(name, rows, variants)
         if all(torch.equal(row, tensor) for row in rows):
             constants[name] = tensor.detach()
         else:
             constants[name] = torch.stack([rows[v] for v in variants]).detach()
             differing.add(name)
     return constants, frozenset(differing)
-
-
-def _check_alike(name: str, rows: Sequence[Tensor], variants: Sequence[int]) -> None:
-    for v, row in enumerate(rows):
-        if (row.shape, row.dtype, row.device) != (rows[0].shape, rows[0].dtype, rows[0].device):
-            kinds = [f"{tuple(r.shape)} {r.dtype} on {r.device}" for r in (rows[0], row)]
-            raise FusionError(
-                f"the tensor {name} is {kinds[0]} in model 0, {kinds[1]} in model {variants.index(v)}; make them equal"
-            )
 
 
 def _layout(slot: Slot, subject: ArraySpec, arguments: Arguments, differing: frozenset[str]) -> Layout:

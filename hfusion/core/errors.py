@@ -9,6 +9,14 @@ class FusionError(HFusionError):
     """The models cannot be fused, or the fused module is used in a way that fusion does not allow."""
 
 
+class ForwardsDiffer(FusionError):
+    """Models of one structure do different things in forward. ``groups``: the models that do the same, by index."""
+
+    def __init__(self, message: str, groups: tuple[tuple[int, ...], ...] = ()) -> None:
+        super().__init__(message)
+        self.groups = groups
+
+
 class PlanError(HFusionError):
     """Tasks cannot be planned: they fit the machine in no way, or not one another, or cannot be used as they are."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +15,8 @@ from torch import nn
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
-from hfusion.core.errors import PlanError
+from hfusion.capture.contents import fingerprint
+from hfusion.core.errors import ForwardsDiffer, PlanError
 from hfusion.core.program import Program
 from hfusion.device.backend import random_states_kept
 from hfusion.device.calibrate import Rates
@@ -177,19 +179,49 @@ def _made(task: Task, room: Room) -> list[Arrangement]:
     if isinstance(task.models, FusedModule):
         return [_arranged(task, task.models, range(len(task.models)), first, room, task.name)]
     models = [task.models] if isinstance(task.models, nn.Module) else list(task.models)
-    groups = shapes(models)
-    arrays = []
-    for number, group in enumerate(groups):
-        name = task.name if len(groups) == 1 else f"{task.name}.{number}"
-        arrays += _widths(task, models, group, first, room, name)
+    groups = deque(part for group in shapes(models) for part in _alike(task, models, group, first, room))
+    arrays, count = [], len(groups)
+    for number in range(count):
+        name = task.name if count == 1 else f"{task.name}.{number}"
+        arrays += _widths(task, models, *groups.popleft(), first, room, name)
     return arrays
 
 
-def _widths(
-    task: Task, models: Sequence[nn.Module], group: Sequence[int], first: First, room: Room, name: str
-) -> list[Arrangement]:
-    """The arrays of models of one shape: as wide as gives the least estimated time."""
+def _alike(
+    task: Task, models: Sequence[nn.Module], group: Sequence[int], first: First, room: Room
+) -> Iterator[tuple[Sequence[int], FusedModule | None]]:
+    """Which models of one structure do the same in forward, in training and in evaluation; their array if it is made.
+
+    Models that read the same numbers do the same; only of others the forwards are compared.
+    """
+    if len({fingerprint(models[index]) for index in group}) == 1:
+        yield group, None
+        return
     whole = fuse([models[index] for index in group])
+    whole.planned_for(room.device)
+    try:
+        whole.compiled(Minibatch.of(task, first.trained, group).arguments)
+        if task.eval_loader is not None:
+            with whole.evaluating():
+                whole.compiled(Minibatch.of(task, first.evaluated, group).arguments)
+    except ForwardsDiffer as error:
+        for part in error.groups:
+            yield from _alike(task, models, [group[member] for member in part], first, room)
+    else:
+        yield group, whole
+
+
+def _widths(
+    task: Task,
+    models: Sequence[nn.Module],
+    group: Sequence[int],
+    whole: FusedModule | None,
+    first: First,
+    room: Room,
+    name: str,
+) -> list[Arrangement]:
+    """The arrays of models that do the same: as wide as gives the least estimated time."""
+    whole = whole or fuse([models[index] for index in group])
     width = _width(task, whole, group, first, room)
     if width == len(group):
         return [_arranged(task, whole, group, first, room, name)]

@@ -21,6 +21,7 @@ from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.exploit import PBT
 from hfusion.tune.folder import SweepFolder
 from hfusion.tune.footprint import Footprint
+from hfusion.tune.forwards import SameForward
 from hfusion.tune.result import Best
 from hfusion.tune.rooms import Rooms
 from hfusion.tune.shape_array import Seat, Shape, ShapeArray
@@ -251,17 +252,21 @@ class Conductor:
         for shape in {id(array.shape): array.shape for array in self.rooms.arrays}.values():
             if shape.takes(candidate):
                 return shape
-        return Shape(candidate, partial(self._footprint, candidate))
+        forward = SameForward(candidate.model, self._first_inputs, evaluates=self._recipe.evaluates)
+        return Shape(candidate, partial(self._footprint, candidate), forward)
 
-    def _footprint(self, first: TrialModel, device: DeviceInfo) -> Footprint:
+    def _first_inputs(self) -> Any:
         if self._inputs is None:
             self._inputs = first_inputs(self._recipe.loader, torch.device("cpu"))
+        return self._inputs
+
+    def _footprint(self, first: TrialModel, device: DeviceInfo) -> Footprint:
         # What is made with other seeds only in values is the same shape, and shares what models share.
         models = [self._maker.models.model(first.number, first.suggestion) for _ in range(2)]
         return Footprint(
             models,
             self._recipe.optimizer_with(first.suggestion.options),
-            self._inputs,
+            self._first_inputs(),
             device,
             evaluated=minibatches(self._recipe.judged[1]) if self._recipe.evaluates else 0,
             saved=self._folder is not None,

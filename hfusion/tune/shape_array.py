@@ -11,6 +11,7 @@ from hfusion.cluster.node import DeviceInfo
 from hfusion.core.errors import FusionError
 from hfusion.population.widths import Widths
 from hfusion.tune.footprint import Footprint
+from hfusion.tune.forwards import SameForward
 from hfusion.tune.space import Suggestion, TrialModel
 
 
@@ -35,10 +36,13 @@ class Seat:
 
 
 class Shape:
-    """Models of one shape, trained with the same options of the optimizer. ``look`` gives its footprint on a device."""
+    """Models of one shape that do the same in forward, trained with the same options of the optimizer.
 
-    def __init__(self, first: TrialModel, look: Callable[[DeviceInfo], Footprint]) -> None:
-        self.first, self._look = first, look
+    ``look`` gives its footprint on a device, ``forward`` compares forwards with that of the first.
+    """
+
+    def __init__(self, first: TrialModel, look: Callable[[DeviceInfo], Footprint], forward: SameForward) -> None:
+        self.first, self._look, self._forward = first, look, forward
         self._footprints: dict[Any, Footprint] = {}
         self._fastest: dict[Any, int] = {}
 
@@ -50,7 +54,7 @@ class Shape:
             check_pair(self.first.model, 0, candidate.model)
         except FusionError:
             return False
-        return True
+        return self._forward.same_as(candidate.model)
 
     def footprint(self, device: DeviceInfo) -> Footprint:
         """On a device of this kind."""

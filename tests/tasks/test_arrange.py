@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import hfusion as hf
 from hfusion.core.errors import PlanError
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.arrange import arrange, batched_evenly
+from tests.choices import CHOICES, Chosen
 from tests.trained import EPOCHS, RATES, SEED, Way, machine, plain
 
 PAIR = (torch.ones(2, 3), torch.tensor([0, 1]))
@@ -252,3 +254,38 @@ def fits(planned: Callable[[int], object], budget: int) -> bool:
     except PlanError:
         return False
     return True
+
+
+@pytest.mark.parametrize("name", ["activation by name", "number of steps", "only in evaluation", "a number", "order"])
+def test_models_that_do_different_things_are_arrays_of_their_own(name: str) -> None:
+    """Each is trained and evaluated as alone, at its place in the list."""
+    forward, choices, count = CHOICES[name]
+    models = [Chosen(choice, forward) for choice in [*choices, *choices]]
+    rates = [0.1 / (1 + member) for member in range(len(models))]
+    draw = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(4, 6, dtype=torch.float64, generator=draw), torch.tensor([0, 1, 0, 1])) for _ in range(3)]
+    one = task(
+        models=models,
+        optimizer=lambda params: hf.optim.SGD(params, lr=rates),
+        loader=batches,
+        eval_loader=batches[:1],
+        epochs=2,
+    )
+    assert len(hf.plan(one, machine()).tasks) == count
+    report = hf.train(one, machine())["mine"]
+    assert report.eval_losses is not None
+    for member, (model, rate) in enumerate(zip(models, rates, strict=True)):
+        alone = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(alone.parameters(), lr=rate)
+        losses, judged = [], []
+        for _ in range(2):
+            for inputs, target in batches:
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(alone.train()(inputs), target)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+            inputs, target = batches[0]
+            judged.append(nn.functional.cross_entropy(alone.eval()(inputs), target).detach())
+        torch.testing.assert_close(report.losses[:, member], torch.stack(losses), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(report.eval_losses[:, 0, member], torch.stack(judged), rtol=1e-9, atol=1e-12)

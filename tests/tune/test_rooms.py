@@ -21,6 +21,7 @@ from hfusion.tune.shape_array import Seat, Shape, ShapeArray
 
 EPOCHS, ROUNDS, STEPS = 6, 40, 10
 FIRST: Any = SimpleNamespace(suggestion=SimpleNamespace(options={}))
+SAME: Any = SimpleNamespace(same_as=lambda model: True)
 RATES = Rates(173e9, 11.3e9, 490e3, 7.1e9, 7.6e9, 1.1e9, 1.2e9)
 
 
@@ -86,7 +87,7 @@ class Sweep:
 
     def run(self, seed: int = 0) -> Sweep:
         self.draw = random.Random(seed)
-        self.shapes = [Shape(FIRST, partial(_estimates, 1e-3 + 1e-4 * number)) for number in range(len(self.odd))]
+        self.shapes = [Shape(FIRST, partial(_estimates, 1e-3 + 1e-4 * number), SAME) for number in range(len(self.odd))]
         self.rooms = Rooms(nowhere(len(self.slow)), 1000, self.rows, together=self.together)
         self.count, self.waiting = 0, self.draw.randrange(len(self.shapes))
         for now in range(ROUNDS):
@@ -195,7 +196,7 @@ def test_an_array_goes_where_that_saves_more_than_it_costs(
     taken: list[float], startup: float, left: int, moves: bool
 ) -> None:
     """Two arrays on the second of two devices, and one as long as these on the first."""
-    shapes = [Shape(FIRST, lambda _: Estimates(0, 0.1)), Shape(FIRST, lambda _: Estimates(0, 0.05))]
+    shapes = [Shape(FIRST, lambda _: Estimates(0, 0.1), SAME), Shape(FIRST, lambda _: Estimates(0, 0.05), SAME)]
     rooms = Rooms(nowhere(2), 1000, 8, together=False)
     for number, (shape, device) in enumerate([(0, 0), (1, 1), (1, 1)]):
         array = ShapeArray(f"array-{number}", shapes[shape], device)
