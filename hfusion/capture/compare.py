@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.capture.contents import PLAIN, fingerprint
+from hfusion.capture.hooks import is_part_of_forward, outdated
 from hfusion.capture.named import overlaps, tensors, ties
 from hfusion.core.errors import FusionError
 
@@ -98,12 +96,17 @@ def check_alone(index: int, model: nn.Module) -> None:
             raise FusionError(f"{where}: {name} is not initialized; run the lazy module once before fusing")
     for path, module in model.named_modules():
         for hooks in _HOOKS:
-            if getattr(module, hooks):
-                hook = next(iter(getattr(module, hooks).values()))
+            others = [hook for hook in getattr(module, hooks).values() if not is_part_of_forward(hook)]
+            if others:
                 raise FusionError(
-                    f"{where}, module {path or '(root)'} ({type(module).__name__}) has a hook in {hooks}: {hook}; "
-                    f"a fused array does not run members' hooks: {_instead_of(hook)}"
+                    f"{where}, module {path or '(root)'} ({type(module).__name__}) has a hook in {hooks}: {others[0]}; "
+                    "a fused array does not run members' hooks: remove it, or register it on the fused module"
                 )
+        if (attribute := outdated(module)) is not None:
+            raise FusionError(
+                f"{where}, module {path or '(root)'} ({type(module).__name__}): a hook reads {attribute} before the "
+                "next one computes it, as it was in the call before; register the hook that computes it first"
+            )
     for name, tensor in tensors(model):
         if tensor.layout is not torch.strided or tensor.is_meta:
             raise FusionError(f"{where}: {name} is {tensor.layout} on {tensor.device}; only dense tensors are fused")
@@ -115,21 +118,6 @@ def check_alone(index: int, model: nn.Module) -> None:
                 f"{where}: {one} and {other} lie in the same memory, so that training one changes the other, and are "
                 "two tensors, of which an array has a stack each; register one under both names, or assign a clone()"
             )
-
-
-def _instead_of(hook: Any) -> str:
-    """What to do without a hook."""
-    known = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
-    name = next((name for kind, name in known.items() if isinstance(hook, kind)), None)
-    if name is not None:
-        return (
-            f"it is that of the old torch.nn.utils.{name}; undo it by torch.nn.utils.remove_{name}(module) and use "
-            f"torch.nn.utils.parametrizations.{name}(module), which is fused"
-        )
-    if isinstance(hook, BasePruningMethod):
-        undo = f"torch.nn.utils.prune.remove(module, {hook._tensor_name!r})"
-        return f"it is that of a pruning, which {undo} makes permanent; what is zero then is trained like the rest"
-    return "remove it, or register it on the fused module"
 
 
 def _check_modules(model: nn.Module, index: int, other: nn.Module) -> None:

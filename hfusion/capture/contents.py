@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from hfusion.capture.hooks import hooks_of, is_recipe, options, recomputed
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import tensors
 from hfusion.core.errors import FusionError
@@ -41,7 +42,15 @@ def fingerprint(model: nn.Module) -> Any:
 
 def modeless_fingerprint(model: nn.Module) -> Any:
     """As `fingerprint`, but for train and eval modes."""
-    return tuple(_attributes(model, _content).items()), tuple(_closures(model))
+    return tuple(_attributes(model, _content).items()), tuple(_closures(model)), tuple(_hooks(model))
+
+
+def _hooks(model: nn.Module) -> Iterator[Any]:
+    """The hooks that are a part of forward, in a comparable form."""
+    reader = _AttributeReader({}, _content, {})
+    for path, module in model.named_modules():
+        for hook in hooks_of(module):
+            yield path, reader.read(options(hook), path)
 
 
 def _closures(model: nn.Module) -> Iterator[Any]:
@@ -73,8 +82,11 @@ def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> 
 
 
 def python_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes that the author of a module gave it, without tensors, submodules and torch's own."""
-    torchs = _OF_GRAPH if isinstance(module, fx.GraphModule) else _OWN
+    """The attributes that the author of a module gave it, without tensors, submodules and torch's own.
+
+    Those that hooks compute from tensors before each forward are torch's.
+    """
+    torchs = (_OF_GRAPH if isinstance(module, fx.GraphModule) else _OWN) | recomputed(module)
     for name, value in list(vars(module).items()):
         if name not in torchs and not is_intercepted(value):
             yield name, value
@@ -101,6 +113,8 @@ class _AttributeReader:
             return ("file", value.__name__)
         if isinstance(value, float | complex):
             return ("number", repr(value))
+        if is_recipe(value):
+            return ("recipe", type(value).__qualname__)
         if type(value) in (weakref.ref, *weakref.ProxyTypes):
             return self._weak(value, where)
         if id(value) in self.met:

@@ -6,11 +6,13 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import nn
+
+from hfusion.capture.hooks import taken_off, with_hooks
 
 _STANDARD = frozenset(vars(nn.Module)) - {"forward"}
 _MARK = "hfusion_intercepted"
@@ -47,16 +49,24 @@ Handler: TypeAlias = Callable[[Method, tuple[Any, ...], dict[str, Any]], Any]
 
 @contextmanager
 def intercepted(model: nn.Module, islands: Iterable[Island], handle: Handler) -> Iterator[None]:
-    """While active, ``handle`` is called in place of these methods of ``model``; afterwards they are as before."""
+    """While active, ``handle`` is called in place of these methods of ``model``; afterwards they are as before.
+
+    Hooks that are a part of a forward are called by it, not around it.
+    """
     before: list[tuple[nn.Module, str, Any]] = []
+    hooks = ExitStack()
     try:
         for island in islands:
             module = model.get_submodule(island.path)
-            method = Method(island, module, getattr(module, island.method))
+            original = getattr(module, island.method)
+            if island.method == "forward":
+                original = with_hooks(module, original)
+                hooks.enter_context(taken_off(module))
             before.append((module, island.method, vars(module).get(island.method)))
-            vars(module)[island.method] = _through(handle, method)
+            vars(module)[island.method] = _through(handle, Method(island, module, original))
         yield
     finally:
+        hooks.close()
         for module, name, own in reversed(before):
             if own is None:
                 del vars(module)[name]

@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.addresses import own_memory
+from hfusion.capture.hooks import with_hooks
 from hfusion.capture.member_rows import own_leaves, own_rows
 from hfusion.capture.references import Reference
 from hfusion.capture.repeat import next_call, seeded
@@ -233,7 +234,8 @@ def _run_member(
 
 def _called(call: OpaqueCall, member: int, body: nn.Module, args: Any, kwargs: Any) -> Any:
     try:
-        return getattr(body, call.method)(*args, **kwargs)
+        method = getattr(body, call.method)
+        return (with_hooks(body, method) if call.method == "forward" else method)(*args, **kwargs)
     except RuntimeError as error:
         # In the loop parameters are rows of stacks, which torch gives no flag of their own.
         if "can only change requires_grad flags of leaf" not in str(error):

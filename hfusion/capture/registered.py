@@ -52,7 +52,7 @@ def check_registered(module: nn.Module, before: Registered, member: nn.Module) -
             if a != b and not (what == "requires_grad" and not isinstance(old, nn.Parameter)):
                 raise FusionError(
                     f"forward changes {what} of {name} from {a} to {b}, where an array has one stack for all calls; "
-                    "set it before fusing, or keep a table that grows as an attribute, not as a buffer"
+                    "call each model once before fusing, or keep a table that grows as an attribute, not as a buffer"
                 )
         if new is old and new.data_ptr() != before.memory[name]:
             raise FusionError(f"forward assigns {name}.data, which no stack can follow; write {name}.copy_(...)")

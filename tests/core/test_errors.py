@@ -114,17 +114,9 @@ UNFUSABLE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: changed(lambda m: m[0].register_full_backward_pre_hook(hook)),
         "hook in _backward_pre_hooks",
     ),
-    "old weight norm": (
-        lambda: [old_norm(torch.nn.utils.weight_norm)],
-        r"remove_weight_norm\(module\) and use torch.nn.utils.parametrizations.weight_norm\(module\), which is fused",
-    ),
-    "old spectral norm": (
-        lambda: [old_norm(torch.nn.utils.spectral_norm)],
-        r"remove_spectral_norm\(module\) and use torch.nn.utils.parametrizations.spectral_norm\(module\)",
-    ),
-    "pruning": (
-        lambda: [prune.l1_unstructured(nn.Linear(3, 3), "bias", 1)],
-        r"a pruning, which torch.nn.utils.prune.remove\(module, 'bias'\) makes permanent",
+    "hooks in the wrong order": (
+        lambda: [prune.l1_unstructured(old_norm(torch.nn.utils.weight_norm), "weight_v", 1)],
+        r"\(root\) \(Linear\): a hook reads weight_v before the next one computes it",
     ),
     "tensor hook": (lambda: changed(lambda m: m[0].weight.register_hook(hook)), "0.weight has a tensor hook"),
     "accumulation hook": (
