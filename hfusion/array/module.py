@@ -19,6 +19,7 @@ from hfusion.array.checked import REFUSALS, call_members
 from hfusion.array.dynamo import finder, inline
 from hfusion.array.evaluation import evaluating
 from hfusion.array.exported import exported
+from hfusion.array.function_programs import note_call
 from hfusion.array.modes import Change, Left, Switch, own_modes
 from hfusion.array.rows import Rows
 from hfusion.array.state import Array, ArrayState, partly_written, renewed, row_copy
@@ -130,6 +131,7 @@ class FusedModule(Rows, Tree):
         self._leave(compiled)
         if compiled.opaque:
             self._situations.ran([call.place for call in compiled.opaque])
+        note_call(self)
         return found
 
     def _transformed(self, compiled: Compiled, arguments: Arguments, why: str) -> Any:

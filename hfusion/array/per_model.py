@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import functools
-import threading
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.array.broadcast import hinting, warn_as_alone, warn_of_unstacked
+from hfusion.array.function_programs import MAX_STATES, FunctionPrograms, current_programs
 from hfusion.array.transformed import stacked_results, unserved
 from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import BoundProgram, bind
-from hfusion.compiler.compiled import ArraySpec, Compiled, check_members
+from hfusion.compiler.compiled import ArraySpec, check_members
 from hfusion.compiler.compiler import Compiler
 from hfusion.compiler.report import FusionReport, describe
-from hfusion.compiler.rows import of_rows
 from hfusion.core.calls import StackedInput, is_stacked, stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of
@@ -40,95 +39,66 @@ class _Function(nn.Module):
         return self.function(*args, **kwargs)
 
 
-# States of one function that are worth a program each; one that changes more often runs in a loop.
-MAX_STATES = 16
-# The same for a function that is made anew at its calls.
-MAX_REMADE = 16
-# Functions whose programs are kept when the functions are gone.
-MAX_KEPT = 64
 # Kinds of calls that are told at a glance.
 MAX_CALLS = 1024
 
 
-# Those of a `Compiler`: programs, families, sizes.
-Tables: TypeAlias = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]
+@dataclass(frozen=True, eq=False)
+class _Calls:
+    """The calls of one function for one array so far.
 
-
-class _Kept:
-    """The programs of functions by what these read: a function that is made anew finds those of its like.
-
-    Only the latest are kept, and none longer than the tensors that its function reads.
+    Attributes:
+        programs: by the state of the function and the key of the arguments, how such a call runs.
+        compilers: by the state of the function and the number of members.
+        loops: by the state of the function and the loose key of the arguments, why such calls run in a loop.
     """
 
-    def __init__(self) -> None:
-        self._found: OrderedDict[Any, Tables] = OrderedDict()
-        self._watches: dict[Any, list[Any]] = {}
-        self._left: dict[Any, float] = {}
-        self._lock = threading.RLock()
-
-    def of(self, state: Any, members: int, origin: Any) -> Tables:
-        """The tables of a `Compiler`. Raises FusionError where functions of one ``origin`` have too many states.
-
-        An array that grows and shrinks is no other state: these are counted for each number of members.
-        """
-        key, origin = (state, members), (origin, members)
-        with self._lock:
-            left = self._left.get(origin, float(MAX_REMADE))
-            if key in self._found:
-                self._found.move_to_end(key)
-                # So that states that come again do not count.
-                self._left[origin] = min(left + 1 / MAX_STATES, MAX_REMADE)
-                return self._found[key]
-            if left < 1:
-                raise FusionError(f"what it reads by itself has changed {MAX_REMADE} times")
-            self._left[origin] = left - 1
-            found: Tables = ({}, {}, {})
-            self._found[key] = found
-            drop = functools.partial(self._drop, key)
-            self._watches[key] = [weakref.ref(tensor, drop) for tensor in tensors_of(state)]
-            if len(self._found) > MAX_KEPT:
-                self._drop(next(iter(self._found)))
-            return found
-
-    def _drop(self, key: Any, gone: Any = None) -> None:
-        with self._lock:
-            self._found.pop(key, None)
-            self._watches.pop(key, None)
-
-
-_kept = _Kept()
+    programs: dict[Any, Callable[[Arguments], Any]] = field(default_factory=dict)
+    compilers: dict[Any, Compiler] = field(default_factory=dict)
+    loops: dict[Any, str] = field(default_factory=dict)
 
 
 class PerModel:
-    """What `per_model` gives; see there."""
+    """A function per member; see `per_model`.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    Args:
+        programs: where its programs are looked up; by default those of the array that was called last.
+    """
+
+    def __init__(self, function: Callable[..., Any], programs: FunctionPrograms | None = None) -> None:
         self._function = function
         self._module = _Function(function)
         self._name = getattr(function, "__name__", type(function).__name__)
-        self._programs: dict[Any, Callable[[Arguments], Any]] = {}
-        self._compilers: dict[Any, Compiler] = {}
-        self._loops: dict[Any, str] = {}
+        self._origin = root(function)
+        self._programs = programs
+        self._calls: WeakKeyDictionary[FunctionPrograms, _Calls] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
         return f"per_model({self._name})"
 
+    def __reduce__(self) -> Any:
+        """Copies and pickles are of the function alone."""
+        return PerModel, (self._function,)
+
     def __call__(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
-        key = (self.state(), arguments.key)
-        program = self._programs.get(key)
+        programs, key = self._programs or current_programs(self._origin), (self.state(), arguments.key)
+        calls = self._calls.get(programs)
+        if calls is None:
+            calls = self._calls[programs] = _Calls()
+        program = calls.programs.get(key)
         if program is None:
-            program = self._prepare(key[0], arguments)
-            if len(self._programs) == MAX_CALLS:
-                self._programs.clear()
-            self._programs[key] = program
+            program = self._prepare(calls, programs, key[0], arguments)
+            if len(calls.programs) == MAX_CALLS:
+                calls.programs.clear()
+            calls.programs[key] = program
         try:
             return program(arguments)
         except FailedCheck as error:
-            looped = functools.partial(_looped, self._module, self._name, _members(arguments))
+            looped = functools.partial(self._looped, _members(arguments))
             # One of the members raises here. If none does, a branch is more than a check.
             losses = looped(arguments)
-            self._programs[key], self._loops[key[0], arguments.loose_key] = looped, str(error)
+            calls.programs[key], calls.loops[key[0], arguments.loose_key] = looped, str(error)
             return losses
 
     def state(self) -> Any:
@@ -139,19 +109,22 @@ class PerModel:
     @property
     def programs(self) -> list[Program]:
         """The programs of the function as it was at its calls so far."""
-        families = [family for compiler in self._compilers.values() for family in compiler.families.values()]
-        return [compiled.program for family in families for compiled in family]
+        compilers = [compiler for calls in self._calls.values() for compiler in calls.compilers.values()]
+        families = [family for compiler in compilers for family in compiler.families.values()]
+        return list(dict.fromkeys(compiled.program for family in families for compiled in family))
 
-    def _prepare(self, state: Any, arguments: Arguments) -> Callable[[Arguments], Any]:
+    def _prepare(
+        self, calls: _Calls, programs: FunctionPrograms, state: Any, arguments: Arguments
+    ) -> Callable[[Arguments], Any]:
         members = _members(arguments)
         check_members(members, arguments)
         warn_of_unstacked(self._name, arguments, members)
         try:
-            compiler = self._compiler(state, members)
+            compiler = self._compiler(calls, programs, state, arguments)
             with hinting(arguments, members):
                 compiled = compiler.get(self._training, arguments)
         except FusionError as error:
-            self._loops[state, arguments.loose_key] = str(error)
+            calls.loops[state, arguments.loose_key] = str(error)
             return functools.partial(self._looped, members)
         # In a loop over members the function warns by itself.
         warn_as_alone(self._function, arguments)
@@ -166,45 +139,41 @@ class PerModel:
     def found(self, outputs: Any, *args: Any, **kwargs: Any) -> BoundProgram | str:
         """The program that such a call, the last one, has run; or why it ran in a loop over members."""
         arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
-        state = self.state()
-        compiler = self._compilers.get((state, _members(arguments)))
+        state, programs = self.state(), self._programs
+        if programs is None:
+            raise ValueError("a function that takes the programs of whichever array was called last has none to find")
+        calls = self._calls.get(programs, _Calls())
+        compiler = calls.compilers.get(programs.key(self._function, state, _members(arguments), arguments))
         compiled = None if compiler is None else compiler.find(self._training, arguments)
         if compiled is None:
-            return self._loops.get((state, arguments.loose_key), "it changes, at each call, what it reads by itself")
+            return calls.loops.get((state, arguments.loose_key), "it changes, at each call, what it reads by itself")
         return BoundProgram.of(compiled, self._module)
 
     @property
     def _training(self) -> bool:
         return self._function.training if isinstance(self._function, nn.Module) else True
 
-    def _compiler(self, state: Any, members: int) -> Compiler:
+    def _compiler(self, calls: _Calls, programs: FunctionPrograms, state: Any, arguments: Arguments) -> Compiler:
         """The compiler for the function as it is now. Raises FusionError where its state is not worth a program."""
         if state is None:
             raise FusionError("it reads more by itself than can be compared on every call")
         if any(map(is_wrapped, tensors_of(state))):
             raise FusionError("it reads by itself a tensor of a torch.func transform that is around the call")
-        if (state, members) not in self._compilers:
-            if len({known for known, _ in self._compilers} | {state}) > MAX_STATES:
+        members = _members(arguments)
+        key = programs.key(self._function, state, members, arguments)
+        if key not in calls.compilers:
+            if len({known for known, *_ in calls.compilers} | {state}) > MAX_STATES:
                 raise FusionError(f"what it reads by itself has changed {MAX_STATES} times")
-            kept = _kept.of(state, members, root(self._function))
-            keys = frozenset(name for name, _ in tensors(self._module))
-            subject = ArraySpec(self._name, members, (0,) * members, keys, lambda _: self._module, loops=False)
-            self._compilers[state, members] = Compiler(subject, *kept, kin=functools.partial(self._kin, state, subject))
-        return self._compilers[state, members]
-
-    def _kin(self, state: Any, subject: ArraySpec, training: Any, arguments: Arguments) -> Compiled | None:
-        """The program for another number of members, made of one that is there."""
-        for (known, members), compiler in self._compilers.items():
-            found = compiler.fitting(training, arguments) if known == state and members != subject.members else None
-            if found is not None:
-                return of_rows(found, [0] * subject.members, subject)
-        return None
+            names = frozenset(name for name, _ in tensors(self._module))
+            subject = ArraySpec(self._name, members, (0,) * members, names, lambda _: self._module, loops=False)
+            calls.compilers[key] = programs.compiler(self._function, key, subject)
+        return calls.compilers[key]
 
     def report(self) -> FusionReport:
         """How the function runs: one part per program, and a line for everything that runs in a loop over members."""
         parts = [describe(program, "captured from the function itself") for program in self.programs]
-        loops = [f"{self._name}: loop over members: {why}" for why in dict.fromkeys(self._loops.values())]
-        return FusionReport(tuple(parts), tuple(loops))
+        reasons = dict.fromkeys(why for calls in self._calls.values() for why in calls.loops.values())
+        return FusionReport(tuple(parts), tuple(f"{self._name}: loop over members: {why}" for why in reasons))
 
 
 def per_model(function: Callable[..., Any]) -> PerModel:

@@ -76,6 +76,7 @@ class Compiler:
     numbers: dict[Any, set[Any]] = field(default_factory=dict)
     kin: Callable[[Any, Arguments], Compiled | None] | None = None
     """Makes a program without a capture, of one of another array with the like members; None if there is none."""
+    make_program: Callable[[ArraySpec, Arguments, bool, VaryingSizes], Compiled] = compile_array
 
     def find(self, training: Any, arguments: Arguments) -> Compiled | None:
         """The program for this call if there is one already; also for sizes not met before, where the guards hold."""
@@ -127,7 +128,7 @@ class Compiler:
             with outside_transforms(), apart(), told_autocast({kind for kind, _ in active_autocast() or ()}):
                 plain = arguments.mapped(unwrapped)
                 related = self.kin(training, plain) if self.kin is not None and not sizes.whole else None
-                compiled = related or compile_array(self.subject, plain, _any_training(training), sizes)
+                compiled = related or self.make_program(self.subject, plain, _any_training(training), sizes)
         except FusionError as error:
             if many:
                 self.refused[loose] = str(error)

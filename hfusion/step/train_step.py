@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 from torch.optim import Optimizer
 
+from hfusion.array.function_programs import FunctionPrograms, programs_of
 from hfusion.array.module import FusedModule
-from hfusion.array.per_model import per_model
+from hfusion.array.per_model import PerModel
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.compiler.compiler import MAX_KEYS
@@ -58,8 +59,8 @@ class TrainStep:
 
     def __init__(self, fused: FusedModule, loss_fn: Callable[..., Any], opt: Optimizer, mode: CompileMode) -> None:
         self._fused, self._loss_fn, self._optimizer = fused, loss_fn, opt
-        self._loss = per_model(loss_fn)
         self._mode = mode
+        self._loss = PerModel(loss_fn, programs_of(fused) if mode.eager_steps is None else FunctionPrograms())
         # Tells of calls of a kind, in words, why they run eagerly; a caller may put its own in place.
         self.tell: Callable[[str, str], object] = self._warn
         # Makes the update, with the losses known; a caller may put its own in place.

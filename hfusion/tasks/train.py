@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hfusion.array.per_model import per_model
+from hfusion.array.function_programs import FunctionPrograms
+from hfusion.array.per_model import PerModel
 from hfusion.capture.named import tensors
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.resuming import resume_folder
@@ -227,7 +228,7 @@ class _TrainRun:
         optimized = {id(param) for group in one.optimizer.param_groups for param in group["params"]}
         trained = frozenset(n for n, t in own.items() if t.requires_grad and id(t) in optimized)
         limits = clip_limits(one)
-        loss, devices = per_model(one.task.loss), list(dict.fromkeys(self._devices.values()))
+        loss, devices = PerModel(one.task.loss, FunctionPrograms()), list(dict.fromkeys(self._devices.values()))
         stream, recipe = one.trained(plan, loss, devices, self._turns[index])
         stack.callback(stream.close)
         held = holdings([part.keys for part in recipe.parts], names, trained)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.array.per_model import MAX_REMADE
+from hfusion.array.function_programs import MAX_REMADE
 from tests.alone import Call, call, normal
 from tests.capture.test_export import Sevenfold
 

@@ -1,0 +1,213 @@
+"""The programs of functions per member: of each array by themselves, made once where they are the same.
+
+Which program serves a call depends on the calls before it: a size is left open once two values of it were seen, and
+lowerings are chosen for the sizes that a program was made with. So only calls for the same array count. Otherwise the
+last bits of a run would depend on what its process trained before.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from hfusion.capture.member import VaryingSizes
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.compiled import ArraySpec, Compiled, compile_array
+from hfusion.compiler.compiler import Compiler, Met
+from hfusion.compiler.rows import of_rows
+from hfusion.core.errors import FusionError
+from hfusion.core.fingerprint import root, tensors_of
+from hfusion.device.backend import active_autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hfusion.array.module import FusedModule
+
+# How often functions of one origin may read something new before they run in a loop.
+MAX_REMADE = 16
+# Of how many states of a function one of its like makes up for a change, where it comes again.
+MAX_STATES = 16
+# Functions of one array whose programs are cached although the functions are gone.
+MAX_FUNCTIONS = 64
+# Programs of this process that all arrays share.
+MAX_SHARED = 256
+# Sizes of calls for no array that get programs of their own.
+MAX_SIZES = 64
+
+T = TypeVar("T")
+
+
+class _Tables(NamedTuple):
+    """The fields of a `Compiler` that outlive its subject."""
+
+    programs: dict[Any, Compiled]
+    families: dict[Any, list[Compiled]]
+    met: dict[Any, Met]
+    whole: dict[Any, str]
+    refused: dict[Any, str]
+
+    def compiler(self, subject: ArraySpec, **hooks: Any) -> Compiler:
+        return Compiler(subject, **self._asdict(), **hooks)
+
+
+class _StateCache(Generic[T]):
+    """The latest ``size`` values by key, each as long as the tensors live that the state of its function names."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values: OrderedDict[Any, T] = OrderedDict()
+        self._watches: dict[Any, list[Any]] = {}
+        self._lock = threading.RLock()
+
+    def get(self, key: Any) -> T | None:
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def put(self, key: Any, state: Any, value: T) -> None:
+        drop = functools.partial(self._drop, key)
+        with self._lock:
+            self._values[key] = value
+            self._watches[key] = [weakref.ref(tensor, drop) for tensor in tensors_of(state)]
+            if len(self._values) > self._size:
+                self._drop(next(iter(self._values)))
+
+    def items(self) -> Iterator[tuple[Any, T]]:
+        """The latest first."""
+        with self._lock:
+            return iter([*self._values.items()][::-1])
+
+    def _drop(self, key: Any, tensor: Any = None) -> None:
+        with self._lock:
+            self._values.pop(key, None)
+            self._watches.pop(key, None)
+
+
+class FunctionPrograms:
+    """The programs of functions of one array's outputs: functions that read the same share them.
+
+    With ``by_size`` calls of other sizes do not count, until there are `MAX_SIZES`: for calls that belong to no array.
+    """
+
+    def __init__(self, *, by_size: bool = False) -> None:
+        self._tables: _StateCache[_Tables] = _StateCache(MAX_SHARED if by_size else MAX_FUNCTIONS)
+        self._credits: dict[Any, float] = {}
+        self._sizes: dict[Any, set[Any]] | None = {} if by_size else None
+        self._lock = threading.RLock()
+
+    def key(self, function: Callable[..., Any], state: Any, members: int, arguments: Arguments) -> Any:
+        """Calls with one key share a compiler: those of functions that read ``state``, for so many members."""
+        return state, members, self._separate_sizes(root(function), arguments)
+
+    def compiler(self, function: Callable[..., Any], key: Any, subject: ArraySpec) -> Compiler:
+        """The compiler of ``function`` for calls with ``key``. Raises FusionError if its like read too many states."""
+        state, members, sizes = key
+        with self._lock:
+            tables = self._tables.get(key)
+            # The number of members is no state: an array may grow and shrink.
+            self._spend((root(function), members, sizes), seen=tables is not None)
+            if tables is None:
+                tables = _Tables({}, {}, {}, {}, {})
+                self._tables.put(key, state, tables)
+        return tables.compiler(
+            subject,
+            kin=functools.partial(_related, self._tables, key, subject),
+            make_program=functools.partial(_compile_once, state),
+        )
+
+    def _separate_sizes(self, origin: Any, arguments: Arguments) -> Any:
+        """The sizes of a call if programs for it are to serve no other sizes, else None."""
+        if self._sizes is None:
+            return None
+        shapes = tuple(arguments.shapes)
+        with self._lock:
+            seen = self._sizes.setdefault(origin, set())
+            if shapes not in seen and len(seen) == MAX_SIZES:
+                return None
+            seen.add(shapes)
+        return shapes
+
+    def _spend(self, origin: Any, *, seen: bool) -> None:
+        """Count a new state of ``origin``, or give some credit back for one that was seen before."""
+        credit = self._credits.get(origin, float(MAX_REMADE))
+        if not seen and credit < 1:
+            raise FusionError(f"what it reads by itself has changed {MAX_REMADE} times")
+        self._credits[origin] = min(credit + 1 / MAX_STATES, MAX_REMADE) if seen else credit - 1
+
+
+def _related(
+    cache: _StateCache[_Tables], key: Any, subject: ArraySpec, training: Any, arguments: Arguments
+) -> Compiled | None:
+    """The program of the function with ``key`` for another number of members, rewritten for those of ``subject``."""
+    state, members, sizes = key
+    for (other_state, other_members, other_sizes), tables in cache.items():
+        if other_members != members and (other_state, other_sizes) == (state, sizes):
+            program = tables.compiler(subject).fitting(training, arguments)
+            if program is not None:
+                return of_rows(program, [0] * members, subject)
+    return None
+
+
+_shared: _StateCache[Compiled] = _StateCache(MAX_SHARED)
+
+
+def _compile_once(
+    state: Any, subject: ArraySpec, arguments: Arguments, training: bool, sizes: VaryingSizes
+) -> Compiled:
+    """`compile_array` for a function with ``state``, cached by all that the program depends on."""
+    dims = tuple(map(frozenset, sizes.dims))
+    settings = (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled())
+    key = (state, subject.members, training, arguments.key, dims, sizes.open, sizes.whole, active_autocast(), settings)
+    program = _shared.get(key)
+    if program is None:
+        program = compile_array(subject, arguments, training, sizes)
+        _shared.put(key, state, program)
+    return program
+
+
+_of_arrays: weakref.WeakKeyDictionary[FusedModule, FunctionPrograms] = weakref.WeakKeyDictionary()
+_of_none = FunctionPrograms(by_size=True)
+_lock = threading.Lock()
+
+
+class _LastCall(threading.local):
+    """The array that this thread called last, and the functions that were given its outputs since."""
+
+    array: weakref.ref[FusedModule] | None = None
+    functions: frozenset[Any] = frozenset()
+
+
+_last_call = _LastCall()
+
+
+def programs_of(array: FusedModule) -> FunctionPrograms:
+    """The programs of functions of the outputs of ``array``."""
+    with _lock:
+        return _of_arrays.setdefault(array, FunctionPrograms())
+
+
+def note_call(array: FusedModule) -> None:
+    """Let the next call of each function in this thread belong to ``array``, whose outputs it is given."""
+    _last_call.array, _last_call.functions = weakref.ref(array), frozenset()
+
+
+def current_programs(origin: Any) -> FunctionPrograms:
+    """The programs for a call of a function with ``origin``, which nobody said the array of.
+
+    They are those of the array that this thread called last. Where the function was called since, this call may as well
+    belong to no array, and to a later run.
+    """
+    array = None if _last_call.array is None else _last_call.array()
+    if array is None or origin in _last_call.functions:
+        return _of_none
+    _last_call.functions |= {origin}
+    known = _of_arrays.get(array)
+    return programs_of(array) if known is None else known
