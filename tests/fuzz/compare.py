@@ -94,6 +94,10 @@ class Trial:
 
         return [self.names["Net"](b, once) for b in range(self.members)]
 
+    def turn_to(self, place: int) -> None:
+        """Give the globals of the program the values that they have in a step."""
+        self.names["tick"], self.names["tock"] = place % 3, place % 2 == 1
+
     def draw(self, place: int) -> tuple[list[Tensor], Tensor]:
         """The inputs of a step, and its target; stacked ones ``[B, ...]``."""
         generator = torch.Generator().manual_seed(1000 * self.names["SEED"] + place)
@@ -109,7 +113,12 @@ class Trial:
         if one.kind == "mask":
             return torch.rand(shape, generator=generator) < 0.5
         dtype = torch.complex128 if one.kind == "cvec" else torch.float64
-        return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(one.grad)
+        drawn = torch.randn(shape, generator=generator, dtype=dtype)
+        # Now and then samples are the last dim in memory, as after a transpose.
+        if len(SIZES[one.kind]) > 1 and torch.rand((), generator=generator) < 0.1:
+            first = int(one.stacked)
+            drawn = drawn.transpose(first, -1).contiguous().transpose(first, -1)
+        return drawn.requires_grad_(one.grad)
 
 
 def outcome(program: Program) -> Outcome:
@@ -171,6 +180,7 @@ def alone(trial: Trial, moved: int = 0) -> Iterator[Seen]:
     _move([*_state(models[0]).values(), *(t for m in models[1:] for t in _state(m).values())], moved)
     optimizers: list[Any] = [None] * len(models)
     for place, step in enumerate(trial.steps):
+        trial.turn_to(place)
         inputs, target = trial.draw(place)
         _move(inputs, moved)
         rows = [_rows(x, one.stacked, len(models)) for x, one in zip(inputs, trial.inputs, strict=True)]
@@ -187,7 +197,8 @@ def alone(trial: Trial, moved: int = 0) -> Iterator[Seen]:
 def _step_alone(
     trial: Trial, step: Step, b: int, model: nn.Module, inputs: list[Tensor], target: Tensor, optimizers: list[Any]
 ) -> Seen:
-    model.zero_grad()
+    if step.zeros:
+        model.zero_grad()
     seen = Seen()
     if step.does == "forward":
         with torch.no_grad():
@@ -252,13 +263,15 @@ def fused(trial: Trial, expected: Sequence[Seen]) -> Iterator[Seen]:
     loss_fn = hf.per_model(trial.names["loss"])
     step_fn: Any = None
     for place, (step, theirs) in enumerate(zip(trial.steps, expected, strict=True)):
+        trial.turn_to(place)
         inputs, target = trial.draw(place)
         kept = [(x.detach().clone(), x._version, x.stride()) for x in (*inputs, target)]
         given = [hf.stacked(x) if one.stacked else x for x, one in zip(inputs, trial.inputs, strict=True)]
         aim = hf.stacked(target) if trial.names["TARGET"].stacked else target
         _set(array, step)
         before, ours = _random_state(), Seen()
-        array.zero_grad()
+        if step.zeros:
+            array.zero_grad()
         if step.does == "step" and optimizer is None:
             params = [p for p in array.parameters() if p.requires_grad]
             optimizer = (

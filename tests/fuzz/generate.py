@@ -318,7 +318,7 @@ def _steps(rng: random.Random, scale: Scale) -> tuple[Step, ...]:
     for _ in range(rng.randint(1, scale.steps)):
         if rng.random() < scale.turns / 3:
             n, t = rng.choice((2, 3, 6)), rng.choice((t, t, 5))
-        steps.append(Step(mode, rng.choice(("step", "step", "backward")), n, t))
+        steps.append(Step(mode, rng.choice(("step", "step", "backward")), n, t, zeros=rng.random() < 0.8))
         mode = rng.choice(("train", "eval")) if rng.random() < scale.turns else ""
     if rng.random() < scale.turns:
         steps.append(Step("eval", "forward", n, t))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from tests.fuzz.pieces_functions import FUNCTIONS, REDUCTIONS, SHAPES
 from tests.fuzz.pieces_modules import ACTIVATIONS, LAYERS
+from tests.fuzz.pieces_python import ATTRIBUTES, CONDITIONS, METADATA
 from tests.fuzz.pieces_state import ISLANDS, STATE
 from tests.fuzz.pieces_writes import VIEWS, WRITES
 from tests.fuzz.program import Piece
@@ -20,6 +21,9 @@ GROUPS: Mapping[str, tuple[Piece, ...]] = {
     "writes": WRITES,
     "state": STATE,
     "islands": ISLANDS,
+    "metadata": METADATA,
+    "conditions": CONDITIONS,
+    "attributes": ATTRIBUTES,
 }
 WEIGHTS: Mapping[str, int] = {
     "layers": 26,
@@ -31,4 +35,7 @@ WEIGHTS: Mapping[str, int] = {
     "writes": 10,
     "state": 6,
     "islands": 2,
+    "metadata": 2,
+    "conditions": 2,
+    "attributes": 3,
 }

@@ -188,12 +188,16 @@ class Input:
 
 @dataclass(frozen=True)
 class Step:
-    """``mode``: train, eval, or as it was. ``does``: forward, backward (gradients only) or step."""
+    """``mode``: train, eval, or as it was. ``does``: forward, backward (gradients only) or step.
+
+    ``zeros``: gradients are set to None before it.
+    """
 
     mode: str
     does: str
     n: int
     t: int
+    zeros: bool = True
 
 
 @dataclass(frozen=True)
@@ -234,8 +238,10 @@ class Program:
 import torch.nn.functional as F
 from torch import nn
 
+from tests.fuzz.parts import Appending, Cell, Learner, Properties, Spiking
 from tests.fuzz.program import Input, Step
 
+tick, tock = 0, False
 SEED, MEMBERS, VERIFY, JOINT = {self.seed}, {self.members}, {self.verify}, "{self.joint}"
 INPUTS = ({"".join(f"{one}, " for one in self.inputs).strip()})
 TARGET = {self.target}
