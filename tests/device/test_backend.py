@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfusion.device.backend import GraphPool, accelerators, backend, memory_of, random_states_kept
+from hfusion.device.backend import accelerators, backend, memory_of, random_states_kept
+from hfusion.device.graphs import GraphPool
 
 DEVICES = [torch.device("cpu"), *accelerators()]
 

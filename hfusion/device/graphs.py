@@ -1,0 +1,88 @@
+"""Graphs of work that a device repeats by one call (CUDA graphs), and the memory that several of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
+
+import torch
+
+T = TypeVar("T")
+
+
+class GraphPool:
+    """The memory pool that the graphs of a recorder share.
+
+    torch frees a pool with the last graph that uses it, and fails an internal assertion if a later graph asks for it.
+    So the graphs that are alive are asked for their pool, and where there is none, torch makes a new one.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: WeakSet[PooledGraph] = WeakSet()
+
+    def handle(self) -> Any:
+        """Return torch's handle of the pool, None for a new one."""
+        graph = next(iter(self._graphs), None)
+        return None if graph is None else graph.pool()
+
+    def add(self, graph: PooledGraph) -> None:
+        """Let later graphs share the pool of ``graph`` as long as it is alive."""
+        self._graphs.add(graph)
+
+
+class PooledGraph(Protocol):
+    """A graph that was recorded in a pool of memory."""
+
+    def pool(self) -> Any:
+        """Return torch's handle of that pool."""
+
+
+class DeviceGraph:
+    """A graph of ``device``, in the memory of ``pool``. RuntimeError if torch records none there.
+
+    For CUDA and ROCm `torch.cuda.CUDAGraph`: `torch.accelerator.Graph`, which torch has since 2.13, refuses them as of
+    2.14. Before 2.13 other devices have none.
+    """
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        # Threads that load data may go on.
+        options = {"pool": pool, "capture_error_mode": "thread_local"}
+        if device.type == "cuda":
+            self.graph: Any = torch.cuda.CUDAGraph()
+            self._begin: Callable[[], None] = partial(self.graph.capture_begin, **options)
+        elif hasattr(torch.accelerator, "Graph"):
+            self.graph = torch.accelerator.Graph(**options)
+            self._begin = self.graph.capture_begin
+        else:
+            raise RuntimeError("there is no torch.accelerator.Graph")
+
+    def pool(self) -> Any:
+        return self.graph.pool()
+
+    def capture(self, work: Callable[[], T]) -> T:
+        self._begin()
+        try:
+            result = work()
+        except BaseException:
+            # The first error says why.
+            with suppress(Exception):
+                self.graph.capture_end()
+            raise
+        self.graph.capture_end()
+        return result
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """The device's generator gets a new state if an error leaves: a capture that failed keeps the old one for good."""
+    found = getattr(torch.get_device_module(device), "default_generators", ())
+    kept = [(generator, generator.clone_state()) for generator in found[device.index : device.index + 1]]
+    try:
+        yield
+    except BaseException:
+        for generator, state in kept:
+            generator.graphsafe_set_state(state)
+        raise
