@@ -22,7 +22,7 @@ from hfusion.array.exported import exported
 from hfusion.array.function_programs import note_call
 from hfusion.array.modes import Change, Left, Switch, own_modes
 from hfusion.array.rows import Rows
-from hfusion.array.state import Array, ArrayState, partly_written, renewed, row_copy
+from hfusion.array.state import Array, ArrayState, mark_tensors, partly_written, renewed, row_copy
 from hfusion.array.transformed import plain_stacks, run_members, unserved
 from hfusion.array.variables import Situations
 from hfusion.capture.contents import modeless_fingerprint
@@ -38,7 +38,6 @@ from hfusion.compiler.verify import CheckedArray, verify
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.functorch import in_transform, outside_transforms, unwrapped
-from hfusion.core.membership import Membership, mark
 from hfusion.optim import coupling
 
 
@@ -84,10 +83,7 @@ class FusedModule(Rows, Tree):
         )
 
     def _mark(self) -> None:
-        array = self._array
-        padded: frozenset[str] = getattr(array.skeletons[0], "padded", frozenset())
-        for name, tensor in tensors(self):
-            mark(tensor, Membership(name, array.members, name not in array.comparison.shared, name in padded))
+        mark_tensors(self._array, dict(tensors(self)))
         # An export puts others in their place while it runs.
         self._real = weakref.WeakValueDictionary(tensors(self))
 

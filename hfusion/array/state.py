@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,9 +11,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.capture.compare import Comparison
+from hfusion.capture.contents import same_marks
 from hfusion.capture.skeleton import skeleton
 from hfusion.compiler.compiler import Compiler
+from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
+from hfusion.core.marks import mark_stack
+from hfusion.core.membership import Membership, mark
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,10 @@ class Array:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "origins": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Array:
+        skeletons = tuple(module_copy(skeleton, memo) for skeleton in self.skeletons)
+        return replace(self, skeletons=skeletons, origins=WeakIdKeyDictionary())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, origins=WeakIdKeyDictionary())
@@ -52,6 +60,17 @@ def renewed(array: Array, found: Sequence[Any], views: Sequence[nn.Module]) -> A
     variants = tuple(prints.setdefault(content, len(prints)) for content in found)
     skeletons = tuple(skeleton(variants.index(v), views[variants.index(v)]) for v in range(len(prints)))
     return replace(array, skeletons=skeletons, comparison=replace(array.comparison, variants=variants))
+
+
+def mark_tensors(array: Array, named: Mapping[str, Tensor]) -> None:
+    """Mark the array's tensors as its own, and give parameters what users have set on those of the members."""
+    padded: frozenset[str] = getattr(array.skeletons[0], "padded", frozenset())
+    for name, tensor in named.items():
+        mark(tensor, Membership(name, array.members, name not in array.comparison.shared, name in padded))
+    same = same_marks(array.skeletons)
+    variants = [dict(skeleton.named_parameters()) for skeleton in array.skeletons]
+    for name in variants[0]:
+        mark_stack(named[name], name, [parameters[name] for parameters in variants], same)
 
 
 def row_copy(tensor: Tensor, index: int | None) -> Tensor:

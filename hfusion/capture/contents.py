@@ -6,7 +6,7 @@ import hashlib
 import pickle
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from hfusion.capture.hooks import hooks_of, is_recipe, options, recomputed
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import tensors
 from hfusion.core.errors import FusionError
+from hfusion.core.marks import marks
 from hfusion.core.silence import noted
 
 # The references of nn.RNNBase to its own parameters are renewed by its forward.
@@ -74,7 +75,8 @@ def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> 
     known = {id(tensor): name for name, tensor in tensors(model)}
     known |= {id(module): path for path, module in model.named_modules()}
     reader = _AttributeReader(known, read_tensor, {})
-    return {
+    marked = {name: reader.read(value, name) for name, value in parameter_marks(model).items()}
+    return marked | {
         f"{path}.{name}".strip("."): reader.read(value, f"{path}.{name}")
         for path, module in model.named_modules(remove_duplicate=False)
         for name, value in python_attributes(module)
@@ -90,6 +92,20 @@ def python_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in list(vars(module).items()):
         if name not in torchs and not is_intercepted(value):
             yield name, value
+
+
+def parameter_marks(model: nn.Module) -> dict[str, Any]:
+    """Return what users have set on the parameters of ``model``, by parameter and attribute: ``0.weight.no_decay``."""
+    return {f"{name}.{key}": value for name, p in model.named_parameters() for key, value in marks(p).items()}
+
+
+def same_marks(models: Sequence[nn.Module]) -> frozenset[str]:
+    """Return the names of `parameter_marks` that all ``models`` have, with equal values."""
+    found = [parameter_marks(model) for model in models]
+    if not any(found):
+        return frozenset()
+    read = [{key: value for key, value in contents(model).items() if key in found[0]} for model in models]
+    return frozenset(key for key in found[0] if all(key in other and other[key] == read[0][key] for other in read))
 
 
 PLAIN = str | bool | int | bytes | torch.dtype | torch.device | torch.Size | type

@@ -25,6 +25,7 @@ from hfusion.capture.references import Reference
 from hfusion.capture.repeat import next_call, seeded
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Listed
+from hfusion.core.marks import keep_marks
 from hfusion.core.memory import is_plain, overlap
 from hfusion.core.usage import join, running
 
@@ -342,7 +343,7 @@ def _filled(call: OpaqueCall, member: int, own: Mapping[str, Tensor]) -> Iterato
         mine = own_memory(tensor) if call.addresses or key in call.assigned else tensor
         # In its present memory, as forward may give the tensor another.
         places.append((holder, name, key, mine, _version(mine), tensor.detach()))
-        substitutes[id(holder[name])] = mine
+        substitutes[id(holder[name])] = keep_marks(mine, holder[name])
         holder[name] = mine
     _put(call, member, substitutes)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,7 +47,7 @@ def materialize(skeleton: nn.Module, rows: Mapping[str, Tensor], training: Mappi
         memo[id(empty)] = row = rows[name]
         if not empty.is_contiguous() and row.is_contiguous():
             setattr(row, _RESTRIDED, True)
-    model = copy.deepcopy(skeleton, memo)
+    model = module_copy(skeleton, memo)
     for path, module in model.named_modules():
         module.training = training[path]
     recompute(model)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hfusion.core.marks import keep_marks
 from hfusion.core.memory import is_plain
 
 
@@ -49,9 +50,15 @@ def contiguous_aliases(values: Any) -> Any:
 def module_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A deep copy in the same train and eval modes; ``memo`` as of `copy.deepcopy`.
 
-    A module whose ``__setstate__`` calls ``__init__`` is copied in train mode by `copy.deepcopy`.
+    A module whose ``__setstate__`` calls ``__init__`` is copied in train mode by `copy.deepcopy`, which also loses what
+    users have set on parameters.
     """
+    memo = {} if memo is None else memo
     copied = copy.deepcopy(module, memo)
+    parameters = dict(copied.named_parameters(remove_duplicate=False))
+    for name, parameter in module.named_parameters():
+        if name in parameters and parameters[name] is not parameter:
+            keep_marks(parameters[name], parameter, memo)
     modes = {path: part.training for path, part in module.named_modules(remove_duplicate=False)}
     for path, part in copied.named_modules(remove_duplicate=False):
         if part.training != modes.get(path, part.training):

@@ -5,10 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hfusion.core.marks import user_class
+
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is nothing but numbers at strides."""
-    known = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    known = (type(tensor) in (Tensor, nn.Parameter) or user_class(tensor) is not None) and (
+        tensor.layout is torch.strided
+    )
     return known and not tensor.is_conj() and not tensor.is_neg()
 
 

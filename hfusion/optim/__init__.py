@@ -12,6 +12,7 @@ from hfusion.optim.hyper import Hyper
 from hfusion.optim.lion import Lion
 from hfusion.optim.muon import Muon
 from hfusion.optim.nadam import NAdam
+from hfusion.optim.param_groups import groups
 from hfusion.optim.radam import RAdam
 from hfusion.optim.rmsprop import RMSprop
 from hfusion.optim.scaler import GradScaler
@@ -35,5 +36,6 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "fuse",
+    "groups",
     "lr_scheduler",
 ]

@@ -258,7 +258,11 @@ def common_members(params: Sequence[Tensor]) -> int:
                 f"before it to one of {members}: use one optimizer per array"
             )
     if members is None:
-        raise ValueError("a param group without parameters has no number of members")
+        raise ValueError(
+            "a param group is empty: leave it out; if a rule such as p.dim() >= 2 chose the groups, it was asked of "
+            "stacks [B, *shape], which have one dim more than a member's parameter: let hf.optim.groups(fused, rule) "
+            "ask the members' own"
+        )
     return members
 
 

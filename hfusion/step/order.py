@@ -19,6 +19,7 @@ from hfusion.compiler.compiled import Compiled
 from hfusion.compiler.graph_text import Unwritable
 from hfusion.compiler.written import read_compiled, write_compiled
 from hfusion.core.calls import StackedInput
+from hfusion.core.memory import is_plain
 from hfusion.core.program import Kind
 from hfusion.device.backend import attention_kernels, use_attention_kernels
 from hfusion.step.step_graph import StepCall, Tensors
@@ -106,7 +107,7 @@ def _read_source(written: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> B
 
 
 def _write_tensor(tensor: Tensor) -> dict[str, Any]:
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+    if not is_plain(tensor):
         raise Unwritable(f"a {type(tensor).__name__} of layout {tensor.layout}")
     return {
         "shape": list(tensor.shape),

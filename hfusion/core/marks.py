@@ -1,0 +1,97 @@
+"""Attributes and classes that users give to parameters, such as ``p.no_decay = True``: kept on stacks, rows and copies.
+
+torch itself drops the attributes in copy.deepcopy. Optimizers and their param groups are often chosen by them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Container, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from hfusion.core.errors import FusionError
+
+# Attributes of tensors that belong to this package and to Dynamo.
+_PRIVATE = ("_hfusion_", "_dynamo_")
+# Of a stack: what `mark_stack` has set on it.
+_OURS = "_hfusion_marks"
+
+
+class DifferingMark:
+    """The value of an attribute of a stack on which its members do not agree. Using it raises a FusionError."""
+
+    def __init__(self, name: str, parameter: str) -> None:
+        self._text = f"the members have different values of {name!r} on their parameter {parameter!r}"
+
+    def _refuse(self, *args: Any) -> Any:
+        raise FusionError(
+            f"{self._text}, and the array's stack was asked for one: ask the members', fused[b], or let "
+            "hf.optim.groups(fused, rule) ask each member's"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # copy and pickle look for methods.
+        if name.startswith("__") or name == "_text":
+            raise AttributeError(name)
+        return self._refuse()
+
+    def __repr__(self) -> str:
+        return f"<{self._text}>" if "_text" in vars(self) else super().__repr__()
+
+    __bool__ = __eq__ = __lt__ = __gt__ = __le__ = __ge__ = __len__ = __iter__ = __getitem__ = __call__ = _refuse
+    __int__ = __float__ = __add__ = __radd__ = __mul__ = __rmul__ = __contains__ = __hash__ = _refuse
+
+
+def marks(tensor: Tensor) -> dict[str, Any]:
+    """Return the attributes that a user has given to ``tensor``."""
+    return {name: value for name, value in vars(tensor).items() if not name.startswith(_PRIVATE)}
+
+
+def user_class(parameter: Tensor) -> type[nn.Parameter] | None:
+    """Return the class of ``parameter`` if it is a user's subclass of nn.Parameter that leaves its operators alone."""
+    kind = type(parameter)
+    if kind is nn.Parameter or not issubclass(kind, nn.Parameter):
+        return None
+    plain = kind.__torch_function__ is nn.Parameter.__torch_function__
+    same_memory = kind.__basicsize__ == nn.Parameter.__basicsize__
+    return kind if plain and same_memory and kind.__torch_dispatch__ is Tensor.__torch_dispatch__ else None
+
+
+def keep_marks(copied: Tensor, original: Tensor, memo: dict[int, Any] | None = None) -> Tensor:
+    """Give ``copied``, a parameter as nn.Parameter makes them, the class and the attributes of ``original``.
+
+    memo: that of the copy.deepcopy in which values are copied; without it they are the same objects.
+    """
+    kind = user_class(original)
+    if kind is not None and type(copied) is nn.Parameter:
+        copied.__class__ = kind
+    values = marks(original)
+    if values:
+        vars(copied).update(values if memo is None else copy.deepcopy(values, memo))
+    return copied
+
+
+def mark_stack(stack: Tensor, name: str, rows: Sequence[Tensor], same: Container[str]) -> None:
+    """Give a stack the class and attributes on which its members agree, and a `DifferingMark` for the others.
+
+    rows: a parameter of each variant of members. same: names of attributes that all have with equal values, each after
+    the ``name`` of the parameter. Attributes that the user has given to the stack stay.
+    """
+    classes = {user_class(row) for row in rows}
+    if type(stack) is nn.Parameter and len(classes) == 1 and (kind := classes.pop()) is not None:
+        stack.__class__ = kind
+    values = [marks(row) for row in rows]
+    ours: dict[str, Any] = getattr(stack, _OURS, {})
+    for key in dict.fromkeys(key for found in values for key in found):
+        if key not in vars(stack) or (key in ours and vars(stack)[key] is ours[key]):
+            # What refers to a part of a model is another object in each member.
+            agreed = f"{name}.{key}" in same and not isinstance(values[0][key], Tensor | nn.Module)
+            ours[key] = values[0][key] if agreed else DifferingMark(key, name)
+            setattr(stack, key, ours[key])
+    for key in [key for key in ours if not any(key in found for found in values)]:
+        if vars(stack).get(key) is ours.pop(key):
+            delattr(stack, key)
+    if ours:
+        setattr(stack, _OURS, ours)
