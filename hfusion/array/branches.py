@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hfusion.array.modes import Change
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import mark, membership
+from hfusion.optim import coupling
 
 STATE = frozenset(
     {
@@ -112,6 +113,14 @@ class Tree(nn.Module):
         if name in self._buffers:
             self._check_replacement(name, tensor)
         super().register_buffer(name, tensor, persistent)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As of nn.Module."""
+        array = self.__dict__.get("_array")
+        if array is not None:
+            coupling.check_update_bn(array.skeletons)
+        named: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return named
 
     def get_submodule(self, target: str) -> nn.Module:
         """As of nn.Module, also where a submodule has the name of a method."""

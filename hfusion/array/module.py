@@ -69,7 +69,7 @@ class FusedModule(Rows, Tree):
         self._loops: dict[str, None] = {}
         self._found = finder(self, self._traced)
         self._mark()
-        coupling.watch()
+        coupling.watch(self)
         for path, module in self.named_modules():
             own = own_modes(array.skeletons[0].get_submodule(path))
             object.__setattr__(module, "_place", (weakref.ref(self), path) if own else None)

@@ -30,6 +30,7 @@ from hfusion.optim.checks import check_memory, check_padding
 from hfusion.optim.formula import Formula
 from hfusion.optim.group import Groups, State, common_members, membership_of, same_objects
 from hfusion.optim.hyper import own, plain, read, unchanged
+from hfusion.optim.param_groups import asked_of_members
 from hfusion.optim.recording import RecordedUpdates, recording_on
 from hfusion.optim.resting import Resting, left_alone, of_members, together, without_gradient
 from hfusion.optim.rows import MemberRows, check_width, first_values
@@ -75,6 +76,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """As torch's; ValueError for parameters of no array or of another B, or for bad values."""
+        by_stacks = not asked_of_members(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -91,6 +93,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        if by_stacks:
+            coupling.check_groups(self)
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,6 +147,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         """The groups of this step with their gradients; whatever may fail has been checked, and nothing is written."""
         work = self._cache.work(self.param_groups, self.state) if self._cache is not None else None
         if work is None:
+            coupling.check_caller(self)
             before = [groups for _, groups in self._known.values()]
             work = [part for index, group in enumerate(self.param_groups) for part in self._prepare(index, group)]
             # Not at the first step of its kind: shards come and go.

@@ -6,17 +6,25 @@ with several elements, such as a norm of the tensor, takes the members for parts
 
 from __future__ import annotations
 
+import functools
+import sys
 import warnings
+from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
+from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import Membership, membership
+from hfusion.optim.param_groups import asked_of_members, split_by_stack_dims
 
 # tests/optim/test_coupling.py trains with each of them. SparseAdam refuses dense gradients by itself.
 _ELEMENTWISE = frozenset(
@@ -43,8 +51,11 @@ _COUPLING: dict[type[Optimizer], str] = {
 _REMEDY = "give each member an optimizer of its own, as docs/what-couples-members.md shows, or take one of hf.optim"
 
 
-def check(optimizer: Optimizer) -> None:
-    """FusionError if ``optimizer`` would couple the members of an array; a warning if that is not known."""
+def check(optimizer: Any) -> None:
+    """Raise a FusionError if ``optimizer`` would couple the members of an array; warn if that is not known.
+
+    ``optimizer``: of torch.optim, or anything else that has param groups.
+    """
     kind = type(optimizer)
     if kind in _ELEMENTWISE or getattr(optimizer, "keeps_members_apart", False):
         return
@@ -56,18 +67,39 @@ def check(optimizer: Optimizer) -> None:
     for known, why in _COUPLING.items():
         if isinstance(optimizer, known):
             raise FusionError(f"{name} {why}, and {where}, which it would couple; {_REMEDY}")
-    if name not in _warned:
-        _warned.add(name)
-        told = f"{name} is not known to hfusion, and {where}: it is right only if it treats every element by itself"
-        # check, the hook, torch's wrapper of step, and who called it.
-        warnings.warn(f"{told}; if not, {_REMEDY}", stacklevel=4)
+    _warn_once(
+        name,
+        f"{name} is not known to hfusion, and {where}: it is right only if it treats every element by itself; if not, "
+        f"{_REMEDY}",
+    )
 
 
 _warned: set[str] = set()
+_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["hfusion"]))
 
 
-def watch() -> None:
-    """From now on `check` every optimizer of this process that steps."""
+def _warn_once(key: str, text: str) -> None:
+    """Warn once in this process, at the line of the user's code."""
+    if key not in _warned:
+        _warned.add(key)
+        warn(text)
+
+
+def warn(text: str) -> None:
+    """Warn at the innermost line that belongs neither to torch nor to this package."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+_arrays: WeakSet[nn.Module] = WeakSet()
+
+
+def watch(array: nn.Module | None = None) -> None:
+    """From now on look at what meets the parameters of arrays: optimizers, and torch's norm of gradients."""
+    if array is not None:
+        _arrays.add(array)
     _hook()
 
 
@@ -78,14 +110,122 @@ def hooks() -> int:
 
 @cache
 def _hook() -> Any:
-    return register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: check(optimizer))
+    """Look at optimizers when they take param groups, reset gradients and step, and at norms over gradients.
+
+    Some never call their own `step`, such as SAM: `add_param_group`, which every construction calls, sees them. Others,
+    which wrap another optimizer, construct nothing; its `step` sees who called it. torch has a hook for steps only: two
+    methods of Optimizer are replaced, and a function that its norm of gradients calls (private, as of torch 2.11 to
+    2.14; without it there is no warning), as those who use it have imported it before.
+    """
+    Optimizer.add_param_group = _add_param_group(Optimizer.add_param_group)  # type: ignore[method-assign]
+    Optimizer.zero_grad = _zero_grad(Optimizer.zero_grad)  # type: ignore[method-assign]
+    if hasattr(clip_grad, "_group_tensors_by_device_and_dtype"):
+        clip_grad._group_tensors_by_device_and_dtype = _grouped(clip_grad._group_tensors_by_device_and_dtype)
+    return register_optimizer_step_pre_hook(_before_step)
 
 
-def _first_stack(optimizer: Optimizer) -> Membership | None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    check(optimizer)
+    # The first parameters only: every optimizer of this process comes here at every step.
+    if any(group["params"] and membership(group["params"][0]) is not None for group in optimizer.param_groups):
+        check_caller(optimizer)
+
+
+def check_caller(optimizer: Optimizer) -> None:
+    """Check the object whose method steps ``optimizer``, if it has the same param groups: SAM, LARC, Lookahead."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    owner = frame.f_locals.get("self") if frame is not None else None
+    if owner is None or owner is optimizer or type(owner).__module__.startswith(_TRANSPARENT):
+        return
+    groups = getattr(owner, "param_groups", None)
+    if isinstance(groups, list) and any(group is mine for group in groups for mine in optimizer.param_groups):
+        check(owner)
+
+
+# Packages whose wrappers of optimizers pass on calls and gradients as they are.
+_TRANSPARENT = ("accelerate.", "lightning.", "pytorch_lightning.")
+
+
+def _add_param_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add_param_group(self: Optimizer, param_group: Any) -> None:
+        # Those of hf.optim look at their groups when options are vectors [B].
+        looks = not asked_of_members(param_group) and not getattr(self, "keeps_members_apart", False)
+        original(self, param_group)
+        check(self)
+        if looks:
+            check_groups(self)
+
+    return add_param_group
+
+
+def check_groups(optimizer: Optimizer) -> None:
+    """Warn if the param groups look as if a rule for one model had chosen them by the dims of stacks."""
+    why = split_by_stack_dims(optimizer.param_groups)
+    if why:
+        told = f"{type(optimizer).__name__}: {why}; let hf.optim.groups(fused, rule) ask the members' own"
+        _warn_once("param groups", told)
+
+
+def _zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            check(self)
+        original(self, *args, **kwargs)
+
+    return zero_grad
+
+
+def _grouped(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def grouped(tensors: Sequence[Sequence[Tensor]], *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and sys._getframe(1).f_code.co_name == "_get_total_norm":
+            _check_norm(tensors[0])
+        return original(tensors, *args, **kwargs)
+
+    return grouped
+
+
+def _check_norm(tensors: Sequence[Tensor]) -> None:
+    """Warn if the norm of all ``tensors``, gradients or parameters, is one norm over the members of an array."""
+    if "norm" in _warned:
+        return
+    numbers = set(map(id, tensors))
+    for parameter in (p for array in _arrays for p in array.parameters()):
+        found = membership(parameter)
+        if found is None or not found.stacked or found.members == 1:
+            continue
+        if id(parameter) in numbers or id(parameter.grad) in numbers:
+            _warn_once(
+                "norm",
+                f"torch.nn.utils takes one norm over all {found.members} members of an array ({found.name!r}), and "
+                "clips them together; use hf.optim.clip_grad_norm_, which has a norm and a limit for each",
+            )
+            return
+
+
+def check_update_bn(members: Sequence[nn.Module]) -> None:
+    """Warn if torch.optim.swa_utils.update_bn is asking an array for its modules: none of them is a BatchNorm."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == nn.modules.module.__file__:
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name != "update_bn":
+        return
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for member in members for module in member.modules()):
+        warn(
+            "update_bn looks for BatchNorm layers, and does nothing to an array, whose modules are of other classes; "
+            "call it for each member: for member in fused: update_bn(loader, member)"
+        )
+
+
+def _first_stack(optimizer: Any) -> Membership | None:
     """A parameter of ``optimizer`` that belongs to several members."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             found = membership(param) if isinstance(param, Tensor) else None
-            if found is not None and found.stacked:
+            if found is not None and found.stacked and found.members > 1:
                 return found
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -80,7 +80,12 @@ class Scale(nn.Module):
 @pytest.mark.parametrize(("make", "why"), COUPLING.values(), ids=COUPLING)
 def test_coupling_ones_are_refused(make: Callable[[Any], Optimizer], why: str) -> None:
     fused = hf.fuse([Scale() for _ in range(3)])
-    optimizer = make(fused.parameters())
+    told = rf"torch.optim.\w+ .*{why}.*'weight' holds 3 members.*docs/what-couples-members.md"
+    with pytest.raises(hf.FusionError, match=told):
+        make(fused.parameters())
+    # Whoever puts the stacks there later comes to a step.
+    optimizer = make([nn.Parameter(torch.zeros(3, 3).double())])
+    optimizer.param_groups[0]["params"] = optimizer._params = list(fused.parameters())  # type: ignore[attr-defined]
     losses = hf.per_model(nn.functional.mse_loss)
     x, target = torch.ones(2, 3).double(), torch.zeros(2, 3).double()
 
@@ -90,9 +95,8 @@ def test_coupling_ones_are_refused(make: Callable[[Any], Optimizer], why: str) -
         total.backward()
         return total
 
-    closure()
+    hf.per_model(nn.functional.mse_loss)(fused(x), target).sum().backward()
     before = fused.get_parameter("weight").detach().clone()
-    told = rf"torch.optim.{type(optimizer).__name__} .*{why}.*'weight' holds 3 members.*docs/what-couples-members.md"
     with pytest.raises(hf.FusionError, match=told):
         optimizer.step(closure)  # type: ignore[arg-type]
     with pytest.raises(hf.FusionError, match=told):
@@ -146,6 +150,129 @@ def test_an_unknown_one_is_warned_of_once() -> None:
     assert found[0].filename == __file__
     step(Ours, array.params)
     step(Apart, array.params)
+
+
+class SAM(Optimizer):
+    """Steps another optimizer, and never itself."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr)
+        self.param_groups = self.base.param_groups
+
+    def second_step(self) -> None:
+        self.base.step()
+
+
+class Lookahead(Optimizer):
+    """Takes the param groups of another, without the constructor of its class."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.__setstate__({"base": base, "param_groups": base.param_groups, "defaults": base.defaults})
+        self.base = base
+
+    def update(self) -> None:
+        self.base.step()
+
+
+class Reset(Lookahead):
+    """Is seen when it resets gradients."""
+
+    def update(self) -> None:
+        self.zero_grad()
+
+
+class Larc:
+    """No optimizer by its class."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base = base
+
+    @property
+    def param_groups(self) -> Any:
+        return self.base.param_groups
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad *= 0.1 / param.grad.norm()
+        self.base.step()
+
+
+def wrapped(kind: Any, base: Any) -> Callable[[Array], Any]:
+    return lambda array: kind(base(array.params, lr=0.1)).update()
+
+
+WRAPPERS: dict[str, tuple[Callable[[Array], Any], str]] = {
+    "SAM": (lambda array: SAM(array.params, 0.1), "SAM"),
+    "Lookahead": (wrapped(Lookahead, torch.optim.SGD), "Lookahead"),
+    "Reset": (wrapped(Reset, torch.optim.SGD), "Reset"),
+    "LARC": (wrapped(Larc, torch.optim.SGD), "Larc"),
+    "LARC of ours": (wrapped(Larc, hf.optim.SGD), "Larc"),
+}
+
+
+@pytest.mark.parametrize(("use", "name"), WRAPPERS.values(), ids=WRAPPERS)
+def test_what_wraps_an_optimizer_is_warned_of(use: Callable[[Array], Any], name: str) -> None:
+    coupling._warned.clear()
+    array = Array(2, shapes=[(3,)])
+    array.draw_grads()
+    with pytest.warns(UserWarning, match=f"{name} is not known to hfusion.*every element by itself") as found:
+        use(array)
+    assert found[0].filename == __file__
+    use(array)
+    # One member has nobody to be coupled with.
+    single = Array(1, shapes=[(3,)])
+    single.draw_grads()
+    coupling._warned.clear()
+    use(single)
+
+
+class Trainer:
+    """Has param groups, which are not those of its optimizer."""
+
+    param_groups: ClassVar[list[Any]] = [{"params": []}]
+
+    def fit(self, array: Array, optimizer: Any) -> None:
+        array.draw_grads()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, hf.optim.SGD])
+def test_who_calls_an_optimizer_may_have_param_groups_of_his_own(kind: Any) -> None:
+    array = Array(2, shapes=[(3,)])
+    Trainer().fit(array, kind(array.params, lr=0.1))
+
+
+NORMS: dict[str, Callable[[Any], Any]] = {
+    "clip_grad_norm_": lambda fused: nn.utils.clip_grad_norm_(fused.parameters(), 1.0),
+    "one parameter": lambda fused: nn.utils.clip_grad_norm_(fused.weight, 1.0, foreach=False),
+    "gradients": lambda fused: nn.utils.get_total_norm([p.grad for p in fused.parameters()]),
+    "parameters": lambda fused: nn.utils.get_total_norm(fused.parameters()),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_torchs_norm_of_an_array_is_warned_of_once(norm: Callable[[Any], Any]) -> None:
+    coupling._warned.clear()
+    fused = hf.fuse([nn.Linear(3, 2) for _ in range(2)])
+    fused(torch.ones(1, 3)).sum().backward()
+    with pytest.warns(UserWarning, match="one norm over all 2 members.*hf.optim.clip_grad_norm_") as found:
+        norm(fused)
+    assert found[0].filename == __file__
+    norm(fused)
+
+
+def test_other_norms_and_limits_are_left_in_peace() -> None:
+    coupling._warned.clear()
+    model, fused = nn.Linear(3, 2), hf.fuse([nn.Linear(3, 2) for _ in range(2)])
+    for module in (model, fused, *fused):
+        module(torch.ones(1, 3)).sum().backward()
+    for module in (model, *fused, hf.fuse([nn.Linear(3, 2)])):
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    nn.utils.clip_grad_value_(fused.parameters(), 1.0)
+    assert hf.optim.clip_grad_norm_(fused.parameters(), 1.0).shape == (2,)
 
 
 def test_models_alone_are_left_in_peace() -> None:
