@@ -108,6 +108,9 @@ def same_marks(models: Sequence[nn.Module]) -> frozenset[str]:
     return frozenset(key for key in found[0] if all(key in other and other[key] == read[0][key] for other in read))
 
 
+# Marks copies of results, which have no history; a deep copy keeps it.
+_RESULT = "hfusion_result"
+
 PLAIN = str | bool | int | bytes | torch.dtype | torch.device | torch.Size | type
 
 
@@ -212,13 +215,20 @@ def results(model: nn.Module) -> list[Tensor]:
     return found
 
 
+def copied_result(tensor: Tensor) -> Tensor:
+    """A copy of a result that a computation left, which needs a gradient as the result does, and counts as one."""
+    copied = tensor.detach().clone().requires_grad_()
+    setattr(copied, _RESULT, True)
+    return copied
+
+
 def _items(value: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
     """As list and tuple iterate, which classes that derive from them may forbid."""
     return list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
 
 
 def _content(value: Tensor, where: str) -> Any:
-    if value.grad_fn is not None:
+    if value.grad_fn is not None or hasattr(value, _RESULT):
         # Left by an earlier call: capture refuses a forward that reads it.
         return ("result", tuple(value.shape), value.dtype)
     if value.requires_grad:

@@ -78,6 +78,9 @@ class _Search:
     def _found(self, island: Island) -> dict[Island, str]:
         if island in self.given:
             return {island: self.given[island]}
+        if not self._runs_alone(island):
+            # What is around it tells whether those that it calls are all.
+            return {stub: why for child in self.records.children(island) for stub, why in self.culprits(child).items()}
         below = self.records.below(island)
         inner = {stub: why for stub, why in self.given.items() if stub in below}
         why = self.refusal(island, inner)
@@ -92,6 +95,12 @@ class _Search:
                 return found
             why = f"{why}; {left}"
         return {island: why}
+
+    def _runs_alone(self, island: Island) -> bool:
+        """Whether a trial run can have the arguments of ``island``: an object may have changed since, or change."""
+        call = self.records.first(island)
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        return island == WHOLE or all(leaf is None or isinstance(leaf, (Tensor, *ARGUMENTS)) for leaf in leaves)
 
     def refusal(self, island: Island, stubs: Mapping[Island, str]) -> str | None:
         """Why ``island`` cannot be captured, with the ``stubs`` left out; None if it can."""
@@ -117,6 +126,8 @@ class _Search:
                 capture(target, args, kwargs, varying=False)
             except FusionError as error:
                 return str(error)
+            except Exception as error:
+                return f"it cannot be run by itself: {type(error).__name__}: {error}"
         return None
 
     def _likeness(self, island: Island, stubs: Mapping[Island, str]) -> Any:

@@ -66,6 +66,8 @@ class Fitness:
                     )
             if call.addresses and not self._own_only(island, call):
                 return f"{who} addresses memory that it shares with tensors outside; use slices, or give it a copy"
+            if call.altered and island != WHOLE:
+                return f"{who} changes a list, dict or object among its arguments; return what it adds"
             leaves = pytree.tree_leaves((call.args, call.kwargs))
             for leaf in leaves:
                 if island != WHOLE and leaf is not None and not isinstance(leaf, (Tensor, *ARGUMENTS)):

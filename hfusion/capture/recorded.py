@@ -37,7 +37,8 @@ class RecordedCall:
     ``wrote`` the keys of its own that it changed, ``assigned`` those of them that it assigned anew, ``links`` its
     results that lie in the memory of something else: of the tensor at a position, of its own tensor of a key, of its
     result k as ``-1 - k``. ``addresses``: it addressed the memory below tensors. ``attached``: autograd was off, and
-    a result needs a gradient all the same, having been there before. ``state``: the module's Python state.
+    a result needs a gradient all the same, having been there before. ``altered``: it changed a list or dict among its
+    arguments. ``state``: the module's Python state.
     """
 
     island: Island
@@ -53,6 +54,7 @@ class RecordedCall:
     links: frozenset[tuple[int, int | str]]
     addresses: bool
     attached: bool
+    altered: bool
     state: CallState
 
 
@@ -246,7 +248,8 @@ class _CallRecorder:
         """Note a call of ``method``, which is made."""
         island, module, original = method.island, method.module, method.original
         know_dataclasses((args, kwargs))
-        given = tensors_in((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        given = tensors_in(leaves)
         # What is inside torch.func's transforms means nothing outside.
         if any(map(is_functorch_wrapped_tensor, given)):
             return original(*args, **kwargs)
@@ -268,6 +271,10 @@ class _CallRecorder:
         know_dataclasses(output)
         if any(map(is_functorch_wrapped_tensor, tensors_in(output))):
             return output
+        changed, changed_spec = pytree.tree_flatten((args, kwargs))
+        altered = spec != changed_spec or any(a is not b for a, b in zip(leaves, changed, strict=True))
+        # What is noted has containers of its own: others may be changed later.
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
         written = [
             k
             for k, (tensor, (version, kept)) in enumerate(zip(given, before, strict=True))
@@ -289,7 +296,7 @@ class _CallRecorder:
             inside,
             args,
             kwargs,
-            output,
+            pytree.tree_map(lambda leaf: leaf, output),
             len(given),
             frozenset(written),
             wrote,
@@ -297,6 +304,7 @@ class _CallRecorder:
             links,
             number in self.addressing,
             attached,
+            altered,
             CallState(begin, end, self.reader.left(module, begin, end)),
         )
         return output

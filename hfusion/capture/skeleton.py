@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import dlpack
 
-from hfusion.capture.contents import results
+from hfusion.capture.contents import copied_result, results
 from hfusion.capture.hooks import is_recipe, recompute, recomputed
 from hfusion.capture.named import tensors
 from hfusion.core.copies import module_copy
@@ -27,7 +27,7 @@ def is_restrided(tensor: Tensor) -> bool:
 def skeleton(index: int, model: nn.Module) -> nn.Module:
     """A deep copy of ``model`` whose parameters and buffers are empty ``meta`` tensors; ``index`` is for errors."""
     memo: dict[int, Any] = {id(tensor): _empty(tensor) for _, tensor in tensors(model)}
-    memo |= {id(tensor): tensor.detach().clone().requires_grad_() for tensor in results(model)}
+    memo |= {id(tensor): copied_result(tensor) for tensor in results(model)}
     memo |= {id(vars(part).get(name)): None for part in model.modules() for name in recomputed(part)}
     # A copy would be closed over modules of the model all the same.
     memo |= {id(value): value for part in model.modules() for value in vars(part).values() if is_recipe(value)}

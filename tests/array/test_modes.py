@@ -410,3 +410,32 @@ def test_evaluating_leaves_the_array_as_it_was() -> None:
         pass
     assert torch.equal(merging.weight, before)
     assert merging.training
+
+
+class Leaving(nn.Module):
+    """Drops what its last call left when its mode changes, as gpytorch's strategies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2).double()
+        self.last: list[Tensor] = []
+
+    def train(self, mode: bool = True) -> Leaving:
+        self.last = []
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = [self.fc(x)]
+        return self.last[0] if self.training else self.last[0] * 2
+
+
+def test_models_that_were_called_before() -> None:
+    models, x = [Leaving() for _ in range(2)], torch.randn(4, 3, dtype=torch.float64)
+    for model in models:
+        model(x)
+    fused = hf.fuse(models)
+    for training in (True, False):
+        with pytest.warns(UserWarning, match="leaves results in the attribute last"):
+            ours = fused.train(training)(x)
+        expected = torch.stack([model.train(training)(x) for model in models])
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
