@@ -24,6 +24,7 @@ STATE = frozenset(
         "_bound",
         "_checks",
         "_loops",
+        "_methods",
         "_found",
         "_states",
         "_number",

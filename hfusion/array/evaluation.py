@@ -1,13 +1,16 @@
-"""An array in eval mode for a while, also where the members' own eval does more than set flags."""
+"""Train and eval of an array where the members' own do more than set flags; in eval mode for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hfusion.array.modes import Switch, own_modes
-from hfusion.array.state import ArrayState
+import torch
+from torch import nn
+
+from hfusion.array.modes import Change, Left, Switch, own_modes
+from hfusion.array.state import ArrayState, renewed
 from hfusion.capture.contents import modeless_fingerprint
 from hfusion.capture.named import tensors
 from hfusion.core.errors import FusionError
@@ -35,7 +38,7 @@ def evaluating(fused: FusedModule) -> Iterator[None]:
                 f"the own eval of {fused._original} changes parameters or buffers, and this evaluation uses them as "
                 "training has them; evaluate the trained models by themselves"
             )
-        fused._adopt(before, left, views)
+        _adopt(fused, before, left, views)
     else:
         fused.eval()
     try:
@@ -44,3 +47,30 @@ def evaluating(fused: FusedModule) -> Iterator[None]:
         for branch, training in modes:
             branch.training = training
         fused._enter(state)
+
+
+def switch(fused: FusedModule, path: str, change: Change) -> None:
+    """Let the members' own train or eval decide. Raises FusionError where an array cannot follow."""
+    views = list(fused)
+    before = tuple(map(modeless_fingerprint, views))
+    left = Switch(views, fused._array.comparison.shared).run(path, change)
+    stacks = dict(tensors(fused))
+    with torch.no_grad():
+        for (name, index), tensor in left.moved.items():
+            stacks[name].detach()[index].copy_(tensor)
+    for name, trained in left.trained.items():
+        stacks[name].requires_grad_(trained)
+    _adopt(fused, before, left, views)
+
+
+def _adopt(fused: FusedModule, before: tuple[Any, ...], left: Left, views: Sequence[nn.Module]) -> None:
+    """Flags and attributes as the members have them now; programs of each state are kept."""
+    for path, training in left.training.items():
+        fused.get_submodule(path).training = training
+    if left.contents == before:
+        return
+    fused._states.setdefault(before, ArrayState(fused._number, fused._array, fused._compiler))
+    if left.contents not in fused._states:
+        fused._array = renewed(fused._array, left.contents, views)
+        fused._states[left.contents] = ArrayState(next(fused._numbers), fused._array, fused._new_compiler())
+    fused._enter(fused._states[left.contents])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, overload
@@ -17,12 +18,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hfusion.array.branches import STATE, Tree, fixed_attributes, grow
 from hfusion.array.checked import REFUSALS, call_members
 from hfusion.array.dynamo import finder, inline
-from hfusion.array.evaluation import evaluating
+from hfusion.array.evaluation import evaluating, switch
 from hfusion.array.exported import exported
 from hfusion.array.function_programs import note_call
-from hfusion.array.modes import Change, Left, Switch, own_modes
+from hfusion.array.methods import call_method, method_names
+from hfusion.array.modes import Change, own_modes
 from hfusion.array.rows import Rows
-from hfusion.array.state import Array, ArrayState, mark_tensors, partly_written, renewed, row_copy
+from hfusion.array.state import Array, ArrayState, mark_tensors, partly_written, row_copy
 from hfusion.array.transformed import plain_stacks, run_members, unserved
 from hfusion.array.variables import Situations
 from hfusion.capture.contents import modeless_fingerprint
@@ -33,7 +35,7 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import bind
 from hfusion.compiler.compiled import ArraySpec, Compiled
 from hfusion.compiler.compiler import Compiler
-from hfusion.compiler.report import FusionReport, describe
+from hfusion.compiler.report import FusionReport, describe, joined
 from hfusion.compiler.verify import CheckedArray, verify
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
@@ -57,7 +59,6 @@ class FusedModule(Rows, Tree):
 
     def _prepare(self) -> None:
         """Everything that follows from the tensors and the array."""
-        array = self._array
         self._branches = [module for _, module in self.named_modules()]
         self._states: dict[Any, ArrayState] = {}
         self._numbers = itertools.count(1)
@@ -68,10 +69,14 @@ class FusedModule(Rows, Tree):
         self._checks: dict[int, str] = {}
         self._loops: dict[str, None] = {}
         self._found = finder(self, self._traced)
+        self._methods: dict[str, tuple[Array, FusedModule]] = {}
         self._mark()
         coupling.watch(self)
+        self._own_branches()
+
+    def _own_branches(self) -> None:
         for path, module in self.named_modules():
-            own = own_modes(array.skeletons[0].get_submodule(path))
+            own = own_modes(self._array.skeletons[0].get_submodule(path))
             object.__setattr__(module, "_place", (weakref.ref(self), path) if own else None)
 
     def _new_compiler(self) -> Compiler:
@@ -130,12 +135,29 @@ class FusedModule(Rows, Tree):
         note_call(self)
         return found
 
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call another method of the members, as forward is called; ``fused.method(...)`` is the same.
+
+        Raises:
+            FusionError: the members' class defines no such method, or it cannot be fused.
+        """
+        return self(*args, **kwargs) if method == "forward" else call_method(self, method, args, kwargs)
+
+    def fingerprint(self) -> Any:
+        """All that the forward of the array hangs on besides tensors and modes, hashable: for models that hold it."""
+        array = self._array
+        members = tuple((type(each), modeless_fingerprint(each)) for each in array.skeletons)
+        return array.members, members, array.comparison
+
+    def __getattr__(self, name: str) -> Any:
+        array = self.__dict__.get("_array")
+        if array is not None and name in method_names(array.skeletons[0]):
+            return functools.partial(self.call, name)
+        return super().__getattr__(name)
+
     def _transformed(self, compiled: Compiled, arguments: Arguments, why: str) -> Any:
-        """The call by the members' own code, inside transforms of torch.func that the program does not serve."""
         self._loops[f"{self._original} inside torch.func: loop over members: {why}"] = None
-        with outside_transforms():
-            members = list(self)
-        output = run_members(members, self, self._array.comparison.shared, arguments)
+        output = run_members(self, arguments)
         self._leave(compiled)
         return output
 
@@ -234,43 +256,16 @@ class FusedModule(Rows, Tree):
 
     def report(self) -> FusionReport:
         """Which operators run how, and why; one part per program that a call has made so far."""
-        return FusionReport(
-            tuple(
-                describe(compiled.program, self._checks.get(id(compiled), "self-check not run"))
-                for compiler in self._compilers()
-                for family in compiler.families.values()
-                for compiled in family
-            ),
-            tuple(self._loops),
-        )
+        forward = [compiled for each in self._compilers() for family in each.families.values() for compiled in family]
+        parts = [describe(c.program, self._checks.get(id(c), "self-check not run")) for c in forward]
+        methods = [array.report() for _, array in self._methods.values()]
+        return joined([FusionReport(tuple(parts), tuple(self._loops)), *methods])
 
     def _compilers(self) -> list[Compiler]:
         return [state.compiler for state in self._states.values()] or [self._compiler]
 
     def _switch(self, path: str, change: Change) -> None:
-        """Let the members' own train or eval decide. Raises FusionError where an array cannot follow."""
-        views = list(self)
-        before = tuple(map(modeless_fingerprint, views))
-        left = Switch(views, self._array.comparison.shared).run(path, change)
-        stacks = dict(tensors(self))
-        with torch.no_grad():
-            for (name, index), tensor in left.moved.items():
-                stacks[name].detach()[index].copy_(tensor)
-        for name, trained in left.trained.items():
-            stacks[name].requires_grad_(trained)
-        self._adopt(before, left, views)
-
-    def _adopt(self, before: tuple[Any, ...], left: Left, views: Sequence[nn.Module]) -> None:
-        """Flags and attributes as the members have them now; programs of each state are kept."""
-        for path, training in left.training.items():
-            self.get_submodule(path).training = training
-        if left.contents == before:
-            return
-        self._states.setdefault(before, ArrayState(self._number, self._array, self._compiler))
-        if left.contents not in self._states:
-            self._array = renewed(self._array, left.contents, views)
-            self._states[left.contents] = ArrayState(next(self._numbers), self._array, self._new_compiler())
-        self._enter(self._states[left.contents])
+        switch(self, path, change)
 
     def _enter(self, state: ArrayState) -> None:
         self._number, self._array, self._compiler = state.number, state.array, state.compiler
@@ -377,6 +372,7 @@ class FusedModule(Rows, Tree):
             compiler.clear()
         self._bound.clear()
         self._checks.clear()
+        self._methods.clear()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         result = super().load_state_dict(state_dict, strict, assign)

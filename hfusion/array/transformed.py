@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,10 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled import Compiled
-from hfusion.core.functorch import derivative_order, in_forward_mode, in_vmap, is_wrapped, unwrapped
+from hfusion.core.functorch import derivative_order, in_forward_mode, in_vmap, is_wrapped, outside_transforms, unwrapped
+
+if TYPE_CHECKING:
+    from hfusion.array.module import FusedModule
 
 aten = torch.ops.aten
 
@@ -49,14 +52,11 @@ def plain_stacks(owner: nn.Module, originals: Mapping[str, Tensor]) -> dict[str,
     return stacks
 
 
-def run_members(members: Sequence[nn.Module], owner: nn.Module, shared: frozenset[str], arguments: Arguments) -> Any:
-    """Call every member with its rows of the tensors of ``owner``, the array, and stack what they give.
-
-    Args:
-        members: around live rows, whose buffers may be written to.
-        shared: the keys of the tensors that are one for all members.
-    """
-    results, stacks = [], dict(tensors(owner))
+def run_members(fused: FusedModule, arguments: Arguments) -> Any:
+    """Call every member with its rows of the array's tensors, or of those in their place, and stack what they give."""
+    shared, results, stacks = fused._array.comparison.shared, [], dict(tensors(fused))
+    with outside_transforms():
+        members = list(fused)
     for index, member in enumerate(members):
         buffers = dict(member.named_buffers())
         rows = {

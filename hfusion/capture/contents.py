@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.capture.hooks import hooks_of, is_recipe, options, recomputed
 from hfusion.capture.intercept import is_intercepted
-from hfusion.capture.named import tensors
+from hfusion.capture.named import is_array, tensors
 from hfusion.core.errors import FusionError
 from hfusion.core.marks import marks
 from hfusion.core.silence import noted
@@ -43,7 +43,8 @@ def fingerprint(model: nn.Module) -> Any:
 
 def modeless_fingerprint(model: nn.Module) -> Any:
     """As `fingerprint`, but for train and eval modes."""
-    return tuple(_attributes(model, _content).items()), tuple(_closures(model)), tuple(_hooks(model))
+    arrays = tuple((path, m.fingerprint()) for path, m in model.named_modules() if is_array(m))
+    return tuple(_attributes(model, _content).items()), tuple(_closures(model)), tuple(_hooks(model)), arrays
 
 
 def _hooks(model: nn.Module) -> Iterator[Any]:
@@ -86,9 +87,11 @@ def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> 
 def python_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The attributes that the author of a module gave it, without tensors, submodules and torch's own.
 
-    Those that hooks compute from tensors before each forward are torch's.
+    Those that hooks compute from tensors before each forward are torch's, those of an array hfusion's.
     """
     torchs = (_OF_GRAPH if isinstance(module, fx.GraphModule) else _OWN) | recomputed(module)
+    if is_array(module):
+        return
     for name, value in list(vars(module).items()):
         if name not in torchs and not is_intercepted(value):
             yield name, value

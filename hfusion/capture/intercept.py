@@ -100,9 +100,10 @@ def _methods(kind: type) -> list[str]:
     """The names of methods, where the first definition in the order of inheritance is a plain function."""
     defined: dict[str, bool] = {}
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        of_torch = base.__module__ == "torch" or base.__module__.startswith("torch.")
+        # An array is called as a whole.
+        library = base.__module__.partition(".")[0] in ("torch", "hfusion")
         for name, value in vars(base).items():
-            own = not of_torch and not name.startswith("__") and name not in _STANDARD
+            own = not library and not name.startswith("__") and name not in _STANDARD
             plain = isinstance(value, types.FunctionType) and not inspect.isgeneratorfunction(value)
             defined.setdefault(name, plain and (own or name == "forward"))
     return [name for name, computes in defined.items() if computes]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.capture.intercept import is_intercepted
+from hfusion.capture.named import is_array
 from hfusion.core.fingerprint import names_in
 
 # Packages whose own variables are no state of a model.
@@ -171,6 +172,9 @@ def _remember(value: Any, undo: list[Callable[[], object]], met: dict[int, Any],
         met[id(item)] = item
         if isinstance(item, torch.Generator):
             undo.append(functools.partial(item.set_state, item.get_state()))
+        elif isinstance(item, nn.Module) and is_array(item):
+            # Its programs are no state of a model.
+            continue
         elif type(item) in _MAPPINGS:
             undo.append(functools.partial(_refill_dict, item, dict(item)))
             waiting += item.values()

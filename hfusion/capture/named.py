@@ -17,6 +17,11 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
+def is_array(module: nn.Module) -> bool:
+    """Return whether ``module`` is an array, which a model may hold as any other submodule."""
+    return hasattr(type(module), "fingerprint")
+
+
 def ties(named: Mapping[str, Tensor]) -> dict[str, str]:
     """The names of tied tensors, each with the first name of the same tensor."""
     first: dict[int, str] = {}

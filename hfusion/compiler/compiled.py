@@ -218,9 +218,15 @@ def _captured_member(
 
 
 def _check_signature(subject: ArraySpec, arguments: Arguments) -> None:
-    """Raise a ValueError where forward does not take such arguments."""
+    """Raise a ValueError where forward does not take such arguments, a FusionError where there is none."""
     args, kwargs = arguments.of_member(0)
-    signature = inspect.signature(subject.member(0).forward)
+    member = subject.member(0)
+    if type(member).forward is nn.Module.forward and "forward" not in vars(member):
+        raise FusionError(
+            f"{subject.name} defines no forward, so that an array of it cannot be called; call another method of its "
+            "members, fused.method(...) or fused.call('method', ...)"
+        )
+    signature = inspect.signature(member.forward)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:

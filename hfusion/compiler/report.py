@@ -81,6 +81,14 @@ class FusionReport:
         return "\n".join([*map(str, self.parts), *self.loops])
 
 
+def joined(reports: Sequence[FusionReport]) -> FusionReport:
+    """Return several reports as one."""
+    return FusionReport(
+        tuple(part for report in reports for part in report.parts),
+        tuple(loop for report in reports for loop in report.loops),
+    )
+
+
 def describe(program: Program, check: str) -> ProgramReport:
     """Count what ``program`` does."""
     alike: defaultdict[tuple[str, Lowering], list[fx.Node]] = defaultdict(list)

@@ -270,9 +270,13 @@ def watched(run: Callable[..., Any], members: int | None = None) -> Callable[...
     """
 
     def call(*inputs: Any) -> Any:
-        if not torch.is_grad_enabled() or in_transform():
-            return run(*inputs)
-        with _running() as found:
+        # An array that a member of another one holds: whose gradients are asked for are the members of that one.
+        inside = running() is not None
+        if inside or not torch.is_grad_enabled() or in_transform():
+            with _as_run(None):
+                return run(*inputs)
+        found = ProgramRun()
+        with _as_run(found):
             results = run(*inputs)
         found.gave(results, members)
         return results
@@ -281,10 +285,10 @@ def watched(run: Callable[..., Any], members: int | None = None) -> Callable[...
 
 
 @contextmanager
-def _running() -> Iterator[ProgramRun]:
+def _as_run(run: ProgramRun | None) -> Iterator[None]:
     outer = running()
-    _active.run = ProgramRun()
+    _active.run = run
     try:
-        yield _active.run
+        yield
     finally:
         _active.run = outer
