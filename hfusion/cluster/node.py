@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from hfusion.cluster.parcel import unpack
+from hfusion.cluster.parcel import pack_message, unpack, unpack_message
 from hfusion.device.calibrate import Rates
 from hfusion.device.machine import Device, Machine
 from hfusion.optim.base import FusedOptimizer
@@ -199,7 +198,7 @@ def _portable(error: BaseException) -> BaseException:
     """An error that other processes can read, with its traceback as a note."""
     text = "".join(traceback.format_exception(error))
     try:
-        found: BaseException = pickle.loads(pickle.dumps(error))
+        found: BaseException = unpack_message(pack_message(error))
         right = type(found) is type(error) and str(found) == str(error)
     except Exception:
         right = False

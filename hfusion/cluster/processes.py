@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import signal
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from hfusion.cluster.node import ArrayJob, ArrayTrainer, CallJob, DeviceInfo, Lost, Message, Raised
-from hfusion.cluster.parcel import pack, unpack
+from hfusion.cluster.parcel import pack, pack_message, unpack, unpack_message
 from hfusion.core.errors import HFusionError
 from hfusion.device.machine import Device, Machine
 
@@ -64,7 +63,7 @@ class ProcessExecutor:
         pipe = self._pipes[device]
         assert pipe is not None
         try:
-            found = pipe.recv()
+            found = unpack_message(pipe.recv_bytes())
         except (EOFError, OSError) as error:
             raise HFusionError(
                 f"the process of the device {self._machine.devices[device].name!r} ended before it began: a script "
@@ -101,7 +100,7 @@ class ProcessExecutor:
             assert isinstance(pipe, Connection)
             device = there[pipe]
             try:
-                found.append((device, pipe.recv()))
+                found.append((device, unpack_message(pipe.recv_bytes())))
             except (EOFError, OSError):
                 process = self._processes[device]
                 self._end(device)
@@ -145,7 +144,7 @@ class ProcessExecutor:
 def _send(pipe: Connection, message: Any) -> None:
     # Connection.send would share the memory of tensors through sockets that live in the folder for temporary files:
     # they outlive this call, and their paths may be too long.
-    pipe.send_bytes(pickle.dumps(message))
+    pipe.send_bytes(pack_message(message))
 
 
 def _work(pipe: Connection, end: Connection, device: Device, host: int, disk: Path, threads: int) -> None:
@@ -168,12 +167,12 @@ def _work(pipe: Connection, end: Connection, device: Device, host: int, disk: Pa
 
     # The driver may be gone.
     with suppress(EOFError, OSError):
-        while (job := pipe.recv()) is not None:
+        while (job := unpack_message(pipe.recv_bytes())) is not None:
             trainer.run(job, part, partial(_send, pipe))
 
 
 def _hear(end: Connection, trainer: ArrayTrainer) -> None:
     with suppress(EOFError, OSError):
         while True:
-            trainer.leaving = end.recv()
+            trainer.leaving = unpack_message(end.recv_bytes())
     trainer.stopping.set()

@@ -11,6 +11,7 @@ from threading import Thread
 from typing import Any
 
 from hfusion.cluster.node import ArrayJob, ArrayTrainer, CallJob, DeviceInfo, End, Lost, Message, Raised
+from hfusion.cluster.parcel import pack_message, unpack_message
 from hfusion.core.errors import PlanError
 from hfusion.device.machine import Device, Machine
 
@@ -31,7 +32,8 @@ class DeviceActor:
     def info(self) -> DeviceInfo:
         return self._trainer.info()
 
-    def train(self, job: ArrayJob | CallJob) -> Iterator[Message]:
+    def train(self, job: ArrayJob | CallJob) -> Iterator[bytes]:
+        """Messages as bytes: Ray's own pickle would make classes again that the driver has sent."""
         import ray
 
         told: SimpleQueue[Message] = SimpleQueue()
@@ -39,7 +41,7 @@ class DeviceActor:
         thread.start()
         while True:
             message = told.get()
-            yield message
+            yield pack_message(message)
             if isinstance(message, End):
                 break
         thread.join()
@@ -170,7 +172,7 @@ class RayExecutor:
     def _next(self, device: int, stream: Any) -> tuple[int, Message] | None:
         errors = self._ray.exceptions
         try:
-            message: Message = self._ray.get(next(stream))
+            message: Message = unpack_message(self._ray.get(next(stream)))
         except StopIteration:
             self._running.pop(device, None)
             return None
