@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.own_code import OtherSizes
@@ -22,10 +22,14 @@ Place: TypeAlias = tuple[Mapping[str, Any], str]
 
 @dataclass(frozen=True, eq=False)
 class BoundProgram:
-    """A program, and where the tensors are found that it takes before its inputs."""
+    """A program, and where the tensors are found that it takes before its inputs.
+
+    ``failed``: takes up, under "members", which members a check of forward has failed for, where a step makes checks.
+    """
 
     compiled: Compiled
     places: tuple[Place, ...]
+    failed: dict[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(compiled: Compiled, owner: nn.Module) -> BoundProgram:

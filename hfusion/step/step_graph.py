@@ -31,6 +31,7 @@ from hfusion.core.random import draws_random, seeded
 from hfusion.core.silence import silence_tracers
 from hfusion.core.stages import stage
 from hfusion.passes.check import check_rewritten
+from hfusion.passes.expected import EXPECT
 from hfusion.passes.inductor.batch_member_loops import batch_member_loops
 from hfusion.passes.inductor.decompositions import DECOMPOSITIONS
 from hfusion.passes.inductor.inline_constants import inline_constants
@@ -139,7 +140,10 @@ class StepGraph:
 
 @dataclass(frozen=True, eq=False)
 class Tensors:
-    """The tensors that a step takes, each once. ``stacked``: which have a row for every member."""
+    """The tensors that a step takes, each once. ``stacked``: which have a row for every member.
+
+    Where forward or the loss makes checks, the last is what the step writes of each member: whether one failed.
+    """
 
     places: tuple[Place, ...]
     stacked: tuple[bool, ...]
@@ -150,6 +154,12 @@ class Tensors:
         for source in sources:
             for (holder, name), layout in zip(source.places, source.layouts, strict=True):
                 once.setdefault(id(holder[name]), ((holder, name), layout is Layout.STACKED))
+        if any(source.compiled.checks for source in sources):
+            failed = sources[0].failed
+            if not failed:
+                device = next((holder[name].device for (holder, name), _ in once.values()), None)
+                failed["members"] = torch.zeros(sources[0].compiled.program.members, dtype=torch.bool, device=device)
+            once[id(failed["members"])] = (failed, "members"), True
         return Tensors(tuple(place for place, _ in once.values()), tuple(stacked for _, stacked in once.values()))
 
     def all(self) -> list[Tensor]:
@@ -219,8 +229,11 @@ def _trace(
 
     def step(*given: Tensor) -> list[Tensor]:
         held = dict(zip(ids, given[:count], strict=True))
+        checks: list[Tensor] = []
         with seeded(given[-1] if seeds else None):
-            losses = _losses(forward, loss, held, refilled(call, given[count : count + len(batch)]))
+            losses = _losses(forward, loss, held, refilled(call, given[count : count + len(batch)]), checks)
+        if checks:
+            given[count - 1].copy_(torch.stack([failed.expand(rows) for failed in checks]).any(0))
         grads = _gradients(losses, [given[k] for k in trained])
         reached.extend(k for k, grad in zip(trained, grads, strict=True) if grad is not None)
         return _separate(given, [losses.detach(), *(grad for grad in grads if grad is not None)])
@@ -312,18 +325,30 @@ def refilled(call: StepCall, tensors: Sequence[Tensor]) -> StepCall:
     return call.mapped(other)
 
 
-def _losses(forward: BoundProgram, loss: BoundProgram, held: Mapping[int, Tensor], call: StepCall) -> Tensor:
-    outputs = _run(forward, held, call.inputs.values)
+def _losses(
+    forward: BoundProgram, loss: BoundProgram, held: Mapping[int, Tensor], call: StepCall, checks: list[Tensor]
+) -> Tensor:
+    outputs = _run(forward, held, call.inputs.values, checks)
     rows = [out.shape[1:] if isinstance(out, Tensor) else () for out in outputs]
     _check(loss, [*rows, *call.target.shapes])
     # The loss takes the outputs' leaves, then the target's, whatever their nesting.
-    (losses,) = _run(loss, held, [*outputs, *call.target.values])
+    (losses,) = _run(loss, held, [*outputs, *call.target.values], checks)
     found: Tensor = losses
     return found
 
 
-def _run(source: BoundProgram, held: Mapping[int, Tensor], leaves: Sequence[Any]) -> Sequence[Any]:
+def _run(
+    source: BoundProgram, held: Mapping[int, Tensor], leaves: Sequence[Any], checks: list[Tensor]
+) -> Sequence[Any]:
+    """The outputs of a program. ``checks`` takes up whether a check fails: a number for all members, or ``[B]``."""
+
+    def check(condition: Tensor, truth: bool, line: str) -> None:
+        checks.append(condition != truth)
+
     code = batch_member_loops(source.compiled.program.module)
+    for node in code.graph.find_nodes(op="call_function", target=EXPECT):
+        node.target = check
+    code.recompile()
     results: Sequence[Any] = code(*[held[id(h[n])] for h, n in source.places], *leaves)
     return results
 

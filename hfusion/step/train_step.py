@@ -27,6 +27,7 @@ from hfusion.core.random import keyed, new_seeds, seeded
 from hfusion.device.backend import active_autocast, random_states_kept
 from hfusion.device.team import helped_by
 from hfusion.optim import coupling
+from hfusion.step.checked_step import checked_step
 from hfusion.step.compiled import StepProgram
 from hfusion.step.making import CompileMode, ProgramMaker
 from hfusion.step.step_graph import ProgramMismatch, StepCall
@@ -118,12 +119,14 @@ class TrainStep:
         if self.idle and not way.draws_together:
             call = replace(call, idle=self.idle)
         with _without_autocast(situation[2]):
-            losses = way.program.step(call)
+            computed = checked_step(way, call, self._fused.buffers())
+        if computed is None:
+            return self._eager(args, kwargs, target)[0]
         with helped_by(way.program.team):
-            self.update(losses)
+            self.update(computed)
         if way.clock.note_compiled(perf_counter() - began):
             self._maker.remember(way)
-        return losses
+        return computed
 
     def close(self) -> None:
         """End what compiles in the background; a further step begins it anew."""
@@ -290,8 +293,6 @@ def _obstacle(sources: Sequence[BoundProgram], places: Sequence[Place], call: St
     if forward.compiled.opaque:
         path = forward.compiled.opaque[0].path
         return f"{path or 'forward'} runs in a loop over members: {forward.compiled.opaque[0].why}"
-    if checks := [*forward.compiled.checks, *loss.compiled.checks]:
-        return f"{checks[0]} checks values, to raise (validate_args=False leaves out the checks of torch.distributions)"
     if any(tensor.requires_grad for tensor in call.batch()):
         return "an input requires grad, and a program gives gradients of parameters only; detach it"
     if any(holder[name].requires_grad for holder, name in loss.places):
