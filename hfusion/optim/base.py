@@ -36,7 +36,7 @@ from hfusion.optim.resting import Resting, left_alone, of_members, together, wit
 from hfusion.optim.rows import MemberRows, check_width, first_values
 from hfusion.optim.scaled import divide, overflown
 from hfusion.optim.settings import Options, ParamGroup, Settings, named
-from hfusion.optim.state import filled, numbers_shape, paired, scalar_dtype
+from hfusion.optim.state import check_entries, filled, numbers_shape, paired, parts_of, scalar_dtype
 from hfusion.optim.step_cache import StepCache, Work
 from hfusion.optim.unfuse import member_state_dicts
 
@@ -199,15 +199,16 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         return {**found, "state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As torch's, but the state is copied; CheckpointError if it is the state of another array."""
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+        """As torch's, but the state is copied; CheckpointError if it is none, or the state of another array."""
+        entries, groups = parts_of(state_dict)
+        for group, saved in zip(self.param_groups, groups, strict=False):
             try:
                 self._settings({**saved, "params": group["params"]})
             except (KeyError, ValueError) as error:
                 raise CheckpointError(
                     f"the state is not one of this array and of {type(self).__name__}: {error}"
                 ) from error
-        self._check_shapes(state_dict)
+        check_entries(self.param_groups, entries, groups, self.numbers)
         state = {
             key: {name: value.clone() if isinstance(value, Tensor) else value for name, value in entry.items()}
             for key, entry in state_dict["state"].items()
@@ -304,18 +305,6 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
                     f"{hyper.label} differs between them: {column}; give it a param group with one value, "
                     "or freeze it"
                 )
-
-    def _check_shapes(self, state_dict: Mapping[str, Any]) -> None:
-        params = [param for group in self.param_groups for param in group["params"]]
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        for key, param in zip(keys, params, strict=False):
-            for name, value in state_dict["state"].get(key, {}).items():
-                wanted = numbers_shape(param) if name in self.numbers else param.shape
-                if value.shape != wanted:
-                    raise CheckpointError(
-                        f"the state {name!r} of parameter {key} has shape {list(value.shape)}, this "
-                        f"optimizer needs {list(wanted)}: load the state of an array with the same members"
-                    )
 
     def _prepare(self, index: int, group: ParamGroup) -> Work:
         """Everything of a step that may fail, before anything is written: groups with their gradients."""

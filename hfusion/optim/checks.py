@@ -37,6 +37,16 @@ def check_memory(tensor: Tensor, what: str) -> None:
     raise FusionError(f"{what} is a {kind}, and hf.optim updates ordinary tensors in memory only: {remedy}")
 
 
+def check_rows(param: Tensor, found: Membership) -> None:
+    """Raise a FusionError unless a stack has a row for each member."""
+    if found.stacked and param.shape[:1] != (found.members,):
+        raise FusionError(
+            f"parameter {found.name!r} has shape {list(param.shape)} in an array of {found.members} members: it was "
+            f"replaced through .data; a stack has {found.members} rows, and keep, append and put of the fused module "
+            "change their number"
+        )
+
+
 def check_state(
     param: Tensor, found: Membership, entry: Mapping[str, Tensor], names: Sequence[str], numbers: Iterable[str]
 ) -> None:

@@ -40,7 +40,7 @@ def fuse(
     ``into``: the class to make, for optimizers that are not torch's; by default the one that is named as theirs. The
     state is copied. Raises FusionError for anything else, ValueError for values out of range.
     """
-    optimizers = list(optimizers)
+    optimizers = _checked(optimizers, fused, into)
     if len(optimizers) != len(fused):
         raise FusionError(
             f"{len(optimizers)} optimizers for an array of {len(fused)} members: give one per member, in their order"
@@ -60,6 +60,30 @@ def fuse(
             if any(_begun(state) for state in states):
                 made.state[param] = _stack_state(cls, param, states)
     return made
+
+
+def _checked(optimizers: Any, fused: Any, into: Any) -> list[Optimizer]:
+    """Return the optimizers as a list. Raises FusionError for arguments of other kinds."""
+    if not hasattr(fused, "origin"):
+        raise FusionError(
+            f"hf.optim.fuse expects optimizers and the array of their members, fuse([opt, ...], fused); got a "
+            f"{type(fused).__name__} for the array: give what hf.fuse or hf.build returned"
+        )
+    if not isinstance(optimizers, Iterable) or isinstance(optimizers, str | torch.nn.Module):
+        raise FusionError(
+            f"hf.optim.fuse expects a list of one optimizer per member, got a {type(optimizers).__name__}"
+        )
+    found = list(optimizers)
+    for member, optimizer in enumerate(found):
+        if not isinstance(optimizer, Optimizer):
+            kind = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+            raise FusionError(
+                f"optimizer {member} is {kind}: give one optimizer per member, such as "
+                "[torch.optim.Adam(model.parameters()) for model in models]"
+            )
+    if into is not None and not (isinstance(into, type) and issubclass(into, FusedOptimizer)):
+        raise FusionError(f"into={into!r}: give a class of hf.optim, such as into=hf.optim.Adam")
+    return found
 
 
 def _fused_class(optimizers: list[Optimizer], into: type[FusedOptimizer] | None) -> type[FusedOptimizer]:

@@ -14,7 +14,7 @@ from hfusion.core.membership import Membership, membership
 from hfusion.device.backend import backend
 from hfusion.optim import gpu, native
 from hfusion.optim.alone import AloneStepper
-from hfusion.optim.checks import check_gradient, check_memory, check_state
+from hfusion.optim.checks import check_gradient, check_memory, check_rows, check_state
 from hfusion.optim.formula import Formula
 from hfusion.optim.settings import Settings
 from hfusion.optim.stacked import StackedStepper
@@ -146,6 +146,7 @@ class Groups:
         self._names = names
         for param in params:
             check_memory(param, f"parameter {membership_of(param).name!r}")
+            check_rows(param, membership_of(param))
         _own_numbers(formula.numbers, state)
         for param, entry in zip(params, state, strict=False):
             check_state(param, membership_of(param), entry, names, formula.numbers)

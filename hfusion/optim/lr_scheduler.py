@@ -56,7 +56,7 @@ class PerMember(torch_schedulers.LRScheduler):
         self.optimizer = optimizer
         self._makes = self._made(make, options, optimizer.members)
         self._begun = self._makes[0] if all(each is self._makes[0] for each in self._makes) else None
-        self._stand_ins = [_stand_in(optimizer) for _ in self._makes]
+        self._stand_ins = [_stand_in(optimizer, member) for member in range(len(self._makes))]
         self._schedulers: list[Any] = [None] * len(self._makes)
         self._begin(range(len(self._makes)))
 
@@ -349,10 +349,28 @@ def _load_member(scheduler: Any, stand_in: Optimizer, state: Mapping[str, Any]) 
     stand_in._opt_called = True  # type: ignore[attr-defined]
 
 
-def _stand_in(optimizer: Any) -> Optimizer:
-    """An optimizer of nothing, whose param groups hold the hyper-parameters of one member."""
-    groups = [{"params": [torch.zeros(())]} for _ in optimizer.param_groups]
+def _stand_in(optimizer: Any, member: int | None = None) -> Optimizer:
+    """Return an optimizer of nothing, whose param groups hold the hyper-parameters of one member.
+
+    member: who goes on with a schedule that somebody noted in the param groups, such as ``initial_lr``, which torch's
+    schedulers read where they are given a ``last_epoch``.
+    """
+    groups = [{"params": [torch.zeros(())], **_noted(optimizer, group, member)} for group in optimizer.param_groups]
     return Optimizer(groups, {hyper.key: 0.0 for hyper in optimizer.hypers})
+
+
+def _noted(optimizer: Any, group: Mapping[str, Any], member: int | None) -> dict[str, Any]:
+    """What is in a param group besides parameters, hyper-parameters and options; a member's own of B values."""
+    if member is None:
+        return {}
+    known = {"params", "param_names", *optimizer.options, *(hyper.key for hyper in optimizer.hypers)}
+    return {key: _of_member(value, member, optimizer.members) for key, value in group.items() if key not in known}
+
+
+def _of_member(value: Any, member: int, members: int) -> Any:
+    if isinstance(value, Tensor):
+        return float(value[member]) if value.shape == (members,) else value.clone()
+    return value[member] if isinstance(value, list) and len(value) == members else value
 
 
 def _copied(

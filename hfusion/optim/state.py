@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hfusion.core.errors import CheckpointError
 from hfusion.optim.group import membership_of
 from hfusion.optim.settings import ParamGroup
 
@@ -18,6 +19,53 @@ def paired(groups: Sequence[ParamGroup], state_dict: Mapping[str, Any]) -> list[
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     found = state_dict["state"]
     return [(param, found[key]) for key, param in zip(keys, params, strict=True) if key in found]
+
+
+def check_entries(
+    groups: Sequence[ParamGroup],
+    state: Mapping[Any, Any],
+    saved: Sequence[Mapping[str, Any]],
+    numbers: Container[str],
+) -> None:
+    """Raise a CheckpointError unless ``state``, of the ``saved`` param groups, is of such parameters.
+
+    numbers: names in the state of what is one number per member.
+    """
+    keys = [key for group in saved for key in group["params"]]
+    unknown = [key for key in state if key not in keys]
+    if unknown:
+        raise CheckpointError(f"the state has a parameter {unknown[0]!r} that is in none of its param groups")
+    params = [param for group in groups for param in group["params"]]
+    for key, param in zip(keys, params, strict=False):
+        entry = state.get(key, {})
+        if not isinstance(entry, Mapping):
+            raise CheckpointError(f"the state of parameter {key} is a {type(entry).__name__}, not a dict of tensors")
+        for name, value in entry.items():
+            wanted = numbers_shape(param) if name in numbers else param.shape
+            if not isinstance(value, Tensor):
+                kind = type(value).__name__
+                raise CheckpointError(f"the state {name!r} of parameter {key} is a {kind}, not a tensor")
+            if value.shape != wanted:
+                raise CheckpointError(
+                    f"the state {name!r} of parameter {key} has shape {list(value.shape)}, this "
+                    f"optimizer needs {list(wanted)}: load the state of an array with the same members"
+                )
+
+
+def parts_of(state_dict: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
+    """Return the state and the param groups of a state dict. Raises CheckpointError for anything else."""
+    if isinstance(state_dict, Mapping) and "state" in state_dict and "param_groups" in state_dict:
+        state, groups = state_dict["state"], state_dict["param_groups"]
+        lists = isinstance(groups, list | tuple) and all(
+            isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple) for group in groups
+        )
+        if lists and isinstance(state, Mapping):
+            return state, groups
+    keys = f" with keys {sorted(map(str, state_dict))[:5]}" if isinstance(state_dict, Mapping) else ""
+    raise CheckpointError(
+        f"the state is a {type(state_dict).__name__}{keys}, not what an optimizer's state_dict() returned: a dict of "
+        '"state", by parameter, and "param_groups", a list of dicts'
+    )
 
 
 def filled(param: Tensor, values: Sequence[float]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,14 +52,18 @@ class SweepRecipe:
         """What values are of, by its name."""
         return ("loader", self.loader) if self.eval_loader is None else ("eval_loader", self.eval_loader)
 
-    def optimizer_with(self, options: dict[str, Any]) -> MakeOptimizer:
-        """It with the options that a trial chose, which hold for an array as a whole."""
+    def optimizer_with(self, options: dict[str, Any], hypers: Mapping[str, Any] | None = None) -> MakeOptimizer:
+        """Return a function that makes the optimizer with the options of a trial, which hold for a whole array.
+
+        hypers: the first trial's, for all members until they get their own: options may need some, as nesterov needs
+        momentum.
+        """
 
         def made(params: Any) -> FusedOptimizer:
             optimizer = self.optimizer(params)
             if isinstance(optimizer, FusedOptimizer):
                 for group in optimizer.param_groups:
-                    group.update(options)
+                    group.update({**options, **(hypers or {})})
             return optimizer
 
         return made
@@ -69,7 +73,7 @@ class TrialRows:
     """Members whose models have one shape, as a population. ``stopping``: whether an epoch is to end at once."""
 
     def __init__(self, recipe: SweepRecipe, options: dict[str, Any], stopping: Callable[[], bool]) -> None:
-        self._recipe, self._stopping = recipe, stopping
+        self._recipe, self._stopping, self._options = recipe, stopping, options
         optimizer = recipe.optimizer_with(options)
         self._given: dict[str, Any] = {
             "optimizer": optimizer,
@@ -88,7 +92,8 @@ class TrialRows:
         """Give each a row."""
         models, tags = [one.model for one in new], [one.tag for one in new]
         if self._population is None:
-            self._population = Population(models, tags=tags, **self._given)
+            first = self._recipe.optimizer_with(self._options, new[0].suggestion.hypers)
+            self._population = Population(models, tags=tags, **{**self._given, "optimizer": first})
         else:
             missing = len(new) - self.population.tags.count(None)
             if missing > 0:

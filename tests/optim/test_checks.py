@@ -228,6 +228,31 @@ def test_a_learning_rate_of_another_kind() -> None:
         assert fused.param_groups[0]["lr"].dtype is torch.float64
 
 
+ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "fewer": lambda t: t[:2].clone(),
+    "more": lambda t: torch.cat([t, t]),
+    "none": lambda t: t[:0].clone(),
+    "a number": lambda t: torch.ones((), dtype=t.dtype),
+}
+
+
+@ALL
+@STEPS
+@pytest.mark.parametrize("change", ROWS.values(), ids=ROWS)
+def test_stacks_of_other_members(name: str, options: dict[str, Any], steps: int, change: Any) -> None:
+    fused, array = begun(name, options, steps)
+    if steps == 1:
+        # Before there is any state that would not fit.
+        fused = getattr(hf.optim, name)(array.params, lr=0.01, **options)
+    param, other = array.params[0], array.params[1].detach().clone()
+    param.grad = None
+    param.data = change(param.data)
+    param.grad = torch.ones_like(param)
+    with pytest.raises(hf.FusionError, match=r"parameter 'p0' has shape .* in an array of 3 members.*through .data"):
+        fused.step()
+    assert torch.equal(array.params[1], other)
+
+
 class Named(torch.Tensor):
     """Has memory as any other."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -174,6 +175,25 @@ def test_what_cannot_be_fused_is_refused(make: Any, message: str) -> None:
     array = Array(2)
     with pytest.raises(FusionError, match=message):
         optim.fuse(make(array.members), array)
+
+
+OTHER_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "words": (lambda array: optim.fuse(["a"], array), "optimizer 0 is a str: give one optimizer per member"),
+    "classes": (lambda array: optim.fuse([torch.optim.Adam] * 2, array), "optimizer 0 is the class Adam"),
+    "models": (lambda array: optim.fuse([torch.nn.Linear(1, 1)] * 2, array), "optimizer 0 is a Linear"),
+    "one optimizer": (lambda array: optim.fuse(adam(array.members[0]), array), "expects a list of .* got a Adam"),
+    "nothing": (lambda array: optim.fuse(None, array), "expects a list of .* got a NoneType"),
+    "a model": (lambda array: optim.fuse([], torch.nn.Linear(1, 1)), "got a Linear for the array: give what hf.fuse"),
+    "the wrong order": (lambda array: optim.fuse(array, [adam(array.members[0])]), "got a list for the array"),
+    "into by name": (lambda array: optim.fuse([], array, into="Adam"), "into='Adam': give a class of hf.optim"),
+    "into torch's": (lambda array: optim.fuse([], array, into=torch.optim.SGD), "give a class of hf.optim"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), OTHER_ARGUMENTS.values(), ids=OTHER_ARGUMENTS)
+def test_other_arguments_are_refused(call: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(FusionError, match=message):
+        call(Array(2))
 
 
 def test_unfused_dicts_are_copies() -> None:

@@ -79,6 +79,36 @@ def test_a_scheduler_resumes() -> None:
         assert again.param_groups[0]["lr"].tolist() == rates[step]
 
 
+@pytest.mark.parametrize("rates", [torch.tensor([0.1, 0.3], dtype=torch.float64), [0.1, 0.3], 0.2], ids=type)
+def test_members_go_on_with_a_schedule_at_an_epoch(rates: Any) -> None:
+    """As torch's schedulers do where ``initial_lr`` is in the param groups."""
+    array = Array(2, shapes=[(3,)])
+    fused, alone = start("SGD", {"lr": Per(0.05, 0.5)}, array)
+    fused.param_groups[0]["initial_lr"] = rates
+    makes = [lambda o: ls.StepLR(o, 2, 0.5, last_epoch=3), lambda o: ls.ExponentialLR(o, 0.9, last_epoch=4)]
+    schedulers = [hf.optim.lr_scheduler.PerMember(fused, makes)]
+    for member, optimizer in enumerate(alone):
+        optimizer.param_groups[0]["initial_lr"] = rates if isinstance(rates, float) else float(rates[member])
+        schedulers.append(makes[member](optimizer))  # type: ignore[no-untyped-call]
+    for _ in range(4):
+        run(array, fused, alone, 1)
+        for scheduler in schedulers:
+            scheduler.step()
+    array.assert_equal()
+    wanted = [optimizer.param_groups[0]["lr"] for optimizer in alone]
+    assert fused.param_groups[0]["lr"].tolist() == pytest.approx(wanted)
+    assert schedulers[0].last_epochs.tolist() == [scheduler.last_epoch for scheduler in schedulers[1:]]
+
+
+def test_an_epoch_without_a_first_rate_is_an_error_as_alone() -> None:
+    array = Array(2, shapes=[(3,)])
+    fused, (first, _) = start("SGD", {"lr": 0.1}, array)
+    for optimizer in (fused, first):
+        kind = hf.optim.lr_scheduler.PerMember if optimizer is fused else lambda o, make: make(o)
+        with pytest.raises(KeyError, match="'initial_lr' is not specified"):
+            kind(optimizer, lambda o: ls.StepLR(o, 2, last_epoch=3))  # type: ignore[operator]
+
+
 def test_plateau_is_refused_in_words() -> None:
     array = Array(3, shapes=[(3,)])
     fused, _ = start("SGD", {"lr": 0.1}, array)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hfusion import CheckpointError, optim
 from hfusion.optim.hyper import MemberVector
@@ -112,6 +114,46 @@ def test_state_of_another_array_is_refused() -> None:
     reshaped = Array(3, shapes=[(4, 2), (), (5,), (2, 1, 3), (0,)])
     with pytest.raises(CheckpointError, match=r"state 'exp_avg' of parameter 0 has shape \[3, 4, 3\].*\[3, 4, 2\]"):
         optim.Adam(reshaped.params).load_state_dict(fused.state_dict())
+
+
+GARBAGE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "nothing": (lambda state: None, "the state is a NoneType, not what an optimizer's state_dict"),
+    "a word": (lambda state: "x", "the state is a str, not"),
+    "of a module": (lambda state: nn.Linear(1, 1).state_dict(), r"with keys \['bias', 'weight'\], not"),
+    "empty": (lambda state: {}, "the state is a dict with keys"),
+    "without groups": (lambda state: {"state": state["state"]}, "not what an optimizer's state_dict"),
+    "groups of words": (lambda state: {**state, "param_groups": ["x"]}, "not what an optimizer's state_dict"),
+    "one parameter": (lambda state: {**state, "param_groups": [{"params": 0}]}, "not what an optimizer's state_dict"),
+    "a list of state": (lambda state: {**state, "state": []}, "not what an optimizer's state_dict"),
+    "words of state": (lambda state: {**state, "state": {0: "x"}}, "state of parameter 0 is a str, not a dict"),
+    "a word of it": (lambda state: {**state, "state": {0: {"exp_avg": "x"}}}, "'exp_avg' of parameter 0 is a str, not"),
+    "an unknown one": (lambda state: {**state, "state": {9: {}}}, "a parameter 9 that is in none of its param groups"),
+    "of one model": (lambda state: _of_one_model(), r"the state 'step' of parameter 0 has shape \[\]"),
+    "a rate": (lambda state: _with_rate(state, "x"), "lr='x' is not a number"),
+}
+
+
+def _of_one_model() -> Any:
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.Adam([model.weight])
+    model.weight.grad = torch.ones(4, 3)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def _with_rate(state: Any, rate: Any) -> Any:
+    return {**state, "param_groups": [{**state["param_groups"][0], "lr": rate}]}
+
+
+@pytest.mark.parametrize(("change", "message"), GARBAGE.values(), ids=GARBAGE)
+def test_what_is_no_state_is_refused(change: Callable[[Any], Any], message: str) -> None:
+    array = Array(3, shapes=[(4, 3)])
+    fused, alone = start("Adam", {"lr": 0.1}, array)
+    run(array, fused, alone, 2)
+    with pytest.raises(CheckpointError, match=message):
+        fused.load_state_dict(change(fused.state_dict()))
+    run(array, fused, alone, 2)
+    array.assert_equal()
 
 
 def test_hyper_parameters_of_a_copy_are_its_own() -> None:

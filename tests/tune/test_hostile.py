@@ -142,11 +142,16 @@ def test_choices_that_no_study_on_disk_gives_back(tmp_path: Path) -> None:
     assert states(sweep(space((4,), (8,))).study) == ["COMPLETE"] * 4
 
 
-def test_options_of_the_optimizer_are_trials_of_their_own_array() -> None:
+@pytest.mark.parametrize("momentum", ["of the optimizer", "of the space"])
+def test_options_of_the_optimizer_are_trials_of_their_own_array(momentum: str, tmp_path: Path) -> None:
     def space(trial: Any) -> dict[str, Any]:
-        return {"lr": 0.05, "nesterov": trial.suggest_categorical("nesterov", [False, True])}
+        more = {"momentum": 0.9} if momentum == "of the space" else {}
+        return {"lr": 0.05, "nesterov": trial.suggest_categorical("nesterov", [False, True]), **more}
 
-    result = sweep(space, optimizer=lambda params: hf.optim.SGD(params, momentum=0.9), trials=8)
+    optimizer: Any = hf.optim.SGD if momentum == "of the space" else lambda params: hf.optim.SGD(params, momentum=0.9)
+    # Options that need hyper-parameters are there before these when a sweep goes on, too.
+    sweep(space, optimizer=optimizer, trials=3, directory=tmp_path)
+    result = sweep(space, optimizer=optimizer, trials=8, directory=tmp_path)
     assert {one.params["nesterov"] for one in result.trials} == {False, True}
     for one in result.trials:
         torch.manual_seed(one.number)
