@@ -26,3 +26,7 @@ def all_finite(x: Tensor) -> None:
 
 def none_negative(x: Tensor) -> None:
     assert not (x < 0).any(), "a negative target"
+
+
+def asserts_by_bool(value: Any) -> None:
+    assert bool(value)

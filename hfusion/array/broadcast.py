@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.calls import is_stacked
+from hfusion.core.functorch import outside_transforms, unwrapped
 from hfusion.core.silence import noted
+from hfusion.device.generators import draws_kept
 
 # Up to the caller of a per_model.
 _DEPTH = 4
@@ -65,16 +66,17 @@ def _plain(arguments: Arguments) -> list[Tensor]:
 
 
 def warn_as_alone(function: Callable[..., Any], arguments: Arguments) -> None:
-    """What ``function`` warns of where a member's output and another argument have sizes that broadcast."""
-    args, kwargs = arguments.of_member(0)
+    """Issue the warnings of ``function`` where a member's output and another argument have sizes that broadcast.
+
+    ``function`` is called with copies of the values of the first member, as it may check values before it warns.
+    """
+    args, kwargs = arguments.mapped(unwrapped).of_member(0)
     if not _broadcasts(pytree.tree_leaves(args[:1]), pytree.tree_leaves((args[1:], kwargs))):
         return
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # Of what is computed with gradients, torch would warn.
-    fakes = pytree.tree_map_only(Tensor, lambda x: mode.from_tensor(x.detach()), (args, kwargs))
-    with noted(UserWarning) as found, mode, torch.no_grad():
-        function(*fakes[0], **fakes[1])
-    for text in found:
+    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
+    with noted(UserWarning) as texts, outside_transforms(), draws_kept(), torch.no_grad():
+        function(*args, **kwargs)
+    for text in texts:
         warnings.warn(text, stacklevel=_DEPTH)
 
 

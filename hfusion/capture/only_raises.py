@@ -28,6 +28,9 @@ def truth_without_raise(frame: FrameType) -> bool | None:
     instructions = _instructions(frame.f_code)
     # A call of Python code is at the last of its inline caches.
     asking = place = max(k for k, instruction in enumerate(instructions) if instruction.offset <= frame.f_lasti)
+    if instructions[asking].opname == "PRECALL":
+        # Python 3.11, where it has specialized the call of a builtin, makes it in the instruction before.
+        asking = place = next(k for k in range(asking, len(instructions)) if instructions[k].opname == "CALL")
     inverted = False
     while "POP_JUMP" not in instructions[place].opname:
         if instructions[place].opname == "UNARY_NOT":

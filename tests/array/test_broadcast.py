@@ -28,11 +28,19 @@ class Flat(nn.Module):
         return y if self.keep else y.squeeze(-1)
 
 
+def checked(output: Tensor, target: Tensor) -> Tensor:
+    if (target < -1e9).any():
+        raise ValueError
+    return F.mse_loss(output, target)
+
+
 LOSSES: dict[str, Callable[..., Any]] = {
     "mse": F.mse_loss,
     "l1": F.l1_loss,
     "module": nn.MSELoss(),
     "of the user": lambda output, target: F.mse_loss(output, target) + 1,
+    "that checks values": checked,
+    "that draws": lambda output, target: F.mse_loss(F.dropout(output, 0.5), target),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hfusion.capture.only_raises import truth_without_raise
-from tests.asserting import asserts, asserts_not, asserts_with_text
+from tests.asserting import asserts, asserts_by_bool, asserts_not, asserts_with_text
 
 
 class Asked:
@@ -108,6 +108,7 @@ READ: dict[Callable[[Any], object], bool | None] = {
     raises_unless: True,
     asserts: True,
     asserts_not: False,
+    asserts_by_bool: True,
     asserts_with_text: True,
     of_a_call: False,
     of_a_call_negated: True,
@@ -125,6 +126,8 @@ READ: dict[Callable[[Any], object], bool | None] = {
 
 @pytest.mark.parametrize("function", READ, ids=lambda function: function.__name__)
 def test_truth_without_raise(function: Callable[[Any], object]) -> None:
-    value = Asked(bool(READ[function]))
-    function(value)
-    assert value.read is READ[function]
+    # Python specializes the instructions of code that runs often.
+    for _ in range(50):
+        value = Asked(bool(READ[function]))
+        function(value)
+        assert value.read is READ[function]
