@@ -76,9 +76,8 @@ def test_a_part_that_takes_gradients(forward: Callable[..., Any]) -> None:
 
 def accumulating(self: Any, x: Tensor) -> Tensor:
     with torch.enable_grad():
-        self.fc.zero_grad()
         self.fc(looped(x)).square().mean().backward()
-    return F.linear(x, self.fc.weight - 0.1 * self.fc.weight.grad)
+    return self.fc(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("gradients", [True, False])
