@@ -21,7 +21,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.assigned import assigned_as_writes
-from hfusion.capture.exporting import told_here_only, transforms
+from hfusion.capture.exporting import module_stack_unwound, told_here_only, transforms
 from hfusion.capture.inlined import inlined
 from hfusion.capture.kept import restored
 from hfusion.capture.lengths import open_lengths
@@ -182,7 +182,7 @@ def _export(
 
     A trace is made with contiguous inputs, and programs serve tensors of any strides, unless forward asks for strides.
     """
-    with silence_tracers(), torch.enable_grad(), _no_autocast(args, kwargs), _counted_parts():
+    with silence_tracers(), torch.enable_grad(), _no_autocast(args, kwargs), _counted_parts(), module_stack_unwound():
         reads = PythonReads()
         exported = _first_export(module, args, kwargs, attempts, contiguous_aliases, reads)
         if reads.asked_strides and not are_contiguous((args, dict(kwargs))):

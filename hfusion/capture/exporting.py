@@ -1,7 +1,8 @@
 """Who exports: torch tells it to the whole process, where only one thread does.
 
 Private to torch, tried on 2.11 and 2.13: the two flags behind `torch.compiler.is_compiling` and `is_exporting`, the
-function that sets them for an export, what an export notes of itself, and the calls that it writes for transforms.
+function that sets them for an export, what an export notes of itself, the calls that it writes for transforms, and
+(tried on 2.13 and 2.14) the stack of modules of its tracer.
 """
 
 from __future__ import annotations
@@ -81,6 +82,30 @@ def told_here_only() -> Iterator[None]:
     trace: Any = _trace
     with _as_before(trace, ("_compiling_state_context",)):
         trace._compiling_state_context = _state
+        yield
+
+
+@contextmanager
+def module_stack_unwound() -> Iterator[None]:
+    """While active, an error that a submodule raises leaves the tracer's stack of modules as it was before the call.
+
+    Otherwise whoever catches the error ends in "Unexpected key ..., expected ...", at the next return of a module.
+    """
+    from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
+
+    call_module = _ModuleStackTracer.call_module
+
+    def called(tracer: Any, *args: Any, **kwargs: Any) -> Any:
+        before = len(tracer.module_stack)
+        try:
+            return call_module(tracer, *args, **kwargs)
+        except BaseException:
+            while len(tracer.module_stack) > before:
+                tracer.module_stack.popitem()
+            raise
+
+    with _as_before(_ModuleStackTracer, ("call_module",)):
+        _ModuleStackTracer.call_module = called  # type: ignore[method-assign, assignment]
         yield
 
 

@@ -167,10 +167,42 @@ FORWARDS: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "two paths": (lambda self, x: self.head(self.act(x) + self.again(x * 2)), {"act"}),
     "random numbers": (lambda self, x: self.head(self.noisy(self.act(x))), {"act", "noisy"}),
     "beside what cannot": (lambda self, x: self.head(self.weighed(self.act(x))), {"weighed", "act"}),
-    "an error that is caught": (caught, {"forward"}),
+    "an error that is caught": (caught, {"act"}),
     "modules as arguments": (lambda self, x: self.head(self.applied(self.blocks, x)), {"forward"}),
     "another's module": (lambda self, x: self.head(self.referring(x)), {"forward"}),
 }
+
+
+class Refusing(nn.Module):
+    """Raises while it is traced, and cannot run in a loop by itself; nor can the module around it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, object]:
+        return (x if x.sum() < 1e9 else -x), object()
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> tuple[Tensor, object]:
+        y, other = self.inner(x)
+        return y * 2, other
+
+
+class Outermost(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.around = Around(Around(Refusing()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.around(x)[0]  # type: ignore[no-any-return]
+
+
+def test_an_error_below_what_is_looped_leaves_the_rest_captured() -> None:
+    models = [nn.Sequential(nn.Linear(4, 4), Outermost(), nn.Linear(4, 4)).double() for _ in range(2)]
+    (part, *_) = assert_alone(models, normal(5, 4)).report().parts
+    assert looped(part) == {"1"}
 
 
 @pytest.mark.parametrize("name", FORWARDS)
