@@ -1,4 +1,4 @@
-"""Writes of a new value into a buffer, the one effect that captured graphs keep."""
+"""Writes of a new value into a buffer or a parameter, the one effect that captured graphs keep."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def write(buffer: Tensor, value: Tensor) -> Tensor:
 def copy_(site: Site, self: Value, src: Value, non_blocking: Any = False) -> Call:
     if self.shared:
         raise FusionError(
-            f"buffer {self.node.name} is one object in all members, but every member writes its own value into it; "
-            "give each model its own buffer"
+            f"{self.node.name} is one object in all members, but every member writes its own value into it; "
+            "give each model its own"
         )
     return site.call(write, (self, src.to(Layout.STACKED, rank=self.rank)), Layout.STACKED, "write")
 

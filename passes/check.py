@@ -49,7 +49,7 @@ _READING = frozenset({torch.ops.aten.tensor_split.tensor_indices_or_sections})
 def check_member(graph: fx.Graph, writable: Collection[str]) -> None:
     """A member's graph: calls alone, each with an example of its value, that write to nothing but ``writable`` inputs.
 
-    A buffer is written to by ``copy_``.
+    An input is written to by ``copy_``.
     """
     _lint(graph)
     for node in graph.nodes:
@@ -59,9 +59,9 @@ def check_member(graph: fx.Graph, writable: Collection[str]) -> None:
             _need("val" in node.meta or not computes, node, "has no example of its value")
         # Members' own code writes to what it owns.
         if node.op == "call_function" and writes(node) and node.target is not OPAQUE:
-            buffer = node.args[0]
-            plain = node.target is torch.ops.aten.copy_.default and isinstance(buffer, fx.Node)
-            _need(plain and buffer.name in writable, node, "writes to what is no buffer")
+            tensor = node.args[0]
+            plain = node.target is torch.ops.aten.copy_.default and isinstance(tensor, fx.Node)
+            _need(plain and tensor.name in writable, node, "writes to what is no buffer or parameter")
 
 
 def check_array(module: fx.GraphModule, members: int) -> None:

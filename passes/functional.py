@@ -1,7 +1,8 @@
 """Rewrite in-place operators to functional ones, so that batching rules never meet a write.
 
 A write to a tensor is a new value for that tensor, for every tensor it is a view of, and for every other view of
-those. Writes to buffers stay, as one ``copy_`` of the new value into the buffer after the write.
+those. Writes to buffers stay, as one ``copy_`` of the new value into the buffer after the write. So do writes to
+parameters, which autograd does not see: what reads the parameter later reads its memory, and has its gradient.
 """
 
 from __future__ import annotations
@@ -30,14 +31,19 @@ RENAMED = {
 }
 
 
-def functional(graph: fx.Graph, writable: frozenset[str]) -> fx.Graph:
-    """``graph`` without in-place operators, except ``copy_`` into the placeholders named in ``writable``.
+def functional(graph: fx.Graph, writable: frozenset[str], parameters: frozenset[str] = frozenset()) -> fx.Graph:
+    """``graph`` without in-place operators, except ``copy_`` into placeholders.
+
+    Args:
+        writable: names of the placeholders that are buffers.
+        parameters: names of those that are parameters.
 
     Raises:
         FusionError: a write to any other placeholder, or a write that has no functional form.
     """
     watched = checked(graph, viewed, RUNNING_STATISTICS)
-    state = Rewriting(fx.Graph(), position={node: k for k, node in enumerate(graph.nodes)})
+    positions = {node: k for k, node in enumerate(graph.nodes)}
+    state = Rewriting(fx.Graph(), position=positions, parameters=parameters)
     for node in graph.nodes:
         if differentiable(state, node, writable):
             state.differentiable.add(node)
@@ -59,7 +65,7 @@ def functional(graph: fx.Graph, writable: frozenset[str]) -> fx.Graph:
         if source is not None:
             state.parent[node] = source
     remove_dead(state.graph)
-    keep_old_values(state.graph, writable)
+    keep_old_values(state.graph, writable, parameters)
     return state.graph
 
 
@@ -69,10 +75,33 @@ def _write(state: Rewriting, node: fx.Node, writable: frozenset[str]) -> None:
         raise FusionError(f"{location(node)}: {node.target} writes into several tensors; write it without in-place")
     _check_view(state, written, node)
     value = _functional_call(state, node)
+    if state.is_parameter(state.root(written)):
+        _write_parameter(state, written, value, node)
+        return
     _assign(state, written, value, node)
     state.parent[node] = written
     state.current[node] = value
     _write_back(state, state.root(written), node, writable)
+
+
+def _write_parameter(state: Rewriting, written: fx.Node, value: fx.Node, node: fx.Node) -> None:
+    """Copy ``value``, which ``node`` leaves in ``written``, into the parameter, and read its views again."""
+    root, view = state.root(written), written
+    while view in state.parent:
+        above = state.parent[view]
+        whole = state.current[above]
+        if above is root:
+            whole = emit(state, node, aten.detach.default, (whole,), {})
+        value = scattered(state, view, whole, value)
+        view = above
+    original = _placeholder(state, root)
+    state.graph.call_function(aten.copy_.default, (original, value)).meta["val"] = original.meta["val"]
+    state.parent[node] = written
+    # A node of its own: what was made of the parameter before the write is not to be used again.
+    state.current[root] = emit(state, node, aten.alias.default, (original,), {})
+    for other in state.family(written):
+        if other is not root and _used_later(state, other, node):
+            state.current[other] = _replay(state, other)
 
 
 def _assign(state: Rewriting, written: fx.Node, value: fx.Node, node: fx.Node) -> None:
@@ -157,7 +186,7 @@ def _hides_whole(state: Rewriting, write: fx.Node) -> bool:
     assert isinstance(node, fx.Node)
     while node in state.parent and shows_all(node):
         node = state.parent[node]
-    return node not in state.parent and node in state.differentiable
+    return node not in state.parent and node in state.differentiable and not state.is_parameter(node)
 
 
 def _with_gradient_of(state: Rewriting, node: fx.Node, written: fx.Node, value: fx.Node) -> fx.Node:
@@ -216,7 +245,8 @@ def _check_view(state: Rewriting, written: fx.Node, write: fx.Node) -> None:
     node = written
     while node in state.parent:
         above = state.parent[node]
-        if node.target is aten.detach.default and above in state.differentiable:
+        hidden = node.target is aten.detach.default and above in state.differentiable
+        if hidden and not state.is_parameter(state.root(node)):
             raise FusionError(
                 f"{location(write)}: {write.target} writes, unseen by autograd, into a tensor that gradients flow "
                 "through; write into a clone"
@@ -237,7 +267,7 @@ def _write_back(state: Rewriting, root: fx.Node, write: fx.Node, writable: froze
         return
     if root.name not in writable:
         raise FusionError(
-            f"{location(write)}: forward writes into {root.name}, a parameter, an input or a constant; "
+            f"{location(write)}: forward writes into {root.name}, an input or a constant; "
             "write into a registered buffer or a copy instead"
         )
     original = _placeholder(state, root)

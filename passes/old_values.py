@@ -1,4 +1,4 @@
-"""Keep the values of buffers that are needed after a write."""
+"""Keep the values of buffers and parameters that are needed after a write."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from hfusion.passes.views import viewed
 aten = torch.ops.aten
 
 
-def keep_old_values(graph: fx.Graph, writable: frozenset[str]) -> None:
-    """Read a copy of a buffer where its value before a write is needed after it: by backward, or by the caller."""
+def keep_old_values(graph: fx.Graph, writable: frozenset[str], parameters: frozenset[str]) -> None:
+    """Read a copy of a tensor where its value before a write is needed after it: by backward, or by the caller."""
     gradients = _with_gradients(graph, writable)
-    for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in writable]:
+    for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in writable | parameters]:
         writes = [user for user in node.users if _changes(user, node)]
+        if not writes:
+            continue
         # What members' own code left in the buffer is read by these.
         again = [user for user in node.users if user.target is aten.alias.default]
         kept = {*writes, *again, *(user for user in node.users if user.target in RUNNING_STATISTICS)}

@@ -19,13 +19,17 @@ aten = torch.ops.aten
 
 @dataclass
 class Rewriting:
-    """What the rewriting knows: the new graph, each old node's current value, and which node is a view of which."""
+    """The new graph, each old node's current value, which node is a view of which, and the names of parameters."""
 
     graph: fx.Graph
     current: dict[fx.Node, Any] = field(default_factory=dict)
     parent: dict[fx.Node, fx.Node] = field(default_factory=dict)
     position: dict[fx.Node, int] = field(default_factory=dict)
     differentiable: set[fx.Node] = field(default_factory=set)
+    parameters: frozenset[str] = frozenset()
+
+    def is_parameter(self, node: fx.Node) -> bool:
+        return node.op == "placeholder" and node.name in self.parameters
 
     def family(self, node: fx.Node) -> list[fx.Node]:
         """The views of ``node``'s root, the root first, in order of creation."""

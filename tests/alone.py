@@ -1,4 +1,4 @@
-"""Fused equals alone, call by call: outputs, gradients and buffers of an array against copies of its members."""
+"""Fused equals alone, call by call: outputs, gradients and tensors of an array against copies of its members."""
 
 from __future__ import annotations
 
@@ -75,6 +75,8 @@ def assert_alone(models: Sequence[nn.Module], *calls: Call | Tensor, grads: bool
             for outputs in (ours, *theirs):
                 _backward(outputs)
             _compare_gradients(fused, alone, f"call {k}")
+        for name, parameter in fused.named_parameters():
+            close(parameter, [model.get_parameter(name) for model in alone], f"call {k}: parameter {name}")
         for name, buffer in fused.named_buffers():
             close(buffer, [model.get_buffer(name) for model in alone], f"call {k}: buffer {name}")
     return fused

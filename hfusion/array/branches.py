@@ -31,6 +31,7 @@ STATE = frozenset(
         "_numbers",
         "_situations",
         "_place",
+        "_on_program",
     },
 )
 _STANDARD = frozenset(nn.Module().__dict__)

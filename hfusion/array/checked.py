@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from hfusion.capture.named import tensors
 from hfusion.capture.own_code import OtherSizes
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.errors import FusionError
@@ -19,7 +20,7 @@ REFUSALS = (OtherSizes, FailedCheck)
 def call_members(array: Iterable[nn.Module], arguments: Arguments, refusal: FusionError) -> None:
     """Where a check has failed, call the members of ``array`` in turn: one of them raises an error of its own.
 
-    If none does, as where the caller of a submodule catches the error, buffers are as before.
+    If none does, as where the caller of a submodule catches the error, parameters and buffers are as before.
     """
     if not isinstance(refusal, FailedCheck):
         return
@@ -27,8 +28,8 @@ def call_members(array: Iterable[nn.Module], arguments: Arguments, refusal: Fusi
     before: list[tuple[Tensor, Tensor]] = []
     for index, member in enumerate(members):
         args, kwargs = arguments.of_member(index)
-        before += [(buffer, buffer.detach().clone()) for buffer in member.buffers()]
+        before += [(tensor, tensor.detach().clone()) for _, tensor in tensors(member)]
         member(*args, **kwargs)
     with torch.no_grad():
-        for buffer, value in before:
-            buffer.copy_(value)
+        for tensor, value in before:
+            tensor.copy_(value)

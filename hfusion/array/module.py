@@ -68,6 +68,8 @@ class FusedModule(Rows, Tree):
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
         self._checks: dict[int, str] = {}
         self._loops: dict[str, None] = {}
+        # Called with each new program, before it runs.
+        self._on_program: Callable[[Compiled], object] = lambda compiled: None
         self._found = finder(self, self._traced)
         self._methods: dict[str, tuple[Array, FusedModule]] = {}
         self._mark()
@@ -80,9 +82,8 @@ class FusedModule(Rows, Tree):
             object.__setattr__(module, "_place", (weakref.ref(self), path) if own else None)
 
     def _new_compiler(self) -> Compiler:
-        array = self._array
+        array, looped = self._array, self._situations.looped
         variants, shared = array.comparison.variants, array.comparison.shared
-        looped = self._situations.looped
         return Compiler(
             ArraySpec(self._original, array.members, variants, shared, self._member, tune=array.tune, looped=looped)
         )
@@ -222,6 +223,7 @@ class FusedModule(Rows, Tree):
             if partly := found.written & self._array.comparison.partly:
                 self._compiler.clear()
                 raise partly_written(min(partly))
+            self._on_program(found)
         return found
 
     def _exportable(self, arguments: Arguments) -> Compiled:

@@ -300,6 +300,12 @@ def _enter(fused: FusedModule, kinds: _Kinds, sources: Sequence[Source], array: 
     fused._enter(states[after])
 
 
+def written_keys(fused: FusedModule) -> frozenset[str]:
+    """The keys of the tensors that forward writes to, in the programs that there are."""
+    families = [family for compiler in fused._compilers() for family in compiler.families.values()]
+    return frozenset(key for family in families for compiled in family for key in compiled.written)
+
+
 def _drop(fused: FusedModule, compiler: Compiler) -> None:
     for compiled in (compiled for family in compiler.families.values() for compiled in family):
         fused._bound.pop(id(compiled), None)

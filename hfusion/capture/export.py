@@ -33,7 +33,7 @@ from hfusion.core.copies import aliases, are_contiguous, contiguous_aliases
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.guards import Guards
-from hfusion.core.program import Capture, Kind, Slot, buffers, describe_graph
+from hfusion.core.program import Capture, Kind, Slot, describe_graph, of_kind, writable
 from hfusion.core.silence import silence_tracers
 from hfusion.core.stages import stage
 from hfusion.device.backend import random_states_kept
@@ -95,7 +95,7 @@ def _capture(
             # Forward hangs on what cannot be seen from here.
             forget_capture(key)
         else:
-            _tell(module, found.graph, buffers(found.graph, found.slots))
+            _tell(module, found.graph, found.slots)
             return found
     found = _exported(module, args, kwargs, attempts, real.modes)
     _check_faithful(found, module, args, kwargs, real.outcome)
@@ -103,9 +103,9 @@ def _capture(
     return found
 
 
-def _tell(module: nn.Module, graph: fx.Graph, writable: frozenset[str]) -> None:
-    name = type(module).__name__
-    stage(name, "captured", lambda: describe_graph(f"a member of {name}", graph), lambda: check_member(graph, writable))
+def _tell(module: nn.Module, graph: fx.Graph, slots: Sequence[Slot]) -> None:
+    name, names = type(module).__name__, writable(graph, slots)
+    stage(name, "captured", lambda: describe_graph(f"a member of {name}", graph), lambda: check_member(graph, names))
 
 
 def _exported(
@@ -123,12 +123,11 @@ def _exported(
     trained = _trained(exported.graph_module.graph, slots, pytree.tree_leaves((args, dict(kwargs)), _is_none))
     flat = _with_dense_gradients(inlined(exported.graph_module, trained))
     placeholders = [node for node in flat.nodes if node.op == "placeholder"]
-    writable = buffers(flat, slots)
     try:
-        graph = functional(flat, writable)
+        graph = functional(flat, of_kind(flat, slots, Kind.BUFFER), of_kind(flat, slots, Kind.PARAMETER))
     except RuntimeError as error:
         raise FusionError(f"the graph of forward cannot be written without in-place: {_first_line(error)}") from error
-    _tell(module, graph, writable)
+    _tell(module, graph, slots)
     for node in graph.nodes:
         if isinstance(node.meta.get("val"), FakeTensor):
             # A constant's own tensor, which the graph shall not keep alive.

@@ -16,7 +16,8 @@ from hfusion.capture.own_code import calls
 from hfusion.core.errors import FusionError
 from hfusion.ops.random import LIKE
 from hfusion.passes.islands import OPAQUE
-from hfusion.passes.views import handed_back
+from hfusion.passes.out_arguments import out_arguments, without_out
+from hfusion.passes.views import handed_back, writes
 
 aten = torch.ops.aten
 
@@ -89,23 +90,49 @@ class _Inliner:
             return outputs
         raise FusionError(f"forward uses {name}, a control flow that hfusion does not fuse")
 
-    def _call(self, node: fx.Node, env: Mapping[fx.Node, Any], enabled: bool) -> fx.Node:
+    def _call(self, node: fx.Node, env: Mapping[fx.Node, Any], enabled: bool) -> Any:
         new = self.graph.node_copy(node, lambda n: env[n])
         new.target = original(node.target)
+        if out_arguments(new.target):
+            return self._copied_out(new, enabled)
         if new.target in _DROPOUTS:
             in_place, new.target = new.target, _DROPOUTS[new.target]
             if handed_back(new) is None:
                 new.target = in_place
+        return self._attach(new, enabled)
+
+    def _copied_out(self, call: fx.Node, enabled: bool) -> Any:
+        """An ``out=`` call as one without, whose results are copied into the tensors."""
+        functional, tensors = without_out(self.graph, call)
+        self.graph.erase_node(call)
+        self._attach(functional, enabled)
+        copied = []
+        for k, tensor in enumerate(tensors):
+            result = functional
+            if len(tensors) > 1:
+                result = self.graph.call_function(operator.getitem, (functional, k))
+                result.meta["val"] = functional.meta["val"][k]
+                self._attach(result, enabled)
+            copy = self.graph.call_function(aten.copy_.default, (tensor, result))
+            copy.meta.update(functional.meta | {"val": tensor.meta["val"]})
+            copied.append(self._attach(copy, enabled))
+        return copied if len(tensors) > 1 else copied[0]
+
+    def _attach(self, new: fx.Node, enabled: bool) -> fx.Node:
+        """Take the operands of a call without their history where gradients are off; what stands for its result."""
         reached = any(operand in self.attached for operand in new.all_input_nodes)
-        if not reached or enabled or node.target is operator.getitem:
-            keeps = node.target not in LIKE
+        if not reached or enabled or new.target is operator.getitem:
+            keeps = new.target not in LIKE
         else:
             keeps = handed_back(new) in self.attached or _gives_attached(new)
-        if not keeps:
-            self._detach_operands(new)
-        elif reached:
-            self.attached.add(new)
-        return new
+        if keeps:
+            if reached:
+                self.attached.add(new)
+            return new
+        written = new.args[0] if writes(new) else None
+        self._detach_operands(new)
+        # A write hands back the tensor itself, which has the history that it had.
+        return written if isinstance(written, fx.Node) and written in self.attached else new
 
     def _detach_operands(self, call: fx.Node) -> None:
         with self.graph.inserting_before(call):

@@ -26,7 +26,7 @@ from hfusion.capture.repeat import next_call, seeded
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Listed
 from hfusion.core.marks import keep_marks
-from hfusion.core.memory import is_plain, overlap
+from hfusion.core.memory import is_plain, overlap, same_values
 from hfusion.core.usage import join, running
 
 # Not None, which is an argument like any other.
@@ -352,7 +352,10 @@ def _filled(call: OpaqueCall, member: int, own: Mapping[str, Tensor]) -> Iterato
         for holder, name, key, mine, version, memory in places:
             after = holder.get(name)
             holder[name] = own[key]
-            if after is not mine or not (key in call.fixed or after.data_ptr() == memory.data_ptr()):
+            if after is mine and after.data_ptr() == memory.data_ptr():
+                continue
+            # A parameter may move without a change, as those of an RNN do.
+            if after is not mine or key in call.changing or not same_values(after, memory):
                 seen = after is not mine or _version(after) != version
                 _write_back(f"{call.path} of model {member} assigns {key} anew", memory, after, seen)
         _put(call, member, {id(mine): own[key] for _, _, key, mine, *_ in places})

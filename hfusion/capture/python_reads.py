@@ -94,7 +94,8 @@ _CHECKING = {function: _seen_inside(function) for function in (F.gaussian_nll_lo
 class PythonReads(TorchFunctionMode):
     """While a forward is traced, numbers and texts of tensors' values are refused where Python uses them.
 
-    ``tensor.data`` is read as ``tensor.detach()``: of the former an export knows not what it is computed from.
+    ``tensor.data`` is read as ``tensor.detach()``: of the former an export knows not what it is computed from. To
+    assign it is a write into the tensor, which an export does not see.
 
     Attributes:
         asked_strides: whether forward has asked how a tensor lies in memory.
@@ -109,6 +110,9 @@ class PythonReads(TorchFunctionMode):
     ) -> Any:
         if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            args[0].detach().copy_(args[1].detach())
+            return None
         if func in _CHECKING:
             with self:
                 return _CHECKING[func](*args, **(kwargs or {}))

@@ -167,12 +167,12 @@ def _attempt(model: nn.Module, args: Any, kwargs: Any, modes: Mapping[str, bool]
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: Mapping[str, bool]) -> Records:
     member, reader = twin(model), StateReader()
     own = dict(tensors(member))
-    versions = {name: tensor._version for name, tensor in own.items()}
+    before = {name: _state(tensor) for name, tensor in own.items()}
     with restored(model), _random_kept(), torch.enable_grad(), _no_autocast(args, kwargs):
         recorder, state = _recorded(member, args, kwargs, reader)
         after, originals = dict(tensors(member)), dict(tensors(model))
         changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
-        changed |= {name for name in own if own[name] is not after[name] or own[name]._version != versions[name]}
+        changed |= {name for name in own if own[name] is not after[name] or _state(own[name]) != before[name]}
         states = [state]
         if state.changes:
             # In a first call, a parent that clears what the last call left changes nothing.
@@ -195,6 +195,11 @@ def _recorded(
     for call in outermost:
         states.setdefault(call.island, []).append(call.state)
     return recorder, RunState(start, states, reader.read(member))
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """What a write changes: the version, or the memory where ``tensor.data`` is assigned."""
+    return tensor._version, tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
 @contextmanager
@@ -259,7 +264,7 @@ class _CallRecorder:
         begin = self.reader.read(module)
         before = [(tensor._version, tensor.detach().clone()) for tensor in given]
         own = dict(tensors(module))
-        versions = {key: tensor._version for key, tensor in own.items()}
+        states = {key: _state(tensor) for key, tensor in own.items()}
         self.open.append(number)
         try:
             output = original(*args, **kwargs)
@@ -282,7 +287,7 @@ class _CallRecorder:
         ]
         end = self.reader.read(module)
         assigned = frozenset(key for key, tensor in tensors(module) if tensor is not own.get(key))
-        wrote = assigned.union(key for key, tensor in own.items() if tensor._version != versions[key])
+        wrote = assigned.union(key for key, tensor in own.items() if _state(tensor) != states[key])
         sources: dict[int | str, Tensor] = {}
         sources |= enumerate(given)
         sources.update((*own.items(), *tensors(module)))

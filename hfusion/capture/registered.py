@@ -19,17 +19,16 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Registered:
-    """The parameters and buffers of a member before a call: the objects, and where their memory lies."""
+    """The parameters and buffers of a member before a call, and which of them are one tensor or share memory."""
 
     named: dict[str, Tensor]
-    memory: dict[str, int]
     ties: dict[str, str]
     shared: frozenset[tuple[str, str]]
 
     @staticmethod
     def of(member: nn.Module) -> Registered:
         named = dict(tensors(member))
-        return Registered(named, {name: t.data_ptr() for name, t in named.items()}, ties(named), _shared_memory(named))
+        return Registered(named, ties(named), _shared_memory(named))
 
 
 def _shared_memory(named: Mapping[str, Tensor]) -> frozenset[tuple[str, str]]:
@@ -40,7 +39,7 @@ def _shared_memory(named: Mapping[str, Tensor]) -> frozenset[tuple[str, str]]:
 
 
 def check_registered(module: nn.Module, before: Registered, member: nn.Module) -> None:
-    """Raise for what forward did to tensors that a stack cannot follow, and for parameters that it changed."""
+    """Raise a FusionError for what forward did to tensors that a stack cannot follow."""
     now, given = dict(tensors(member)), dict(tensors(module))
     for name in {**now, **before.named}:
         if name not in now or name not in before.named:
@@ -54,16 +53,15 @@ def check_registered(module: nn.Module, before: Registered, member: nn.Module) -
                     f"forward changes {what} of {name} from {a} to {b}, where an array has one stack for all calls; "
                     "call each model once before fusing, or keep a table that grows as an attribute, not as a buffer"
                 )
-        if new is old and new.data_ptr() != before.memory[name]:
-            raise FusionError(f"forward assigns {name}.data, which no stack can follow; write {name}.copy_(...)")
     _check_ties(before, ties(now))
     for one, other in _shared_memory(now) - before.shared:
         if one != other:
             raise FusionError(f"forward makes {one} and {other} share memory; assign a clone() to one of them")
-    for name, parameter in module.named_parameters():
-        value = now[name].detach()
-        if now[name] is not before.named[name] or not bool(((value == parameter) | (value != value)).all()):
-            raise FusionError(f"forward writes into the parameter {name}; {REMEDY}")
+    for name, _ in module.named_parameters():
+        if now[name] is not before.named[name]:
+            raise FusionError(
+                f"forward makes {name} another parameter, which no optimizer knows; write into it under torch.no_grad()"
+            )
 
 
 def _check_ties(before: Registered, now: Mapping[str, str]) -> None:

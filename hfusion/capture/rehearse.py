@@ -136,8 +136,17 @@ def run_graph(found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: 
     held = dict(tensors(module)) | found.constants
     values = [given[int(slot.name)] if slot.kind is Kind.INPUT else held[slot.name] for slot in found.slots]
     with _apart(module):
-        outputs = fx.Interpreter(fx.GraphModule(nn.Module(), found.graph)).run(*values)
+        outputs = _MemberRun(fx.GraphModule(nn.Module(), found.graph)).run(*values)
         return _outcome(list(outputs), leaves, dict(tensors(module)))
+
+
+class _MemberRun(fx.Interpreter):
+    """Runs a member's graph, whose writes into parameters autograd does not see."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unseen = target is torch.ops.aten.copy_.default and isinstance(args[0], nn.Parameter)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not unseen):
+            return super().call_function(target, args, kwargs)
 
 
 @contextmanager

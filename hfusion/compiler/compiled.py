@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -82,9 +82,9 @@ class Compiled:
     origin: object = field(default_factory=object)
     """The same in all programs that were made of one capture, for whichever members."""
 
-    @property
+    @cached_property
     def written(self) -> frozenset[str]:
-        """The keys of buffers that forward may write to."""
+        """The keys of buffers and parameters that forward may write to."""
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         names = {n: slot.name for n, slot in zip(placeholders, self.program.slots, strict=True)}
         found = {names[node] for call in self.graph.nodes for node in written_inputs(call) if node in names}
@@ -148,7 +148,7 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
     if len(captures) > 1:
         graph = common_graph(captures, subject.variants, subject.name, subject.member)
     described = partial(describe_graph, f"all members of {subject.name}", graph)
-    stage(subject.name, "aligned", described, lambda: check_member(graph, first.buffers))
+    stage(subject.name, "aligned", described, lambda: check_member(graph, first.writable))
     constants, differing = _constants(captures, subject.variants)
     layouts = tuple(_layout(slot, subject, arguments, differing) for slot in first.slots)
     calls = tuple(call for _, calls in found for call in calls)

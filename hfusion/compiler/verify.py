@@ -217,7 +217,8 @@ def _array_outcome(subject: CheckedArray) -> Outcome:
     program = subject.compiled.program
     own = set(map(id, leaves.values()))
     inputs = [value for value in given if id(value) not in own]
-    return _outcome(program.run(*given), leaves, _trained(subject, leaves), inputs, program.members, nullcontext())
+    outputs = program.run(*given)
+    return _outcome(outputs, _trained(subject, leaves), _left(subject, leaves), inputs, program.members, nullcontext())
 
 
 def _trained(subject: CheckedArray, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -225,38 +226,41 @@ def _trained(subject: CheckedArray, leaves: Mapping[str, Tensor]) -> dict[str, T
     return {name: leaf for name, leaf in leaves.items() if leaf.requires_grad and subject.stacks[name].requires_grad}
 
 
+def _left(subject: CheckedArray, leaves: Mapping[str, Tensor]) -> Outcome:
+    """What forward leaves in buffers, and in the parameters that it writes to."""
+    written, stacks = subject.compiled.written, subject.stacks
+    return {n: t.detach() for n, t in leaves.items() if n in written or not isinstance(stacks[n], nn.Parameter)}
+
+
 def _program_inputs(subject: CheckedArray) -> tuple[list[Any], dict[str, Tensor]]:
     """The program's inputs with fresh leaves for parameters and copies of buffers; and those by key."""
     once: dict[int, Tensor] = {}
-    # Members' own code is kept from the parameters themselves.
-    leaf = _own_leaf if subject.compiled.opaque else _leaf
-    leaves = {name: once.setdefault(id(t), leaf(t)) for name, t in subject.stacks.items()}
+    # Members' own code may write into anything.
+    names = subject.stacks.keys() if subject.compiled.opaque else subject.compiled.written
+    written = {id(subject.stacks[name]) for name in names}
+    leaves = {name: once.setdefault(id(t), _leaf(t, id(t) in written)) for name, t in subject.stacks.items()}
     held = {**leaves, **subject.compiled.constants}
     inputs = iter(_copied(subject.arguments).values)
     slots = subject.compiled.program.slots
     return [next(inputs) if slot.kind is Kind.INPUT else held[slot.name] for slot in slots], leaves
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    """A parameter's values under another leaf; a buffer's copy, as forward may write to it."""
-    if isinstance(tensor, nn.Parameter):
-        return tensor.detach().requires_grad_(tensor.requires_grad)
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _own_leaf(tensor: Tensor) -> Tensor:
-    return _leaf(tensor).detach().clone().requires_grad_(tensor.requires_grad)
+def _leaf(tensor: Tensor, written: bool) -> Tensor:
+    """The values of a parameter or buffer in another leaf: a copy if forward may write to them."""
+    values = tensor.detach()
+    copied = written or not isinstance(tensor, nn.Parameter)
+    return (values.clone() if copied else values).requires_grad_(tensor.requires_grad)
 
 
 def _outcome(
     outputs: Sequence[Any],
-    leaves: Mapping[str, Tensor],
     trained: Mapping[str, Tensor],
+    left: Outcome,
     inputs: Sequence[Any],
     members: int | None,
     backward: AbstractContextManager[Any],
 ) -> Outcome:
-    """Outputs, buffers after the run, and gradients of ``trained``, by name; ``members`` is None for one member alone.
+    """Outputs, what is ``left``, and gradients of ``trained``, by name; ``members`` is None for one member alone.
 
     Gradients of ``inputs`` are computed where the user's backward computes them, too: on the way to the parameters
     alone, torch 2.13 ends the process in the backward of a channels_last GroupNorm.
@@ -274,8 +278,7 @@ def _outcome(
         for n, g in zip(trained, grads, strict=False)
         if g is not None
     }
-    outcome |= {name: leaf.detach() for name, leaf in leaves.items() if not isinstance(leaf, nn.Parameter)}
-    return {name: t for name, t in outcome.items() if t.is_floating_point()}
+    return {name: t for name, t in (outcome | left).items() if t.is_floating_point()}
 
 
 def _projected(output: Tensor, members: int | None) -> Tensor:
@@ -308,9 +311,9 @@ def _member_outcome(subject: CheckedArray, member: int, draws: Sequence[Tensor],
     with repeating(model, islands, member):
         with replay.forward(), repeatable():
             outputs = pytree.tree_leaves(model(*args, **kwargs))
-        left = dict(tensors(model))
+        own = dict(tensors(model))
         given = pytree.tree_leaves((args, kwargs))
-        return _outcome(outputs, left, _trained(subject, left), given, None, replay.backward())
+        return _outcome(outputs, _trained(subject, own), _left(subject, own), given, None, replay.backward())
 
 
 def _repeats(subject: CheckedArray, member: int) -> bool:

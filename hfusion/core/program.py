@@ -52,9 +52,9 @@ class Capture:
     modes: Mapping[str, bool] = field(default_factory=dict)
 
     @property
-    def buffers(self) -> frozenset[str]:
-        """As `buffers`."""
-        return buffers(self.graph, self.slots)
+    def writable(self) -> frozenset[str]:
+        """As `writable`."""
+        return writable(self.graph, self.slots)
 
     @property
     def open_dims(self) -> list[frozenset[int]]:
@@ -62,10 +62,15 @@ class Capture:
         return input_dims(self.graph, self.slots)
 
 
-def buffers(graph: fx.Graph, slots: Sequence[Slot]) -> frozenset[str]:
-    """The names of the placeholders that stand for buffers, which a graph may write to."""
+def writable(graph: fx.Graph, slots: Sequence[Slot]) -> frozenset[str]:
+    """The names of the placeholders that a graph may write to."""
+    return of_kind(graph, slots, Kind.BUFFER) | of_kind(graph, slots, Kind.PARAMETER)
+
+
+def of_kind(graph: fx.Graph, slots: Sequence[Slot], kind: Kind) -> frozenset[str]:
+    """The names of the placeholders that stand for tensors of one kind."""
     pairs = zip(graph.find_nodes(op="placeholder"), slots, strict=True)
-    return frozenset(node.name for node, slot in pairs if slot.kind is Kind.BUFFER)
+    return frozenset(node.name for node, slot in pairs if slot.kind is kind)
 
 
 def input_dims(graph: fx.Graph, slots: Sequence[Slot]) -> list[frozenset[int]]:

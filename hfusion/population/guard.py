@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from hfusion.array.module import FusedModule
+from hfusion.array.rows import written_keys
+from hfusion.capture.named import tensors
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import membership
 from hfusion.optim import clip_grad_norm_, clip_grad_value_
@@ -131,14 +133,26 @@ def check_common(fused: FusedModule) -> None:
 
 
 class Buffers:
-    """The buffers of an array as they were, to be put back where a step does not count."""
+    """The buffers of an array and what else forward writes to, to be put back where a step does not count."""
 
     def __init__(self, fused: FusedModule) -> None:
-        self._pairs = [(b, b.detach().clone()) for b in fused.buffers() if stacked(b)]
+        self._fused = fused
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}
+        self._keep(fused.named_buffers())
+        self._keep_written(written_keys(fused))
+        # Programs that this step makes, before they run.
+        fused._on_program = lambda compiled: self._keep_written(compiled.written)
+
+    def _keep_written(self, keys: frozenset[str]) -> None:
+        if further := keys - self._before.keys():
+            self._keep((name, tensor) for name, tensor in tensors(self._fused) if name in further)
+
+    def _keep(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self._before |= {name: (t, t.detach().clone()) for name, t in named if stacked(t)}
 
     @torch.no_grad()
     def put_back(self, rows: Tensor) -> None:
         """Those of members ``rows``, bool ``[rows]``."""
-        for buffer, before in self._pairs:
-            places = rows.nonzero().reshape(-1).to(buffer.device)
-            buffer[places] = before[places]
+        for tensor, before in self._before.values():
+            places = rows.nonzero().reshape(-1).to(tensor.device)
+            tensor[places] = before[places]

@@ -240,8 +240,10 @@ class TaskTensors:
                 here.borrowed[name].copy_(self._source(name, self.shards[shard].borrowed[name]))
 
     def wrote(self, shard: int, buffers: Sequence[str]) -> None:
-        """The loaded shard changed ``buffers``; borrowed ones go to their owner at once."""
+        """The loaded shard changed ``buffers``, or parameters; borrowed ones go to their owner at once."""
         here = self._here[shard]
+        for name in self._frozen.keys() & set(buffers):
+            del self._frozen[name]
         for name in buffers:
             owner = self.shards[shard].borrowed.get(name, shard)
             if name not in here.borrowed:

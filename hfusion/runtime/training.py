@@ -236,8 +236,7 @@ class Training:
     def _refresh(self, shard: int) -> None:
         """Fetch what other shards may have changed of the tensors it borrows since it was loaded."""
         kinds = (Kind.BUFFER, Kind.PARAMETER) if shard in self.plan.pinned else (Kind.BUFFER,)
-        keys = self._recipe.parts[shard].keys
-        self.state.refresh(shard, [self._names[slot.name] for slot in keys if slot.kind in kinds])
+        self.state.refresh(shard, [self._names[s.name] for s in self._recipe.parts[shard].keys if s.kind in kinds])
 
     def _evaluate(self, shard: int, device: torch.device) -> None:
         if shard in self.plan.pinned:
@@ -245,6 +244,7 @@ class Training:
         inputs = self._boundary.take(self._recipe.parts[shard].takes, device)
         with torch.no_grad(), self._drawing(self._generators, device):
             found = self._compute(shard, inputs, {}, device)
+        self.state.wrote(shard, [self._names[name] for name in self._recipe.parts[shard].writes])
         self._boundary.keep(shard, found.outputs, self._recipe.later[shard])
         if found.losses is not None:
             self.evaluations.append(found.losses.cpu())

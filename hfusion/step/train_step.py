@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from hfusion.array.function_programs import FunctionPrograms, programs_of
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
+from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.compiler.compiler import MAX_KEYS
@@ -142,12 +143,12 @@ class TrainStep:
     ) -> StepVariant | None:
         """How such a call runs, found by a forward that leaves no trace."""
         self.expected_calls.discard(call.text)
-        kept = [(buffer, buffer.detach().clone()) for buffer in self._fused.buffers()]
         with compiling(), random_states_kept(), torch.enable_grad():
-            outputs = self._fused(*args, **kwargs)
-            self._loss(outputs, target)
-        for buffer, before in kept:
-            buffer.detach().copy_(before)
+            written = self._fused.compiled(call.inputs).written
+            kept = [(t, t.detach().clone()) for name, t in tensors(self._fused) if name in written]
+            self._loss(outputs := self._fused(*args, **kwargs), target)
+        for tensor, before in kept:
+            tensor.detach().copy_(before)
         self._note(call, situation, outputs, target)
         return self._find(call, situation)
 
@@ -174,8 +175,7 @@ class TrainStep:
         self._fused.zero_grad()
         with torch.enable_grad():
             with self._seeded():
-                outputs = self._fused(*args, **kwargs)
-                losses = self._loss(outputs, target)
+                losses = self._loss(outputs := self._fused(*args, **kwargs), target)
             check_losses(losses, len(self._fused))
             # As torch advises, and as it is when a step's autocast ends before its backward.
             with _without_autocast(active_autocast()):

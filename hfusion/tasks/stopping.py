@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hfusion.array.module import FusedModule
+from hfusion.array.rows import written_keys
 from hfusion.checkpoint.parts import member_stacks
 from hfusion.core.errors import PlanError
 from hfusion.core.membership import membership
@@ -138,6 +139,7 @@ class StoppedMembers:
     def _stacks(self) -> dict[str, Tensor]:
         """Where the members' rows are that training changes, by the keys of a save."""
         named = self._array.named_parameters(remove_duplicate=False)
-        frozen = {f"module/{name}" for name, parameter in named if not parameter.requires_grad}
+        written = written_keys(self._array)
+        frozen = {f"module/{name}" for name, p in named if not p.requires_grad and name not in written}
         found = member_stacks(self._array, self._optimizer)
         return {key: stack for key, stack in found.items() if key not in frozen}

@@ -13,10 +13,14 @@ from torch._ops import OpOverload
 from hfusion.core.errors import PlanError
 from hfusion.core.program import Kind, Part, Program, Slot
 from hfusion.passes.cost.cost import operators, viewed
-from hfusion.passes.effects import has_effect
+from hfusion.passes.effects import RUNNING_STATISTICS, has_effect, written_inputs
+from hfusion.passes.islands import OPAQUE
 from hfusion.passes.partition.retarget import retarget_device
 from hfusion.passes.regions import regions
 
+_WRITTEN = (Kind.BUFFER, Kind.PARAMETER)
+# The place of what members' own code changes among the arguments of its call.
+_CHANGING = 3
 _BORDERS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 
 
@@ -48,6 +52,12 @@ def split(program: Program, ends: Sequence[int], batch: int) -> tuple[Part, ...]
             "give a device the memory to hold it whole, or use torch.autocast outside of the model"
         )
     cutting = _Cutting(program, nodes, batch)
+    written = next((key for node in nodes for key in cutting.written(node, Kind.PARAMETER)), None)
+    if len(ends) > 1 and written is not None:
+        raise PlanError(
+            f"program {program.name}: forward writes into the parameter {written}, which shards of it cannot follow; "
+            "give a device the memory to hold it whole"
+        )
     places = enumerate(pairwise([0, *ends]), start=1)
     return tuple(cutting.part(*each, ends=number == len(ends)) for number, each in places)
 
@@ -109,7 +119,7 @@ class _Cutting:
             tuple(self.slots[node] for node in keys),
             tuple(node.name for node in takes),
             tuple(node.name for node in gives),
-            frozenset(name for node in inside for name in self._written(node)),
+            frozenset(key for node in inside for kind in _WRITTEN for key in self.written(node, kind)),
         )
 
     def _with_views(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
@@ -126,19 +136,28 @@ class _Cutting:
             add(node)
         return found
 
-    def _written(self, node: fx.Node) -> list[str]:
-        """The buffers that a call writes to."""
+    def written(self, node: fx.Node, kind: Kind) -> list[str]:
+        """The buffers that a call may write to, or the parameters that it does."""
         origin = node.meta.get("origin")
         if origin is None or node.meta.get("transition"):
             return []
         unknown = isinstance(origin.target, OpOverload) and origin.target.namespace == "hfusion"
-        if not (unknown or has_effect(origin)):
+        unchanged = origin.target in RUNNING_STATISTICS and not written_inputs(origin)
+        if unchanged or not (unknown or has_effect(origin)):
             return []
-        roots = [self._root(source) for source in node.all_input_nodes]
+        sources = node.all_input_nodes if kind is Kind.BUFFER else _targets(node, origin)
+        roots = [self._root(source) for source in sources]
         slots = [self.slots[root] for root in roots if root in self.slots]
-        return [slot.name for slot in slots if slot.kind is Kind.BUFFER]
+        return [slot.name for slot in slots if slot.kind is kind]
 
     def _root(self, node: fx.Node) -> fx.Node:
         while node in self.views:
             node = node.all_input_nodes[0]
         return node
+
+
+def _targets(node: fx.Node, origin: fx.Node) -> Sequence[fx.Node]:
+    """What a call of the array writes to: the tensor of a copy, and what members' own code changes."""
+    if origin.target is torch.ops.aten.copy_.default:
+        return node.args[:1]  # type: ignore[return-value]
+    return node.args[_CHANGING] if origin.target is OPAQUE else ()  # type: ignore[return-value]

@@ -452,24 +452,8 @@ def write_input(self: Any, x: Tensor) -> Tensor:
     return self.fc(x)
 
 
-def write_parameter(self: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        self.fc.weight.mul_(0.9)
-    return self.fc(x)
-
-
 def freeze(self: Any, x: Tensor) -> Tensor:
     self.fc.weight.requires_grad_(False)
-    return self.fc(x)
-
-
-def replace_parameter(self: Any, x: Tensor) -> Tensor:
-    self.fc.weight = nn.Parameter(self.fc.weight * 0.9)
-    return self.fc(x)
-
-
-def assign_data(self: Any, x: Tensor) -> Tensor:
-    self.fc.weight.data = self.fc.weight.data * 0.9
     return self.fc(x)
 
 
@@ -490,9 +474,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], Callable[[], Any], str]] = {
     ),
     "write to the input": (write_input, lambda: None, "writes into its input"),
     "frozen parameter": (freeze, lambda: None, "requires_grad of fc.weight from True to False"),
-    "another parameter": (replace_parameter, lambda: None, "writes into the parameter fc.weight"),
-    "data of a parameter": (assign_data, lambda: None, "assigns fc.weight.data"),
-    "write to a parameter": (write_parameter, lambda: None, "writes into the parameter fc.weight"),
 }
 
 

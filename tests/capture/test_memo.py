@@ -237,7 +237,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     "last number that is read": (rarely_a_number, "Python attribute state.* the next call"),
     "first batch": (first_batch, "Python attribute state.* other inputs"),
     "counter that nothing reads": (counter, "Python attribute state at every call"),
-    "weights set by the first batch": (weight_on_first_call, "writes into the parameter fc.bias"),
+    "weights set by the first batch": (weight_on_first_call, "Python attribute state.* the same inputs"),
     "buffer": (buffer, "registers the tensor table"),
 }
 

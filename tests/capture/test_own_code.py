@@ -209,7 +209,7 @@ KEPT: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], str]] = {
     "unused power iteration": (
         lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
         warm_up,
-        "inner.parametrizations.weight.0",
+        "",
     ),
     "buffer between": (Counter, buffer_between, "inner"),
     "buffer assigned after its use": (Assigning, plain, "inner"),

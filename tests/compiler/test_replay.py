@@ -87,12 +87,12 @@ CHECKED: dict[str, Forward] = {
     "attention": lambda self, h: F.scaled_dot_product_attention(*[h.view(-1, 2, 2)] * 3, dropout_p=0.3),
     "a checkpoint": lambda self, h: checkpoint(lambda z: self.fc(F.dropout(z)).tanh(), h, use_reentrant=False),
     "a checkpoint between draws": stages,
+    "rand with out": lambda self, h: h * torch.rand(4, out=torch.empty(4, dtype=h.dtype)),
 }
 # Their draws have no place in the program by itself.
 LEFT_OUT: dict[str, Forward] = {
     "gamma": lambda self, h: torch._standard_gamma(h.exp()),
     "random_ of a range": lambda self, h: h * torch.empty_like(h).random_(2, 50),
-    "rand with out": lambda self, h: h * torch.rand(4, out=torch.empty(4, dtype=h.dtype)),
     "a reentrant checkpoint": lambda self, h: checkpoint(lambda z: self.fc(F.dropout(z)).tanh(), h, use_reentrant=True),
 }
 

@@ -17,6 +17,7 @@ import hfusion as hf
 from hfusion.capture.export import capture
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture, Kind
+from tests.alone import assert_alone, looped, normal
 
 WHOLE = ("alias", "kept whole", "new")
 # Views of a [4, 4] tensor, and writes into any of them.
@@ -272,3 +273,74 @@ def test_what_a_write_hides_has_a_gradient_of_zeros(name: str) -> None:
     fused(x).sum().backward()
     for parameter in fused.hidden.parameters():
         assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+
+
+def resized(self: Any, x: Tensor) -> Tensor:
+    out = torch.empty(0, dtype=x.dtype)
+    torch.mul(self.u, 2, out=out)
+    return x * out
+
+
+def normalised(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        F.normalize(self.weight.t() @ self.u, dim=0, out=self.v)
+        F.normalize(self.weight @ self.v, dim=0, out=self.u)
+    return F.linear(x, self.weight / torch.dot(self.u.clone(), self.weight @ self.v.clone()))
+
+
+def summed(self: Any, x: Tensor) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype)
+    torch.add(x.detach(), self.u, out=out)
+    return x + out
+
+
+def largest(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch.max(self.weight, 1, out=(self.v, self.index))
+    return x * self.v + self.index
+
+
+def into_views(self: Any, x: Tensor) -> Tensor:
+    rows = torch.zeros(4, 4, dtype=x.dtype)
+    torch.mul(self.u, 2, out=rows[1])
+    torch.exp(self.u, out=rows[2])
+    return x @ rows
+
+
+def filled(self: Any, x: Tensor) -> Tensor:
+    torch.full((4,), 0.5, out=self.v)
+    torch.arange(4, out=self.index)
+    return x * self.v + self.index
+
+
+def cast(self: Any, x: Tensor) -> Tensor:
+    torch.add(self.index, self.index + 1, out=self.v)
+    return x * self.v
+
+
+class Outputs(nn.Module):
+    def __init__(self, does: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.does, self.weight = does, nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+        self.register_buffer("u", torch.randn(4, dtype=torch.float64))
+        self.register_buffer("v", torch.randn(4, dtype=torch.float64))
+        self.register_buffer("index", torch.zeros(4, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.does(self, x @ self.weight)
+
+
+@pytest.mark.parametrize("does", [normalised, summed, largest, into_views, filled, cast, resized])
+def test_calls_with_out_are_captured(does: Callable[[Any, Tensor], Tensor]) -> None:
+    fused = assert_alone([Outputs(does) for _ in range(3)], normal(5, 4), normal(5, 4))
+    assert looped(fused.report().parts[0]) == ({"forward"} if does is resized else set())
+
+
+def test_spectral_norm_is_captured() -> None:
+    bounded = nn.utils.parametrizations.spectral_norm
+
+    def make() -> nn.Module:
+        return nn.Sequential(bounded(nn.Conv1d(4, 3, 1)), nn.Flatten(), bounded(nn.Linear(15, 2))).double()
+
+    fused = assert_alone([make() for _ in range(2)], normal(3, 4, 5), normal(3, 4, 5))
+    assert not looped(fused.report().parts[0])
