@@ -16,9 +16,11 @@ from hfusion.capture.foretell import foretold
 from hfusion.capture.intercept import Island, Method, intercepted
 from hfusion.capture.named import tensors
 from hfusion.capture.own_code import SIZE, TENSOR, OpaqueCall, Result, calls, run
-from hfusion.capture.recorded import RecordedCall, Records
+from hfusion.capture.python_reads import STRIDE_QUESTIONS
+from hfusion.capture.recorded import RecordedCall, Records, tensors_in
 from hfusion.capture.references import references
 from hfusion.capture.state_watch import hide
+from hfusion.capture.watched import names_of
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import fixed as fixed_size
 from hfusion.core.layout import Layout
@@ -101,6 +103,7 @@ class _Stub:
         self._bodies = tuple(member.get_submodule(island.path) for member in members)
         used = names_used(members[0])
         self._references = tuple(references(body, used) for body in self._bodies)
+        self._asks_strides = not names_of([method.module]).isdisjoint(STRIDE_QUESTIONS)
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -113,6 +116,7 @@ class _Stub:
         record, others = next(self._seen, (None, None))
         if record is None or record.count != len(given):
             raise FusionError(f"{self._island} is called otherwise when it is captured than when it runs")
+        seen = tensors_in((record.args, record.kwargs))
         output, out_spec = pytree.tree_flatten(record.output)
         call = OpaqueCall(
             str(self._island),
@@ -124,7 +128,7 @@ class _Stub:
             tuple(fixed),
             tuple(changing),
             foretold(self._island, record, others, [k for k, leaf in enumerate(leaves) if _open(leaf)]),
-            tuple(tensor.is_contiguous() for tensor in given),
+            tuple(tensor.layout is torch.strided and tensor.is_contiguous() for tensor in seen),
             record.written,
             record.assigned,
             self._changed,
@@ -133,6 +137,7 @@ class _Stub:
             record.attached,
             self._bodies,
             self._references,
+            tuple(map(_order, seen)) if self._asks_strides else (),
         )
         number = numbered(call)
         self._met.append(call)
@@ -146,6 +151,14 @@ class _Stub:
         fresh = iter(OPAQUE(given, *held, number, written, links, [], [], sizes))
         hide(self._island, self._module, record.state.left)
         return pytree.tree_unflatten([next(fresh) if isinstance(o, Tensor) else o for o in output], out_spec)
+
+
+def _order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dims of a tensor from the one with the largest stride on; None for what no order of dims makes contiguous."""
+    if tensor.layout is not torch.strided:
+        return None
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim]))
+    return order if tensor.permute(order).is_contiguous() else None
 
 
 def numbered(call: OpaqueCall) -> int:

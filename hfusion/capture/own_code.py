@@ -78,7 +78,8 @@ class OpaqueCall:
     keys of the buffers that it assigns anew; ``changed`` the keys of its own tensors that a run of forward changed;
     ``addresses`` whether it addresses the memory below tensors; ``grad`` whether autograd is on there, ``attached``
     whether it is off and some result needs a gradient all the same; ``bodies`` every member's submodule;
-    ``references`` where each of these holds its own tensors a second time.
+    ``references`` where each of these holds its own tensors a second time; ``orders`` the order in memory of the dims
+    of each input, where the code may ask for strides, None for one that is no permutation of a contiguous tensor.
     """
 
     path: str
@@ -99,6 +100,7 @@ class OpaqueCall:
     attached: bool
     bodies: tuple[nn.Module, ...]
     references: tuple[tuple[Reference, ...], ...] = ()
+    orders: tuple[tuple[int, ...] | None, ...] = ()
 
     @property
     def foretells(self) -> bool:
@@ -254,9 +256,15 @@ def _next(leaf: Any, inputs: Iterator[Tensor], sizes: Iterator[int]) -> Any:
 
 
 def _prepared(call: OpaqueCall, place: int, x: Tensor) -> Tensor:
-    """An input as the member's code expects it: its own where it writes, and contiguous where it was."""
+    """An input as the member's code expects it: its own where it writes, and in memory as it was."""
     if place in call.written:
         return x.clone(memory_format=torch.contiguous_format if call.contiguous[place] else torch.preserve_format)
+    if not call.place and call.method == "forward":
+        # The caller's own.
+        return x
+    order = call.orders[place] if call.orders else None
+    if order is not None:
+        return x.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
     return x.contiguous() if call.contiguous[place] else x
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from tests.alone import assert_alone, net, normal
+from tests.alone import assert_alone, call, net, normal
+from tests.capture.test_export import Sevenfold
 
 
 def total(x: Tensor) -> Any:
@@ -123,6 +124,36 @@ def test_the_memory_of_an_input_is_asked_in_a_loop(ask: Callable[[Tensor], bool]
     make = net(lambda self, x: self.fc(x) * (2 if ask(x) else 1))
     x = normal(5, 4)
     assert_alone([make() for _ in range(2)], x[:3].clone(), x[2:], x[:3].clone(), grads=False)
+
+
+class Strided(nn.Module):
+    """Runs as own code, and asks how its input lies in memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Sevenfold.apply(x)
+        y = y * 2 if x.is_contiguous() else y
+        return y * 3 if x.stride(0) == 1 else y
+
+
+class AroundStrided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.strided = nn.Linear(4, 4), nn.Linear(5, 4), Strided()
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.strided(self.first(x).mT).mT + self.strided(x)
+        return turned + self.strided(self.last(x.mT).mT).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [AroundStrided, net(lambda self, x: Strided()(x) + self.fc(x))])
+def test_own_code_is_asked_of_inputs_that_lie_as_alone(make: Callable[[], nn.Module]) -> None:
+    models = [make() for _ in range(2)]
+    x, wide = normal(5, 4), normal(5, 8)
+    own = torch.stack([x.mT, x.mT * 2]).mT
+    given = (x, x.mT.contiguous().mT, wide[:, ::2], call(hf.stacked(own)), call(hf.stacked(own.contiguous())), x)
+    array = assert_alone(models, *given)
+    assert "loop over members" in str(array.report())
 
 
 class Formatted(nn.Module):
