@@ -34,6 +34,10 @@ def _backends(*settings: str) -> Callable[[], Any]:
     return ask
 
 
+def _autocast_dtypes() -> tuple[torch.dtype, ...]:
+    return tuple(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda", "xpu", "mps"))
+
+
 _FUNCTIONS = (
     "are_deterministic_algorithms_enabled",
     "get_default_device",
@@ -52,6 +56,7 @@ _KERNELS = ("flash_sdp_enabled", "math_sdp_enabled", "mem_efficient_sdp_enabled"
 SETTINGS: Mapping[str, Callable[[], Any]] = {
     **{name: getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)},
     **{name: getattr(torch.backends.cuda, name) for name in _KERNELS if hasattr(torch.backends.cuda, name)},
+    **dict.fromkeys(("get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype"), _autocast_dtypes),
     **{name: _worker(name) for name in ("is_initialized", "get_rank", "get_world_size")},
     "benchmark": _backends("cudnn.benchmark"),
     "deterministic": _backends("cudnn.deterministic", "mkldnn.deterministic"),

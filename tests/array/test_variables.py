@@ -417,6 +417,10 @@ SETTINGS_OF_TORCH: dict[str, tuple[Callable[[], Any], Callable[[], AbstractConte
         lambda: torch.backends.cuda.math_sdp_enabled(),
         lambda: changed(torch.backends.cuda.enable_math_sdp, False, True),
     ),
+    "the dtype of autocast": (
+        lambda: torch.get_autocast_dtype("cpu") is torch.float16,
+        lambda: torch.autocast("cpu", dtype=torch.float16),
+    ),
     "by a text": (
         lambda: getattr(torch, "is_anomaly_enabled")(),  # noqa: B009
         torch.autograd.detect_anomaly,
