@@ -5,13 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint style types suite test-cluster docs bench fuzz ops-sweep clean
+.PHONY: help demo test lint style types suite test-cluster test-foreign docs bench fuzz ops-sweep clean
 
 help:
 	@echo "make demo   run the main job: an array of CNNs on real handwritten digits"
 	@echo "make test   lint, types, import contracts, tests"
 	@echo "make lint   the same without the tests"
 	@echo "make test-cluster  the tests that start Ray, or many processes, on this machine"
+	@echo "make test-foreign  models of other packages, trained fused and alone"
 	@echo "make docs   the pages as a site in build/docs; warnings are errors"
 	@echo "make bench  compare fused and unfused training (ARGS='--quick' passes arguments on)"
 	@echo "make fuzz   random programs, fused against alone (SECONDS=600 SEED=1 COMPILED=1)"
@@ -41,6 +42,9 @@ suite: $(STAMP)
 
 test-cluster: $(VENV)/.cluster
 	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -m cluster tests/cluster tests/tune
+
+test-foreign: $(VENV)/.foreign
+	$(BIN)/python -m pytest -m foreign tests/foreign
 
 docs: $(VENV)/.docs
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
@@ -77,6 +81,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(VENV)/.cluster: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cluster]'
+	touch $@
+
+$(VENV)/.foreign: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[foreign]'
 	touch $@
 
 $(VENV)/.docs: $(STAMP)
