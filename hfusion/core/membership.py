@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -28,6 +29,10 @@ class Membership:
     members: int
     stacked: bool
     padded: bool = False
+
+
+arrays: WeakSet[torch.nn.Module] = WeakSet()
+"""The fused modules of this process."""
 
 
 def mark(tensor: T, membership: Membership) -> T:

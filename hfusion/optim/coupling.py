@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hfusion.core.errors import FusionError
-from hfusion.core.membership import Membership, membership
+from hfusion.core.membership import Membership, arrays, membership
 from hfusion.optim.param_groups import asked_of_members, split_by_stack_dims
 
 # tests/optim/test_coupling.py trains with each of them. SparseAdam refuses dense gradients by itself.
@@ -93,13 +92,10 @@ def warn(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
-_arrays: WeakSet[nn.Module] = WeakSet()
-
-
 def watch(array: nn.Module | None = None) -> None:
     """From now on look at what meets the parameters of arrays: optimizers, and torch's norm of gradients."""
     if array is not None:
-        _arrays.add(array)
+        arrays.add(array)
     _hook()
 
 
@@ -194,7 +190,7 @@ def _check_norm(tensors: Sequence[Tensor]) -> None:
     if "norm" in _warned:
         return
     numbers = set(map(id, tensors))
-    for parameter in (p for array in _arrays for p in array.parameters()):
+    for parameter in (p for array in arrays for p in array.parameters()):
         found = membership(parameter)
         if found is None or not found.stacked or found.members == 1:
             continue

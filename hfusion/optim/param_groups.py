@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from hfusion.core.errors import FusionError
-from hfusion.core.membership import membership
+from hfusion.core.marks import keep_marks
+from hfusion.core.membership import arrays, membership
 from hfusion.optim.hyper import plain
 from hfusion.optim.settings import ParamGroup
 
@@ -32,14 +33,17 @@ def asked_of_members(group: Any) -> bool:
     return isinstance(group, dict) and isinstance(group.get("params"), AskedParams)
 
 
-def groups(fused: MemberArray, rule: Callable[[str, nn.Parameter], Mapping[str, Any] | None]) -> list[dict[str, Any]]:
+def groups(
+    fused: MemberArray | Iterable[nn.Parameter], rule: Callable[[str, nn.Parameter], Mapping[str, Any] | None]
+) -> list[dict[str, Any]]:
     """Return param groups of an array for a rule that is written for the parameters of one model.
 
     A stack ``[B, *shape]`` has one dim more than the parameter of a member, so that a rule such as ``p.dim() >= 2``
     over ``fused.parameters()`` takes biases for matrices. Here every member's own parameter is asked.
 
     Args:
-        fused: what hf.fuse or hf.build returned.
+        fused: what hf.fuse or hf.build returned, or parameters of it, as hf.Population and hf.sweep give them to the
+            function that makes their optimizer.
         rule: called with the name and the parameter of a member; returns the options of its param group, ``{}`` for the
             optimizer's defaults, None to leave the parameter out. Numbers may differ between the members of a
             parameter; an optimizer of hf.optim then has one value for each.
@@ -57,10 +61,9 @@ def groups(fused: MemberArray, rule: Callable[[str, nn.Parameter], Mapping[str, 
         >>> [(len(group["params"]), group["weight_decay"]) for group in hf.optim.groups(fused, decay)]
         [(1, 0.1), (1, 0.0)]
     """
-    members = [dict(fused[index].named_parameters()) for index in range(len(fused))]
     found: list[dict[str, Any]] = []
-    for name, stack in fused.named_parameters():
-        answers = [rule(name, own[name]) for own in members]
+    for name, stack, own in _parameters(fused):
+        answers = [rule(name, parameter) for parameter in own]
         if all(answer is None for answer in answers):
             continue
         options = _options(name, answers)
@@ -70,6 +73,36 @@ def groups(fused: MemberArray, rule: Callable[[str, nn.Parameter], Mapping[str, 
             found.append(group)
         group["params"].append(stack)
     return found
+
+
+def _parameters(fused: Any) -> Iterator[tuple[str, nn.Parameter, Sequence[nn.Parameter]]]:
+    """Yield name and stack of the array's parameters, and those of its members. Raises FusionError."""
+    if hasattr(fused, "origin"):
+        members = [dict(fused[index].named_parameters()) for index in range(len(fused))]
+        for name, stack in fused.named_parameters():
+            yield name, stack, [own[name] for own in members]
+        return
+    if isinstance(fused, nn.Module):
+        raise FusionError(f"hf.optim.groups expects what hf.fuse or hf.build returned, got a {type(fused).__name__}")
+    stacks = list(fused)
+    owner = next((array for array in arrays if stacks and any(p is stacks[0] for p in array.parameters())), None)
+    if owner is None:
+        yield from map(_rows, stacks)
+        return
+    wanted = set(map(id, stacks))
+    yield from (found for found in _parameters(owner) if id(found[1]) in wanted)
+
+
+def _rows(stack: nn.Parameter) -> tuple[str, nn.Parameter, Sequence[nn.Parameter]]:
+    """Return name, stack and rows of a parameter whose array is not there, as where hf.sweep tries an optimizer."""
+    found = membership(stack)
+    if found is None:
+        raise FusionError(f"hf.optim.groups got a parameter of shape {list(stack.shape)} that belongs to no array")
+    rows = list(stack.detach()) if found.stacked else [stack.detach()] * found.members
+    parameters = [nn.Parameter(row, requires_grad=stack.requires_grad) for row in rows]
+    for parameter in parameters:
+        keep_marks(parameter, stack)
+    return found.name, stack, parameters
 
 
 def _options(name: str, answers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:

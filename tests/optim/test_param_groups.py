@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import hfusion as hf
 from hfusion.optim import coupling
@@ -88,6 +89,39 @@ def test_parameters_of_equal_options_are_one_group_and_torch_takes_it() -> None:
     torch.optim.AdamW(groups, lr=0.1)
 
 
+@pytest.mark.parametrize("rule", [nanogpt, marked], ids=lambda rule: rule.__name__)
+def test_a_population_and_a_sweep_take_groups(rule: Rule) -> None:
+    """Where the optimizer is made from parameters alone, and tried on others before."""
+    models = [Net() for _ in range(2)]
+    alone = [[{"params": [p], **(rule(name, p) or {})} for name, p in model.named_parameters()] for model in models]
+    others = [torch.optim.AdamW(groups, lr=0.1) for groups in alone]
+    x, y = torch.randn(5, 4).double(), torch.zeros(5, 3).double()
+    pop = hf.Population(
+        models, optimizer=lambda params: hf.optim.AdamW(hf.optim.groups(params, rule), lr=0.1), loss=F.mse_loss
+    )
+    for _ in range(3):
+        pop.step(x, y)
+        for model, other in zip(models, others, strict=True):
+            other.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            other.step()
+    for name, stack in pop.fused.named_parameters():
+        wanted = torch.stack([model.get_parameter(name) for model in models])
+        torch.testing.assert_close(stack, wanted, rtol=1e-9, atol=1e-12, msg=name)
+    optuna = pytest.importorskip("optuna")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    result = hf.sweep(
+        Net,
+        lambda trial: {},
+        F.mse_loss,
+        [(x, y)],
+        optimizer=lambda params: hf.optim.AdamW(hf.optim.groups(params, rule), lr=0.1),
+        trials=2,
+        epochs=1,
+    )
+    assert len(result.trials) == 2
+
+
 WRONG: dict[str, tuple[Callable[[int], Any], str]] = {
     "no options": (lambda member: 0.1, r"returned float for 'temperature' of member 0"),
     "left out of some": (lambda member: None if member else {}, "of member 1.*give the same options for all members"),
@@ -102,6 +136,12 @@ def test_what_an_array_cannot_have(answer: Callable[[int], Any], told: str) -> N
     numbers = iter([0, 1])
     with pytest.raises(hf.FusionError, match=told):
         hf.optim.groups(fused, lambda name, p: answer(next(numbers)))
+
+
+@pytest.mark.parametrize("other", [nn.Linear(2, 2), nn.Linear(2, 2).parameters()], ids=["module", "parameters"])
+def test_what_is_no_array(other: Any) -> None:
+    with pytest.raises(hf.FusionError, match=r"hf.optim.groups (expects what hf.fuse|got a parameter)"):
+        hf.optim.groups(other, nanogpt)
 
 
 def split(fused: nn.Module) -> list[dict[str, Any]]:
