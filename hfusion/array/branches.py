@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hfusion.array.modes import Change
@@ -119,7 +120,8 @@ class Tree(nn.Module):
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """As of nn.Module."""
         array = self.__dict__.get("_array")
-        if array is not None:
+        # Dynamo knows no frames.
+        if array is not None and not torch.compiler.is_compiling():
             coupling.check_update_bn(array.skeletons)
         named: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
         return named

@@ -126,3 +126,15 @@ def test_the_self_check_is_made() -> None:
     ours, _ = pair(lambda: nn.Linear(4, 2))
     torch.compile(ours, fullgraph=True, backend="aot_eager")(torch.rand(5, 4, dtype=torch.float64))
     assert "self-check passed" in str(ours.report())
+
+
+def test_penalties_and_modules_of_an_array_are_traced() -> None:
+    """What looks at who asks for modules is out of the way."""
+    ours, _ = pair(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    x = torch.randn(5, 4).double()
+
+    def loss(x: Tensor) -> Any:
+        penalty = sum(param.square().sum() for param in ours.parameters())
+        return ours(x).square().sum() + penalty * len(list(ours.named_modules()))
+
+    torch.testing.assert_close(torch.compile(loss, fullgraph=True, backend="eager")(x), loss(x))
