@@ -34,13 +34,14 @@ def task(
     evaluated: int = 0,
     kept: bool = False,
     save_every: int | None = None,
+    growth: float = 1.0,
     **values: float,
 ) -> TaskPlan:
     """A task of ``count`` equal shards; the last has no boundary."""
     shards = [shard(index, **values) for index in range(count - 1)]
     last = shard(count - 1, **(values | {"boundary": 0}))
     settings = {"epoch": epoch, "accumulate": accumulate, "clipped": clipped, "evaluated": evaluated, "kept": kept}
-    settings |= {"save_every": save_every}
+    settings |= {"save_every": save_every, "growth": growth}
     return TaskPlan(name, (*shards, last), steps, resident, **settings)  # type: ignore[arg-type]
 
 

@@ -48,6 +48,7 @@ def lower(
     accumulate: bool = False,
     clip: bool = False,
     evaluate: bool = False,
+    growth: float = 1.0,
     save: bool = False,
 ) -> tuple[Action, ...]:
     """The actions of one minibatch after which the optimizer steps, or of one that is evaluated.
@@ -57,10 +58,11 @@ def lower(
         clip: every shard steps when the gradients of all are there. As `accumulate` it lets gradients outlive their
             backward, so that they move with the shard.
         evaluate: the forwards only, which save nothing.
+        growth: how many times the bytes of a trained minibatch the values of an evaluated one take; at least 1.
         save: with the last unit all that is trained is copied for a checkpoint.
     """
     made = _ActionList(shards, memory, accumulate or clip, clip, save)
-    return made.evaluation() if evaluate else made.training()
+    return made.evaluation(growth) if evaluate else made.training()
 
 
 def host_bytes(shard: Shard, *, carried: bool) -> int:
@@ -104,16 +106,21 @@ class _ActionList:
                 self._update(index)
         return self._ended()
 
-    def evaluation(self) -> tuple[Action, ...]:
-        for index, part in enumerate(self.shards):
-            self._begin(index, _ENTRY, part.weights + self._at(index))
+    def evaluation(self, growth: float) -> tuple[Action, ...]:
+        larger = [part.of_larger(growth) if growth > 1 else part for part in self.shards]
+        # On a resident task's device what training saves has room already.
+        room = sum(part.activations + part.boundary for part in self.shards)
+        at = 0
+        for index, part in enumerate(larger):
+            self._begin(index, _ENTRY, part.weights + at)
             if self._resident:
-                extra = part.workspace
+                extra = max(self.shards[index].workspace, part.workspace + part.boundary + at - room)
             else:
-                extra = part.workspace + part.boundary + (self._at(index) if self._pins(index) else 0)
+                extra = part.workspace + part.boundary + (at if self._pins(index) else 0)
             self._compute(Act.EVALUATE, index, part.forward, extra, extra)
             self._save(index, ends=index == len(self.shards) - 1)
             self._end(index, part.boundary)
+            at = part.boundary
         return self._ended()
 
     def _forward(self, index: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -37,6 +37,7 @@ class Shard:
     Seconds: ``forward``, ``backward`` (without the recomputation), ``step`` (its optimizer step).
     ``frozen``: those bytes of ``weights`` that training never changes, so that they need not be written back.
     ``borrows``: earlier shards to which some of its tensors belong, such as tied weights.
+    ``passing``: bytes, the most that is alive for a moment of a forward that saves nothing; None: all that it makes.
     """
 
     index: int
@@ -54,19 +55,30 @@ class Shard:
     step: float
     frozen: int = 0
     borrows: tuple[int, ...] = ()
+    passing: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.last:
             raise PlanError(f"shard {self.index} holds nodes [{self.first}, {self.last}): give it at least one")
-        for field in fields(self)[3:-1]:
+        for field in fields(self)[3:]:
             value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
+            if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
                 raise PlanError(f"shard {self.index}: {field.name} is {value}: it must be finite and at least 0")
         if self.frozen > self.weights:
             sizes = f"frozen is {self.frozen:,} bytes, weights {self.weights:,}"
             raise PlanError(f"shard {self.index}: {sizes}: frozen is a part of weights, so it cannot be more")
         if not all(0 <= owner < self.index for owner in self.borrows):
             raise PlanError(f"shard {self.index} borrows from {self.borrows}: give shards before it")
+
+    def of_larger(self, growth: float) -> Shard:
+        """Return what it costs to evaluate a minibatch whose values take ``growth`` times as many bytes."""
+        passing = self.activations + self.workspace if self.passing is None else self.passing
+        return replace(
+            self,
+            forward=growth * self.forward,
+            workspace=math.ceil(growth * passing),
+            boundary=math.ceil(growth * self.boundary),
+        )
 
     @property
     def seconds(self) -> float:

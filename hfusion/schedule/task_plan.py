@@ -118,6 +118,7 @@ class TaskPlan:
         clipped: the optimizer steps only when the gradients of all shards are there, since it scales them by
             their global norm. The steps are then units of their own.
         evaluated: minibatches that are evaluated after every epoch.
+        growth: how many times the bytes of a trained minibatch the values of an evaluated one take; at least 1.
         kept: the last shard of a spilled task, once loaded, stays on the device while the task does.
         save_every: minibatches from one save of the task to the next; it is saved at its end, too. None: never.
 
@@ -133,6 +134,7 @@ class TaskPlan:
     accumulate: int = 1
     clipped: bool = False
     evaluated: int = 0
+    growth: float = 1.0
     kept: bool = False
     save_every: int | None = None
 
@@ -145,6 +147,8 @@ class TaskPlan:
         if self.epoch is not None and (self.epoch < 1 or self.steps % self.epoch):
             counts = f"{self.steps} steps in epochs of {self.epoch}"
             raise PlanError(f"task {self.name!r} has {counts}: give steps as a whole number of epochs of at least 1")
+        if not 1 <= self.growth < math.inf:
+            raise PlanError(f"task {self.name!r}: growth is {self.growth}: give a number of at least 1")
         if self.save_every is not None and self.save_every < 1:
             raise PlanError(
                 f"task {self.name!r} is saved every {self.save_every} minibatches: give at least 1, or None"
@@ -215,6 +219,7 @@ class TaskPlan:
             accumulate=self.accumulate > 1,
             clip=self.clipped,
             evaluate=evaluate,
+            growth=self.growth,
             save=self.save_every is not None,
         )
 

@@ -22,7 +22,7 @@ from hfusion.device.backend import random_states_kept
 from hfusion.device.calibrate import Rates
 from hfusion.device.machine import Machine
 from hfusion.optim.base import FusedOptimizer
-from hfusion.passes.partition.shard import Sharding, sharding, shards_at
+from hfusion.passes.partition.shard import Sharding, growth, sharding, shards_at
 from hfusion.runtime.recipe import Recipe
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.reading import generators, reading
@@ -66,12 +66,18 @@ class Arrangement:
         """The first one that is trained with."""
         return Minibatch.of(self.task, self.first.trained, self.members)
 
+    @property
+    def evaluated_samples(self) -> int:
+        """The most samples that an evaluated minibatch may have."""
+        return _evaluated_samples(self.task, self.first, self.members)
+
     def seconds_on(self, room: Room) -> float | None:
         """Estimated seconds of all minibatches on another device; None where it does not fit."""
         minibatch = self.minibatch()
         program, members = self.array.compiled(minibatch.arguments).program, len(self.members)
+        samples = minibatch.samples, self.evaluated_samples
         try:
-            plan = _plan(self.task, program, minibatch.samples, self.optimizer, room, self.plan.name, members)
+            plan = _plan(self.task, program, samples, self.optimizer, room, self.plan.name, members)
         except PlanError:
             return None
         return plan.steps * _seconds(plan, room.rates)
@@ -95,7 +101,7 @@ class Arrangement:
         turn: Turn = None,
     ) -> tuple[Stream, Recipe]:
         """The same for the evaluations, in the shards that hold the tensors ``held``, see `match_cuts`."""
-        samples = self.minibatch().samples
+        samples = self.evaluated_samples
         programs = Evaluated(self.array, names, held, samples)
         stream = Stream(self.task, loader, self.members, loss, programs, samples, devices, turn)
         return stream, stream.prepare(Minibatch.of(self.task, self.first.evaluated, self.members))
@@ -122,7 +128,7 @@ def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tu
 
 
 # What of a plan says how its tasks are trained, and not where.
-_SAME = ("name", "steps", "width", "epoch", "accumulate", "clipped", "evaluated")
+_SAME = ("name", "steps", "width", "epoch", "accumulate", "clipped", "evaluated", "growth")
 
 
 def checked_plan(given: Plan, made: Plan) -> Plan:
@@ -252,13 +258,14 @@ def _width(task: Task, whole: FusedModule, group: Sequence[int], first: First, r
     minibatch = Minibatch.of(task, first.trained, group)
     whole.planned_for(room.device)
     program = whole.compiled(minibatch.arguments).program
+    samples = minibatch.samples, _evaluated_samples(task, first, group)
     optimizer = optimizer_of(task, whole, group)
     best: tuple[float, int] | None = None
     failure: PlanError | None = None
     width = len(group)
     while width:
         try:
-            plan = _plan(task, replace(program, members=width), minibatch.samples, optimizer, room, "width", width)
+            plan = _plan(task, replace(program, members=width), samples, optimizer, room, "width", width)
         except PlanError as error:
             failure = failure or error
         else:
@@ -287,15 +294,32 @@ def _arranged(
     array.planned_for(room.device)
     program = array.compiled(minibatch.arguments).program
     optimizer = optimizer_of(task, array, members)
-    plan = _plan(task, program, minibatch.samples, optimizer, room, name, len(members))
+    samples = minibatch.samples, _evaluated_samples(task, first, members)
+    plan = _plan(task, program, samples, optimizer, room, name, len(members))
     return Arrangement(task, tuple(members), array, optimizer, first, plan)
 
 
+def _evaluated_samples(task: Task, first: First, members: Sequence[int]) -> int:
+    """Of the first minibatch that is evaluated, or of the first one that is trained if that has more."""
+    loaded = [first.trained] if first.evaluated is None else [first.trained, first.evaluated]
+    return max(Minibatch.of(task, each, members).samples for each in loaded)
+
+
 def _plan(
-    task: Task, program: Program, samples: int, optimizer: FusedOptimizer, room: Room, name: str, width: int
+    task: Task,
+    program: Program,
+    samples: tuple[int, int],
+    optimizer: FusedOptimizer,
+    room: Room,
+    name: str,
+    width: int,
 ) -> TaskPlan:
-    """Resident if that fits the budget; else spilled."""
-    state = optimizer.state_stacks
+    """Resident if that fits the budget; else spilled.
+
+    ``samples``: of a trained minibatch, and of an evaluated one.
+    """
+    state, (trained, evaluated) = optimizer.state_stacks, samples
+    larger = growth(program, trained, evaluated, room.rates)
 
     def planned(cut: Sharding, *, resident: bool) -> TaskPlan:
         return TaskPlan(
@@ -308,15 +332,23 @@ def _plan(
             task.accumulate,
             clipped=task.clip is not None,
             evaluated=task.evaluated,
+            growth=larger,
             kept=cut.kept,
         )
 
-    whole = Sharding(shards_at(program, (), samples, room.rates, state), kept=False)
+    whole = Sharding(shards_at(program, (), trained, room.rates, state), kept=False)
     resident = planned(whole, resident=True)
     if resident.device_bytes <= room.budget:
         return resident
-    cut = sharding(program, samples, room.budget, room.rates, state, carried=resident.carried, keep=room.keep)
-    return planned(cut, resident=False)
+    cut = sharding(program, trained, room.budget, room.rates, state, carried=resident.carried, keep=room.keep)
+    spilled = planned(cut, resident=False)
+    if larger > 1 and spilled.device_bytes > room.budget:
+        raise PlanError(
+            f"task {task.name!r}: to evaluate a minibatch of {evaluated} samples needs {spilled.device_bytes:,} bytes "
+            f"in {len(cut.shards)} shards, and the largest device has {room.budget:,}; those of {trained} samples can "
+            "be trained there: give an eval_loader with smaller minibatches, or more memory"
+        )
+    return spilled
 
 
 def _first(task: Task) -> First:

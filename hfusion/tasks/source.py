@@ -232,8 +232,8 @@ class Stream:
         """The recipe for minibatches like this one. Raises FusionError or PlanError."""
         if minibatch.samples > self._samples:
             raise PlanError(
-                f"task {self._task.name!r}: a minibatch has {minibatch.samples} samples, but the plan counts with the "
-                f"{self._samples} of the first one of the loader; give no larger ones, for evaluation neither"
+                f"task {self._task.name!r}: a minibatch has {minibatch.samples} samples, but the plan counts with "
+                f"{self._samples}, those of the first minibatch: let the first one of each loader be the largest"
             )
         compiled, parts = self._programs.make(minibatch)
         program = compiled.program

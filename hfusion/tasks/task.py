@@ -66,8 +66,8 @@ class Task:
             a tuple of arguments, or a dict of keyword arguments; `hfusion.stacked` gives each member its own. It is
             read under the task's own random state.
         epochs: passes over the loader.
-        eval_loader: minibatches like those of ``loader``, no larger; after every epoch their losses are computed in
-            eval mode, without gradients.
+        eval_loader: minibatches like those of ``loader``, which may have more samples; after every epoch their losses
+            are computed in eval mode, without gradients. Of each loader the first minibatch is the largest.
         name: one word.
         clip: the largest gradient norm, one value or one per member, as `hfusion.optim.clip_grad_norm_`.
         accumulate: minibatches per optimizer step; their losses are divided by it. The last group of an epoch may be

@@ -18,7 +18,8 @@ from hfusion.schedule.shards import Shard
 class Segment(NamedTuple):
     """Bytes of the steps ``[first, last)`` as one shard, as in `Shard`; its cuts come on top.
 
-    ``floor``: what a longer run of the same beginning needs at least.
+    ``floor``: what a longer run of the same beginning needs at least. ``passing``: the most that its forward has alive
+    where nothing is saved.
     """
 
     last: int
@@ -30,6 +31,7 @@ class Segment(NamedTuple):
     workspace: int
     peak: int
     floor: int
+    passing: int
 
     @property
     def stepped(self) -> int:
@@ -117,9 +119,12 @@ class Segments:
                     through -= storage.size
             state = round(gradients * self.optimizer_state)
             peak = growing.peak - through + self._owed[index + 1]
-            workspace = growing.workspace(keeps=index + 1 == self.count)
+            passing = workspace = growing.workspace(keeps=False)
+            if index + 1 == self.count:
+                workspace = growing.workspace(keeps=True)
             floor = weights + state + max(gradients, growing.activations)
-            yield Segment(index + 1, weights, frozen, gradients, state, growing.activations, workspace, peak, floor)
+            sizes = (growing.activations, workspace, peak, floor, passing)
+            yield Segment(index + 1, weights, frozen, gradients, state, *sizes)
 
     def state(self, run: Segment) -> int:
         """Bytes beside the weights that come and go with the run: optimizer state, gradients if they are carried."""
@@ -130,7 +135,7 @@ class Segments:
         sizes = (segment.activations, segment.workspace, segment.peak, self.alive[segment.last])
         state = (segment.weights, segment.gradients, segment.optimizer)
         seconds = (forward, backward, segment.stepped / rates.memory)
-        return Shard(number, first, segment.last, *state, *sizes, *seconds, segment.frozen)
+        return Shard(number, first, segment.last, *state, *sizes, *seconds, segment.frozen, passing=segment.passing)
 
     def need(self, first: int, run: Segment) -> int:
         """Bytes on the device to train the run as a spilled shard; as `TaskPlan.device_bytes` counts it."""

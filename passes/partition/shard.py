@@ -17,7 +17,7 @@ from itertools import pairwise
 from hfusion.core.errors import PlanError
 from hfusion.core.program import Program
 from hfusion.device.calibrate import Rates
-from hfusion.passes.cost.cost import line
+from hfusion.passes.cost.cost import Line, line
 from hfusion.passes.partition.choose_cuts import choose_cuts, on_the_way
 from hfusion.passes.partition.segments import Segment, Segments
 from hfusion.schedule.plan import Shard
@@ -75,6 +75,19 @@ def shards_at(
     if any(a >= b for a, b in pairwise([0, *cuts, segments.count])):
         raise PlanError(f"program {program.name}: cuts {list(cuts)} must ascend between 1 and {segments.count - 1}")
     return _between(segments, cuts, rates)
+
+
+def growth(program: Program, batch: int, larger: int, rates: Rates) -> float:
+    """Return how many times the bytes for ``batch`` samples any value takes for ``larger`` ones; at least 1."""
+    if larger <= batch:
+        return 1.0
+    sizes = zip(*(_sizes(line(program, samples, rates)) for samples in (batch, larger)), strict=True)
+    return float(max([1.0, *(more / size for size, more in sizes if size)]))
+
+
+def _sizes(costs: Line) -> list[int]:
+    """Bytes of every value, and of what every operator takes beside its operands and result."""
+    return [storage.size for storage in costs.storages] + [step.saved + step.workspace for step in costs.steps]
 
 
 def _segments(program: Program, batch: int, rates: Rates, optimizer_state: float, *, carried: bool = False) -> Segments:

@@ -39,7 +39,9 @@ def test_text_that_is_no_action(line: str) -> None:
 def lowered(made: TaskPlan, *, evaluate: bool = False) -> tuple[Action, ...]:
     memory = Resident() if made.resident else Spilled(made.kept)
     sums, saves = made.accumulate > 1, made.save_every is not None
-    return lower(made.shards, memory, accumulate=sums, clip=made.clipped, evaluate=evaluate, save=saves)
+    return lower(
+        made.shards, memory, accumulate=sums, clip=made.clipped, evaluate=evaluate, growth=made.growth, save=saves
+    )
 
 
 def boundary(made: TaskPlan, index: int) -> int:
@@ -138,6 +140,8 @@ CUTS = {"workspace": 7, "boundary": 10}
         ("kept", task("a", 2, resident=False, kept=True, **SIZES, **CUTS), False),
         ("resident", task("a", 2, **SIZES, **CUTS), False),
         ("evaluated", task("a", 2, resident=False, **SIZES, **CUTS), True),
+        ("larger ones evaluated", task("a", 2, resident=False, growth=2.0, **SIZES, **CUTS), True),
+        ("larger ones evaluated there", task("a", 2, growth=2.0, **SIZES, **CUTS), True),
         ("saved", task("a", 2, save_every=1, **SIZES, **CUTS), False),
         ("evaluated and saved", task("a", 1, save_every=1, **SIZES, **CUTS), True),
     ],
@@ -229,6 +233,22 @@ STEP 0 - takes 0 frees 0 moves 0 seconds 1.0 after 0,6
 SAVE 0 - takes 0 frees 0 moves 2800 seconds 0.0 after 0,7
 EVICT 0 weights+optimizer+boundary+saved takes 0 frees 1460 moves 1400 seconds 0.0 after 8
 EVICT 1 weights+optimizer+boundary+saved takes 0 frees 1450 moves 1400 seconds 0.0 after 8,9
+""",
+    "larger ones evaluated": """
+LOAD 0 weights+boundary takes 1000 frees 0 moves 1000 seconds 0.0 after ~0
+EVALUATE 0 - takes 134 frees 134 moves 0 seconds 2.0 after 0
+EVICT 0 weights+boundary takes 0 frees 1000 moves 20 seconds 0.0 after 1
+LOAD 1 weights+boundary takes 1020 frees 0 moves 1020 seconds 0.0 after ~1
+EVALUATE 1 - takes 114 frees 114 moves 0 seconds 2.0 after 1,3
+EVICT 1 weights+boundary takes 0 frees 1020 moves 0 seconds 0.0 after 2,4
+""",
+    "larger ones evaluated there": """
+LOAD 0 weights+optimizer+boundary+saved takes 1460 frees 0 moves 1400 seconds 0.0 after ~0
+LOAD 1 weights+optimizer+boundary+saved takes 1450 frees 0 moves 1400 seconds 0.0 after ~1
+EVALUATE 0 - takes 24 frees 24 moves 0 seconds 2.0 after 0
+EVALUATE 1 - takes 24 frees 24 moves 0 seconds 2.0 after 1,2
+EVICT 0 weights+optimizer+boundary+saved takes 0 frees 1460 moves 1400 seconds 0.0 after 3
+EVICT 1 weights+optimizer+boundary+saved takes 0 frees 1450 moves 1400 seconds 0.0 after 3,4
 """,
     "evaluated and saved": """
 LOAD 0 weights+optimizer+boundary+saved takes 1450 frees 0 moves 1400 seconds 0.0 after ~0

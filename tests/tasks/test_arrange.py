@@ -289,3 +289,23 @@ def test_models_that_do_different_things_are_arrays_of_their_own(name: str) -> N
             judged.append(nn.functional.cross_entropy(alone.eval()(inputs), target).detach())
         torch.testing.assert_close(report.losses[:, member], torch.stack(losses), rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(report.eval_losses[:, 0, member], torch.stack(judged), rtol=1e-9, atol=1e-12)
+
+
+def test_larger_minibatches_to_evaluate_are_planned_for() -> None:
+    """By fewer members or more shards; where that does not do, it is an error before anything is trained."""
+    wide = [nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)) for _ in "ab"]
+
+    def planned(samples: int, memory: int) -> TaskPlan:
+        judged = [(torch.ones(samples, 3), torch.zeros(samples, dtype=torch.int64))]
+        one = task(models=wide, eval_loader=judged)
+        return hf.plan(one, hf.Machine([hf.Device("cpu", memory=memory)])).tasks[0]
+
+    small, large = planned(2, 1 << 30), planned(2000, 1 << 30)
+    assert (small.growth, small.resident) == (1.0, True)
+    assert large.growth == pytest.approx(1000)
+    assert large.device_bytes > 2 * 2000 * 64 * 4
+    assert large.step_seconds > small.step_seconds
+    narrow = planned(2000, large.device_bytes - 1)
+    assert (narrow.resident, narrow.width) != (True, 2)
+    with pytest.raises(PlanError, match=r"to evaluate a minibatch of 200000 samples needs [\d,]+ bytes .* eval_loader"):
+        planned(200_000, large.device_bytes)

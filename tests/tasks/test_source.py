@@ -141,7 +141,7 @@ LATER: dict[str, tuple[Any, str]] = {
         (torch.ones(4, 5), Y),
         r"a minibatch of another kind than the first needs another program, whose operators differ \(\d+ instead of",
     ),
-    "larger": ((torch.ones(5, 3), Y), "a minibatch has 5 samples, but the plan counts with the 4 of the first one"),
+    "larger": ((torch.ones(5, 3), Y), "a minibatch has 5 samples, but the plan counts with 4, those of the first"),
     "form": (X, "a minibatch of the loader is Tensor"),
 }
 

@@ -240,9 +240,11 @@ def test_callbacks_hear_of_every_minibatch() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_evaluations_are_those_of_the_loop_in_eval_mode(count: int, mode: str) -> None:
-    array, loader, held_out = knotted(torch.float64), batches(torch.float64), batches(torch.float64, 3)
+@pytest.mark.parametrize(("count", "times"), [(1, 1), (2, 1), (5, 1), (1, 4), (2, 4), (5, 4)])
+def test_evaluations_are_those_of_the_loop_in_eval_mode(count: int, times: int, mode: str) -> None:
+    """Also of minibatches with ``times`` as many samples as those that are trained."""
+    array, loader = knotted(torch.float64), batches(torch.float64)
+    held_out = [(torch.cat([x] * times), torch.cat([y] * times)) for x, y in batches(torch.float64, 3)]
     for way in (Way(momentum, 0.5, 2), Way(adamw)):
         wanted: list[Tensor] = []
 
@@ -305,9 +307,10 @@ def test_what_cannot_be_evaluated_in_shards_is_refused() -> None:
     hf.train([one], machine())
     with pytest.raises(hf.PlanError, match=r"after tensors of later shards.*leave the eval loader out"):
         hf.train([one], machine(), plan=planned([one], machine(), [2], [False]))
-    large = [(torch.zeros(7, 6, dtype=torch.float64), torch.zeros(7, dtype=torch.int64))]
-    with pytest.raises(hf.PlanError, match="has 7 samples, but the plan counts with the 6"):
+    large = [(torch.zeros(n, 6, dtype=torch.float64), torch.zeros(n, dtype=torch.int64)) for n in (7, 8)]
+    with pytest.raises(hf.TrainError) as raised:
         hf.train([task(array, Way(), loader, eval_loader=large)], machine())
+    assert "has 8 samples, but the plan counts with 7, those of the first" in str(raised.value.__cause__)
 
 
 def test_this_machine_is_the_one_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
