@@ -50,6 +50,9 @@ def batch_norm(site: Site, **arguments: Any) -> Call | None:
     """``input [N, C, *S]``; in training the running statistics are written in place."""
     x, mean, training = arguments["input"], arguments["running_mean"], arguments["training"]
     once = x.shared and not has_per_member(arguments)
+    if x.rank < 2:
+        # Empty, as torch takes no others of one dim.
+        return _listed(site, arguments, batch_norm_each)
     if (training and _written_by_all(site, arguments)) or (not once and _loops(arguments)) or _half_shared(arguments):
         return _listed(site, arguments, batch_norm_each)
     layout = x.layout
@@ -163,8 +166,10 @@ def batch_norm_measured(
     """One ``x [N, C, *S]`` whose statistics, measured once, enter every member's running ones ``[B, C]``."""
     batch_mean, batch_var = torch.zeros_like(mean[0]), torch.zeros_like(var[0])
     y = batch_norm_shared(x, weight, bias, batch_mean, batch_var, training, 1.0, eps)
-    mean.lerp_(batch_mean.expand_as(mean), momentum)
-    var.lerp_(batch_var.expand_as(var), momentum)
+    # No samples leave running statistics as they are.
+    if x.numel() > 0:
+        mean.lerp_(batch_mean.expand_as(mean), momentum)
+        var.lerp_(batch_var.expand_as(var), momentum)
     return y
 
 

@@ -34,7 +34,7 @@ from hfusion.capture.skeleton import live_rows, materialize
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import bind
 from hfusion.compiler.compiled import ArraySpec, Compiled
-from hfusion.compiler.compiler import Compiler
+from hfusion.compiler.compiler import Compiler, SparseArgument
 from hfusion.compiler.report import FusionReport, describe, joined
 from hfusion.compiler.verify import CheckedArray, verify
 from hfusion.core.errors import FusionError
@@ -116,7 +116,11 @@ class FusedModule(Rows, Tree):
         if exporting():
             return exported(self, self._exportable, args, kwargs)
         arguments = Arguments.of(args, kwargs)
-        compiled = self.compiled(arguments)
+        try:
+            compiled = self.compiled(arguments)
+        except SparseArgument as error:
+            self._loops[f"{self._original}: loop over members: {error}"] = None
+            return run_members(self, arguments)
         if id(compiled) not in self._bound:
             self._bound[id(compiled)] = bind(compiled, self)
         try:

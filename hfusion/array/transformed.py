@@ -1,18 +1,24 @@
-"""A call inside torch.func's transforms that the array's program does not serve: members' own code, one by one."""
+"""Calls that no program of an array serves: by the members' own code, one after the other.
+
+Those are calls with sparse arguments, and some inside the transforms of torch.func.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._pytree import TreeSpec
 
 from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled import Compiled
 from hfusion.core.functorch import derivative_order, in_forward_mode, in_vmap, is_wrapped, outside_transforms, unwrapped
+from hfusion.core.layout import Listed
+from hfusion.core.usage import join, running, watched
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
@@ -54,29 +60,40 @@ def plain_stacks(owner: nn.Module, originals: Mapping[str, Tensor]) -> dict[str,
 
 def run_members(fused: FusedModule, arguments: Arguments) -> Any:
     """Call every member with its rows of the array's tensors, or of those in their place, and stack what they give."""
-    shared, results, stacks = fused._array.comparison.shared, [], dict(tensors(fused))
     with outside_transforms():
         members = list(fused)
+    specs: list[TreeSpec] = []
+
+    def run() -> list[Any]:
+        flat = [pytree.tree_flatten(result) for result in _results(fused, members, arguments)]
+        specs.append(flat[0][1])
+        return _stacked([leaves for leaves, _ in flat])
+
+    return pytree.tree_unflatten(watched(run, len(members))(), specs[0])
+
+
+def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Arguments) -> Iterator[Any]:
+    shared, watching = fused._array.comparison.shared, running()
+    rows = {name: Listed(stack.unbind()) for name, stack in tensors(fused) if name not in shared}
+    for listed in {id(stack): rows[name] for name, stack in tensors(fused) if name in rows}.values():
+        if watching is not None:
+            watching.took(listed)
     for index, member in enumerate(members):
         buffers = dict(member.named_buffers())
-        rows = {
-            name: stack if name in shared else stack[index]
-            for name, stack in stacks.items()
-            if name not in buffers or is_wrapped(stack)
-        }
+        held = {name: rows[name][index] if name in rows else stack for name, stack in tensors(fused)}
+        given = {name: row for name, row in held.items() if name not in buffers or is_wrapped(row)}
         args, kwargs = arguments.of_member(index)
-        results.append(torch.func.functional_call(member, rows, args, kwargs))
+        yield torch.func.functional_call(member, given, args, kwargs)
         for name, buffer in member.named_buffers():
             if name in buffers and buffer is not buffers[name]:
                 buffers[name].copy_(buffer)
-    return stacked_results(results)
 
 
 def stacked_results(results: Sequence[Any]) -> Any:
     """Return the members' results as one, each tensor ``[B, *S]``."""
     flat = [pytree.tree_flatten(result) for result in results]
-    leaves = [
-        torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0]
-        for parts in zip(*(leaves for leaves, _ in flat), strict=True)
-    ]
-    return pytree.tree_unflatten(leaves, flat[0][1])
+    return pytree.tree_unflatten(_stacked([leaves for leaves, _ in flat]), flat[0][1])
+
+
+def _stacked(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    return [join(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in zip(*rows, strict=True)]

@@ -90,6 +90,12 @@ class Arguments:
         return Arguments(tuple(_mapped(leaf, fn) for leaf in self.leaves), self.spec)
 
     @property
+    def sparse(self) -> torch.layout | None:
+        """The layout of an argument that is not dense, if there is one."""
+        layouts = (leaf.layout for leaf in self.values if isinstance(leaf, Tensor))
+        return next((layout for layout in layouts if layout is not torch.strided), None)
+
+    @property
     def values(self) -> list[Any]:
         """What the program takes."""
         return [leaf.tensor if isinstance(leaf, StackedInput) else leaf for leaf in self.leaves]

@@ -31,6 +31,10 @@ MAX_NUMBERS = 16
 MAX_KEYS = 4096
 
 
+class SparseArgument(FusionError):
+    """Of a call that only the members' own code can serve."""
+
+
 @dataclass
 class Met:
     """The sizes of one kind of call: ``dims[k]`` are the dims of leaf k that were met with two sizes."""
@@ -112,6 +116,8 @@ class Compiler:
 
     def make(self, training: Any, arguments: Arguments) -> Compiled:
         """Capture, align and batch; raises FusionError where that is impossible."""
+        if (layout := arguments.sparse) is not None:
+            raise SparseArgument(f"an argument is a tensor of layout {layout}, which no program takes; give to_dense()")
         self._count(training, arguments)
         loose = arguments.loose_key
         shapes = arguments.shapes

@@ -84,8 +84,16 @@ class StepCall:
     def text(self) -> str:
         """Such as ``f32[32,64], i64[32]``."""
         marks = ["stacked " if is_stacked(leaf) else "" for leaf in self.leaves]
-        kinds = [describe_value(tensor, None, 0) for tensor in self.batch()]
+        tensors = [leaf.tensor if isinstance(leaf, StackedInput) else leaf for leaf in self.leaves]
+        kinds = [describe_value(tensor, None, 0) for tensor in tensors]
         return ", ".join(mark + kind for mark, kind in zip(marks, kinds, strict=True))
+
+
+def no_program(inputs: Arguments) -> str:
+    """Say why forward left no program of a call that has just run."""
+    if inputs.sparse is not None:
+        return f"an argument is a tensor of layout {inputs.sparse}, which no program takes; give to_dense()"
+    return "forward changes variables that it names, of files or objects, whose values a program keeps"
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ from hfusion.optim import coupling
 from hfusion.step.checked_step import checked_step
 from hfusion.step.compiled import StepProgram
 from hfusion.step.making import CompileMode, ProgramMaker
-from hfusion.step.step_graph import ProgramMismatch, StepCall
+from hfusion.step.step_graph import ProgramMismatch, StepCall, no_program
 from hfusion.step.variants import CallReport, StepVariant, any_hooks, family, shared_variants, traits_of
 
 
@@ -246,7 +246,7 @@ class TrainStep:
         if forward is None or isinstance(loss, str):
             why = f"the loss runs in a loop over members: {loss}"
             if forward is None:
-                why = "forward changes variables that it names, of files or objects, whose values a program keeps"
+                why = no_program(call.inputs)
             return self._refused(StepVariant(call.text, situation, places, traits_of(places), why=why))
         sources = BoundProgram.of(forward, self._fused), loss
         places += [place for source in sources for place in source.places]

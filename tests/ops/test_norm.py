@@ -26,6 +26,8 @@ CASES = [
     Case(aten.batch_norm.default, (t(4, 3, 5), None, t(3), None, None, True, 0.1, 1e-5, False)),
     Case(aten.batch_norm.default, (t(4, 3), t(3), None, None, None, True, 0.1, 1e-3, False)),
     Case(aten.batch_norm.default, (t(4, 3, 2, 2, 2), None, None, None, None, True, 0.1, 1e-3, False)),
+    # Of one dim torch takes empty tensors only.
+    Case(aten.batch_norm.default, (t(0), None, None, None, None, True, 0.1, 1e-5, False)),
     Case(aten.instance_norm.default, (t(4, 6, 3, 2), t(6), t(6), None, None, True, 0.1, 1e-5, False)),
     Case(aten.instance_norm.default, (t(4, 3, 5), None, None, None, None, True, 0.1, 1e-5, False)),
     Case(aten.group_norm.default, (t(4, 6, 3, 2), 3, t(6), t(6))),
