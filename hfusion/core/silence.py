@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import hub
+from torch.fx import interpreter
+
 
 class _Hush(logging.Filter):
     """Matches every warning, and drops every log up to errors, of threads that trace."""
@@ -119,6 +122,7 @@ def _install() -> None:
             logger.addFilter(_HUSH)
     # Export prints the graph of a failure, which is raised all the same.
     _exporter()["print"] = _print
+    interpreter.tqdm = _bar
 
 
 def _remove() -> None:
@@ -127,6 +131,7 @@ def _remove() -> None:
     for logger in _loggers():
         logger.removeFilter(_HUSH)
     _exporter().pop("print", None)
+    interpreter.tqdm = hub.tqdm
 
 
 def _exporter() -> dict[str, Any]:
@@ -137,6 +142,14 @@ def _exporter() -> dict[str, Any]:
 def _loggers() -> list[logging.Logger]:
     found = list(logging.root.manager.loggerDict.items())
     return [log for name, log in found if name.partition(".")[0] == "torch" and isinstance(log, logging.Logger)]
+
+
+def _bar(*args: Any, **options: Any) -> Any:
+    """A progress bar of torch's interpreter, where it is to be seen.
+
+    Any other starts a thread, too, ``tqdm_monitor``, which never ends. Private to torch, tried on 2.11 to 2.14.
+    """
+    return (hub._Faketqdm if options.get("disable") else hub.tqdm)(*args, **options)
 
 
 def _print(*values: Any, **options: Any) -> None:

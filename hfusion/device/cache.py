@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,21 @@ def lasts() -> bool:
     return False
 
 
+def _home() -> Path:
+    """Return the user's home folder. Raises RuntimeError or KeyError if there is none.
+
+    Where HOME is set, but empty, it is that of the system's list of users: Python takes it for ``/``.
+    """
+    if _HAS_OWNERS and os.environ.get("HOME") == "":
+        return Path(import_module("pwd").getpwuid(os.getuid()).pw_dir)
+    return Path.home()
+
+
 def _wanted() -> Path | None:
     """A relative path is none, as the XDG Base Directory Specification says of its variables."""
     try:
-        default = Path.home() / ".cache"
-    except RuntimeError:
+        default = _home() / ".cache"
+    except (RuntimeError, KeyError):
         default = Path()
     bases = (Path(os.environ.get("XDG_CACHE_HOME", "")), default)
     return next((base / "hfusion" for base in bases if base.is_absolute()), None)

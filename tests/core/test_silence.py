@@ -9,7 +9,11 @@ import warnings
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch import hub, nn
+from torch.fx import interpreter
 
+import hfusion as hf
 from hfusion.core.silence import noted, silence_tracers
 
 
@@ -95,3 +99,10 @@ def test_a_warning_that_was_shown_before_is_noted() -> None:
         speak()
     assert texts == ["again"]
     assert len(heard) == 2
+
+
+def test_a_capture_starts_no_thread_of_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub.tqdm, "monitor", None, raising=False)
+    hf.fuse([nn.Linear(3, 2) for _ in range(2)])(torch.ones(1, 3))
+    assert hub.tqdm.monitor is None
+    assert interpreter.tqdm is hub.tqdm

@@ -120,7 +120,9 @@ def test_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         known = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".cache" / "hfusion"
     except KeyError:
         known = None
-    assert cache._wanted() == known
+    for home in (None, ""):
+        set_all({"HOME": home}, tmp_path, monkeypatch)
+        assert cache._wanted() == known
     set_all({"HOME": "."}, tmp_path, monkeypatch)
     assert cache._wanted() is None
     cache._usable.cache_clear()
