@@ -6,6 +6,7 @@ there whole or not at all. The format is described in docs/checkpoints.md.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import operator
@@ -32,6 +33,8 @@ FORMAT, VERSION = "hfusion checkpoint", 1
 MANIFEST, CHECKSUM, TENSORS = "manifest.json", "manifest.blake2b", "tensors.safetensors"
 _SAVE = re.compile(r"save-(\d{12,})")
 _ASIDE = ".aside-"
+# How often a folder is looked into, and a save is read, that other processes change meanwhile.
+_LISTINGS, _READINGS = 3, 100
 # To read a plain file: no link is followed, no pipe waited for. Not every system has all of these.
 _PLAIN = os.O_RDONLY
 for _name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
@@ -171,20 +174,24 @@ def _sync(folder: Path) -> None:
 
 
 def _named(aside: Path, folder: Path) -> Path:
-    """Give a save the next name; another process may take that first."""
+    """Give a save the name after all that are taken, also by plain files; another process may take it first."""
     while True:
-        made = folder / f"save-{max([_number(path) for path in saves(folder)], default=0) + 1:012d}"
+        numbers = [_number(path) for path in folder.iterdir() if _SAVE.fullmatch(path.name)]
+        made = folder / f"save-{max(numbers, default=0) + 1:012d}"
         try:
             os.rename(aside, made)
-        except OSError:
-            if not made.exists():
+        except OSError as error:
+            # A save that took the name may be gone again.
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) and not os.path.lexists(made):
                 raise
         else:
             return made
 
 
 def clean(folder: Path) -> None:
-    """Remove what killed processes have left in the folder of a checkpoint."""
+    """Remove what killed processes have left in the folder of a checkpoint, and links that were set aside."""
+    for path in filter(Path.is_symlink, folder.glob(f"{_ASIDE}*")):
+        path.unlink(missing_ok=True)
     remove_abandoned(folder, _ASIDE)
 
 
@@ -194,11 +201,19 @@ def _prune(folder: Path, keep: int) -> None:
     best = max(scored, key=lambda pair: (pair[0], _number(pair[1])))[1] if scored else None
     for path in found[: -max(1, keep)]:
         if path != best:
-            # Out of sight first: one that is half deleted would be found.
-            gone = folder / f"{_ASIDE}{uuid.uuid4().hex}"
-            with suppress(OSError):
-                os.rename(path, gone)
-                shutil.rmtree(gone, ignore_errors=True)
+            _remove(path, folder / f"{_ASIDE}{uuid.uuid4().hex}")
+
+
+def _remove(path: Path, aside: Path) -> None:
+    """Delete a save as far as that is possible; of a link only the link."""
+    with suppress(OSError):
+        if path.is_symlink():
+            path.unlink()
+            return
+        # Out of sight first: one that is half deleted would be found.
+        os.rename(path, aside)
+        aside.chmod(0o700)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _score(path: Path) -> float | None:
@@ -229,7 +244,8 @@ def newest(root: str | os.PathLike[str]) -> Path:
     with _told(folder, "cannot be read"):
         if (folder / MANIFEST).exists():
             return folder
-        found = saves(folder)
+        # A folder that others write to may show neither the save that came nor the one that went while it is listed.
+        found = next(filter(None, (saves(folder) for _ in range(_LISTINGS))), [])
     if not found:
         what = "is no folder" if not folder.is_dir() else "holds no save"
         raise CheckpointError(f"{folder} {what}: give the folder that a checkpoint was saved to, or a save-... in it")
@@ -239,10 +255,22 @@ def newest(root: str | os.PathLike[str]) -> Path:
 def read(root: str | os.PathLike[str]) -> Saved:
     """The latest save under ``root``, or the one at ``root``, checked byte by byte.
 
+    A save that another process deletes meanwhile, as a later one is there, is read again as that one.
+
     Raises:
         CheckpointError: there is none, or a file of it is missing, damaged, or of another version.
     """
-    path = newest(root)
+    for _ in range(_READINGS):
+        path = newest(root)
+        try:
+            return _read(path)
+        except CheckpointError:
+            if path.exists() or path == Path(root):
+                raise
+    raise CheckpointError(f"{root}: {_READINGS} saves were deleted while they were read: keep more of them, by keep=2")
+
+
+def _read(path: Path) -> Saved:
     manifest = _manifest(path)
     with _told(path / TENSORS, "is damaged"):
         tensors = _tensors(path / TENSORS, manifest)

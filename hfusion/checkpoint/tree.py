@@ -1,45 +1,66 @@
 """Nests of plain values as JSON, with their tensors beside it; and back, without running anything.
 
-What JSON has no word for is an object with the key ``~``: a tuple, a set, bytes, a number that is not finite.
+What JSON has no word for is an object with the key ``~``: a tuple, a set, bytes, a number that is not finite. Each
+value comes back with the type that it had: subclasses, whose code a save does not hold, are refused.
 """
 
 from __future__ import annotations
 
 import base64
+import enum
 import math
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hfusion.core.errors import CheckpointError
+from hfusion.optim.hyper import MemberVector
 
 _MARK = "~"
+# Dtypes of numpy's that torch has, too.
+_NUMPY = frozenset(np.dtype(code).name for code in "?bhilqBHILQefdFD")
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "size": torch.Size,
+}
+_SEQUENCE_NAMES: dict[Any, str] = {made: name for name, made in _SEQUENCES.items()}
+_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, bool, str)}
+# Tensors whose class says nothing that a save does not hold; the vectors of an optimizer are plain elsewhere.
+_TENSORS = (Tensor, MemberVector)
+# What a value of a subclass can be converted to, so that it can be saved.
+_BASES = (int, float, complex, str, bytes, tuple, list, frozenset, set, Mapping)
 
 
 def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     """``value`` as JSON; its tensors go into ``tensors`` under ``where`` and their places in it.
 
     Raises:
-        CheckpointError: a value that is neither plain nor a tensor.
+        CheckpointError: a value that is neither plain nor a tensor, or of a subclass of a plain type.
     """
-    if value is None or isinstance(value, bool | str):
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
         return value
-    if isinstance(value, np.generic):
-        return encode(value.item(), tensors, where)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {_MARK: "float", "v": repr(float(value))}
-    if isinstance(value, Tensor):
-        return {_MARK: "tensor", "v": _keep(value.detach(), tensors, where)}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return {_MARK: "array", "v": _keep(torch.from_numpy(np.ascontiguousarray(value).copy()), tensors, where)}
-    if isinstance(value, bytes):
+    if kind is float:
+        return value if math.isfinite(value) else {_MARK: "float", "v": repr(value)}
+    if kind is complex:
+        return {_MARK: "complex", "v": [encode(part, tensors, where) for part in (value.real, value.imag)]}
+    if kind is bytes:
         return {_MARK: "bytes", "v": base64.b64encode(value).decode()}
+    if isinstance(value, np.generic) and value.dtype.name in _NUMPY:
+        return {_MARK: "number", "dtype": value.dtype.name, "v": encode(value.item(), tensors, where)}
+    if kind is np.ndarray and value.dtype.name in _NUMPY and value.dtype.isnative:
+        return {_MARK: "array", "v": _keep(torch.from_numpy(np.array(value, order="C")), tensors, where)}
+    if kind in _TENSORS:
+        return {_MARK: "tensor", "v": _keep(value.detach(), tensors, where)}
+    if kind is nn.Parameter:
+        held = _keep(value.detach(), tensors, where)
+        return {_MARK: "parameter", "v": held, "requires_grad": value.requires_grad}
     return _encode_nest(value, tensors, where)
 
 
@@ -56,27 +77,47 @@ def _keep(tensor: Tensor, tensors: dict[str, Tensor], where: str) -> str:
 
 
 def _encode_nest(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    if isinstance(value, Mapping):
-        kind = "counter" if isinstance(value, Counter) else "dict"
-        if kind == "dict" and all(isinstance(key, str) for key in value) and _MARK not in value:
+    kind = type(value)
+    if kind is dict:
+        if all(type(key) is str for key in value) and _MARK not in value:
             return {key: encode(item, tensors, f"{where}/{key}") for key, item in value.items()}
-        found = [
-            [encode(key, tensors, where), encode(item, tensors, f"{where}/{number}")]
-            for number, (key, item) in enumerate(value.items())
-        ]
-        return {_MARK: kind, "v": found}
-    if isinstance(value, list | tuple | set | frozenset):
+        return {_MARK: "dict", "v": _encode_items(value, tensors, where)}
+    if kind is list or kind in _SEQUENCE_NAMES:
         items = [encode(item, tensors, f"{where}/{n}") for n, item in enumerate(value)]
-        if isinstance(value, list):
-            return items
-        return {_MARK: "tuple" if isinstance(value, tuple) else "set", "v": items}
+        return items if kind is list else {_MARK: _SEQUENCE_NAMES[kind], "v": items}
+    if kind is Counter:
+        return {_MARK: "counter", "v": _encode_items(value, tensors, where)}
+    if kind is OrderedDict:
+        # A state dict of torch has the versions of its modules as an attribute.
+        attributes = encode(vars(value), tensors, f"{where}/attributes")
+        return {_MARK: "ordered dict", "v": _encode_items(value, tensors, where), "attributes": attributes}
+    if kind is defaultdict and value.default_factory in (None, *_FACTORIES.values()):
+        factory = None if value.default_factory is None else value.default_factory.__name__
+        return {_MARK: "defaultdict", "v": _encode_items(value, tensors, where), "factory": factory}
+    raise CheckpointError(_refusal(value, where))
+
+
+def _encode_items(value: Mapping[Any, Any], tensors: dict[str, Tensor], where: str) -> list[Any]:
+    pairs = enumerate(value.items())
+    return [[encode(key, tensors, where), encode(item, tensors, f"{where}/{n}")] for n, (key, item) in pairs]
+
+
+def _refusal(value: Any, where: str) -> str:
+    """Why a value cannot be saved, and what can be saved in its place."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         kind += f" of {value.dtype}"
-    raise CheckpointError(
-        f"{where} is a {kind}, which only code can make again, and "
-        "loading a checkpoint runs none: keep plain values (numbers, strings, tensors, lists, dicts)"
-    )
+    if isinstance(value, defaultdict):
+        kind += f" of {value.default_factory!r}"
+    remedy = "keep plain values (numbers, strings, tensors, lists, dicts)"
+    base = next((base for base in _BASES if isinstance(value, base)), None)
+    if isinstance(value, enum.Enum):
+        remedy = "give its .value"
+    elif isinstance(value, Tensor):
+        remedy = "give a plain tensor"
+    elif base is not None:
+        remedy = f"give {'dict' if base is Mapping else base.__name__}(...) of it"
+    return f"{where} is a {kind}, which only code can make again, and loading a checkpoint runs none: {remedy}"
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -87,17 +128,45 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return value
     if _MARK not in value:
         return {key: decode(item, tensors) for key, item in value.items()}
-    kind, held = value[_MARK], value["v"]
-    if kind == "float":
-        return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[held]
-    if kind in ("tensor", "array"):
-        return tensors[held] if kind == "tensor" else tensors[held].numpy()
-    if kind == "bytes":
-        return base64.b64decode(held, validate=True)
-    if kind in ("dict", "counter"):
-        pairs = {decode(key, tensors): decode(item, tensors) for key, item in held}
-        return Counter(pairs) if kind == "counter" else pairs
-    if kind in ("tuple", "set"):
-        items = [decode(item, tensors) for item in held]
-        return tuple(items) if kind == "tuple" else set(items)
+    kind = value[_MARK]
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind]([decode(item, tensors) for item in value["v"]])
+    if kind in _DECODERS:
+        return _DECODERS[kind](value, tensors)
     raise CheckpointError(f"a value is marked as {kind!r}, which this version does not know")
+
+
+def _decode_items(value: Any, tensors: Mapping[str, Tensor]) -> dict[Any, Any]:
+    return {decode(key, tensors): decode(item, tensors) for key, item in value["v"]}
+
+
+def _decode_number(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if value["dtype"] not in _NUMPY:
+        raise CheckpointError(f"a number is of dtype {value['dtype']!r}, which this version does not know")
+    return np.dtype(value["dtype"]).type(decode(value["v"], tensors))
+
+
+def _decode_ordered(value: Any, tensors: Mapping[str, Tensor]) -> OrderedDict[Any, Any]:
+    ordered = OrderedDict(_decode_items(value, tensors))
+    vars(ordered).update(decode(value["attributes"], tensors))
+    return ordered
+
+
+def _decode_default(value: Any, tensors: Mapping[str, Tensor]) -> defaultdict[Any, Any]:
+    factory = None if value["factory"] is None else _FACTORIES[value["factory"]]
+    return defaultdict(factory, _decode_items(value, tensors))
+
+
+_DECODERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
+    "float": lambda value, _: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[value["v"]],
+    "complex": lambda value, tensors: complex(*decode(value["v"], tensors)),
+    "bytes": lambda value, _: base64.b64decode(value["v"], validate=True),
+    "number": _decode_number,
+    "tensor": lambda value, tensors: tensors[value["v"]],
+    "parameter": lambda value, tensors: nn.Parameter(tensors[value["v"]], requires_grad=value["requires_grad"]),
+    "array": lambda value, tensors: tensors[value["v"]].numpy(),
+    "dict": _decode_items,
+    "counter": lambda value, tensors: Counter(_decode_items(value, tensors)),
+    "ordered dict": _decode_ordered,
+    "defaultdict": _decode_default,
+}

@@ -1,0 +1,120 @@
+"""Folders of saves that others change: taken names, saves that go while they are read, writers side by side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+import hfusion as hf
+from hfusion.checkpoint import files
+
+
+def save(folder: Path, step: int = 0, keep: int = 3) -> Path:
+    return files.write(folder, {"members": ["a"]}, {"x": torch.full((2,), float(step))}, step=step, keep=keep)
+
+
+def _full(path: Path) -> None:
+    path.mkdir()
+    (path / "file").touch()
+
+
+TAKEN: dict[str, Callable[[Path], object]] = {
+    "file": Path.touch,
+    "broken link": lambda path: path.symlink_to("nowhere"),
+    "link to a file": lambda path: path.symlink_to(__file__),
+    "folder": _full,
+    "pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_save_takes_the_next_name_that_is_free(name: str, tmp_path: Path) -> None:
+    first = save(tmp_path, 1)
+    TAKEN[name](tmp_path / "save-000000000002")
+    second = save(tmp_path, 2)
+    assert (first.name, second.name) == ("save-000000000001", "save-000000000003")
+    assert files.read(tmp_path).step == 2
+    assert list(tmp_path.glob(".aside-*")) == []
+
+
+@pytest.mark.parametrize("name", ["file", "broken link"])
+def test_a_root_that_is_no_folder_is_told(name: str, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    TAKEN[name](root)
+    with pytest.raises(hf.CheckpointError, match="could not write a checkpoint"):
+        save(root)
+
+
+def test_links_are_removed_and_what_they_lead_to_is_not(tmp_path: Path) -> None:
+    """A save that is a link goes when it is too old; links that an older version has set aside go as well."""
+    elsewhere = save(tmp_path / "elsewhere")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "save-000000000001").symlink_to(elsewhere)
+    (root / ".aside-0").symlink_to(elsewhere)
+    (root / ".aside-1").symlink_to("nowhere")
+    for step in range(2):
+        save(root, step, keep=1)
+    assert [path.name for path in root.iterdir()] == ["save-000000000003"]
+    assert files.read(elsewhere).step == 0
+
+
+def test_a_save_that_cannot_be_written_to_goes(tmp_path: Path) -> None:
+    save(tmp_path).chmod(0o500)
+    save(tmp_path, 1, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["save-000000000002"]
+
+
+def test_a_save_that_goes_while_it_is_read_is_read_as_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path)
+    read, steps = files._manifest, iter(range(1, 4))
+
+    def slow(path: Path) -> dict[str, object]:
+        manifest = read(path)
+        if (step := next(steps, None)) is not None:
+            monkeypatch.setattr(files, "_manifest", read)
+            save(tmp_path, step, keep=1)
+            monkeypatch.setattr(files, "_manifest", slow)
+        return manifest
+
+    monkeypatch.setattr(files, "_manifest", slow)
+    found = files.read(tmp_path)
+    assert found.step == 3
+    assert torch.equal(found.tensors["x"], torch.full((2,), 3.0))
+
+
+def test_the_save_that_was_asked_for_is_not_replaced(tmp_path: Path) -> None:
+    first = save(tmp_path)
+    (first / files.TENSORS).unlink()
+    save(tmp_path, 1)
+    with pytest.raises(hf.CheckpointError, match=r"is missing; another save is .*save-000000000002"):
+        files.read(first)
+
+
+def test_writers_and_a_reader_side_by_side(tmp_path: Path) -> None:
+    save(tmp_path)
+    failed: list[BaseException] = []
+
+    def write(start: int) -> None:
+        try:
+            for step in range(start, start + 12):
+                save(tmp_path, step, keep=1)
+        except BaseException as error:
+            failed.append(error)
+
+    writers = [Thread(target=write, args=(start,)) for start in (100, 200)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        found = files.read(tmp_path)
+        assert torch.equal(found.tensors["x"], torch.full((2,), float(found.step)))
+    for writer in writers:
+        writer.join()
+    assert failed == []
+    save(tmp_path, 300, keep=1)
+    assert len(list(tmp_path.iterdir())) == 1
