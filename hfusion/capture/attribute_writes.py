@@ -56,6 +56,14 @@ def names_used(model: nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
+def names_in_call(island: Island, module: nn.Module) -> frozenset[str]:
+    """The names of variables and attributes in code that a call of ``island``, a method of ``module``, may reach."""
+    found = [
+        names_in(function.__code__) for function in _reached((island.method, "forward"), _sources(module.modules()))
+    ]
+    return frozenset().union(*((*names.variables, *names.attributes) for names in found))
+
+
 def _sources(modules: Iterable[nn.Module]) -> _Sources:
     found = set[type | types.FunctionType]()
     for module in modules:

@@ -21,10 +21,10 @@ from hfusion.core.fingerprint import names_in
 # Packages whose own variables are no state of a model.
 _FOREIGN = frozenset({"torch", "builtins", "typing", "abc", "numpy", "collections", "functools", "hfusion"})
 PLAIN = (str, bool, int, float, complex, bytes, types.NoneType, torch.dtype, torch.device, torch.Size)
-_CONTAINERS = (list, dict, set, deque)
+CONTAINERS = (list, dict, set, deque)
 # Classes that derive from these may have rules of their own.
 _MAPPINGS = (dict, OrderedDict, defaultdict)
-_VALUES = (*PLAIN, *_CONTAINERS, Tensor)
+VALUES = (*PLAIN, *CONTAINERS, Tensor)
 _ATOMS = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType)
 MAX_ITEMS = 1000
 _MISSING = object()
@@ -43,7 +43,7 @@ def restored(module: nn.Module) -> Iterator[Callable[[], None]]:
     met: dict[int, Any] = {}
     for part in module.modules():
         _remember(part, undo, met)
-    holders = _holders(module)
+    holders = variable_holders(module)
     for holder, names in holders.items():
         _remember_variables(holder, names, undo, met)
     filled = _filled(holders)
@@ -80,18 +80,18 @@ def variables(module: nn.Module) -> dict[str, Any]:
     """The plain variables of the classes of ``module`` and its submodules, and of their files: name to a comparable
     value."""
     return {
-        f"{_name(holder)}.{name}": _comparable(value)
-        for holder, names in _holders(module).items()
+        f"{holder_name(holder)}.{name}": _comparable(value)
+        for holder, names in variable_holders(module).items()
         for name, value in list(vars(holder).items())
-        if name in names and isinstance(value, _VALUES)
+        if name in names and isinstance(value, VALUES)
     }
 
 
-def _name(holder: Any) -> str:
+def holder_name(holder: Any) -> str:
     return f"{holder.__module__}.{holder.__qualname__}" if isinstance(holder, type) else str(holder.__name__)
 
 
-def _holders(module: nn.Module) -> dict[Any, frozenset[str]]:
+def variable_holders(module: nn.Module) -> dict[Any, frozenset[str]]:
     """The classes of the modules and those they derive from, and the files (Python modules) that define them.
 
     With each the names of its variables: of a class all, of a file those that code of the classes reads or writes.
@@ -148,7 +148,7 @@ def _comparable(value: Any, depth: int = 3) -> Any:
         return (type(value), value)
     if isinstance(value, Tensor):
         return (id(value), value._version if not value.is_inference() else 0)
-    if not isinstance(value, _CONTAINERS):
+    if not isinstance(value, CONTAINERS):
         return id(value)
     if depth == 0 or len(value) > MAX_ITEMS:
         return (type(value), len(value))
@@ -249,7 +249,7 @@ def _remember_variables(
 
 def _reset_variables(holder: Any, known: dict[str, Any], names: frozenset[str] | None) -> None:
     now = {name: value for name, value in list(vars(holder).items()) if names is None or name in names}
-    for name in [name for name, value in now.items() if isinstance(value, _VALUES) and not name.startswith("__")]:
+    for name in [name for name, value in now.items() if isinstance(value, VALUES) and not name.startswith("__")]:
         if name not in known:
             delattr(holder, name)
         elif known[name] is not now[name]:

@@ -165,7 +165,8 @@ def _attempt(model: nn.Module, args: Any, kwargs: Any, modes: Mapping[str, bool]
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: Mapping[str, bool]) -> Records:
-    member, reader = twin(model), StateReader()
+    member = twin(model)
+    reader = StateReader(member)
     own = dict(tensors(member))
     before = {name: _state(tensor) for name, tensor in own.items()}
     with restored(model), _random_kept(), torch.enable_grad(), _no_autocast(args, kwargs):

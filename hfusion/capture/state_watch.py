@@ -19,17 +19,30 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hfusion.capture.attribute_writes import written_by_call, written_elsewhere
+from hfusion.capture.attribute_writes import names_in_call, written_by_call, written_elsewhere
 from hfusion.capture.contents import python_attributes
 from hfusion.capture.intercept import Island
-from hfusion.capture.kept import PLAIN, filled_cells, slots
+from hfusion.capture.kept import (
+    CONTAINERS,
+    MAX_ITEMS,
+    PLAIN,
+    VALUES,
+    filled_cells,
+    holder_name,
+    slots,
+    variable_holders,
+)
 from hfusion.core.errors import FusionError
+
+# Of lists in lists.
+MAX_DEPTH = 3
 
 # These lead to no state of a model.
 _LEAVES = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType, nn.Module, fx.Graph)
 
-# The items of each holder (a module, an object, a container) by its id: names, with what identifies the values.
-State: TypeAlias = Mapping[int, Sequence[tuple[Any, Any]]]
+# The items of each holder (a module, an object, a container) by its id: names, with what identifies the values. And by
+# its full name each variable of a class or file.
+State: TypeAlias = Mapping[int | str, Sequence[tuple[Any, Any]]]
 
 
 @dataclass(frozen=True)
@@ -61,13 +74,13 @@ class RunState:
         borders = [(call.before, call.after) for calls in self.calls.values() for call in calls]
         return any(changed(before, after) for before, after in [*borders, (self.start, self.end)])
 
-    def changed_outside(self, island: Island) -> Set[int]:
+    def changed_outside(self, island: Island) -> Set[int | str]:
         """The holders within reach of ``island`` that change, though not during its calls."""
         calls = self.calls.get(island, ())
         ends, begins = [self.start, *(call.after for call in calls)], [*(call.before for call in calls), self.end]
         return {holder for end, begin in zip(ends, begins, strict=True) for holder in changed(end, begin)}
 
-    def changed_inside(self, island: Island) -> Set[int]:
+    def changed_inside(self, island: Island) -> Set[int | str]:
         """The holders that change during its calls."""
         return {holder for call in self.calls.get(island, ()) for holder in changed(call.before, call.after)}
 
@@ -91,14 +104,22 @@ class ModelState:
         written = written_by_call(island, module) & written_elsewhere(island, module, others) & present
         if written:
             return min(written)
+        last = self.runs[-1]
+        # Others, such as the next call for another member, see what a call leaves there. Caches are filled by now.
+        variables = {key for key in last.changed_inside(island) if isinstance(key, str)}
+        named = names_in_call(island, module)
+        variables |= {k for k in last.changed_outside(island) if isinstance(k, str) and k.rpartition(".")[2] in named}
+        if variables:
+            return min(variables)
         for run in self.runs:
-            holders = (run.changed_outside(island) & inside.keys()) | (run.changed_inside(island) & both)
+            keys = (run.changed_outside(island) & inside.keys()) | (run.changed_inside(island) & both)
+            holders = {key for key in keys if not isinstance(key, str)}
             if holders:
                 return self.reader.name(module, holders)
         return None
 
 
-def changed(before: State, after: State) -> Set[int]:
+def changed(before: State, after: State) -> Set[int | str]:
     """The holders in reach of both states whose items differ."""
     return {holder for holder, items in after.items() if before.get(holder, items) != items}
 
@@ -106,16 +127,29 @@ def changed(before: State, after: State) -> Set[int]:
 class StateReader:
     """Reads states. What was read stays alive, so that no id is used again."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._alive: dict[int, Any] = {}
+        self._variables = variable_holders(model)
 
     def read(self, module: nn.Module) -> State:
-        """The state within reach of ``module`` and its submodules."""
-        return self.reach(module.modules())
+        """The state within reach of ``module`` and its submodules, and the variables of all classes and files."""
+        return {**self.reach(module.modules()), **dict(self._variable_items())}
+
+    def _variable_items(self) -> Iterator[tuple[str, Sequence[tuple[Any, Any]]]]:
+        for holder, names in self._variables.items():
+            for name, value in list(vars(holder).items()):
+                if name in names and isinstance(value, VALUES):
+                    yield f"{holder_name(holder)}.{name}", [(name, self._content(value, MAX_DEPTH))]
+
+    def _content(self, value: Any, depth: int) -> Any:
+        """What identifies a value, and what is in it if it is a list or the like."""
+        if not isinstance(value, CONTAINERS) or not depth or len(value) > MAX_ITEMS:
+            return self._identity(value)
+        return type(value), [(name, self._content(item, depth - 1)) for name, item in _items(value)]
 
     def reach(self, roots: Iterable[Any]) -> State:
         """The state within reach of ``roots``: modules without their submodules, objects, containers."""
-        found: dict[int, Sequence[tuple[Any, Any]]] = {}
+        found: dict[int | str, Sequence[tuple[Any, Any]]] = {}
         waiting = list(roots)
         while waiting:
             holder = waiting.pop()
@@ -127,7 +161,7 @@ class StateReader:
             waiting += [value for _, value in items if not isinstance(value, _LEAVES)]
         return found
 
-    def name(self, module: nn.Module, holders: Set[int]) -> str:
+    def name(self, module: nn.Module, holders: Set[int | str]) -> str:
         """An attribute of ``module`` or its submodules that leads to one of ``holders``, by path."""
         for path, part in module.named_modules():
             for name, value in python_attributes(part):
@@ -163,7 +197,7 @@ def _items(holder: Any) -> Iterator[tuple[Any, Any]]:
         yield from python_attributes(holder)
         return
     if isinstance(holder, Mapping):
-        yield from ((("key", repr(key)), value) for key, value in list(holder.items()))
+        yield from ((_key(key), value) for key, value in list(holder.items()))
     elif isinstance(holder, list | tuple | deque):
         yield from enumerate(list.__iter__(holder) if isinstance(holder, list) else tuple(holder))
     elif isinstance(holder, set):
@@ -175,6 +209,10 @@ def _items(holder: Any) -> Iterator[tuple[Any, Any]]:
     yield from ((name, getattr(holder, name, None)) for name in slots(type(holder)))
     if hasattr(holder, "__dict__"):
         yield from list(vars(holder).items())
+
+
+def _key(key: Any) -> Any:
+    return type(key), key if isinstance(key, PLAIN) else id(key)
 
 
 def hide(island: Island, module: nn.Module, left: Mapping[tuple[str, str], Any]) -> None:

@@ -22,6 +22,10 @@ class Memory:
         self.h: Tensor | None = None
 
 
+KEPT: dict[str, Tensor | None] = {}
+LAST: Tensor | None = None
+
+
 class Cell(nn.Module):
     """Adds what it remembers; a branch on values keeps it out of a graph."""
 
@@ -42,6 +46,25 @@ class Cell(nn.Module):
             h = h + self.state
         self.state = h.detach() if self.detached else h
         return h
+
+    of_all: Tensor | None = None
+
+    def of_the_class(self, x: Tensor) -> Tensor:
+        h: Tensor = self.fc(x if x.sum() < FAR else -x)
+        Cell.of_all = h.detach() if Cell.of_all is None else h.detach() + Cell.of_all
+        return h + Cell.of_all
+
+    def of_a_dict(self, x: Tensor) -> Tensor:
+        h: Tensor = self.fc(x if x.sum() < FAR else -x)
+        kept = KEPT.get("h")
+        KEPT["h"] = h if kept is None else h + kept
+        return h if kept is None else h * kept
+
+    def of_the_file(self, x: Tensor) -> Tensor:
+        global LAST
+        h: Tensor = self.fc(x if x.sum() < FAR else -x)
+        LAST = h if LAST is None else h + LAST
+        return LAST
 
     def reset(self) -> None:
         self.state = None
@@ -187,6 +210,22 @@ def rarely_left(self: Any, x: Tensor) -> Tensor:
     return y if self.c.state is None else y + self.c.state
 
 
+def class_variable(self: Any, x: Tensor) -> Tensor:
+    Cell.of_all = None
+    return self.out(self.c.of_the_class(self.out(self.c.of_the_class(x))))
+
+
+def dict_of_the_file(self: Any, x: Tensor) -> Tensor:
+    KEPT.clear()
+    return self.out(self.c.of_a_dict(self.out(self.c.of_a_dict(x))))
+
+
+def global_variable(self: Any, x: Tensor) -> Tensor:
+    global LAST
+    LAST = None
+    return self.out(self.c.of_the_file(self.out(self.c.of_the_file(x))))
+
+
 def table(self: Any, x: Tensor) -> Tensor:
     return self.out(self.c.tabled(x))
 
@@ -213,6 +252,9 @@ CROSSING = [
     read_flag,
     cleared_flag,
     rarely_left,
+    class_variable,
+    dict_of_the_file,
+    global_variable,
 ]
 CALLS = (normal(3, 4), normal(3, 4), normal(2, 4), normal(3, 4))
 
