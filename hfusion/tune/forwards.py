@@ -82,13 +82,13 @@ def _on_cpu(model: nn.Module) -> nn.Module:
 
 
 def _trace(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, training: bool) -> Any:
-    with without_trace(), torch.set_grad_enabled(training), _Calls(model) as calls:
+    with without_trace(), torch.set_grad_enabled(training), _OperatorCalls(model) as calls:
         outputs = model(*args, **kwargs)
     leaves, spec = pytree.tree_flatten(outputs)
     return calls.noted, spec, calls.shape_of(leaves)
 
 
-class _Calls(TorchDispatchMode):
+class _OperatorCalls(TorchDispatchMode):
     """Notes which operators are called with which tensors: the model's by their names, others as they are first met.
 
     `TorchDispatchMode` is private to torch, as of 2.11 to 2.14.
