@@ -265,7 +265,7 @@ class Conductor:
         models = [self._maker.models.model(first.number, first.suggestion) for _ in range(2)]
         return Footprint(
             models,
-            self._recipe.optimizer_with(first.suggestion.options, first.suggestion.hypers),
+            self._recipe.optimizer_with(first.suggestion.options, [first.suggestion.hypers]),
             self._first_inputs(),
             device,
             evaluated=minibatches(self._recipe.judged[1]) if self._recipe.evaluates else 0,

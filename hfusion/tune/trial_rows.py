@@ -52,21 +52,33 @@ class SweepRecipe:
         """What values are of, by its name."""
         return ("loader", self.loader) if self.eval_loader is None else ("eval_loader", self.eval_loader)
 
-    def optimizer_with(self, options: dict[str, Any], hypers: Mapping[str, Any] | None = None) -> MakeOptimizer:
+    def optimizer_with(self, options: dict[str, Any], hypers: Sequence[Mapping[str, Any]] = ()) -> MakeOptimizer:
         """Return a function that makes the optimizer with the options of a trial, which hold for a whole array.
 
-        hypers: the first trial's, for all members until they get their own: options may need some, as nesterov needs
-        momentum.
+        hypers: of each member, or of one for all; options may need some, as nesterov needs momentum. What a member does
+        not give is as the optimizer has it.
         """
 
         def made(params: Any) -> FusedOptimizer:
             optimizer = self.optimizer(params)
             if isinstance(optimizer, FusedOptimizer):
+                keys = dict.fromkeys(key for member in hypers for key in member)
                 for group in optimizer.param_groups:
-                    group.update({**options, **(hypers or {})})
+                    group.update(options)
+                    group.update({key: _values(group[key], [member.get(key) for member in hypers]) for key in keys})
             return optimizer
 
         return made
+
+
+def _values(defaults: Any, given: Sequence[Any]) -> Any:
+    """A hyper-parameter of each member, or of all; a pair where it is one. None: the default."""
+    if isinstance(defaults, tuple):
+        columns = [[None if value is None else value[place] for value in given] for place in range(len(defaults))]
+        return tuple(_values(default, column) for default, column in zip(defaults, columns, strict=True))
+    if len(given) == 1:
+        return defaults if given[0] is None else given[0]
+    return [default if value is None else float(value) for default, value in zip(defaults.tolist(), given, strict=True)]
 
 
 class TrialRows:
@@ -92,8 +104,8 @@ class TrialRows:
         """Give each a row."""
         models, tags = [one.model for one in new], [one.tag for one in new]
         if self._population is None:
-            first = self._recipe.optimizer_with(self._options, new[0].suggestion.hypers)
-            self._population = Population(models, tags=tags, **{**self._given, "optimizer": first})
+            optimizer = self._recipe.optimizer_with(self._options, [one.suggestion.hypers for one in new])
+            self._population = Population(models, tags=tags, **{**self._given, "optimizer": optimizer})
         else:
             missing = len(new) - self.population.tags.count(None)
             if missing > 0:
@@ -170,7 +182,11 @@ class TrialRows:
         """Be what was saved or packed of these; its widths, and its rows."""
         known = {one.tag: one for one in members}
         found = saved.saved() if isinstance(saved, PackedSave) else saved
-        self._population = Population.load(found, lambda tag: known[tag].model, random=False, **self._given)
+        # Values that go with the options; those of the members are then written over them.
+        optimizer = self._recipe.optimizer_with(self._options, [members[0].suggestion.hypers])
+        self._population = Population.load(
+            found, lambda tag: known[tag].model, random=False, **{**self._given, "optimizer": optimizer}
+        )
         return self.population._widths, len(self.population)
 
 

@@ -168,6 +168,39 @@ def test_options_of_the_optimizer_are_trials_of_their_own_array(momentum: str, t
         assert one.value == pytest.approx(F.cross_entropy(model(inputs), target).item(), rel=1e-9)
 
 
+def test_what_a_trial_does_not_give_is_the_optimizers_own(tmp_path: Path) -> None:
+    """Also beside trials that give it, in one array with them from its begin or later, and after a kill."""
+
+    def space(trial: Any) -> dict[str, Any]:
+        given = {"lr": 0.05, "nesterov": True}
+        return given | ({"momentum": 0.9} if trial.number % 2 else {"weight_decay": 0.3})
+
+    def metric(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        judged.append(1)
+        if len(judged) == 6:
+            raise KeyboardInterrupt
+        return F.cross_entropy(output, target)
+
+    judged: list[int] = []
+    options = {"optimizer": lambda params: hf.optim.SGD(params, momentum=0.5), "trials": 5, "rows": 3}
+    with pytest.raises(KeyboardInterrupt):
+        sweep(space, directory=tmp_path, metric=metric, **options)
+    for one in sweep(space, directory=tmp_path, metric=metric, **options).trials:
+        torch.manual_seed(one.number)
+        model = make_model()
+        own = {"momentum": 0.9} if one.number % 2 else {"momentum": 0.5, "weight_decay": 0.3}
+        opt = torch.optim.SGD(model.parameters(), lr=0.05, nesterov=True, **own)
+        data = loaders()
+        for epoch in range(2):
+            torch.manual_seed(one.user_attrs["hfusion:round"] + epoch)
+            for inputs, target in data["loader"]:
+                opt.zero_grad()
+                F.cross_entropy(model(inputs), target).backward()
+                opt.step()
+        inputs, target = (torch.cat(parts) for parts in zip(*data["eval_loader"], strict=True))
+        assert one.value == pytest.approx(F.cross_entropy(model(inputs), target).item(), rel=1e-9)
+
+
 def test_an_optimizer_that_has_no_rows() -> None:
     with pytest.raises(ValueError, match=r"optimizer gave a SGD: give a class of hf\.optim"):
         sweep(optimizer=lambda params: torch.optim.SGD(params))
