@@ -10,6 +10,7 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor, nn
 
+from hfusion.adapters.buffer_writes import may_be_written
 from hfusion.adapters.configs import Change, Config, changed, check_common, configs, target_only
 from hfusion.adapters.configs import check as check_config
 from hfusion.adapters.layers import NAME, dropout, fill, layers, lora_names, rank, settle
@@ -163,8 +164,10 @@ class FrozenBase:
 
     def __init__(self, base: nn.Module, autocast: bool) -> None:
         self._autocast = autocast
-        own = {id(buffer) for module in base.modules() if _writes(module) for buffer in module.buffers()}
-        memo: dict[int, Tensor] = {id(buffer): buffer for buffer in base.buffers() if id(buffer) not in own}
+        # What forward writes to, such as running statistics, is a member's own.
+        buffers = dict(base.named_buffers(remove_duplicate=False))
+        written = {id(buffers[name]) for name in may_be_written(base)}
+        memo: dict[int, Tensor] = {id(buffer): buffer for buffer in base.buffers() if id(buffer) not in written}
         for parameter in base.parameters():
             memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
         self._shared = {id(tensor): tensor for tensor in memo.values()}
@@ -214,11 +217,6 @@ class FrozenBase:
             if isinstance(tensor, nn.Parameter):
                 tensor.requires_grad_(False)
         return model
-
-
-def _writes(module: nn.Module) -> bool:
-    """Whether a module keeps statistics of what goes through it, which are its member's own."""
-    return bool(getattr(module, "track_running_stats", False))
 
 
 def _template(frozen: FrozenBase, config: Config, adapted: Sequence[nn.Module], max_rank: int | None) -> AdapterMember:

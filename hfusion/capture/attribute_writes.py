@@ -47,10 +47,15 @@ def written_elsewhere(island: Island, module: nn.Module, outside: Iterable[nn.Mo
     return frozenset(direct).union(*(writes(function.__code__).own for function in called))
 
 
+def functions_reached(model: nn.Module) -> frozenset[types.FunctionType]:
+    """Return the functions that forward of ``model`` may call, but for torch's."""
+    return _reached(("forward",), _sources(model.modules()))
+
+
 def names_used(model: nn.Module) -> frozenset[str]:
     """The names in code that forward of ``model`` may reach, and the strings by which it may ask for attributes."""
     found = set[str]()
-    for function in _reached(("forward",), _sources(model.modules())):
+    for function in functions_reached(model):
         found.update(names_in(function.__code__).attributes)
         found.update(const for const in function.__code__.co_consts if isinstance(const, str))
     return frozenset(found)

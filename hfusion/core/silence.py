@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import hub
+import torch.hub
 from torch.fx import interpreter
+
+_hub: Any = torch.hub
+_interpreter: Any = interpreter
 
 
 class _Hush(logging.Filter):
@@ -122,7 +125,7 @@ def _install() -> None:
             logger.addFilter(_HUSH)
     # Export prints the graph of a failure, which is raised all the same.
     _exporter()["print"] = _print
-    interpreter.tqdm = _bar
+    _interpreter.tqdm = _bar
 
 
 def _remove() -> None:
@@ -131,7 +134,7 @@ def _remove() -> None:
     for logger in _loggers():
         logger.removeFilter(_HUSH)
     _exporter().pop("print", None)
-    interpreter.tqdm = hub.tqdm
+    _interpreter.tqdm = _hub.tqdm
 
 
 def _exporter() -> dict[str, Any]:
@@ -149,7 +152,7 @@ def _bar(*args: Any, **options: Any) -> Any:
 
     Any other starts a thread, too, ``tqdm_monitor``, which never ends. Private to torch, tried on 2.11 to 2.14.
     """
-    return (hub._Faketqdm if options.get("disable") else hub.tqdm)(*args, **options)
+    return (_hub._Faketqdm if options.get("disable") else _hub.tqdm)(*args, **options)
 
 
 def _print(*values: Any, **options: Any) -> None:

@@ -67,6 +67,31 @@ def convolutions() -> nn.Module:
     ).double()
 
 
+class Averaged(nn.Module):
+    """Normalises by an average of its own, and has a table that is only read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(36, 6), nn.Linear(6, 3)
+        self.register_buffer("average", torch.zeros(6))
+        self.register_buffer("table", torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.scaled(self.inner(x.flatten(1)))
+        if not self.training:
+            return self.outer(hidden - self.average)
+        self.average.lerp_(hidden.detach().mean(0), 0.1)
+        return self.outer(hidden - hidden.mean(0))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.table
+
+
+def averaged() -> nn.Module:
+    torch.manual_seed(0)
+    return Averaged().double()
+
+
 def next_token(out: Any, ids: Tensor) -> Tensor:
     return F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
@@ -100,6 +125,7 @@ def images(members: int) -> tuple[Tensor, Tensor]:
 LLAMA = Base(llama, tokens, next_token)
 BERT = Base(bert, documents, labelled)
 GPT2 = Base(gpt2, tokens, next_token)
+AVERAGED = Base(averaged, images, labelled)
 CONVOLUTIONS = Base(convolutions, images, labelled)
 
 

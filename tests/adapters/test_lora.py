@@ -5,19 +5,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.adapters.buffer_writes import may_be_written
 from tests.adapters.models import (
+    AVERAGED,
     BERT,
     CONVOLUTIONS,
     GPT2,
     LLAMA,
+    Averaged,
     Base,
     Run,
     alone,
@@ -68,6 +72,7 @@ CASES: dict[str, tuple[Base, dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "biases": (BERT, {"target_modules": ["query"], "bias": "all"}, [{"r": 3}, {"r": 2}]),
     "conv1d": (GPT2, {"target_modules": ["c_attn"], "fan_in_fan_out": True}, [{"r": 2}, {"r": 3}]),
+    "running average": (AVERAGED, {"target_modules": ["inner"]}, [{"r": 2}, {"r": 3}]),
     "convolution": (CONVOLUTIONS, {"target_modules": ["0"], "modules_to_save": ["5"]}, [{"r": 2}, {"r": 3}]),
 }
 
@@ -233,6 +238,61 @@ def test_statistics_are_a_members_own() -> None:
         "base_model.model.1.running_mean"
     )
     assert isinstance(hf.fuse(adapters)[0], nn.Module)
+
+
+def moved(average: Tensor, value: Tensor) -> None:
+    average.mul_(0.9).add_(value, alpha=0.1)
+
+
+class ByHelper(Averaged):
+    def forward(self, x: Tensor) -> Tensor:
+        moved(self.average, x.detach().mean((0, 1, 2, 3)))
+        return super().forward(x)
+
+
+class ByMethod(Averaged):
+    def forward(self, x: Tensor) -> Tensor:
+        self.note(x.detach().mean())
+        return x * self.average * self.table[0]
+
+    def note(self, value: Tensor) -> None:
+        self.average = self.average + value
+
+
+class ByName(Averaged):
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("average").add_(x.detach().mean())
+        return x
+
+
+class OnlyRead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(6))
+        self.register_buffer("table", torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.average * self.table[0]
+
+
+@pytest.mark.parametrize(
+    ("base", "written"),
+    [
+        (Averaged, {"average"}),
+        (ByHelper, {"average"}),
+        (ByMethod, {"average"}),
+        (ByName, {"average"}),
+        (OnlyRead, set()),
+        (llama, set()),
+        (convolutions, {"1.running_mean", "1.running_var", "1.num_batches_tracked"}),
+        (
+            lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
+            {"parametrizations.weight.0._u", "parametrizations.weight.0._v"},
+        ),
+    ],
+)
+def test_buffers_that_a_base_writes_to_are_a_members_own(base: Callable[[], nn.Module], written: set[str]) -> None:
+    assert may_be_written(base()) == written
 
 
 def test_a_base_in_host_memory_gives_the_same_bits() -> None:
