@@ -89,13 +89,6 @@ class StepCall:
         return ", ".join(mark + kind for mark, kind in zip(marks, kinds, strict=True))
 
 
-def no_program(inputs: Arguments) -> str:
-    """Say why forward left no program of a call that has just run."""
-    if inputs.sparse is not None:
-        return f"an argument is a tensor of layout {inputs.sparse}, which no program takes; give to_dense()"
-    return "forward changes variables that it names, of files or objects, whose values a program keeps"
-
-
 @dataclass(frozen=True, eq=False)
 class StepGraph:
     """The traced step.

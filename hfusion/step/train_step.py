@@ -31,8 +31,8 @@ from hfusion.optim import coupling
 from hfusion.step.checked_step import checked_step
 from hfusion.step.compiled import StepProgram
 from hfusion.step.making import CompileMode, ProgramMaker
-from hfusion.step.step_graph import ProgramMismatch, StepCall, no_program
-from hfusion.step.variants import CallReport, StepVariant, any_hooks, family, shared_variants, traits_of
+from hfusion.step.step_graph import ProgramMismatch, StepCall
+from hfusion.step.variants import CallReport, StepVariant, any_hooks, family, no_program, shared_variants, traits_of
 
 
 @dataclass(frozen=True)

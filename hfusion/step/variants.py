@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
 
 from hfusion.array.module import FusedModule
+from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.step.compiled import StepProgram
 from hfusion.step.parting import Parting, drawing
@@ -146,3 +147,10 @@ def traits_of(places: Sequence[Place]) -> Any:
 def any_hooks(tensors: Sequence[Tensor]) -> bool:
     # Those of one tensor are None or a dict, which changes in place.
     return any(map(any, map(_HOOKS, tensors)))
+
+
+def no_program(inputs: Arguments) -> str:
+    """Say why forward left no program of a call that has just run."""
+    if inputs.sparse is not None:
+        return f"an argument is a tensor of layout {inputs.sparse}, which no program takes; give to_dense()"
+    return "forward changes variables that it names, of files or objects, whose values a program keeps"
