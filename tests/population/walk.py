@@ -114,6 +114,8 @@ class Options:
     clip_value: bool
     mode: Any
     compile: bool
+    one_limit: bool = False
+    """All members begin with the same limits, and those who join are given none."""
 
     @staticmethod
     def drawn(draw: random.Random, compile: bool) -> Options:
@@ -128,6 +130,7 @@ class Options:
             draw.random() < 0.3,
             draw.choice(["freeze", "ignore"]) if scaled else draw.choice(["freeze", "freeze", "raise", "ignore"]),
             compile,
+            draw.random() < 0.4,
         )
 
 
@@ -221,8 +224,8 @@ class Walk:
             own,
             draw.choice([0.001, 0.01, 0.03]),
             draw.choice(list(SCHEDULES.values())) if own.scheduled else None,
-            draw.choice([0.1, 1.0]) if own.clip_norm else math.inf,
-            draw.choice([0.01, 0.1]) if own.clip_value else math.inf,
+            draw.choice([0.1] if own.one_limit else [0.1, 1.0]) if own.clip_norm else math.inf,
+            draw.choice([0.01] if own.one_limit else [0.01, 0.1]) if own.clip_value else math.inf,
         )
 
     def given(self, rows: Sequence[str | None]) -> dict[str, Any]:
@@ -236,12 +239,15 @@ class Walk:
             "loss": F.cross_entropy,
             "scheduler": [one.make for one in members] if own.scheduled else None,
             "scaler": hf.optim.GradScaler(init_scale=64.0, growth_interval=3) if own.scaled else None,
-            "clip_norm": [one.norm for one in members] if own.clip_norm else None,
-            "clip_value": [one.value for one in members] if own.clip_value else None,
+            "clip_norm": self.limits([one.norm for one in members]) if own.clip_norm else None,
+            "clip_value": self.limits([one.value for one in members]) if own.clip_value else None,
             "accumulate": own.accumulate,
             "on_nonfinite": own.mode,
             "compile": own.compile,
         }
+
+    def limits(self, values: list[float]) -> float | list[float]:
+        return values[0] if self.options.one_limit else values
 
     def set_rates(self, rows: Sequence[int]) -> None:
         """Rates of the members' own before the first step: their schedules begin anew from there."""
@@ -337,7 +343,7 @@ class Walk:
         if self.options.scheduled:
             more["scheduler"] = one.make
         for name in ("norm", "value"):
-            if getattr(self.options, f"clip_{name}"):
+            if getattr(self.options, f"clip_{name}") and not self.options.one_limit:
                 more[f"clip_{name}"] = getattr(one, name)
         row = self.draw.choice([None, *self.free])
         self.pop.start(row, own_copy(one.model), tag=tag, **more)
