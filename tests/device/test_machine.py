@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,25 @@ def test_calibration_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     elsewhere = Machine([Device("cpu", memory=1)], disk=tmp_path / "other").calibrate()["cpu"]
     assert elsewhere.flops == 123.0
     assert elsewhere.load != 123.0
+
+
+def test_processes_that_measure_at_the_same_time_choose_by_the_same_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one ends its measuring when the first has kept its rates."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def measure(flops: float, meanwhile: Callable[[], object]) -> Callable[[], dict[str, float]]:
+        def measured() -> dict[str, float]:
+            meanwhile()
+            return {"flops": flops}
+
+        return measured
+
+    first: list[dict[str, float]] = []
+    keep = partial(calibrate._kept, "compute", {"device": "some"}, ["flops"])
+    second, _ = keep(measure(2e9, lambda: first.append(keep(measure(1e9, dict))[0])))
+    assert first == [second] == [{"flops": 1e9}]
 
 
 @pytest.mark.usefixtures("measured")
