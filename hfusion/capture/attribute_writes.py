@@ -20,7 +20,7 @@ from hfusion.core.fingerprint import names_in
 
 
 @dataclass(frozen=True)
-class Writes:
+class AttributeWrites:
     """The names of attributes that a function assigns: of its first argument, and of other objects."""
 
     own: frozenset[str]
@@ -123,7 +123,7 @@ def _functions(source: type | types.FunctionType) -> tuple[types.FunctionType, .
 
 
 @functools.lru_cache(maxsize=4096)
-def writes(code: types.CodeType) -> Writes:
+def writes(code: types.CodeType) -> AttributeWrites:
     """The attributes that ``code``, and functions inside it, assign or delete. Tried on Python 3.11 to 3.13."""
     own, other = set[str](), set[str]()
     steps = list(dis.get_instructions(code))
@@ -139,7 +139,7 @@ def writes(code: types.CodeType) -> Writes:
     for inner in (writes(const) for const in code.co_consts if isinstance(const, types.CodeType)):
         own |= inner.own
         other |= inner.other
-    return Writes(frozenset(own), frozenset(other))
+    return AttributeWrites(frozenset(own), frozenset(other))
 
 
 def _holder(steps: list[dis.Instruction], k: int) -> str | None:
