@@ -7,8 +7,10 @@ from dataclasses import replace
 
 from torch import fx
 
+from hfusion.capture.attribute_writes import names_used
 from hfusion.capture.opaque import numbered
 from hfusion.capture.own_code import OpaqueCall, calls
+from hfusion.capture.references import references
 from hfusion.compiler.compiled import RULES, ArraySpec, Compiled, choose_ways, look_at
 from hfusion.core.layout import Layout
 from hfusion.ops.rule import MemberScalars
@@ -44,6 +46,7 @@ def of_rows(compiled: Compiled, rows: Sequence[int], subject: ArraySpec | None =
 def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, ...]:
     """Let the calls of members' own code in ``graph`` be those of the members of ``subject``; the new calls."""
     bodies = [subject.member(member) for member in range(subject.members)]
+    used = names_used(bodies[0])
     made: dict[int, OpaqueCall] = {}
     numbers: dict[int, int] = {}
 
@@ -51,7 +54,8 @@ def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, .
         if number not in numbers:
             call = calls[number]
             own_bodies = tuple(body.get_submodule(call.place) for body in bodies)
-            made[number] = replace(call, bodies=own_bodies)
+            held = tuple(references(body, used) for body in own_bodies)
+            made[number] = replace(call, bodies=own_bodies, references=held)
             numbers[number] = numbered(made[number])
         return numbers[number]
 
