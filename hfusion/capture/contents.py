@@ -156,7 +156,7 @@ class _AttributeReader:
     def _read_new(self, value: Any, where: str) -> Any:
         if isinstance(value, Tensor):
             return self.read_tensor(value, where)
-        if isinstance(value, nn.Module) and next(tensors(value), None) is None:
+        if isinstance(value, nn.Module) and self._holds_registered(value):
             return (type(value), value.training, self.read(vars(value), where))
         if isinstance(value, nn.Module):
             raise FusionError(
@@ -189,6 +189,13 @@ class _AttributeReader:
         if isinstance(value, types.MethodType):
             return ("method", value.__func__.__qualname__, self.read(value.__self__, where))
         return self._object(value, where)
+
+    def _holds_registered(self, module: nn.Module) -> bool:
+        """Whether all tensors of an unregistered module, if it has any, are in registered ones."""
+        return all(
+            id(part) in self.known or all(t is None for t in (*part._parameters.values(), *part._buffers.values()))
+            for part in module.modules()
+        )
 
     def _check_closed_over(self, values: Any, where: str) -> None:
         """Raise a FusionError for a registered tensor among ``values``, which copies of a function share."""

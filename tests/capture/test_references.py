@@ -96,6 +96,8 @@ HELD: dict[str, tuple[Callable[[Any], None], Callable[[Any], Tensor]]] = {
     "attribute": (held(lambda self: self.g), lambda self: self.held),
     "buffer": (held(lambda self: [self.n]), lambda self: self.held[0]),
     "graph": (traced, plain),
+    # As torchrl's actors, which hold a part of their modules in a second container.
+    "container": (held(lambda self: nn.Sequential(self.fc, nn.Tanh())), lambda self: self.held(self.g)),
 }
 
 
