@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled import ArraySpec, Compiled, compile_array
 from hfusion.compiler.compiler import Compiler, Met
 from hfusion.compiler.rows import of_rows
+from hfusion.core.calls import is_stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import root, tensors_of
 from hfusion.device.backend import active_autocast
@@ -38,8 +39,8 @@ MAX_STATES = 16
 MAX_FUNCTIONS = 64
 # Programs of this process that all arrays share.
 MAX_SHARED = 256
-# Sizes of calls for no array that get programs of their own.
-MAX_SIZES = 64
+# Sizes and states of calls for no array, of functions of one origin, before these share programs.
+MAX_VARIANTS = 16
 
 T = TypeVar("T")
 
@@ -92,28 +93,20 @@ class _StateCache(Generic[T]):
 
 
 class FunctionPrograms:
-    """The programs of functions of one array's outputs: functions that read the same share them.
+    """The programs of functions of one array's outputs: functions that read the same share them."""
 
-    With ``by_size`` calls of other sizes do not count, until there are `MAX_SIZES`: for calls that belong to no array.
-    """
-
-    def __init__(self, *, by_size: bool = False) -> None:
-        self._tables: _StateCache[_Tables] = _StateCache(MAX_SHARED if by_size else MAX_FUNCTIONS)
+    def __init__(self) -> None:
+        self._tables: _StateCache[_Tables] = _StateCache(MAX_FUNCTIONS)
         self._credits: dict[Any, float] = {}
-        self._sizes: dict[Any, set[Any]] | None = {} if by_size else None
         self._lock = threading.RLock()
 
-    def key(self, function: Callable[..., Any], state: Any, members: int, arguments: Arguments) -> Any:
-        """Calls with one key share a compiler: those of functions that read ``state``, for so many members."""
-        return state, members, self._separate_sizes(root(function), arguments)
-
-    def compiler(self, function: Callable[..., Any], key: Any, subject: ArraySpec) -> Compiler:
-        """The compiler of ``function`` for calls with ``key``. Raises FusionError if its like read too many states."""
-        state, members, sizes = key
+    def compiler(self, function: Callable[..., Any], state: Any, subject: ArraySpec) -> Compiler:
+        """The compiler of ``function`` as it reads ``state``. Raises FusionError if its like read too many states."""
+        key = state, subject.members
         with self._lock:
             tables = self._tables.get(key)
             # The number of members is no state: an array may grow and shrink.
-            self._spend((root(function), members, sizes), seen=tables is not None)
+            self._spend((root(function), subject.members), seen=tables is not None)
             if tables is None:
                 tables = _Tables({}, {}, {}, {}, {})
                 self._tables.put(key, state, tables)
@@ -122,18 +115,6 @@ class FunctionPrograms:
             kin=functools.partial(_related, self._tables, key, subject),
             make_program=functools.partial(_compile_once, state),
         )
-
-    def _separate_sizes(self, origin: Any, arguments: Arguments) -> Any:
-        """The sizes of a call if programs for it are to serve no other sizes, else None."""
-        if self._sizes is None:
-            return None
-        shapes = tuple(arguments.shapes)
-        with self._lock:
-            seen = self._sizes.setdefault(origin, set())
-            if shapes not in seen and len(seen) == MAX_SIZES:
-                return None
-            seen.add(shapes)
-        return shapes
 
     def _spend(self, origin: Any, *, seen: bool) -> None:
         """Count a new state of ``origin``, or give some credit back for one that was seen before."""
@@ -147,9 +128,9 @@ def _related(
     cache: _StateCache[_Tables], key: Any, subject: ArraySpec, training: Any, arguments: Arguments
 ) -> Compiled | None:
     """The program of the function with ``key`` for another number of members, rewritten for those of ``subject``."""
-    state, members, sizes = key
-    for (other_state, other_members, other_sizes), tables in cache.items():
-        if other_members != members and (other_state, other_sizes) == (state, sizes):
+    state, members = key
+    for (other_state, other_members), tables in cache.items():
+        if other_members != members and other_state == state:
             program = tables.compiler(subject).fitting(training, arguments)
             if program is not None:
                 return of_rows(program, [0] * members, subject)
@@ -174,7 +155,7 @@ def _compile_once(
 
 
 _of_arrays: weakref.WeakKeyDictionary[FusedModule, FunctionPrograms] = weakref.WeakKeyDictionary()
-_of_none = FunctionPrograms(by_size=True)
+_of_many_variants = FunctionPrograms()
 _lock = threading.Lock()
 
 
@@ -199,15 +180,43 @@ def note_call(array: FusedModule) -> None:
     _last_call.array, _last_call.functions = weakref.ref(array), frozenset()
 
 
-def current_programs(origin: Any) -> FunctionPrograms:
-    """The programs for a call of a function with ``origin``, which nobody said the array of.
+def current_programs(origin: Any, arguments: Arguments) -> FunctionPrograms | None:
+    """The programs of the array whose outputs a function with ``origin`` is given, as far as that can be known.
 
-    They are those of the array that this thread called last. Where the function was called since, this call may as well
-    belong to no array, and to a later run.
+    It is the array that this thread called last, unless the function was called since, or what it is given has no
+    history. Otherwise the call may as well belong to no array, and to a later run: None.
     """
     array = None if _last_call.array is None else _last_call.array()
     if array is None or origin in _last_call.functions:
-        return _of_none
+        return None
+    outputs = [leaf.tensor for leaf in arguments.leaves if is_stacked(leaf)]
+    if torch.is_grad_enabled() and not any(output.requires_grad for output in outputs):
+        return None
     _last_call.functions |= {origin}
     known = _of_arrays.get(array)
     return programs_of(array) if known is None else known
+
+
+class OwnPrograms:
+    """The programs of one `PerModel` for calls that belong to no array, so that only its own calls count.
+
+    A function that is given to `per_model` again at each call has a program for each of the first `MAX_VARIANTS` sizes
+    and states, and then shares those that its like have made.
+    """
+
+    _variants: ClassVar[dict[Any, set[int]]] = {}
+
+    def __init__(self, origin: Any) -> None:
+        self._origin = origin
+        self._programs: FunctionPrograms | None = None
+
+    def get(self, state: Any, arguments: Arguments) -> FunctionPrograms:
+        """The programs for such a call of the function, which reads ``state``."""
+        if self._programs is None:
+            variant = hash((state, tuple(arguments.shapes)))
+            with _lock:
+                variants = self._variants.setdefault(self._origin, set())
+                if len(variants) < MAX_VARIANTS:
+                    variants.add(variant)
+            self._programs = FunctionPrograms() if variant in variants else _of_many_variants
+        return self._programs

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.array.broadcast import hinting, warn_as_alone, warn_of_unstacked
-from hfusion.array.function_programs import MAX_STATES, FunctionPrograms, current_programs
+from hfusion.array.function_programs import MAX_STATES, FunctionPrograms, OwnPrograms, current_programs
 from hfusion.array.transformed import stacked_results, unserved
 from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
@@ -62,7 +62,7 @@ class PerModel:
     """A function per member; see `per_model`.
 
     Args:
-        programs: where its programs are looked up; by default those of the array that was called last.
+        programs: those of the array whose outputs it is given; by default of the array that was called last.
     """
 
     def __init__(self, function: Callable[..., Any], programs: FunctionPrograms | None = None) -> None:
@@ -70,7 +70,8 @@ class PerModel:
         self._module = _Function(function)
         self._name = getattr(function, "__name__", type(function).__name__)
         self._origin = root(function)
-        self._programs = programs
+        self._programs, self._own = programs, OwnPrograms(self._origin)
+        self._last_programs: FunctionPrograms | None = programs
         self._calls: WeakKeyDictionary[FunctionPrograms, _Calls] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
@@ -82,7 +83,9 @@ class PerModel:
 
     def __call__(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
-        programs, key = self._programs or current_programs(self._origin), (self.state(), arguments.key)
+        state = self.state()
+        programs = self._programs or current_programs(self._origin, arguments) or self._own.get(state, arguments)
+        self._last_programs, key = programs, (state, arguments.key)
         calls = self._calls.get(programs)
         if calls is None:
             calls = self._calls[programs] = _Calls()
@@ -139,11 +142,9 @@ class PerModel:
     def found(self, outputs: Any, *args: Any, **kwargs: Any) -> BoundProgram | str:
         """The program that such a call, the last one, has run; or why it ran in a loop over members."""
         arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
-        state, programs = self.state(), self._programs
-        if programs is None:
-            raise ValueError("a function that takes the programs of whichever array was called last has none to find")
-        calls = self._calls.get(programs, _Calls())
-        compiler = calls.compilers.get(programs.key(self._function, state, _members(arguments), arguments))
+        state, programs = self.state(), self._last_programs
+        calls = _Calls() if programs is None else self._calls.get(programs, _Calls())
+        compiler = calls.compilers.get((state, _members(arguments)))
         compiled = None if compiler is None else compiler.find(self._training, arguments)
         if compiled is None:
             return calls.loops.get((state, arguments.loose_key), "it changes, at each call, what it reads by itself")
@@ -160,13 +161,13 @@ class PerModel:
         if any(map(is_wrapped, tensors_of(state))):
             raise FusionError("it reads by itself a tensor of a torch.func transform that is around the call")
         members = _members(arguments)
-        key = programs.key(self._function, state, members, arguments)
+        key = state, members
         if key not in calls.compilers:
-            if len({known for known, *_ in calls.compilers} | {state}) > MAX_STATES:
+            if len({known for known, _ in calls.compilers} | {state}) > MAX_STATES:
                 raise FusionError(f"what it reads by itself has changed {MAX_STATES} times")
             names = frozenset(name for name, _ in tensors(self._module))
             subject = ArraySpec(self._name, members, (0,) * members, names, lambda _: self._module, loops=False)
-            calls.compilers[key] = programs.compiler(self._function, key, subject)
+            calls.compilers[key] = programs.compiler(self._function, state, subject)
         return calls.compilers[key]
 
     def report(self) -> FusionReport:

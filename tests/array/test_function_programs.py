@@ -168,9 +168,19 @@ def test_arrays_share_programs_for_the_same_sizes() -> None:
 
 
 def test_calls_for_no_array_of_many_sizes_share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(function_programs, "MAX_SIZES", 2)
-    losses = hf.per_model(nn.functional.mse_loss)
-    monkeypatch.setattr(function_programs, "_of_none", function_programs.FunctionPrograms(by_size=True))
+    monkeypatch.setattr(function_programs, "MAX_VARIANTS", 2)
+    monkeypatch.setattr(function_programs, "_of_many_variants", function_programs.FunctionPrograms())
+    make, programs = new_loss(), set()
     for size in range(2, 9):
-        losses(torch.randn(2, size, 3), torch.randn(size, 3))
-    assert len(losses.programs) == 3
+        losses = hf.per_model(make())
+        losses(torch.randn(2, size, 3), torch.zeros(size, dtype=torch.int64))
+        programs |= set(losses.programs)
+    # Two closed ones, and of those that are shared one closed, one open.
+    assert len(programs) == 4
+
+
+def test_a_function_that_is_called_with_many_sizes_leaves_them_open() -> None:
+    losses = hf.per_model(new_loss()())
+    for size in range(2, 9):
+        losses(torch.randn(2, size, 3), torch.zeros(size, dtype=torch.int64))
+    assert len(losses.programs) == 2

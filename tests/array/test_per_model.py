@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.array.function_programs import MAX_REMADE, MAX_VARIANTS
 from hfusion.array.function_programs import MAX_REMADE
 from tests.alone import Call, call, normal
 from tests.capture.test_export import Sevenfold
@@ -168,7 +169,7 @@ def test_what_a_function_made_anew_reads_ends_with_it() -> None:
 
 
 def test_a_tensor_for_every_call_is_worth_no_program() -> None:
-    for _ in range(20):
+    for _ in range(MAX_VARIANTS + MAX_REMADE + 1):
         weight = torch.rand(4, dtype=torch.float64)
         function = lambda y, t, w=weight: F.cross_entropy(y, t, weight=w)  # noqa: E731
         made = hf.per_model(function)
