@@ -70,12 +70,13 @@ def warn_as_alone(function: Callable[..., Any], arguments: Arguments) -> None:
 
     ``function`` is called with copies of the values of the first member, as it may check values before it warns.
     """
-    args, kwargs = arguments.mapped(unwrapped).of_member(0)
-    if not _broadcasts(pytree.tree_leaves(args[:1]), pytree.tree_leaves((args[1:], kwargs))):
-        return
-    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
-    with noted(UserWarning) as texts, outside_transforms(), draws_kept(), torch.no_grad():
-        function(*args, **kwargs)
+    with outside_transforms():
+        args, kwargs = arguments.mapped(unwrapped).of_member(0)
+        if not _broadcasts(pytree.tree_leaves(args[:1]), pytree.tree_leaves((args[1:], kwargs))):
+            return
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
+        with noted(UserWarning) as texts, draws_kept(), torch.no_grad():
+            function(*args, **kwargs)
     for text in texts:
         warnings.warn(text, stacklevel=_DEPTH)
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.array.function_programs import MAX_REMADE, MAX_VARIANTS
-from hfusion.array.function_programs import MAX_REMADE
 from tests.alone import Call, call, normal
 from tests.capture.test_export import Sevenfold
 

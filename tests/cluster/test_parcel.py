@@ -59,7 +59,11 @@ def _by_value() -> Any:
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.mark.parametrize("value", [Net(), local(), Refused("no"), Color.RED, doubled, Net], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [Net(), local(), Refused("no"), Color.RED, doubled, Net],
+    ids=["model", "local class", "error", "enum", "function", "class"],
+)
 def test_what_was_sent_comes_back_as_what_it_is(value: Any) -> None:
     names = dict(vars(type(value)))
     back = unpack_message(pack_message(value))
