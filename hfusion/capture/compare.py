@@ -93,7 +93,10 @@ def check_alone(index: int, model: nn.Module) -> None:
         raise FusionError(f"{where} is a {type(model).__name__}; fuse the plain module inside it")
     for name, tensor in tensors(model):
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-            raise FusionError(f"{where}: {name} is not initialized; run the lazy module once before fusing")
+            raise FusionError(
+                f"{where}: {name} of a lazy module is not initialized; call each model once before fusing, on a batch "
+                "of its own kind (where a function makes the models, in that function)"
+            )
     for path, module in model.named_modules():
         for hooks in _HOOKS:
             others = [hook for hook in getattr(module, hooks).values() if not is_part_of_forward(hook)]

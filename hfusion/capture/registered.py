@@ -44,7 +44,10 @@ def check_registered(module: nn.Module, before: Registered, member: nn.Module) -
     for name in {**now, **before.named}:
         if name not in now or name not in before.named:
             verb = "registers" if name in now else "takes away"
-            raise FusionError(f"forward {verb} the tensor {name}; let __init__ do so, or keep a table as an attribute")
+            raise FusionError(
+                f"forward {verb} the tensor {name}; call each model once before fusing (where a function makes the "
+                "models, in that function), or let __init__ do so, or keep a table as an attribute"
+            )
         old, new = before.named[name], now[name]
         for what in ("shape", "dtype", "device", "requires_grad"):
             a, b = getattr(given[name], what), getattr(new, what)

@@ -296,6 +296,35 @@ def test_a_loop_writes_what_it_did_not_when_it_was_captured() -> None:
         )
 
 
+class Late(nn.Module):
+    """Gets a layer and a buffer in its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: nn.Module | None = None
+        self.register_buffer("scale", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.layer is None:
+            self.layer, self.scale = nn.Linear(x.shape[1], 3).double(), normal(3)
+        return self.layer(x) * self.scale  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "make", [Late, lambda: nn.LazyLinear(3).double(), lambda: nn.Sequential(nn.LazyBatchNorm1d()).double()]
+)
+def test_what_only_a_first_call_makes_is_there_after_it(make: Callable[[], nn.Module]) -> None:
+    def called() -> nn.Module:
+        model = make()
+        model(normal(5, 4))
+        return model
+
+    with pytest.raises(hf.FusionError, match="call each model once before fusing"):
+        hf.fuse([make() for _ in range(2)])(normal(5, 4))
+    assert_alone([called() for _ in range(2)], normal(5, 4), normal(5, 4))
+    assert hf.build(called, seeds=[0, 1])(normal(5, 4)).shape[:2] == (2, 5)
+
+
 def replaced(self: Any, x: Tensor) -> Tensor:
     self.inner.weight = nn.Parameter(self.inner.weight.clamp(min=0))
     return x

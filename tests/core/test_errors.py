@@ -91,7 +91,7 @@ UNFUSABLE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "ties": (lambda: changed(lambda m: setattr(m, "twin", m[0])), "model 1 has a module twin"),
     "partly shared": (partly_shared, "0.bias is one object in some models but not in all"),
-    "lazy": (lambda: [nn.LazyLinear(3)], "weight is not initialized; run the lazy module once"),
+    "lazy": (lambda: [nn.LazyLinear(3)], "weight of a lazy module is not initialized; call each model once"),
     "listed module": (lambda: [Listing()], r"layers.0 holds a Linear that is not registered.*nn.ModuleList"),
     "free tensor": (
         lambda: [free_tensor()],
