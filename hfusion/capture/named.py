@@ -22,6 +22,13 @@ def is_array(module: nn.Module) -> bool:
     return hasattr(type(module), "fingerprint")
 
 
+def holder_of(model: nn.Module, key: str) -> tuple[Any, str, str]:
+    """Return where ``model`` holds its tensor ``key``: the dict of a submodule, and the name in it; and the key."""
+    path, _, name = key.rpartition(".")
+    module = model.get_submodule(path)
+    return (module._parameters if name in module._parameters else module._buffers), name, key
+
+
 def ties(named: Mapping[str, Tensor]) -> dict[str, str]:
     """The names of tied tensors, each with the first name of the same tensor."""
     first: dict[int, str] = {}

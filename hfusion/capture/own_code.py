@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.addresses import own_memory
 from hfusion.capture.hooks import with_hooks
 from hfusion.capture.member_rows import own_leaves, own_rows
+from hfusion.capture.named import holder_of
 from hfusion.capture.references import Reference
 from hfusion.capture.repeat import next_call, seeded
 from hfusion.core.errors import FusionError
@@ -101,6 +103,18 @@ class OpaqueCall:
     bodies: tuple[nn.Module, ...]
     references: tuple[tuple[Reference, ...], ...] = ()
     orders: tuple[tuple[int, ...] | None, ...] = ()
+    _holders: dict[int, tuple[tuple[Any, str, str], ...]] = field(default_factory=dict, init=False)
+
+    def holders(self, member: int) -> tuple[tuple[Any, str, str], ...]:
+        """Where a member's submodule holds its own tensors, fixed ones first: the dict, the name in it, and the key."""
+        if member not in self._holders:
+            self._holders[member] = tuple(holder_of(self.bodies[member], key) for key in (*self.fixed, *self.changing))
+        return self._holders[member]
+
+    @cached_property
+    def positional(self) -> bool:
+        """Whether the arguments are the leaves, by position."""
+        return bool(self.spec == pytree.tree_structure((self.leaves, {})))
 
     @property
     def foretells(self) -> bool:
@@ -223,7 +237,7 @@ def _run_member(
     versions = [_version(x) for x in held]
     arguments, numbers = iter(inputs), iter(sizes)
     leaves = [_next(leaf, arguments, numbers) for leaf in call.leaves]
-    args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+    args, kwargs = (leaves, {}) if call.positional else pytree.tree_unflatten(leaves, call.spec)
     own = dict(zip((*call.fixed, *call.changing), (*weights, *given[count:]), strict=True))
     with _filled(call, member, own) as body, torch.set_grad_enabled(call.grad and torch.is_grad_enabled()):
         output = _called(call, member, body, args, kwargs)
@@ -273,7 +287,7 @@ def _results(
 ) -> list[Tensor]:
     """The tensors among the results, checked against what the capture saw."""
     who = f"{call.path} of model {member}"
-    leaves = pytree.tree_leaves(output)
+    leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
     if len(leaves) != len(call.results):
         raise FusionError(f"{who} gave {len(leaves)} results, and {len(call.results)} when it was captured")
     for leaf, expected in zip(leaves, call.results, strict=True):
@@ -343,15 +357,16 @@ def _filled(call: OpaqueCall, member: int, own: Mapping[str, Tensor]) -> Iterato
     body = call.bodies[member]
     places = []
     substitutes: dict[int, Tensor] = {}
-    for key, tensor in own.items():
-        path, _, name = key.rpartition(".")
-        module = body.get_submodule(path)
-        holder: Any = module._parameters if name in module._parameters else module._buffers
+    changing = frozenset(call.changing)
+    for (holder, name, key), tensor in zip(call.holders(member), own.values(), strict=True):
         # Who assigns a buffer anew leaves the old one as it was, for backward.
         mine = own_memory(tensor) if call.addresses or key in call.assigned else tensor
         # In its present memory, as forward may give the tensor another.
-        places.append((holder, name, key, mine, _version(mine), tensor.detach()))
-        substitutes[id(holder[name])] = keep_marks(mine, holder[name])
+        places.append((holder, name, key, mine, _version(mine) if key in changing else 0, tensor.detach()))
+        before = holder[name]
+        if vars(before) or type(mine) is not Tensor:
+            keep_marks(mine, before)
+        substitutes[id(before)] = mine
         holder[name] = mine
     _put(call, member, substitutes)
     try:
@@ -363,10 +378,11 @@ def _filled(call: OpaqueCall, member: int, own: Mapping[str, Tensor]) -> Iterato
             if after is mine and after.data_ptr() == memory.data_ptr():
                 continue
             # A parameter may move without a change, as those of an RNN do.
-            if after is not mine or key in call.changing or not same_values(after, memory):
-                seen = after is not mine or _version(after) != version
+            if after is not mine or key in changing or not same_values(after, memory):
+                seen = after is not mine or (key in changing and _version(after) != version)
                 _write_back(f"{call.path} of model {member} assigns {key} anew", memory, after, seen)
-        _put(call, member, {id(mine): own[key] for _, _, key, mine, *_ in places})
+        if call.references:
+            _put(call, member, {id(mine): own[key] for _, _, key, mine, *_ in places})
 
 
 def _put(call: OpaqueCall, member: int, substitutes: Mapping[int, Tensor]) -> None:

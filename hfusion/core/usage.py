@@ -113,7 +113,9 @@ class _Pass:
             self.reached[sink] = torch.zeros(sink.members, dtype=torch.bool)
             for leaf in sink.leaves:
                 self.before.setdefault(leaf, (leaf.grad, 0 if leaf.grad is None else leaf.grad._version))
-        self.reached[sink][list(members)] = True
+        reached = self.reached[sink]
+        # An assignment of all is much faster than one by numbers.
+        reached[slice(None) if len(members) == sink.members else list(members)] = True
         if sink.out is not None:
             self.reached[sink] &= ~sink.out
 
