@@ -365,7 +365,8 @@ def _filled(call: OpaqueCall, member: int, own: Mapping[str, Tensor]) -> Iterato
         places.append((holder, name, key, mine, _version(mine) if key in changing else 0, tensor.detach()))
         before = holder[name]
         if vars(before) or type(mine) is not Tensor:
-            keep_marks(mine, before)
+            # Of ``mine`` for this call, of ``tensor`` for the next.
+            keep_marks(mine, keep_marks(tensor, before))
         substitutes[id(before)] = mine
         holder[name] = mine
     _put(call, member, substitutes)

@@ -29,13 +29,14 @@ class InfShape:
 
 
 class Marked(nn.Module):
-    """``gain`` is read by forward if ``reads``."""
+    """``gain`` is read by forward if ``reads``; ``addresses``: it also asks for the memory below a tensor."""
 
-    def __init__(self, gain: float, reads: bool) -> None:
+    def __init__(self, gain: float, reads: bool, addresses: bool = False) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3).double()
         self.scale = Scale(torch.rand(3).double())
         self.reads = reads
+        self.addresses = addresses
         self.linear.weight.infshape = InfShape(4)  # type: ignore[assignment]
         self.linear.bias._optim = {"lr": 0.1, "weight_decay": 0.0}  # type: ignore[assignment]
         self.scale.no_decay = True  # type: ignore[attr-defined]
@@ -43,17 +44,19 @@ class Marked(nn.Module):
         self.scale.partner = self.linear.weight if not reads else None  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.addresses:
+            x.detach().untyped_storage()
         return self.linear(x) * self.scale * (self.scale.gain if self.reads else 1.0)  # type: ignore[attr-defined]
 
 
-def members(gains: Sequence[float], reads: bool) -> list[Any]:
-    return [Marked(gain, reads) for gain in gains]
+def members(gains: Sequence[float], reads: bool, addresses: bool = False) -> list[Any]:
+    return [Marked(gain, reads, addresses) for gain in gains]
 
 
-@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize(("reads", "addresses"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("gains", [(2.0, 2.0, 2.0), (2.0, 3.0, 2.0)], ids=["equal", "different"])
-def test_an_array_of_marked_parameters_equals_its_members(gains: Sequence[float], reads: bool) -> None:
-    models = members(gains, reads)
+def test_an_array_of_marked_parameters_equals_its_members(gains: Sequence[float], reads: bool, addresses: bool) -> None:
+    models = members(gains, reads, addresses)
     fused = hf.fuse(models)
     x, target = torch.randn(4, 3).double(), torch.randn(4, 3).double()
     step = hf.train_step(fused, F.mse_loss, hf.optim.Adam(fused.parameters(), lr=0.1), compile=False)
