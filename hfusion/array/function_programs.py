@@ -200,11 +200,12 @@ def current_programs(origin: Any, arguments: Arguments) -> FunctionPrograms | No
 class OwnPrograms:
     """The programs of one `PerModel` for calls that belong to no array, so that only its own calls count.
 
-    A function that is given to `per_model` again at each call has a program for each of the first `MAX_VARIANTS` sizes
-    and states, and then shares those that its like have made.
+    A function that is given to `per_model` again at each call has programs of its own for the first `MAX_VARIANTS`
+    sizes and states, and then shares those that its like have made.
     """
 
-    _variants: ClassVar[dict[Any, set[int]]] = {}
+    _known: ClassVar[_StateCache[bool]] = _StateCache(MAX_SHARED)
+    _counts: ClassVar[dict[Any, int]] = {}
 
     def __init__(self, origin: Any) -> None:
         self._origin = origin
@@ -213,10 +214,13 @@ class OwnPrograms:
     def get(self, state: Any, arguments: Arguments) -> FunctionPrograms:
         """The programs for such a call of the function, which reads ``state``."""
         if self._programs is None:
-            variant = hash((state, tuple(arguments.shapes)))
+            variant = self._origin, state, tuple(arguments.shapes)
             with _lock:
-                variants = self._variants.setdefault(self._origin, set())
-                if len(variants) < MAX_VARIANTS:
-                    variants.add(variant)
-            self._programs = FunctionPrograms() if variant in variants else _of_many_variants
+                count = self._counts.get(self._origin, 0)
+                known = self._known.get(variant) is not None
+                if not known and count < MAX_VARIANTS:
+                    self._counts[self._origin] = count + 1
+                    self._known.put(variant, state, True)
+                    known = True
+            self._programs = FunctionPrograms() if known else _of_many_variants
         return self._programs
