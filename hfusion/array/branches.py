@@ -33,6 +33,7 @@ STATE = frozenset(
         "_situations",
         "_place",
         "_on_program",
+        "_views",
     },
 )
 _STANDARD = frozenset(nn.Module().__dict__)
@@ -110,12 +111,17 @@ class Tree(nn.Module):
         known = None if before is None else membership(before)
         if param is not None and known is not None and membership(param) is None:
             mark(param, known)
+        if param is not before:
+            self._replaced()
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """As of nn.Module. Raises FusionError where the tensor cannot take the place of the one that is there."""
+        before = self._buffers.get(name)
         if name in self._buffers:
             self._check_replacement(name, tensor)
         super().register_buffer(name, tensor, persistent)
+        if before is not None and tensor is not before:
+            self._replaced()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """As of nn.Module."""
@@ -137,21 +143,65 @@ class Tree(nn.Module):
         return found
 
     def train(self, mode: bool = True) -> Tree:
-        """As of nn.Module; where members have a train or eval of their own, as these decide."""
-        return self._switched(lambda module: module.train(mode)) or super().train(mode)
+        """As of nn.Module, for all members; where members have a train or eval of their own, as these decide."""
+        return self._switched(lambda module: module.train(mode), mode)
 
     def eval(self) -> Tree:
         """See `train`."""
-        return self._switched(lambda module: module.eval()) or super().train(False)
+        return self._switched(lambda module: module.eval(), False)
 
-    def _switched(self, change: Change) -> Tree | None:
-        """This module after the members' own train or eval; None where they have none."""
-        root, path = self.__dict__.get("_place") or (None, "")
-        array = root() if root is not None else None
-        if array is None:
-            return None
-        array._switch(path, change)
+    def _switched(self, change: Change, mode: bool) -> Tree:
+        array, path, own = self._root()
+        if array is not None and own:
+            # Imported late, as it imports this.
+            from hfusion.array.evaluation import switch
+
+            switch(array, path, change)
+            return self
+        for module in self.modules():
+            module.training = mode
+        if array is not None:
+            array._views.to_all(path, change)
         return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tree:
+        """As of nn.Module, for all members."""
+        super().requires_grad_(requires_grad)
+        array, path, _ = self._root()
+        if array is not None:
+            array._views.to_all(path, lambda module: module.requires_grad_(requires_grad))
+            array._split()
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of nn.Module; the members' gradients are those of the array."""
+        super().zero_grad(set_to_none)
+        array = self._root()[0]
+        if array is not None:
+            array._views.settle()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of nn.Module, with what was assigned to members."""
+        array = self._root()[0]
+        if array is not None:
+            array._split()
+        return super().state_dict(*args, **kwargs)
+
+    def training_by_path(self) -> dict[str, bool]:
+        """The modes by path."""
+        return {path: module.training for path, module in self.named_modules(remove_duplicate=False)}
+
+    def _root(self) -> tuple[Any, str, bool]:
+        """The array, the path in it, and whether members have a train or eval of their own; None while it is made."""
+        root, path, own = self.__dict__.get("_place") or (None, "", False)
+        return (None if root is None else root()), path, own
+
+    def _replaced(self) -> None:
+        """A tensor has taken the place of another."""
+        array = self._root()[0]
+        if array is not None:
+            array._mark()
+            array._views.follow(array)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_place"}

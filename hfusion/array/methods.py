@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hfusion.array.split import check_together
 from hfusion.compiler.sandbox import apart
 from hfusion.core.errors import FusionError
 
@@ -38,6 +39,7 @@ def method_names(model: nn.Module) -> frozenset[str]:
 
 def call_method(fused: FusedModule, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """As `FusedModule.call`."""
+    check_together(fused, f"{name}() of all of them")
     array = _array_of_method(fused, name)
     array.training = fused.training
     output = array.forward(*args, **kwargs)

@@ -7,26 +7,29 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.array.branches import STATE, Tree, fixed_attributes, grow
 from hfusion.array.checked import REFUSALS, call_members
 from hfusion.array.dynamo import finder, inline
-from hfusion.array.evaluation import evaluating, switch
+from hfusion.array.evaluation import evaluating
 from hfusion.array.exported import exported
 from hfusion.array.function_programs import note_call
+from hfusion.array.lives import repeat, restore, said
 from hfusion.array.methods import call_method, method_names
-from hfusion.array.modes import Change, own_modes
+from hfusion.array.modes import own_modes
 from hfusion.array.rows import Rows
+from hfusion.array.slices import slice_of
+from hfusion.array.split import Split, check_together
 from hfusion.array.state import Array, ArrayState, mark_tensors, partly_written, row_copy
 from hfusion.array.transformed import plain_stacks, run_members, unserved
 from hfusion.array.variables import Situations
+from hfusion.array.views import Views
 from hfusion.capture.contents import modeless_fingerprint
 from hfusion.capture.exporting import exporting
 from hfusion.capture.named import tensors
@@ -65,6 +68,7 @@ class FusedModule(Rows, Tree):
         self._number = 0
         self._situations = Situations()
         self._compiler = self._new_compiler()
+        self._views = Views(self)
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
         self._checks: dict[int, str] = {}
         self._loops: dict[str, None] = {}
@@ -79,7 +83,7 @@ class FusedModule(Rows, Tree):
     def _own_branches(self) -> None:
         for path, module in self.named_modules():
             own = own_modes(self._array.skeletons[0].get_submodule(path))
-            object.__setattr__(module, "_place", (weakref.ref(self), path) if own else None)
+            object.__setattr__(module, "_place", (weakref.ref(self), path, own))
 
     def _new_compiler(self) -> Compiler:
         array, looped = self._array, self._situations.looped
@@ -116,8 +120,11 @@ class FusedModule(Rows, Tree):
         if exporting():
             return exported(self, self._exportable, args, kwargs)
         arguments = Arguments.of(args, kwargs)
+        split = self._split()
+        if split is not None:
+            return split.run(self, arguments)
         try:
-            compiled = self.compiled(arguments)
+            compiled = self._program(arguments)
         except SparseArgument as error:
             self._loops[f"{self._original}: loop over members: {error}"] = None
             return run_members(self, arguments)
@@ -131,7 +138,7 @@ class FusedModule(Rows, Tree):
         except REFUSALS as error:
             if in_transform():
                 return self._transformed(compiled, arguments, str(error))
-            call_members(self, arguments, error)
+            call_members(list(map(self._member, range(len(self)))), arguments, error)
             self._compiler.distrust(self._modes(arguments), arguments, compiled, str(error))
             return self.forward(*args, **kwargs)
         self._leave(compiled)
@@ -166,6 +173,10 @@ class FusedModule(Rows, Tree):
         self._leave(compiled)
         return output
 
+    def _split(self) -> Split | None:
+        """How members are computed who differ in modes or hooks, after what was said to them; None: all together."""
+        return self._views.heed(self) if self._views else None
+
     def _leave(self, compiled: Compiled) -> None:
         """Take over the train and eval modes that forward sets by itself."""
         for path, training in compiled.modes.items():
@@ -195,7 +206,8 @@ class FusedModule(Rows, Tree):
 
     def _traced(self, arguments: Arguments) -> Compiled:
         """The program for such a call when Dynamo traces it, checked; Dynamo traces again where modes have changed."""
-        compiled = self.compiled(arguments)
+        check_together(self, "torch.compile")
+        compiled = self._program(arguments)
         self._check_once(compiled, arguments)
         self._leave(compiled)
         return compiled
@@ -206,8 +218,7 @@ class FusedModule(Rows, Tree):
         They are lowered as is best on ``device``, wherever the tensors lie by now.
         """
         compiler, here = self._compiler, {tensor.device.type for _, tensor in tensors(self)}
-        compiler.opens = False
-        other = None if here <= {device.type} else device
+        compiler.opens, other = False, None if here <= {device.type} else device
         if compiler.subject.device != other:
             compiler.subject = replace(compiler.subject, device=other)
             compiler.clear()
@@ -216,10 +227,14 @@ class FusedModule(Rows, Tree):
 
     def find(self, arguments: Arguments) -> Compiled | None:
         """The program for such a call in the present training pattern, if there is one already."""
-        return self._compiler.find(self._modes(arguments), arguments)
+        return None if self._split() is not None else self._compiler.find(self._modes(arguments), arguments)
 
     def compiled(self, arguments: Arguments) -> Compiled:
         """The program for such a call; made if there is none. Raises FusionError."""
+        check_together(self, "a program of all of them")
+        return self._program(arguments)
+
+    def _program(self, arguments: Arguments) -> Compiled:
         modes = self._modes(arguments)
         found = self._compiler.find(modes, arguments)
         if found is None:
@@ -232,9 +247,9 @@ class FusedModule(Rows, Tree):
 
     def _exportable(self, arguments: Arguments) -> Compiled:
         """A program without loops over members' own code; a new one is not kept, as an export hides the tensors."""
+        check_together(self, "torch.export")
         subject = replace(self._compiler.subject, loops=False, member=lambda index: self._member(index, self._real))
-        compiler = Compiler(subject)
-        modes = self._modes(arguments)
+        compiler, modes = Compiler(subject), self._modes(arguments)
         return self._compiler.find(modes, arguments) or compiler.make(modes, arguments)
 
     def _modes(self, arguments: Arguments | None = None) -> tuple[int, ...]:
@@ -243,9 +258,12 @@ class FusedModule(Rows, Tree):
             self._situations.look(self._array.skeletons, self._branches, arguments)
         return (self._situations.number, *[branch.training for branch in self._branches])
 
-    def _pattern(self, arguments: Arguments | None = None) -> tuple[int, ...]:
+    def _pattern(self, arguments: Arguments | None = None) -> tuple[Any, ...]:
         """What programs depend on besides arguments: `_modes`, and which `ArrayState` the members are in."""
-        return (*self._modes(arguments), self._number)
+        if torch.compiler.is_dynamo_compiling():
+            return (*self._modes(arguments), self._views.words, self._number)
+        split = self._split()
+        return (*self._modes(arguments), *(() if split is None else (split.key,)), self._number)
 
     def check(self, compiled: Compiled, arguments: Arguments) -> None:
         """The self-check of a program, once, unless it was turned off. Raises FusionError."""
@@ -270,34 +288,25 @@ class FusedModule(Rows, Tree):
     def _compilers(self) -> list[Compiler]:
         return [state.compiler for state in self._states.values()] or [self._compiler]
 
-    def _switch(self, path: str, change: Change) -> None:
-        switch(self, path, change)
-
     def _enter(self, state: ArrayState) -> None:
         self._number, self._array, self._compiler = state.number, state.array, state.compiler
         for path, module in state.array.skeletons[0].named_modules():
             object.__setattr__(self.get_submodule(path), "_fixed", fixed_attributes(module))
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """In eval mode inside, afterwards as before.
-
-        Raises:
-            FusionError: the members' own eval changes tensors.
-        """
-        with evaluating(self):
-            yield
+    def evaluating(self) -> AbstractContextManager[None]:
+        """All in eval mode inside, afterwards as before. Raises FusionError if the members' eval changes tensors."""
+        return evaluating(self)
 
     @overload
     def __getitem__(self, index: int) -> nn.Module: ...
     @overload
     def __getitem__(self, index: slice) -> FusedModule: ...
     def __getitem__(self, index: int | slice) -> nn.Module:
-        """Member ``index`` as a module of its own class, whose parameters and buffers are live views of row ``index``.
+        """Member ``index`` as a module of its own class, one object as long as its row lives.
 
-        Of a slice, as of a tensor: an array of those members, whose stacks are live views of their rows. Training a
-        view or the array changes both; a gradient belongs to the one that computed it. Views stay with the memory that
-        they were taken of, which converting the array to another dtype or device replaces.
+        Its tensors lie in the memory of the row, and gradients are those of the array's row, on both sides. What is
+        said to it (modes, requires_grad, hooks, attributes) holds for the array, or is refused at the next call. A
+        slice is an array of those members; its tensors lie in their rows, and its gradients are its own.
 
         Raises:
             IndexError: out of range, or a slice of no member.
@@ -309,7 +318,7 @@ class FusedModule(Rows, Tree):
         members, index = len(self), operator.index(index)
         if not -members <= index < members:
             raise IndexError(f"member {index} of an array of {members}")
-        return self._member(index % members)
+        return self._views.get(self, index % members)
 
     def _some(self, rows: slice) -> FusedModule:
         chosen = range(*rows.indices(len(self)))
@@ -320,22 +329,7 @@ class FusedModule(Rows, Tree):
             )
         if not chosen:
             raise IndexError(f"{rows} takes none of the {len(self)} members of the array")
-        array = self._array
-        comparison, left = array.comparison.of_members(chosen)
-        skeletons = tuple(array.skeletons[variant] for variant in left)
-        part = replace(
-            array, members=len(chosen), skeletons=skeletons, comparison=comparison, origins=WeakIdKeyDictionary()
-        )
-        for parameter, (member, name) in array.origins.items():
-            if member in chosen:
-                part.origins[parameter] = (chosen.index(member), name)
-        once: dict[int, Tensor] = {}
-        shared = comparison.shared
-        stacks = {n: once.setdefault(id(t), live_rows(t, None if n in shared else rows)) for n, t in tensors(self)}
-        found = FusedModule(part, stacks)
-        for path, module in self.named_modules():
-            found.get_submodule(path).training = module.training
-        return found
+        return slice_of(self, rows, chosen)
 
     def _member(self, index: int, stacks: Mapping[str, Tensor] | None = None) -> nn.Module:
         """Member ``index`` around its rows of ``stacks``, the array's own tensors unless given."""
@@ -345,8 +339,7 @@ class FusedModule(Rows, Tree):
 
     def _around(self, index: int, rows: Mapping[str, Tensor]) -> nn.Module:
         array = self._array
-        training = {path: module.training for path, module in self.named_modules(remove_duplicate=False)}
-        return materialize(array.skeletons[array.comparison.variants[index]], rows, training)
+        return materialize(array.skeletons[array.comparison.variants[index]], rows, self.training_by_path())
 
     def unfuse(self) -> list[nn.Module]:
         """B modules of the original class with their own copies of the tensors.
@@ -359,6 +352,7 @@ class FusedModule(Rows, Tree):
         for index in range(len(self)):
             rows = {name: once[name] if name in shared else row_copy(t, index) for name, t in tensors(self)}
             models.append(self._around(index, rows))
+        repeat(self._views, self, models)
         return models
 
     def origin(self, parameter: Tensor) -> tuple[int, str] | None:
@@ -367,8 +361,10 @@ class FusedModule(Rows, Tree):
         return found
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedModule:
+        self._split()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._mark()
+        self._views.follow(self)
         self._forget()
         return self
 
@@ -381,16 +377,21 @@ class FusedModule(Rows, Tree):
         self._methods.clear()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        self._split()
         result = super().load_state_dict(state_dict, strict, assign)
         self._mark()
+        self._views.follow(self)
         if assign:
             self._forget()
         return result
 
     def __getstate__(self) -> dict[str, Any]:
         own = STATE - {"_original", "_fixed", "_tied", "_array"}
-        return {name: value for name, value in super().__getstate__().items() if name not in own}
+        state = {name: value for name, value in super().__getstate__().items() if name not in own}
+        return {**state, "_said": said(self._views, self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        words = state.pop("_said", {})
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._prepare()
+        restore(self._views, self, words)

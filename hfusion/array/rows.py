@@ -42,12 +42,24 @@ class Rows(nn.Module):
     def __len__(self) -> int:
         raise NotImplementedError
 
+    @property
+    def stacks(self) -> dict[str, Tensor]:
+        """The array's own tensors by key, also where others stand in their places for a while."""
+        return dict(cast("FusedModule", self)._real)
+
+    @property
+    def why_apart(self) -> str:
+        """Why members are computed in groups, as they differ in modes or hooks; empty where they are not."""
+        split = cast("FusedModule", self)._split()
+        return "" if split is None else f"members are computed apart: {split.why}"
+
     def keep(self, rows: Sequence[int]) -> None:
         """Become the array of members ``rows``, in this order, in place; the others are gone, and so is their memory.
 
-        Parameters stay the same objects, with gradients; each now holds ``[len(rows), *shape]`` in new memory, which
-        views ``fused[i]`` taken before do not follow. What was captured serves the members that are left. An optimizer
-        of hf.optim follows by its own ``keep(rows)``; another optimizer that has state is to be made anew.
+        Parameters stay the same objects, with gradients; each now holds ``[len(rows), *shape]`` in new memory. A member
+        ``fused[i]`` is found at its new row; one that is gone keeps its last values. What was captured serves the
+        members that are left. An optimizer of hf.optim follows by its own ``keep(rows)``; another optimizer that has
+        state is to be made anew.
 
         Raises:
             ValueError: no rows, a row twice, or a row that is none.
@@ -122,13 +134,17 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
                 "members before fully_shard or whatever replaced it"
             )
     joining = _check_joining(fused, sources)
-    kinds, partly = _Kinds.of(fused), fused._array.comparison.partly
+    members = len(fused)
+    fused._split()
+    fused._views.settle()
+    kinds, partly = Kinds.of(fused), fused._array.comparison.partly
     for index, model in joining.items():
         kinds.add(index, model)
     after = _array(fused._array, sources, kinds, partly | _partly(joining))
     _move_tensors(fused, sources)
-    _enter(fused, kinds, sources, after)
+    enter(fused, kinds.contents, kinds.after(sources), after)
     fused._mark()
+    fused._views.rearranged(fused, sources, members)
 
 
 def _check_joining(fused: FusedModule, sources: Sequence[Source]) -> dict[int, nn.Module]:
@@ -139,7 +155,7 @@ def _check_joining(fused: FusedModule, sources: Sequence[Source]) -> dict[int, n
         raise FusionError(f"a {type(stranger).__name__} cannot join an array; give torch.nn.Modules")
     if not joining:
         return joining
-    first, own = fused[0], dict(tensors(fused))
+    first, own = fused._member(0), dict(tensors(fused))
     for index, model in joining.items():
         check_alone(index, model)
         check_pair(first, index, model)
@@ -185,7 +201,7 @@ def _content(skeleton: nn.Module) -> Any:
 
 
 @dataclass
-class _Kinds:
+class Kinds:
     """The members by what they are but for their tensors: ``contents[b]``, and a skeleton of each content."""
 
     contents: list[Any]
@@ -193,10 +209,10 @@ class _Kinds:
     joined: dict[int, Any]
 
     @staticmethod
-    def of(fused: FusedModule) -> _Kinds:
+    def of(fused: FusedModule) -> Kinds:
         array = fused._array
         found = [_content(each) for each in array.skeletons]
-        return _Kinds([found[v] for v in array.comparison.variants], dict(zip(found, array.skeletons, strict=True)), {})
+        return Kinds([found[v] for v in array.comparison.variants], dict(zip(found, array.skeletons, strict=True)), {})
 
     def add(self, index: int, model: nn.Module) -> None:
         """A model that joins as member ``index``."""
@@ -216,7 +232,7 @@ class _Kinds:
         )
 
 
-def _array(array: Array, sources: Sequence[Source], kinds: _Kinds, partly: frozenset[str]) -> Array:
+def _array(array: Array, sources: Sequence[Source], kinds: Kinds, partly: frozenset[str]) -> Array:
     contents = kinds.after(sources)
     once = list(dict.fromkeys(contents))
     comparison = Comparison(tuple(once.index(one) for one in contents), array.comparison.shared, partly)
@@ -280,12 +296,12 @@ def _moved_grad(grad: Tensor, sources: Sequence[Source], joining: Mapping[int, A
     return found
 
 
-def _enter(fused: FusedModule, kinds: _Kinds, sources: Sequence[Source], array: Array) -> None:
-    """The programs of these members as they are now: those of such members before, or new ones."""
+def enter(fused: FusedModule, before: Sequence[Any], after: Sequence[Any], array: Array) -> None:
+    """The programs of members of contents ``after``: those of such members before, or new ones."""
     from hfusion.array.state import ArrayState
 
-    states, after = fused._states, kinds.after(sources)
-    states.setdefault(tuple(kinds.contents), ArrayState(fused._number, fused._array, fused._compiler))
+    states, after = fused._states, tuple(after)
+    states.setdefault(tuple(before), ArrayState(fused._number, fused._array, fused._compiler))
     found = states.pop(after, None)
     fused._array = array
     if found is None:

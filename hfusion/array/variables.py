@@ -64,6 +64,11 @@ class Situations:
                 self.number = self._numbers.setdefault(self._key(known.values), len(self._numbers))
         return self.number
 
+    def asks_gradients(self, models: Sequence[nn.Module]) -> bool:
+        """Whether the code of ``models`` asks which parameters need a gradient."""
+        known = self._variables if self._variables is not None and self._models == models else None
+        return (known or Variables(models, self._left_out)).questions.gradients
+
     def ran(self, places: Sequence[str]) -> None:
         """After a run of members' own code at ``places``: what that has changed is read by own code only."""
         before = self._variables

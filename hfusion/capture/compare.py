@@ -17,6 +17,7 @@ from hfusion.capture.contents import PLAIN, fingerprint
 from hfusion.capture.hooks import is_part_of_forward, outdated
 from hfusion.capture.named import overlaps, tensors, ties
 from hfusion.core.errors import FusionError
+from hfusion.core.membership import is_own_hook
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -99,7 +100,8 @@ def check_alone(index: int, model: nn.Module) -> None:
             )
     for path, module in model.named_modules():
         for hooks in _HOOKS:
-            others = [hook for hook in getattr(module, hooks).values() if not is_part_of_forward(hook)]
+            held = getattr(module, hooks).values()
+            others = [hook for hook in held if not (is_part_of_forward(hook) or is_own_hook(hook))]
             if others:
                 raise FusionError(
                     f"{where}, module {path or '(root)'} ({type(module).__name__}) has a hook in {hooks}: {others[0]}; "

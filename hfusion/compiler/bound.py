@@ -54,15 +54,15 @@ class BoundProgram:
         return tuple(layout for slot, layout in pairs if slot.kind is not Kind.INPUT)
 
 
-def bind(compiled: Compiled, owner: nn.Module) -> Callable[[list[Any]], Any]:
+def bind(compiled: Compiled, owner: nn.Module, members: int | None = None) -> Callable[[list[Any]], Any]:
     """The program as a function of its inputs; its tensors are looked up in ``owner`` at every call.
 
-    So a conversion of ``owner`` to another dtype or device, and loading, are seen.
+    So a conversion of ``owner`` to another dtype or device, and loading, are seen. ``members``: as of `watched`.
     """
     places = BoundProgram.of(compiled, owner).places
     run, spec = compiled.program.run, compiled.program.out_spec
-    if compiled.opaque:
-        run = watched(run)
+    if compiled.opaque or members is not None:
+        run = watched(run, members)
     single = spec.is_leaf()
     if compiled.foretells or compiled.checks:
         run = _undone(run, compiled)

@@ -7,12 +7,13 @@ that all members share. The mark travels with the tensor, so that optimizers and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
 
 _MARK = "_hfusion_membership"
+_OWN_HOOK = "_hfusion_own_hook"
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -45,3 +46,14 @@ def membership(tensor: torch.Tensor) -> Membership | None:
     """The mark of a fused module's tensor; None for any other tensor."""
     found = getattr(tensor, _MARK, None)
     return found if isinstance(found, Membership) else None
+
+
+def own_hook(hook: Any) -> Any:
+    """Mark a hook as one that an array puts on its members."""
+    setattr(hook, _OWN_HOOK, True)
+    return hook
+
+
+def is_own_hook(hook: object) -> bool:
+    """Whether `own_hook` has marked it."""
+    return hasattr(hook, _OWN_HOOK)

@@ -143,6 +143,17 @@ def seeded(seeds: Tensor | Callable[[], Tensor] | None) -> Iterator[None]:
 
 
 @contextmanager
+def seeds_of_rows(rows: Sequence[int]) -> Iterator[None]:
+    """In which some of the members draw what they would draw among all of them."""
+    source = member_seeds()
+    if source is None:
+        yield
+        return
+    with seeded(source.seeds[list(rows)]):
+        yield
+
+
+@contextmanager
 def keyed(keys: Tensor | None) -> Iterator[None]:
     """In which `new_seeds` of members hang on these ``keys``, an integer for each, and not on their number."""
     outer, _seeded.keys = _seeded.keys, keys

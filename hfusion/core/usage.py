@@ -27,6 +27,7 @@ from hfusion.core.membership import Membership, mark, membership
 
 _ABSENT = "_hfusion_absent_rows"
 _MISSING = "_hfusion_missing_rows"
+_FROZEN = "_hfusion_frozen_rows"
 _SINK = "_hfusion_sink"
 # A backward pass that breaks off leaves its notes behind.
 _MAX_PASSES = 16
@@ -45,6 +46,21 @@ def mark_absent(grad: Tensor, rows: Tensor | None) -> None:
         _seen.set()
     elif hasattr(grad, _ABSENT):
         delattr(grad, _ABSENT)
+
+
+def frozen_rows(param: Tensor) -> Tensor | None:
+    """The members, bool ``[B]``, that do not train a stacked parameter which others train; None if there are none."""
+    found: Tensor | None = getattr(param, _FROZEN, None)
+    return found
+
+
+def freeze_rows(param: Tensor, rows: Tensor | None) -> None:
+    """Note on a stacked parameter what `frozen_rows` gives."""
+    if rows is not None and rows.any():
+        setattr(param, _FROZEN, rows)
+        _seen.set()
+    elif hasattr(param, _FROZEN):
+        delattr(param, _FROZEN)
 
 
 def mark_found(leaf: Tensor, grad: Tensor) -> None:
@@ -107,6 +123,8 @@ class _Pass:
 
     reached: dict[_Sink, Tensor] = field(default_factory=dict)
     before: dict[Tensor, tuple[Tensor | None, int]] = field(default_factory=dict)
+    cleared: dict[Tensor, set[int]] = field(default_factory=dict)
+    """The members whose gradients hooks have cleared in the pass, by leaf."""
 
     def note(self, sink: _Sink, members: Sequence[int]) -> None:
         if sink not in self.reached:
@@ -139,10 +157,22 @@ class _Pass:
                 continue
             absent = missing & _zero_rows(grad, missing)
             earlier = absent if before is None else absent_rows(before)
-            mark_absent(grad, torch.zeros_like(absent) if earlier is None else absent & earlier)
+            absent = torch.zeros_like(absent) if earlier is None else absent & earlier
+            frozen = frozen_rows(leaf)
+            if frozen is not None:
+                # It had none, and has got none.
+                known = torch.ones_like(absent) if before is None else absent_rows(before)
+                absent = absent if known is None else absent | (known & frozen)
+            absent[list(self.cleared.get(leaf, ()))] = True
+            mark_absent(grad, absent)
+            for listener in listeners:
+                listener(leaf)
 
 
 _passes: dict[int, _Pass] = {}
+
+# Called for each leaf whose gradient a pass has marked.
+listeners: list[Callable[[Tensor], None]] = []
 
 
 def _pass() -> _Pass:
@@ -156,6 +186,21 @@ def _pass() -> _Pass:
     return _passes[number]
 
 
+def note_cleared(leaf: Tensor, member: int) -> None:
+    """Note that a hook has cleared the gradient of a member in the present backward pass."""
+    found = _passes.get(torch._C._current_graph_task_id())
+    if found is not None:
+        found.cleared.setdefault(leaf, set()).add(member)
+
+
+def reached(leaf: Tensor) -> Tensor | None:
+    """The members, bool ``[B]``, by whose losses the present backward pass has reached a leaf; None for all."""
+    found = _passes.get(torch._C._current_graph_task_id())
+    if found is None or leaf not in found.before:
+        return None
+    return found.live([sink for sink in found.reached if leaf in sink.leaves], len(leaf))
+
+
 def _finish(number: int) -> None:
     found = _passes.pop(number, None)
     if found is not None:
@@ -167,28 +212,41 @@ class ProgramRun:
 
     def __init__(self) -> None:
         self._sinks: list[tuple[_Sink, list[Node]]] = []
+        self._rows: Sequence[int] | None = getattr(_active, "rows", None)
+        self._total: int = getattr(_active, "total", 0)
+
+    def _members(self, members: int) -> tuple[Sequence[int], int]:
+        """The rows of those who run, and the number of members of the array."""
+        return (range(members), members) if self._rows is None else (self._rows, self._total)
 
     def took(self, rows: Sequence[Tensor]) -> None:
         """A looped submodule takes ``rows``, one for each member."""
+        members, total = self._members(len(rows))
+        self.took_by(members, rows, total)
+
+    def took_by(self, members: Sequence[int], rows: Sequence[Tensor], total: int) -> None:
+        """Each of ``members`` of ``total`` takes its own of ``rows``."""
         places: dict[Node, list[tuple[int, int]]] = {}
-        for member, row in enumerate(rows):
+        for member, row in zip(members, rows, strict=True):
             if row.grad_fn is not None:
                 places.setdefault(row.grad_fn, []).append((member, row.output_nr))
-        self._watch(_Sink(len(rows)), places)
+        self._watch(_Sink(total), places)
 
     def gave(self, results: Sequence[Any], members: int | None = None) -> None:
         """The run is over, and the caller gets ``results``: from the graph follows what depends on what.
 
         ``members``: as of `watched`.
         """
-        members = self._sinks[0][0].members if self._sinks else members
+        if members is None and self._sinks:
+            members = len(self._rows) if self._rows is not None else self._sinks[0][0].members
         if members is None:
             return
+        rows, total = self._members(members)
         for result in results:
             if isinstance(result, Tensor) and result.grad_fn is not None:
-                sink = _Sink(members)
+                sink = _Sink(total)
                 setattr(result, _SINK, sink)
-                self._watch(sink, {result.grad_fn: [(m, result.output_nr) for m in range(members)]})
+                self._watch(sink, {result.grad_fn: [(m, result.output_nr) for m in rows]})
             elif isinstance(result, Listed):
                 self.took(result)
         for sink, nodes in self._sinks:
@@ -240,13 +298,15 @@ class Join(torch.autograd.Function):
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.sinks = []
+        ctx.rows = getattr(_active, "rows", None)
         return torch.stack(parts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
-        missing = ~_pass().live(ctx.sinks, len(grad))
+        members = _pass().live(ctx.sinks, len(grad))
+        missing = ~(members if ctx.rows is None or not ctx.sinks else members[list(ctx.rows)])
         absent = (missing & _zero_rows(grad, missing)).tolist()
         return tuple(None if gone else row for row, gone in zip(grad.unbind(), absent, strict=True))
 
@@ -284,6 +344,31 @@ def watched(run: Callable[..., Any], members: int | None = None) -> Callable[...
         return results
 
     return call
+
+
+@contextmanager
+def of_rows(rows: Sequence[int], total: int) -> Iterator[None]:
+    """In which programs run for members ``rows`` of an array of ``total``."""
+    outer = getattr(_active, "rows", None), getattr(_active, "total", 0)
+    _active.rows, _active.total = rows, total
+    try:
+        yield
+    finally:
+        _active.rows, _active.total = outer
+
+
+@contextmanager
+def watching_row(tensors: Sequence[Tensor], member: int, total: int) -> Iterator[None]:
+    """In which a member of an array of ``total`` runs by itself, with ``tensors``, rows of stacked parameters."""
+    if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        yield
+        return
+    found = ProgramRun()
+    with _as_run(found):
+        yield
+    for tensor in tensors:
+        found.took_by([member], [tensor], total)
+    found.gave(())
 
 
 @contextmanager

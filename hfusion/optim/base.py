@@ -24,6 +24,7 @@ from torch.optim import optimizer as optimizer_module
 
 from hfusion.core.errors import CheckpointError
 from hfusion.core.membership import mark, membership
+from hfusion.core.row_gradients import settle
 from hfusion.core.usage import any_absent
 from hfusion.optim import coupling, native
 from hfusion.optim.checks import check_memory, check_padding
@@ -52,6 +53,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     """
 
     keeps_members_apart: ClassVar[bool] = True
+    leaves_rows_alone: ClassVar[bool] = True
     # So torch.amp.GradScaler leaves it to the optimizer which gradients to divide and who must not step, and gives it
     # ``grad_scale`` and ``found_inf`` for the time of a step.
     _step_supports_amp_scaling: ClassVar[bool] = True
@@ -115,6 +117,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None
+        settle(self._params())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every member; returns what ``closure`` returns.
@@ -128,6 +131,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        settle(self._params())
         work = self._work()
         resting = without_gradient(self._params()) if any_absent() else {}
         if (found_inf := getattr(self, "found_inf", None)) is not None:

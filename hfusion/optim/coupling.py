@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import Membership, arrays, membership
+from hfusion.core.row_gradients import settle
+from hfusion.core.usage import any_absent, frozen_rows
 from hfusion.optim.param_groups import asked_of_members, split_by_stack_dims
 
 # tests/optim/test_coupling.py trains with each of them. SparseAdam refuses dense gradients by itself.
@@ -73,6 +75,20 @@ def check(optimizer: Any) -> None:
     )
 
 
+def _check_frozen(optimizer: Optimizer) -> None:
+    """FusionError where some members do not train a parameter, which an optimizer of torch would decay and move."""
+    if not any_absent() or getattr(optimizer, "leaves_rows_alone", False):
+        return
+    for param in _params(optimizer):
+        frozen, found = frozen_rows(param), membership(param)
+        if frozen is not None and found is not None:
+            raise FusionError(
+                f"members {frozen.nonzero().reshape(-1).tolist()} do not train {found.name!r}, and others do: "
+                f"{type(optimizer).__name__} would move their rows by momentum and weight decay; take the one of that "
+                "name in hf.optim, or give each member an optimizer of its own, over fused[i].parameters()"
+            )
+
+
 _warned: set[str] = set()
 _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["hfusion"]))
 
@@ -121,6 +137,8 @@ def _hook() -> Any:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    settle(_params(optimizer))
+    _check_frozen(optimizer)
     check(optimizer)
     # The first parameters only: every optimizer of this process comes here at every step.
     if any(group["params"] and membership(group["params"][0]) is not None for group in optimizer.param_groups):
@@ -225,3 +243,10 @@ def _first_stack(optimizer: Any) -> Membership | None:
             if found is not None and found.stacked and found.members > 1:
                 return found
     return None
+
+
+def _params(optimizer: Any) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, Tensor):
+                yield param

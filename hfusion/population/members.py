@@ -261,7 +261,8 @@ def listed(name: str, given: Any, kind: type) -> list[Any]:
 
 def apart(fused: FusedModule, row: int) -> nn.Module:
     """A copy of a member, around the frozen base that all members have."""
-    model = fused[row]
+    known = fused._views.members.get(row)
+    model = fused._member(row) if known is None else known.model
     own = {name for name, parameter in fused.named_parameters() if _of_members(parameter)}
     frozen = [p for name, p in model.named_parameters() if name not in own and not p.requires_grad]
     return module_copy(model, {id(parameter): parameter for parameter in frozen})

@@ -109,10 +109,8 @@ class Population(Saving, Enrolled):
     def __repr__(self) -> str:
         roll = self._roll
         frozen = f", {int(roll.frozen.sum())} frozen" if bool(roll.frozen.any()) else ""
-        name, optimizer = self.fused._original, type(self.optimizer).__name__
-        return (
-            f"Population({name}, {optimizer}, {len(roll.live)} members in {len(self)} rows{frozen}, step {roll.step})"
-        )
+        kinds = f"{self.fused._original}, {type(self.optimizer).__name__}"
+        return f"Population({kinds}, {len(roll.live)} members in {len(self)} rows{frozen}, step {roll.step})"
 
     @property
     def hparams(self) -> Hparams:
@@ -167,6 +165,7 @@ class Population(Saving, Enrolled):
 
     def _computed(self, losses: Tensor) -> None:
         """The gradients of a call are there; those of the last one of an update make it."""
+        self.fused._views.settle()
         if self._weighs:
             self._spoilt = self._spoilt | ~losses.isfinite().cpu()
         if self._accumulate > 1:

@@ -246,7 +246,7 @@ class TrainStep:
         if forward is None or isinstance(loss, str):
             why = f"the loss runs in a loop over members: {loss}"
             if forward is None:
-                why = no_program(call.inputs)
+                why = self._fused.why_apart or no_program(call.inputs)
             return self._refused(StepVariant(call.text, situation, places, traits_of(places), why=why))
         sources = BoundProgram.of(forward, self._fused), loss
         places += [place for source in sources for place in source.places]

@@ -15,6 +15,7 @@ from torch import nn
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
+from hfusion.array.split import check_alike
 from hfusion.capture.contents import fingerprint
 from hfusion.core.errors import ForwardsDiffer, PlanError
 from hfusion.core.program import Program
@@ -155,7 +156,9 @@ def checked_plan(given: Plan, made: Plan) -> Plan:
 def arrange_one(task: Task, members: Sequence[int], name: str, machine: Machine) -> tuple[list[Arrangement], Plan]:
     """One array of a task, of which is known who its members are. Raises as `arrange`."""
     room, first, models = room_of(machine, machine.calibrate(), keep=True), _first(task), task.models
-    if not isinstance(models, FusedModule):
+    if isinstance(models, FusedModule):
+        check_alike(models, "hf.train")
+    else:
         given = [models] if isinstance(models, nn.Module) else models
         models = fuse([given[index] for index in members])
     one = _arranged(task, models, members, first, room, name)
@@ -183,6 +186,7 @@ def arrays_of(task: Task, room: Room) -> list[Arrangement]:
 def _made(task: Task, room: Room) -> list[Arrangement]:
     first = _first(task)
     if isinstance(task.models, FusedModule):
+        check_alike(task.models, "hf.train")
         return [_arranged(task, task.models, range(len(task.models)), first, room, task.name)]
     models = [task.models] if isinstance(task.models, nn.Module) else list(task.models)
     groups = deque(part for group in shapes(models) for part in _alike(task, models, group, first, room))

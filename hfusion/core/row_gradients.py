@@ -1,0 +1,243 @@
+"""The gradient of a stack and those of its members are one: what changes on one side is seen on the other.
+
+``stack.grad`` is ``[B, *shape]``; the parameters of a member are leaves of their own, in the memory of its row, with a
+``grad`` of their own. These are tied: a member's is a view of its row of the stack's. A row of which a member has no
+gradient (never computed, or cleared by zero_grad) is zero and noted as absent, see `usage.absent_rows`. Autograd is
+watched where it accumulates; what is assigned or cleared by hand is seen at the next backward, call or step.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from hfusion.core.usage import absent_rows, frozen_rows, listeners, mark_absent, note_cleared, reached
+
+_tied: dict[int, weakref.ref[RowGradients]] = {}
+_used = threading.Event()
+_NONE = (None, None)
+
+
+def settle(params: Iterable[Tensor]) -> None:
+    """Let the gradients of ``params``, stacks or members' parameters, be those that were last computed or assigned."""
+    if _used.is_set():
+        for param in params:
+            tie = _tied.get(id(param))
+            found = None if tie is None else tie()
+            if found is not None:
+                found.settle()
+
+
+class RowGradients:
+    """Ties the gradient of ``stack`` to those of members' parameters, ``rows[b]``, which lie in its memory.
+
+    ``watched`` are the rows whose gradients somebody may look at or set, which are settled whenever autograd runs.
+    """
+
+    def __init__(self, stack: Tensor, watched: set[int]) -> None:
+        self.stack = stack
+        self._watched = watched
+        self.rows: dict[int, Tensor] = {}
+        # The gradients of stack and row as they were left.
+        self._left: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+        self._whole: Tensor | None = None
+        self._absent: Tensor | None = None
+        self._nodes: dict[int, tuple[Node, list[Any]]] = {}
+        _used.set()
+        self._hold(stack)
+
+    def _hold(self, param: Tensor) -> None:
+        _tied[id(param)] = weakref.ref(self, partial(_tied_gone, id(param)))
+
+    def tie(self, row: int, param: Tensor) -> None:
+        """Let ``param`` be the parameter of member ``row``; where it replaces one, its gradient counts."""
+        if self.rows.get(row) is not param:
+            left = self._left.get(row)
+            self.untie(row)
+            self.rows[row] = param
+            if left is not None:
+                self._left[row] = left
+            self._hold(param)
+        self._watch(self.stack)
+        self._watch(param)
+        self.settle([row])
+
+    def release(self, row: int) -> None:
+        """Let go of the gradient of member ``row``, at which nobody can look; `settle` finds it again."""
+        self.rows[row].grad = None
+        self._left.pop(row, None)
+
+    def untie(self, row: int) -> None:
+        """Let go of the parameter of member ``row``."""
+        before = self.rows.pop(row, None)
+        self._left.pop(row, None)
+        if before is not None:
+            _tied.pop(id(before), None)
+            self._unwatch(id(before))
+
+    def untie_all(self) -> None:
+        """Let go of all members' parameters."""
+        for row in list(self.rows):
+            self.untie(row)
+
+    def watch(self) -> None:
+        """Look on where autograd accumulates; again after a conversion, which makes other nodes."""
+        for param in (self.stack, *self.rows.values()):
+            self._watch(param)
+
+    def _watch(self, param: Tensor) -> None:
+        known = self._nodes.get(id(param))
+        node = get_gradient_edge(param).node if param.requires_grad else None
+        if known is not None and known[0] is node:
+            return
+        self._unwatch(id(param))
+        if node is not None:
+            whole = param is self.stack
+            hooks = [node.register_prehook(_before(self, whole)), node.register_hook(_after(self, whole))]
+            self._nodes[id(param)] = node, hooks
+
+    def _unwatch(self, key: int) -> None:
+        for hook in self._nodes.pop(key, (None, []))[1]:
+            hook.remove()
+
+    def before(self, grad: Tensor) -> Tensor:
+        """What the stack is to accumulate of ``grad``: nothing for members that do not train it."""
+        self.settle()
+        whole, frozen = self.stack.grad, frozen_rows(self.stack)
+        if frozen is None and whole is None:
+            self._absent = None
+            return grad
+        absent = torch.ones(len(grad), dtype=torch.bool) if whole is None else absent_rows(whole)
+        self._absent = None if frozen is None or absent is None else absent & frozen
+        return grad if frozen is None else grad.index_fill(0, frozen.nonzero().reshape(-1).to(grad.device), 0)
+
+    def after(self) -> None:
+        """The stack has accumulated: all members have a gradient, but those that do not train it."""
+        whole, live = self.stack.grad, reached(self.stack)
+        if whole is not None and (self._absent is not None or absent_rows(whole) is not None):
+            absent = torch.zeros(len(whole), dtype=torch.bool) if self._absent is None else self._absent
+            if live is not None:
+                # The end of the pass tells of the others.
+                before = absent_rows(whole)
+                absent = absent if before is None else absent | (before & ~live)
+            mark_absent(whole, absent)
+        self._whole = whole
+        self.settle()
+        for row, param in self.rows.items():
+            # Autograd calls them only where it accumulates into the member's own leaf.
+            hooks = param._post_accumulate_grad_hooks
+            if hooks and param.requires_grad and (live is None or live[row]):
+                self.settle([row])
+                for hook in list(hooks.values()):
+                    hook(param)
+                if param.grad is None:
+                    note_cleared(self.stack, row)
+                self.settle([row])
+
+    def settle(self, rows: Iterable[int] | None = None) -> None:
+        """Let both sides be what changed last, for ``rows``, or for those that are watched."""
+        stack, whole = self.stack, self.stack.grad
+        if self._moved():
+            return
+        frozen = frozen_rows(stack)
+        if frozen is not None and whole is not None and whole is not self._whole:
+            # Assigned by a program, which computes all rows.
+            whole.detach()[frozen.to(whole.device)] = 0
+            absent = absent_rows(whole)
+            mark_absent(whole, frozen if absent is None else absent | frozen)
+        if rows is None and not self._watched:
+            self._whole = whole
+            return
+        absent = None if whole is None else absent_rows(whole)
+        gone = [whole is None] * len(stack) if absent is None else absent.tolist()
+        now = [(row, self.rows[row], *self._left.get(row, _NONE)) for row in (self._watched if rows is None else rows)]
+        changed = [
+            (row, param, before, left)
+            for row, param, before, left in now
+            if (own := param.grad) is not left or whole is not before or (own is None) != gone[row]
+        ]
+        if changed:
+            with torch.no_grad():
+                self._let_agree(whole, gone, changed)
+        self._whole = stack.grad
+
+    def _moved(self) -> bool:
+        """Whether the stack is elsewhere for a while, as in a run over devices: its members follow afterwards."""
+        stack, row = self.stack, next(iter(self.rows.values()), None)
+        return row is not None and (stack.device != row.device or stack.shape[1:] != row.shape)
+
+    def _let_agree(self, whole: Tensor | None, gone: list[bool], changed: Sequence[Any]) -> None:
+        """Of ``changed``, rows with their parameters, and the gradients as they were left, let the newer side hold."""
+        stack, views = self.stack, None
+        cleared = all(param.grad is None and left is not None and whole is before for _, param, before, left in changed)
+        if cleared and len(changed) == len(stack):
+            whole = stack.grad = None
+            gone = [True] * len(stack)
+        for row, param, before, left in changed:
+            own = param.grad
+            if own is left or (own is None and whole is not None and whole is not before):
+                if whole is not None and views is None:
+                    views = whole.detach().unbind()
+                param.grad = None if views is None or gone[row] else views[row]
+                continue
+            if own is not None and whole is None:
+                whole = stack.grad = torch.zeros_like(stack)
+                gone, views = [True] * len(stack), None
+            if whole is not None:
+                self._write(whole, row, param, gone)
+        if whole is not None:
+            mark_absent(whole, torch.tensor(gone))
+            if all(gone):
+                stack.grad = None
+        self._left |= {row: (stack.grad, param.grad) for row, param, _, _ in changed}
+
+    def _write(self, whole: Tensor, row: int, param: Tensor, gone: list[bool]) -> None:
+        """The gradient of the member, or none, into the row."""
+        target = whole.detach()[row]
+        gone[row] = param.grad is None
+        if param.grad is None:
+            target.zero_()
+            return
+        if param.grad.data_ptr() != target.data_ptr():
+            target.copy_(param.grad)
+        param.grad = target
+
+
+def _tied_gone(key: int, _: Any) -> None:
+    _tied.pop(key, None)
+
+
+def _before(tie: RowGradients, whole: bool) -> Any:
+    """A hook that does not keep the tie alive, which keeps the hooked node."""
+    found = weakref.ref(tie)
+
+    def hook(grads: tuple[Tensor | None, ...]) -> Any:
+        tie, grad = found(), grads[0]
+        if tie is None:
+            return None
+        if whole and grad is not None:
+            return (tie.before(grad),)
+        return tie.settle()
+
+    return hook
+
+
+def _after(tie: RowGradients, whole: bool) -> Any:
+    found = weakref.ref(tie)
+
+    def hook(*_: Any) -> None:
+        tie = found()
+        if tie is not None:
+            (tie.after if whole else tie.settle)()
+
+    return hook
+
+
+listeners.append(lambda leaf: settle([leaf]))

@@ -1,0 +1,375 @@
+"""A view is a view: what is said to a member of an array holds, as if it were said to the model alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import hfusion as hf
+
+MEMBERS = 4
+Make = Callable[[], nn.Module]
+
+
+class Normed(nn.Module):
+    """With statistics, a scalar that forward reads, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm, self.out = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.out.weight = self.fc.weight
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.norm(self.fc(x)).tanh()) * self.scale
+        return y
+
+
+class Branching(nn.Module):
+    """Runs member by member; a member uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm, self.scale = nn.BatchNorm1d(4), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.fc(x))
+        y = self.left(y) if self.fc.bias.sum() > 0 else self.right(y)
+        return y * self.scale
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.lstm, self.scale = nn.Linear(4, 4), nn.LSTM(4, 4, batch_first=True), 1.0
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.lstm(self.fc(x)[None])[0][0]) * self.scale
+        return y
+
+
+MODELS: dict[str, Make] = {"normed": Normed, "branching": Branching, "recurrent": Recurrent}
+
+
+def pair(make: Make = Normed, members: int = MEMBERS) -> tuple[hf.FusedModule, list[nn.Module]]:
+    torch.manual_seed(3)
+    models = [make().double() for _ in range(members)]
+    return hf.fuse(copy.deepcopy(models)), models
+
+
+def inputs(seed: int = 0) -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def close(ours: Tensor | None, theirs: Tensor | None, what: str) -> None:
+    assert (ours is None) == (theirs is None), what
+    if ours is not None:
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11, msg=lambda m: f"{what}: {m}")
+
+
+def compare(fused: hf.FusedModule, models: Sequence[nn.Module]) -> None:
+    """State, gradients, modes and flags of every member, seen from both sides."""
+    state, stacks = fused.state_dict(), dict(fused.named_parameters())
+    for row, (member, model) in enumerate(zip(fused, models, strict=True)):
+        for key, value in model.state_dict().items():
+            close(member.state_dict()[key], value, f"{key} of {row}")
+            close(state[key][row], value, f"row {row} of {key}")
+        for name, parameter in model.named_parameters():
+            own = member.get_parameter(name)
+            assert own.requires_grad == parameter.requires_grad, name
+            close(own.grad, parameter.grad, f"gradient of {name} of {row}")
+            grad = stacks[name].grad
+            zero = parameter.grad is None
+            if grad is not None:
+                close(grad[row], torch.zeros_like(parameter) if zero else parameter.grad, f"row {row} of {name}.grad")
+        for (path, ours), theirs in zip(member.named_modules(), model.modules(), strict=True):
+            assert ours.training == theirs.training, path
+
+
+def outputs(fused: hf.FusedModule, models: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    """Those of the array, row by row, and compared."""
+    ours, theirs = fused(x), [model(x) for model in models]
+    for row, output in enumerate(theirs):
+        close(ours[row].detach(), output.detach(), f"output of {row}")
+    return [ours, *theirs]
+
+
+def backward(fused: hf.FusedModule, models: Sequence[nn.Module], x: Tensor) -> None:
+    ours, *theirs = outputs(fused, models, x)
+    for output in (ours, *theirs):
+        if output.requires_grad:
+            output.square().sum().backward()
+
+
+# Identity and life.
+
+
+def test_one_view_for_each_row() -> None:
+    fused, _ = pair()
+    views = list(fused)
+    assert all(fused[row] is views[row] and fused[row - MEMBERS] is views[row] for row in range(MEMBERS))
+    assert type(fused[0]) is Normed
+    assert all(a is b for a, b in zip(fused[2].parameters(), views[2].parameters(), strict=True))
+
+
+CHANGES: dict[str, Callable[[hf.FusedModule], object]] = {
+    "copy": lambda fused: fused.copy(0, 3),
+    "put": lambda fused: fused.put(3, Normed().double()),
+    "append": lambda fused: fused.append([Normed().double()]),
+    "unfuse": lambda fused: fused.unfuse(),
+    "pickle": lambda fused: pickle.loads(pickle.dumps(fused)),
+    "deepcopy": copy.deepcopy,
+    "load": lambda fused: fused.load_state_dict(copy.deepcopy(fused.state_dict())),
+    "assign": lambda fused: setattr(
+        fused.get_submodule("norm"), "weight", nn.Parameter(fused.get_parameter("norm.weight").detach() + 1)
+    ),
+    "convert": lambda fused: fused.float().double(),
+    "data": lambda fused: setattr(fused.get_parameter("norm.weight"), "data", torch.ones(MEMBERS, 4).double()),
+    "flags": lambda fused: fused.requires_grad_(False).requires_grad_(True),
+    "modes": lambda fused: fused.eval().train(),
+    "call": lambda fused: fused(inputs()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_views_live_on(change: Callable[[hf.FusedModule], object]) -> None:
+    fused, _ = pair()
+    views, parameters = list(fused), [list(member.parameters()) for member in fused]
+    change(fused)
+    assert all(fused[row] is view for row, view in enumerate(views))
+    for view, own in zip(views, parameters, strict=True):
+        assert all(a is b for a, b in zip(view.parameters(), own, strict=True))
+    x = inputs()
+    outputs(fused.eval(), [*views, *list(fused)[MEMBERS:]], x)
+    with torch.no_grad():
+        views[1].get_parameter("fc.bias").add_(1.0)
+    assert torch.equal(fused.get_parameter("fc.bias")[1], views[1].get_parameter("fc.bias"))
+
+
+def test_views_move_with_their_rows() -> None:
+    fused, models = pair()
+    views = list(fused)
+    backward(fused, models, inputs())
+    views[3].eval()
+    models[3].eval()
+    fused.keep([3, 1])
+    assert (fused[0], fused[1]) == (views[3], views[1])
+    compare(fused, [models[3], models[1]])
+    backward(fused, [models[3], models[1]], inputs(1))
+    compare(fused, [models[3], models[1]])
+    models[0].zero_grad()
+    fused.append([models[0]])
+    assert fused[0] is views[3]
+    assert fused[2] is not views[0]
+    compare(fused, [models[3], models[1], models[0]])
+    before = copy.deepcopy(views[0].state_dict())
+    with torch.no_grad():
+        fused.get_parameter("fc.weight").zero_()
+    assert all(torch.equal(value, before[key]) for key, value in views[0].state_dict().items())
+
+
+def test_a_copy_is_as_its_source() -> None:
+    fused, models = pair()
+    fused[1].get_submodule("norm").eval()
+    fused[1].scale = 2.0
+    fused[1].get_submodule("fc").requires_grad_(False)
+    view = fused[2]
+    fused.copy(1, 2)
+    assert fused[2] is view
+    assert (view.get_submodule("norm").training, view.scale) == (False, 2.0)
+    models[1].get_submodule("norm").eval()
+    models[1].scale = 2.0
+    models[1].get_submodule("fc").requires_grad_(False)
+    models[2] = copy.deepcopy(models[1])
+    backward(fused, models, inputs())
+    compare(fused, models)
+
+
+def test_copies_of_an_array_keep_what_was_said() -> None:
+    fused, models = pair()
+    for model in (fused[2], models[2]):
+        model.get_submodule("norm").eval()
+        model.get_submodule("out").requires_grad_(False)
+        model.get_submodule("fc").register_forward_hook(double)
+    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        alone = copy.deepcopy(models)
+        assert other[2] is not fused[2]
+        backward(other, alone, inputs())
+        compare(other, alone)
+    for ours, theirs in zip(fused.unfuse(), models, strict=True):
+        assert [m.training for m in ours.modules()] == [m.training for m in theirs.modules()]
+        assert [p.requires_grad for p in ours.parameters()] == [p.requires_grad for p in theirs.parameters()]
+
+
+def test_a_copy_of_a_view_is_a_model_of_its_own() -> None:
+    fused, _ = pair()
+    for other in (copy.deepcopy(fused[1]), pickle.loads(pickle.dumps(fused[1]))):
+        assert type(vars(other)["_parameters"]) is dict
+        assert not other._forward_hooks
+        with torch.no_grad():
+            other.get_parameter("fc.weight").zero_()
+        assert fused.get_parameter("fc.weight")[1].any()
+    again = hf.fuse(list(fused))
+    close(again.eval()(inputs()), fused.eval()(inputs()), "fused again")
+
+
+def test_slices() -> None:
+    fused, models = pair()
+    part = fused[1:3]
+    assert fused[1:3] is part
+    assert (part[0], part[-1]) == (fused[1], fused[2])
+    part.get_submodule("norm").eval()
+    for model in models[1:3]:
+        model.get_submodule("norm").eval()
+    backward(fused, models, inputs())
+    outputs(part, models[1:3], inputs())
+    fused[2].get_submodule("norm").train()
+    with pytest.raises(hf.FusionError, match=r"norm is in .* mode"):
+        part(inputs())
+
+
+def double(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 2
+
+
+# What an array cannot hold.
+
+REFUSED: dict[str, tuple[Callable[[Any], object], Callable[[Any], object], str]] = {
+    "another dtype": (lambda m: m.float(), lambda m: m.double(), "float32 in member 2"),
+    "another shape": (
+        lambda m: setattr(m.out, "bias", nn.Parameter(torch.zeros(3).double())),
+        lambda m: setattr(m.out, "bias", nn.Parameter(torch.ones(4).double())),
+        r"out.bias has shape \(4,\) in the array and \(3,\) in member 2",
+    ),
+    "a submodule": (lambda m: m.add_module("more", nn.ReLU()), lambda m: delattr(m, "more"), "has a module more"),
+    "another class": (
+        lambda m: setattr(m, "norm", nn.LayerNorm(4).double()),
+        lambda m: setattr(m, "norm", nn.BatchNorm1d(4).double()),
+        "norm is BatchNorm1d in the array and LayerNorm in member 2",
+    ),
+    "a buffer": (lambda m: m.register_buffer("more", torch.ones(2)), lambda m: delattr(m, "more"), "a tensor more"),
+    "an untied weight": (
+        lambda m: setattr(m.out, "weight", nn.Parameter(torch.ones(4, 4).double())),
+        lambda m: setattr(m.out, "weight", m.fc.weight),
+        "tie different tensors",
+    ),
+    "pruning": (
+        lambda m: prune.l1_unstructured(m.out, "bias", amount=0.5),
+        lambda m: prune.remove(m.out, "bias"),
+        "out.bias_orig",
+    ),
+    "a module in a list": (
+        lambda m: setattr(m, "more", [nn.Linear(2, 2)]),
+        lambda m: delattr(m, "more"),
+        "not registered as a submodule",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "undo", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused_until_it_is_undone(change: Any, undo: Any, why: str) -> None:
+    fused, models = pair()
+    fused[2].get_parameter("fc.weight")
+    change(fused[2])
+    for call in (lambda: fused(inputs()), lambda: fused.keep([0, 2]), lambda: copy.deepcopy(fused)):
+        with pytest.raises(hf.FusionError, match=why):
+            call()
+    undo(fused[2])
+    if why != "float32 in member 2":
+        change(models[2])
+        undo(models[2])
+        backward(fused, models, inputs())
+        compare(fused, models)
+
+
+# Steps, populations, runs.
+
+
+def told(model: Any) -> None:
+    model.get_submodule("fc").requires_grad_(False)
+
+
+def test_a_step_leaves_rows_alone_that_a_member_does_not_train() -> None:
+    fused, models = pair()
+    optimizer = hf.optim.SGD(fused.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    alone = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for m in models]
+    step = hf.train_step(fused, nn.functional.mse_loss, optimizer)
+    x, y = inputs(), inputs(1)
+    for change in (None, told, None):
+        if change is not None:
+            change(fused[1])
+            change(models[1])
+        for _ in range(3):
+            losses = step(x, y)
+            for model, own, loss in zip(models, alone, losses, strict=True):
+                own.zero_grad()
+                value = nn.functional.mse_loss(model(x), y)
+                value.backward()
+                own.step()
+                close(loss, value.detach(), "loss")
+        compare(fused, models)
+    assert "one program" in str(step.report())
+    fused[3].get_submodule("norm").eval()
+    models[3].get_submodule("norm").eval()
+    with pytest.warns(UserWarning, match=r"norm is in train mode in members \[0, 1, 2\], in eval mode in \[3\]"):
+        step(x, y)
+
+
+def test_a_population_hears_its_members() -> None:
+    fused, models = pair()
+    make = lambda p: hf.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
+    pop = hf.Population(fused, optimizer=make, loss=nn.functional.mse_loss, clip_norm=0.5, compile=False)
+    alone = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    assert pop.models[1] is pop.models[1] is fused[1]
+    assert pop.models[-1] is fused[3]
+    for model in (pop.models[2], models[2]):
+        assert model is not None
+        told(model)
+        model.get_submodule("norm").eval()
+        model.get_submodule("out").register_forward_hook(double)
+    for _ in range(2):
+        losses = pop.step(inputs(), inputs(1))
+        for model, own, loss in zip(models, alone, losses, strict=True):
+            own.zero_grad()
+            value = nn.functional.mse_loss(model(inputs()), inputs(1))
+            value.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            own.step()
+            close(loss, value.detach(), "loss")
+    for ours, theirs in zip(fused, models, strict=True):
+        for key, value in theirs.state_dict().items():
+            close(ours.state_dict()[key], value, key)
+
+
+def test_who_cannot_follow_says_so() -> None:
+    fused, _ = pair()
+    told(fused[1])
+    outputs(fused, list(fused), inputs())
+    optimizer = torch.optim.Adam(fused.parameters())
+    fused(inputs()).sum().backward()
+    with pytest.raises(hf.FusionError, match=r"members \[1\] do not train .*hf.optim"):
+        optimizer.step()
+    task = hf.Task(
+        fused,
+        loss=nn.functional.mse_loss,
+        optimizer=hf.optim.SGD,
+        loader=[(inputs(), inputs(1))],
+        epochs=1,
+        name="views",
+    )
+    with pytest.raises(hf.FusionError, match=r"members \[1\] of a fused Normed do not train fc"):
+        hf.train(task)
+    fused.requires_grad_()
+    optimizer.step()
+    fused[0].get_submodule("norm").eval()
+    with pytest.raises(hf.FusionError, match="norm is in eval mode in members"):
+        torch.export.export(fused, (inputs(),))
