@@ -100,7 +100,7 @@ class ModelState:
         others = [part for part in self.model.modules() if part not in within]
         inside, outside = self.reader.read(module), self.reader.reach(others)
         both = inside.keys() & outside.keys()
-        present = {name for items in inside.values() for name, _ in items}
+        present = self.reader.assignable(inside)
         written = written_by_call(island, module) & written_elsewhere(island, module, others) & present
         if written:
             return min(written)
@@ -160,6 +160,15 @@ class StateReader:
             found[id(holder)] = [(name, self._identity(value)) for name, value in items]
             waiting += [value for _, value in items if not isinstance(value, _LEAVES)]
         return found
+
+    def assignable(self, state: State) -> Set[Any]:
+        """The attributes in ``state`` of modules, and of objects whose classes are in files that define modules.
+
+        What code of forward may assign is known by names alone, and a configuration has many names.
+        """
+        holders = [(key, self._alive[key]) for key in state if isinstance(key, int)]
+        files = {type(holder).__module__ for _, holder in holders if isinstance(holder, nn.Module)}
+        return {name for key, holder in holders if type(holder).__module__ in files for name, _ in state[key]}
 
     def name(self, module: nn.Module, holders: Set[int | str]) -> str:
         """An attribute of ``module`` or its submodules that leads to one of ``holders``, by path."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ class Memory:
         self.h: Tensor | None = None
 
 
+CONFIG = SimpleNamespace(limit=FAR)
 KEPT: dict[str, Tensor | None] = {}
 LAST: Tensor | None = None
 
@@ -39,6 +41,7 @@ class Cell(nn.Module):
         self.memory = memory or Memory()
         self.scale, self.count, self.mean = 1.0, 0, 0.0
         self.large = False
+        self.config = CONFIG
 
     def forward(self, x: Tensor) -> Tensor:
         h: Tensor = self.fc(x if x.sum() < FAR else -x)
@@ -46,6 +49,11 @@ class Cell(nn.Module):
             h = h + self.state
         self.state = h.detach() if self.detached else h
         return h
+
+    def configured(self, x: Tensor) -> Tensor:
+        if self.config.limit is None:
+            self.config.limit = FAR
+        return self.fc(x if x.sum() < self.config.limit else -x)  # type: ignore[no-any-return]
 
     of_all: Tensor | None = None
 
@@ -234,6 +242,12 @@ def steps(self: Any, x: Tensor) -> Tensor:
     return self.out(self.c.started(x, 0) + self.c.started(-x, 1))
 
 
+def configured(self: Any, x: Tensor) -> Tensor:
+    if CONFIG.limit is None:
+        CONFIG.limit = FAR
+    return self.out(self.c.configured(x))
+
+
 CROSSING = [
     cleared_first,
     cleared_last,
@@ -279,7 +293,9 @@ def test_state_in_training(run: Callable[[Any, Tensor], Any], detached: bool) ->
     _alone(run, training=True, detached=detached)
 
 
-@pytest.mark.parametrize(("run", "path"), [(table, "c.tabled()"), (steps, "c.started()")])
+@pytest.mark.parametrize(
+    ("run", "path"), [(table, "c.tabled()"), (steps, "c.started()"), (configured, "c.configured()")]
+)
 def test_state_that_nobody_else_uses(run: Any, path: str) -> None:
     fused = _alone(run, training=True)
     assert looped(fused.report().parts[0]) == {path}
