@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("suite")
     # Which lowerings are chosen must not hang on the machine; what is measured there has tests of its own.
     os.environ["HFUSION_RATES"] = "standard"
+    # A shell that starts the suite in the background lets it ignore Ctrl-C, which tests send to themselves.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Every pass of every program.
     os.environ["HFUSION_CHECK"] = "1"
 
