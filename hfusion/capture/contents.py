@@ -22,7 +22,8 @@ from hfusion.core.marks import marks
 from hfusion.core.silence import noted
 
 # The references of nn.RNNBase to its own parameters are renewed by its forward.
-_OWN = frozenset(nn.Module().__dict__) | {"_flat_weights", "_flat_weight_refs"}
+# Modules of an array refer to it by ``_place``.
+_OWN = frozenset(nn.Module().__dict__) | {"_flat_weights", "_flat_weight_refs", "_place"}
 
 # The code of a graph module is compared as that of its class.
 _OF_GRAPH = _OWN | frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))

@@ -86,7 +86,8 @@ class Compiled:
     def written(self) -> frozenset[str]:
         """The keys of buffers and parameters that forward may write to."""
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
-        names = {n: slot.name for n, slot in zip(placeholders, self.program.slots, strict=True)}
+        slots = zip(placeholders, self.program.slots, strict=True)
+        names = {node: slot.name for node, slot in slots if slot.kind is not Kind.INPUT}
         found = {names[node] for call in self.graph.nodes for node in written_inputs(call) if node in names}
         own = {f"{call.place}.{key}".strip(".") for call in self.opaque for key in call.changing}
         return frozenset(found | own)

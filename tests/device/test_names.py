@@ -12,6 +12,8 @@ FOLDERS = ("hfusion", "ops", "passes", "examples")
 NAMED = re.compile(r"cuda|\bxpu\b|\bmps\b|\bhip\b|nccl", re.IGNORECASE)
 WHY = {
     "hfusion/device/backend.py": "asks devices",
+    "hfusion/device/graphs.py": "records graphs of CUDA and ROCm, which torch.accelerator refuses",
+    "hfusion/core/torch_settings.py": "lists the settings that forward may ask for",
     "hfusion/bench/cuda_graph.py": "a contender that there is on CUDA only",
     "hfusion/bench/contenders.py": "lists that contender",
 }
