@@ -10,6 +10,8 @@ finds of a value that the part took, `never_reached`, the pass of the part that 
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from torch.autograd.graph import Node
 
 from hfusion.core.functorch import in_transform
 from hfusion.core.layout import Listed
+from hfusion.core.member_mask import mask_of, rows_of_mask
 from hfusion.core.membership import Membership, mark, membership
 
 _ABSENT = "_hfusion_absent_rows"
@@ -35,8 +38,7 @@ _MAX_PASSES = 16
 
 def absent_rows(grad: Tensor) -> Tensor | None:
     """The members, bool ``[B]``, whose rows of a stacked gradient stand for none at all; None if all have one."""
-    found: Tensor | None = getattr(grad, _ABSENT, None)
-    return found
+    return getattr(grad, _ABSENT, None)
 
 
 def mark_absent(grad: Tensor, rows: Tensor | None) -> None:
@@ -50,8 +52,7 @@ def mark_absent(grad: Tensor, rows: Tensor | None) -> None:
 
 def frozen_rows(param: Tensor) -> Tensor | None:
     """The members, bool ``[B]``, that do not train a stacked parameter which others train; None if there are none."""
-    found: Tensor | None = getattr(param, _FROZEN, None)
-    return found
+    return getattr(param, _FROZEN, None)
 
 
 def freeze_rows(param: Tensor, rows: Tensor | None) -> None:
@@ -77,22 +78,20 @@ def taken(value: Tensor, members: int) -> Tensor:
 
 def never_reached(leaf: Tensor) -> Tensor | None:
     """The members, bool ``[B]``, by whose losses the last pass did not reach what a part took; None if unknown."""
-    found: Tensor | None = vars(leaf).pop(_MISSING, None)
-    return found
+    missing: Tensor | None = vars(leaf).pop(_MISSING, None)
+    return missing
 
 
 def leave_out(output: Tensor, members: Tensor | None) -> None:
-    """Tell the pass that comes that the gradient of what a part gave stands for none at all for ``members``."""
+    """Let the next backward pass ignore the gradient of a part's ``output`` for ``members``, bool ``[B]``."""
     sink = getattr(output, _SINK, None)
     if sink is not None:
-        sink.out = members
+        sink.excluded = 0 if members is None else mask_of(members.nonzero().reshape(-1).tolist())
 
 
 def _zero_rows(grad: Tensor, asked: Tensor) -> Tensor:
-    """Which rows ``[B]`` of ``grad`` are zero; another one comes from elsewhere, such as a penalty on the parameter.
-
-    Nothing is read where none is ``asked`` for.
-    """
+    """Return which rows ``[B]`` of ``grad`` are zero; reads nothing where none is ``asked`` for."""
+    # A row that is not zero has a gradient from elsewhere, such as a penalty on the parameter.
     return ~grad.detach().reshape(len(grad), -1).any(1).cpu() if asked.any() else asked
 
 
@@ -108,65 +107,76 @@ def any_absent() -> bool:
 class _Sink:
     """A value that something took: a looped submodule, row by row, or the caller.
 
-    ``leaves``: the parameters on which it depends past no result of a looped submodule. ``out``: the members, bool
-    ``[B]``, whose gradients do not count.
+    ``leaves``: the parameters on which it depends past no result of a looped submodule. ``excluded``: the members,
+    as a mask, whose gradients do not count.
     """
 
     members: int
     leaves: set[Tensor] = field(default_factory=set)
-    out: Tensor | None = None
+    excluded: int = 0
 
 
 @dataclass(eq=False)
 class _Pass:
-    """One backward pass: which members' rows of the sinks it has reached, and the leaves' gradients before it."""
+    """One backward pass.
 
-    reached: dict[_Sink, Tensor] = field(default_factory=dict)
+    Attributes:
+        reached: the members, as a mask, whose rows of each sink the pass has reached.
+        sinks: the reached sinks of each leaf.
+        before: the gradient of each leaf before the pass, and its version.
+        cleared: the members, as a mask, whose gradients hooks have cleared in the pass, by leaf.
+    """
+
+    reached: dict[_Sink, int] = field(default_factory=dict)
+    sinks: dict[Tensor, list[_Sink]] = field(default_factory=dict)
     before: dict[Tensor, tuple[Tensor | None, int]] = field(default_factory=dict)
-    cleared: dict[Tensor, set[int]] = field(default_factory=dict)
-    """The members whose gradients hooks have cleared in the pass, by leaf."""
+    cleared: dict[Tensor, int] = field(default_factory=dict)
 
-    def note(self, sink: _Sink, members: Sequence[int]) -> None:
+    def note(self, sink: _Sink, members: int) -> None:
         if sink not in self.reached:
-            self.reached[sink] = torch.zeros(sink.members, dtype=torch.bool)
+            self.reached[sink] = 0
             for leaf in sink.leaves:
-                self.before.setdefault(leaf, (leaf.grad, 0 if leaf.grad is None else leaf.grad._version))
-        reached = self.reached[sink]
-        # An assignment of all is much faster than one by numbers.
-        reached[slice(None) if len(members) == sink.members else list(members)] = True
-        if sink.out is not None:
-            self.reached[sink] &= ~sink.out
+                self.sinks.setdefault(leaf, []).append(sink)
+                if leaf not in self.before:
+                    self.before[leaf] = leaf.grad, 0 if leaf.grad is None else leaf.grad._version
+        self.reached[sink] = (self.reached[sink] | members) & ~sink.excluded
 
-    def live(self, sinks: Sequence[_Sink], members: int) -> Tensor:
-        """The members, bool ``[B]``, of which some sink was reached."""
-        found = [self.reached[sink] for sink in sinks if sink in self.reached]
-        return torch.stack(found).any(0) if found else torch.zeros(members, dtype=torch.bool)
+    def live(self, sinks: Sequence[_Sink]) -> int:
+        """The members, as a mask, of which some sink was reached."""
+        return functools.reduce(operator.or_, (self.reached.get(sink, 0) for sink in sinks), 0)
 
     def finish(self) -> None:
         """Note on the gradients that were made or added to which rows were never reached."""
         for leaf, (before, version) in self.before.items():
-            grad = leaf.grad
-            sinks = [sink for sink in self.reached if leaf in sink.leaves]
-            missing = ~self.live(sinks, sinks[0].members)
+            grad, members = leaf.grad, self.sinks[leaf][0].members
+            missing = ((1 << members) - 1) & ~self.live(self.sinks[leaf])
             if grad is None or (grad is before and grad._version == version):
                 # The pass did not accumulate here, as in torch.autograd.grad.
                 if not isinstance(leaf, nn.Parameter):
-                    setattr(leaf, _MISSING, missing)
+                    setattr(leaf, _MISSING, rows_of_mask(missing, members))
                 continue
             if grad.layout is not torch.strided:
                 continue
-            absent = missing & _zero_rows(grad, missing)
-            earlier = absent if before is None else absent_rows(before)
-            absent = torch.zeros_like(absent) if earlier is None else absent & earlier
             frozen = frozen_rows(leaf)
-            if frozen is not None:
-                # It had none, and has got none.
-                known = torch.ones_like(absent) if before is None else absent_rows(before)
-                absent = absent if known is None else absent | (known & frozen)
-            absent[list(self.cleared.get(leaf, ()))] = True
-            mark_absent(grad, absent)
+            if missing or frozen is not None or leaf in self.cleared:
+                mark_absent(grad, self._absent(leaf, grad, before, rows_of_mask(missing, members), frozen))
+            else:
+                mark_absent(grad, None)
             for listener in listeners:
                 listener(leaf)
+
+    def _absent(
+        self, leaf: Tensor, grad: Tensor, before: Tensor | None, missing: Tensor, frozen: Tensor | None
+    ) -> Tensor:
+        """The members, bool ``[B]``, that have no gradient after the pass."""
+        absent = missing & _zero_rows(grad, missing)
+        earlier = absent if before is None else absent_rows(before)
+        absent = torch.zeros_like(absent) if earlier is None else absent & earlier
+        if frozen is not None:
+            # A frozen member had no gradient, and the pass gives it none.
+            known = torch.ones_like(absent) if before is None else absent_rows(before)
+            absent = absent if known is None else absent | (known & frozen)
+        return absent | rows_of_mask(self.cleared.get(leaf, 0), len(absent))
 
 
 _passes: dict[int, _Pass] = {}
@@ -190,7 +200,7 @@ def note_cleared(leaf: Tensor, member: int) -> None:
     """Note that a hook has cleared the gradient of a member in the present backward pass."""
     found = _passes.get(torch._C._current_graph_task_id())
     if found is not None:
-        found.cleared.setdefault(leaf, set()).add(member)
+        found.cleared[leaf] = found.cleared.get(leaf, 0) | 1 << member
 
 
 def reached(leaf: Tensor) -> Tensor | None:
@@ -198,7 +208,7 @@ def reached(leaf: Tensor) -> Tensor | None:
     found = _passes.get(torch._C._current_graph_task_id())
     if found is None or leaf not in found.before:
         return None
-    return found.live([sink for sink in found.reached if leaf in sink.leaves], len(leaf))
+    return rows_of_mask(found.live(found.sinks[leaf]), len(leaf))
 
 
 def _finish(number: int) -> None:
@@ -229,7 +239,7 @@ class ProgramRun:
         places: dict[Node, list[tuple[int, int]]] = {}
         for member, row in zip(members, rows, strict=True):
             if row.grad_fn is not None:
-                places.setdefault(row.grad_fn, []).append((member, row.output_nr))
+                places.setdefault(row.grad_fn, []).append((1 << member, row.output_nr))
         self._watch(_Sink(total), places)
 
     def gave(self, results: Sequence[Any], members: int | None = None) -> None:
@@ -246,7 +256,7 @@ class ProgramRun:
             if isinstance(result, Tensor) and result.grad_fn is not None:
                 sink = _Sink(total)
                 setattr(result, _SINK, sink)
-                self._watch(sink, {result.grad_fn: [(m, result.output_nr) for m in rows]})
+                self._watch(sink, {result.grad_fn: [(mask_of(rows), result.output_nr)]})
             elif isinstance(result, Listed):
                 self.took(result)
         for sink, nodes in self._sinks:
@@ -263,8 +273,11 @@ class ProgramRun:
 
 
 def _arrived(sink: _Sink, places: Sequence[tuple[int, int]], grads: Sequence[Tensor | None]) -> None:
-    """Note the members, each with its place among the results of a node, whose gradients are there."""
-    members = [member for member, place in places if grads[place] is not None]
+    """Note the members whose gradients have arrived. ``places``: masks of members, each with a result of the node."""
+    members = 0
+    for mask, result in places:
+        if grads[result] is not None:
+            members |= mask
     if members:
         _pass().note(sink, members)
 
@@ -305,10 +318,15 @@ class Join(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
-        members = _pass().live(ctx.sinks, len(grad))
-        missing = ~(members if ctx.rows is None or not ctx.sinks else members[list(ctx.rows)])
-        absent = (missing & _zero_rows(grad, missing)).tolist()
-        return tuple(None if gone else row for row, gone in zip(grad.unbind(), absent, strict=True))
+        live = _pass().live(ctx.sinks)
+        members = range(len(grad)) if ctx.rows is None or not ctx.sinks else ctx.rows
+        missing = [not live >> member & 1 for member in members]
+        if not any(missing):
+            return grad.unbind()
+        absent = _zero_rows(grad, torch.tensor(missing)).tolist()
+        return tuple(
+            None if unused and zero else row for row, unused, zero in zip(grad.unbind(), missing, absent, strict=True)
+        )
 
 
 _active = threading.local()
