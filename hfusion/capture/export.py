@@ -39,6 +39,7 @@ from hfusion.core.stages import stage
 from hfusion.device.backend import random_states_kept
 from hfusion.passes.check import check_member
 from hfusion.passes.functional import functional
+from hfusion.passes.view_or_copy import depends_on_strides
 
 # Captures of one module while other threads draw from Python's or numpy's random numbers.
 MAX_TRIES = 3
@@ -115,13 +116,11 @@ def _exported(
     attempts: Sequence[_Open],
     modes: Mapping[str, bool],
 ) -> Capture:
-    exported = _drawless(lambda: _export(module, args, kwargs, attempts))
-    if transforms(exported.graph_module):
-        # Such a graph can neither be rewritten nor run in parts: it would leave the thread at another level.
-        raise FusionError("forward calls torch.vmap or another transform of torch.func, which no graph holds")
-    slots = tuple(_slot(spec, k) for k, spec in _numbered(exported.graph_signature.input_specs))
-    trained = _trained(exported.graph_module.graph, slots, pytree.tree_leaves((args, dict(kwargs)), _is_none))
-    flat = _with_dense_gradients(inlined(exported.graph_module, trained))
+    reads = PythonReads()
+    exported, slots, flat = _traced(module, args, kwargs, attempts, contiguous_aliases, reads)
+    needs_strides = depends_on_strides(flat, reads.was_contiguous)
+    if needs_strides and not are_contiguous((args, dict(kwargs))):
+        exported, slots, flat = _traced(module, args, kwargs, attempts, aliases, reads)
     placeholders = [node for node in flat.nodes if node.op == "placeholder"]
     try:
         graph = functional(flat, of_kind(flat, slots, Kind.BUFFER), of_kind(flat, slots, Kind.PARAMETER))
@@ -138,7 +137,26 @@ def _exported(
     constants: dict[str, Tensor] = {
         slot.name: exported.constants[slot.name] for slot in slots if slot.kind is Kind.CONSTANT
     }
-    return Capture(graph, slots, constants, exported.call_spec.out_spec, _guards(placeholders, slots), modes)
+    spec = exported.call_spec.out_spec
+    return Capture(graph, slots, constants, spec, _guards(placeholders, slots), modes, needs_strides)
+
+
+def _traced(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    attempts: Sequence[_Open],
+    alias: Callable[[Any], Any],
+    reads: PythonReads,
+) -> tuple[torch.export.ExportedProgram, tuple[Slot, ...], fx.Graph]:
+    """The export of a module, what its placeholders are, and its graph, which may have in-place operators."""
+    exported = _drawless(lambda: _export(module, args, kwargs, attempts, alias, reads))
+    if transforms(exported.graph_module):
+        # Such a graph can neither be rewritten nor run in parts: it would leave the thread at another level.
+        raise FusionError("forward calls torch.vmap or another transform of torch.func, which no graph holds")
+    slots = tuple(_slot(spec, k) for k, spec in _numbered(exported.graph_signature.input_specs))
+    trained = _trained(exported.graph_module.graph, slots, pytree.tree_leaves((args, dict(kwargs)), _is_none))
+    return exported, slots, _with_dense_gradients(inlined(exported.graph_module, trained))
 
 
 def _check_faithful(
@@ -176,14 +194,16 @@ def _export(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     attempts: Sequence[_Open],
+    alias: Callable[[Any], Any],
+    reads: PythonReads,
 ) -> torch.export.ExportedProgram:
     """Export with dims that vary; where forward needs to know them, with fewer of them.
 
-    A trace is made with contiguous inputs, and programs serve tensors of any strides, unless forward asks for strides.
+    A trace is made with contiguous inputs, and programs serve tensors of any strides, unless forward asks for strides
+    or ``alias`` keeps them.
     """
     with silence_tracers(), torch.enable_grad(), _no_autocast(args, kwargs), _counted_parts(), module_stack_unwound():
-        reads = PythonReads()
-        exported = _first_export(module, args, kwargs, attempts, contiguous_aliases, reads)
+        exported = _first_export(module, args, kwargs, attempts, alias, reads)
         if reads.asked_strides and not are_contiguous((args, dict(kwargs))):
             exported = _first_export(module, args, kwargs, attempts, aliases, reads)
     if isinstance(exported, FusionError):

@@ -33,6 +33,7 @@ STRIDE_QUESTIONS = frozenset({"stride", "is_contiguous", "dim_order"})
 _STRIDES = frozenset(getattr(Tensor, name) for name in STRIDE_QUESTIONS)
 _MEMORY = frozenset({Tensor.storage_offset, Tensor.untyped_storage, Tensor.storage, Tensor.storage_type})
 _REFUSED = _TEXTS | _MEMORY
+_MAY_COPY = frozenset({Tensor.contiguous, Tensor.to, Tensor.reshape, Tensor.flatten, Tensor.ravel, torch.ravel})
 # Modules between the code that calls a function of torch and a mode; and those that trace. Tried on torch 2.13.
 _BETWEEN = frozenset({"torch.overrides", "torch._tensor", "torch._subclasses.fake_tensor"})
 _TRACERS = ("torch._", "torch.fx", "torch.export", "torch.utils._", "hfusion.")
@@ -99,11 +100,13 @@ class PythonReads(TorchFunctionMode):
 
     Attributes:
         asked_strides: whether forward has asked how a tensor lies in memory.
+        was_contiguous: whether a call of ``contiguous()`` or its like gave the tensor itself, which leaves no node.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.asked_strides = False
+        self.was_contiguous = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -122,7 +125,10 @@ class PythonReads(TorchFunctionMode):
             frame = _asking_frame()
             if frame is not None:
                 return _read(frame, func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func in _MAY_COPY and result is args[0]:
+            self.was_contiguous = True
+        return result
 
 
 def _read(frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

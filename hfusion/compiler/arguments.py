@@ -81,6 +81,15 @@ class Arguments:
         )
 
     @property
+    def memory_orders(self) -> tuple[Any, ...]:
+        """Hashable: the order in memory of each leaf's dims as a member sees them, also for other sizes of the dims.
+
+        None for what is contiguous or no tensor; strides where no order of the dims is contiguous.
+        """
+        rows = [leaf.tensor[0] if is_stacked(leaf) else leaf for leaf in self.leaves]
+        return tuple([None if not isinstance(row, Tensor) else _memory_order(row) for row in rows])
+
+    @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Of the leaves as a member sees them; empty for what is no tensor."""
         return [_shape(leaf) for leaf in self.leaves]
@@ -99,6 +108,14 @@ class Arguments:
     def values(self) -> list[Any]:
         """What the program takes."""
         return [leaf.tensor if isinstance(leaf, StackedInput) else leaf for leaf in self.leaves]
+
+
+def _memory_order(tensor: Tensor) -> Any:
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    return order if tensor.permute(order).is_contiguous() else strides
 
 
 def _mapped(leaf: Any, fn: Callable[[Tensor], Tensor]) -> Any:

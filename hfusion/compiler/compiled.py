@@ -79,6 +79,8 @@ class Compiled:
     opaque: tuple[OpaqueCall, ...]
     guards: Callable[[Sequence[Sequence[Any]]], bool]
     modes: Mapping[str, bool] = field(default_factory=dict)
+    memory_orders: tuple[Any, ...] | None = None
+    """Of the inputs that the program holds for, as of `Arguments.memory_orders`; None where it holds for all."""
     origin: object = field(default_factory=object)
     """The same in all programs that were made of one capture, for whichever members."""
 
@@ -138,6 +140,7 @@ class _Captured:
     constants: dict[str, Tensor]
     calls: tuple[OpaqueCall, ...]
     guards: Callable[[Sequence[Sequence[Any]]], bool]
+    memory_orders: tuple[Any, ...] | None
 
 
 def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, looped: Mapping[Island, str]) -> _Captured:
@@ -155,7 +158,9 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
     calls = tuple(call for _, calls in found for call in calls)
 
     # Of the captures nothing more, as they hold tensors.
-    return _Captured(first, graph, layouts, constants, calls, AllHold(tuple(c.guards for c in captures)))
+    guards = AllHold(tuple(c.guards for c in captures))
+    orders = arguments.memory_orders if any(c.needs_strides for c in captures) else None
+    return _Captured(first, graph, layouts, constants, calls, guards, orders)
 
 
 def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compiled:
@@ -165,7 +170,9 @@ def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compile
     code = regions(module, subject.members)
     program = Program(subject.name, subject.members, training, module, code, first.slots, layouts, first.out_spec)
     look_at(program)
-    return Compiled(program, graph, captured.constants, captured.calls, captured.guards, first.modes)
+    return Compiled(
+        program, graph, captured.constants, captured.calls, captured.guards, first.modes, captured.memory_orders
+    )
 
 
 def of_member(compiled: Compiled, member: int) -> Compiled:

@@ -86,7 +86,7 @@ class Compiler:
         """The program for this call if there is one already; also for sizes not met before, where the guards hold."""
         key = (training, arguments.key)
         found = self.programs.get(key)
-        if found is None:
+        if found is None or not _in_order(found, arguments):
             found = self.fitting(training, arguments)
             if found is not None:
                 self._keep(key, found)
@@ -102,7 +102,9 @@ class Compiler:
         shapes = arguments.shapes
         family = self.families.get((training, arguments.loose_key), [])
         # The latest is the most general, but for those in which more runs member by member.
-        fitting = (compiled for compiled in reversed(family) if compiled.guards(shapes))
+        fitting = (
+            compiled for compiled in reversed(family) if compiled.guards(shapes) and _in_order(compiled, arguments)
+        )
         return min(fitting, key=lambda compiled: len(compiled.opaque), default=None)
 
     def get(self, training: Any, arguments: Arguments) -> Compiled:
@@ -167,6 +169,11 @@ class Compiler:
     def clear(self) -> None:
         self.programs.clear()
         self.families.clear()
+
+
+def _in_order(compiled: Compiled, arguments: Arguments) -> bool:
+    """Whether inputs lie in memory as the program needs them to."""
+    return compiled.memory_orders is None or compiled.memory_orders == arguments.memory_orders
 
 
 def _any_training(training: Any) -> bool:

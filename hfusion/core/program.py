@@ -41,7 +41,8 @@ class Capture:
 
     ``slots`` describe the placeholders in order; ``constants`` are the tensors that the graph holds by itself.
     ``guards`` tells whether the graph holds for inputs of other shapes, empty for what is no tensor; ``modes`` are the
-    submodules whose train or eval mode forward changes, by path.
+    submodules whose train or eval mode forward changes, by path; ``needs_strides``: the graph holds for inputs whose
+    dims have the same order in memory only.
     """
 
     graph: fx.Graph
@@ -50,6 +51,7 @@ class Capture:
     out_spec: TreeSpec
     guards: Callable[[Sequence[Sequence[Any]]], bool]
     modes: Mapping[str, bool] = field(default_factory=dict)
+    needs_strides: bool = False
 
     @property
     def writable(self) -> frozenset[str]:
