@@ -47,6 +47,26 @@ def written_elsewhere(island: Island, module: nn.Module, outside: Iterable[nn.Mo
     return frozenset(direct).union(*(writes(function.__code__).own for function in called))
 
 
+def read_elsewhere(outside: Iterable[nn.Module]) -> frozenset[str]:
+    """The names of attributes that code of modules ``outside`` may read of anything but its own module."""
+    reached = _reached(("forward",), _sources(outside))
+    return frozenset().union(*(reads_of_others(function.__code__) for function in reached))
+
+
+def names_named(modules: Iterable[nn.Module]) -> frozenset[str]:
+    """The names of attributes in code of ``modules`` that their forwards may reach."""
+    return frozenset(
+        name for f in _reached(("forward",), _sources(modules)) for name in names_in(f.__code__).attributes
+    )
+
+
+def containers_changed(island: Island, module: nn.Module) -> frozenset[str]:
+    """The names of attributes that may lead to lists, dicts or sets which a call of ``island`` changes."""
+    reached = _reached((island.method, "forward"), _sources(module.modules()))
+    codes = [function.__code__ for function in reached if _changes_items(function.__code__)]
+    return frozenset(name for code in codes for name in names_in(code).attributes)
+
+
 def functions_reached(model: nn.Module) -> frozenset[types.FunctionType]:
     """Return the functions that forward of ``model`` may call, but for torch's."""
     return _reached(("forward",), _sources(model.modules()))
@@ -140,6 +160,36 @@ def writes(code: types.CodeType) -> AttributeWrites:
         own |= inner.own
         other |= inner.other
     return AttributeWrites(frozenset(own), frozenset(other))
+
+
+@functools.lru_cache(maxsize=4096)
+def reads_of_others(code: types.CodeType) -> frozenset[str]:
+    """The attributes that ``code``, and functions inside it, read of anything but ``self``."""
+    steps = list(dis.get_instructions(code))
+    selves = {*code.co_varnames[: min(code.co_argcount, 1)], *code.co_freevars}
+    names = {
+        step.argval
+        for k, step in enumerate(steps)
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and (k == 0 or _holder(steps, k) not in selves)
+    }
+    if "getattr" in code.co_names:
+        names |= {const for const in code.co_consts if isinstance(const, str) and const.isidentifier()}
+    inner = (reads_of_others(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(names).union(*inner)
+
+
+# Methods that change a list, dict, set or deque.
+_CHANGING = frozenset({"append", "appendleft", "extend", "insert", "pop", "popleft", "popitem", "remove", "clear"})
+_CHANGING |= {"add", "discard", "update", "setdefault"}
+
+
+def _changes_items(code: types.CodeType) -> bool:
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return (
+        not _CHANGING.isdisjoint(code.co_names)
+        or any(step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") for step in dis.get_instructions(code))
+        or any(map(_changes_items, inner))
+    )
 
 
 def _holder(steps: list[dis.Instruction], k: int) -> str | None:

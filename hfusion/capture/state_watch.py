@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
@@ -19,7 +19,14 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hfusion.capture.attribute_writes import names_in_call, written_by_call, written_elsewhere
+from hfusion.capture.attribute_writes import (
+    containers_changed,
+    names_in_call,
+    names_named,
+    read_elsewhere,
+    written_by_call,
+    written_elsewhere,
+)
 from hfusion.capture.contents import python_attributes
 from hfusion.capture.intercept import Island
 from hfusion.capture.kept import (
@@ -102,6 +109,7 @@ class ModelState:
         both = inside.keys() & outside.keys()
         present = self.reader.assignable(inside)
         written = written_by_call(island, module) & written_elsewhere(island, module, others) & present
+        written |= self._read_while_assigned(island, module, others, inside, both)
         if written:
             return min(written)
         last = self.runs[-1]
@@ -117,6 +125,18 @@ class ModelState:
             if holders:
                 return self.reader.name(module, holders)
         return None
+
+    def _read_while_assigned(
+        self, island: Island, module: nn.Module, others: Sequence[nn.Module], inside: State, both: Set[int | str]
+    ) -> Set[str]:
+        """The attributes that a call of ``island`` may change and other code may read, though no run has shown it.
+
+        Rare values of a batch may set a flag, on which everything else depends from then on.
+        """
+        read = read_elsewhere(others)
+        assigned = written_by_call(island, module) & read & self.reader.assignable(inside)
+        containers = self.reader.containers(both) & containers_changed(island, module) & names_named(others)
+        return assigned | containers
 
 
 def changed(before: State, after: State) -> Set[int | str]:
@@ -169,6 +189,16 @@ class StateReader:
         holders = [(key, self._alive[key]) for key in state if isinstance(key, int)]
         files = {type(holder).__module__ for _, holder in holders if isinstance(holder, nn.Module)}
         return {name for key, holder in holders if type(holder).__module__ in files for name, _ in state[key]}
+
+    def containers(self, state: Collection[int | str]) -> Set[str]:
+        """The attributes that lead to a list, dict or set among the holders in ``state``."""
+        return {
+            name
+            for holder in list(self._alive.values())
+            if hasattr(holder, "__dict__") and not isinstance(holder, Tensor)
+            for name, value in _items(holder)
+            if isinstance(value, CONTAINERS) and id(value) in state
+        }
 
     def name(self, module: nn.Module, holders: Set[int | str]) -> str:
         """An attribute of ``module`` or its submodules that leads to one of ``holders``, by path."""

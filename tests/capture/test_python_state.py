@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -308,3 +309,74 @@ def test_self_check_leaves_no_state() -> None:
     fused.check(compiled, arguments)
     assert "passed" in str(fused.report())
     assert all(body.table is None for call in compiled.opaque for body in call.bodies)
+
+
+class Detector(nn.Module):
+    """Notes in shared state that a value was large, which trial runs on usual values do not."""
+
+    def __init__(self, state: Any, note: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.state, self.note, self.hot = state, note, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.max() > 5:
+            self.hot = True
+            self.note(self.state)
+        return x
+
+
+def note_in_dict(state: Any) -> None:
+    state["hot"] = True
+
+
+def note_in_list(state: Any) -> None:
+    state.append(1)
+
+
+def note_in_object(state: Any) -> None:
+    state.hot = True
+
+
+class Shared:
+    def __init__(self) -> None:
+        self.hot = False
+
+
+class Reader(nn.Module):
+    """Computes something else once the detector has seen a large value; detects before or after it reads."""
+
+    def __init__(self, kind: str, first: bool) -> None:
+        super().__init__()
+        state, note = {
+            "dict": ({"hot": False}, note_in_dict),
+            "list": ([], note_in_list),
+            "object": (Shared(), note_in_object),
+            "attribute": (None, lambda state: None),
+        }[kind]
+        self.kind, self.first, self.state = kind, first, state
+        self.detector, self.linear = Detector(state, note), nn.Linear(3, 3)
+
+    def is_hot(self) -> bool:
+        if self.kind == "attribute":
+            return self.detector.hot
+        if self.kind == "object":
+            return self.state.hot
+        return bool(self.state["hot"] if self.kind == "dict" else self.state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            x = self.detector(x)
+        x = self.linear(x) * (2 if self.is_hot() else 1)
+        return x if self.first else self.detector(x)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["detects, reads", "reads, detects"])
+@pytest.mark.parametrize("kind", ["dict", "list", "object", "attribute"])
+def test_state_that_only_rare_values_change_is_read_by_all(kind: str, first: bool) -> None:
+    models = [Reader(kind, first).double() for _ in range(2)]
+    fused = hf.fuse(copy.deepcopy(models))
+    for size in (1.0, 1.0, 100.0, 1.0):
+        # Only the first member meets large values.
+        x = torch.rand(2, 4, 3, dtype=torch.float64) * torch.tensor([size, 1.0]).reshape(2, 1, 1)
+        expected = torch.stack([model(row) for model, row in zip(models, x, strict=True)])
+        torch.testing.assert_close(fused(hf.stacked(x)), expected, rtol=1e-9, atol=1e-9)
