@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _Orthogonal
 
 from hfusion.capture.intercept import WHOLE, Island
+from hfusion.capture.python_reads import GRADIENT_QUESTIONS
 from hfusion.capture.watched import Questions, Variables, within
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.errors import FusionError
@@ -125,6 +126,7 @@ def _around(asked: Questions, tree: Sequence[nn.Module], arguments: Arguments | 
         active_autocast() if asked.autocast else None,
         read_settings(asked.settings) if asked.settings else None,
         _trained(tree) if asked.gradients else None,
+        None if asked.names.isdisjoint(GRADIENT_QUESTIONS) else torch.is_grad_enabled(),
         arguments.strides if asked.strides and arguments is not None else None,
     )
 

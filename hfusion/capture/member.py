@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -17,7 +18,7 @@ from hfusion.capture.kept import restored
 from hfusion.capture.named import tensors
 from hfusion.capture.opaque import opaque
 from hfusion.capture.own_code import OpaqueCall
-from hfusion.capture.python_reads import STRIDE_QUESTIONS, UNANSWERABLE
+from hfusion.capture.python_reads import GRADIENT_QUESTIONS, STRIDE_QUESTIONS, UNANSWERABLE
 from hfusion.capture.recorded import record
 from hfusion.capture.rehearse import check_reads, twin
 from hfusion.capture.skeleton import is_restrided
@@ -98,6 +99,9 @@ def capture_member(
 
 def _with_loops(member: Member, sizes: VaryingSizes, looped: Mapping[Island, str]) -> tuple[Capture, list[OpaqueCall]]:
     model, args, kwargs = member.model, member.args, member.kwargs
+    if not torch.is_grad_enabled() and not names_of([model]).isdisjoint(GRADIENT_QUESTIONS):
+        # A trace is made with gradients, and what stands for a looped call cannot be compared with the code.
+        looped = {WHOLE: "it asks whether tensors need a gradient, and is called without gradients"}
     records = record(model, args, kwargs, sizes.dims)
     while True:
         found = culprits(model, records, looped)

@@ -513,3 +513,37 @@ def test_an_attribute_of_an_input_that_forward_names_is_refused(x: Tensor) -> No
     with pytest.raises(hf.FusionError, match=r"input 0 carries the Python attribute marked.* x.view_as"):
         fused(marked)
     check_equal(fused, models, marked.view_as(marked))
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cos() if bool((x.mean(0) > 0.1)[0]) else x * 1.5
+
+
+class AskingForGradientsOfAResult(nn.Module):
+    """Asks of what a looped submodule gave whether gradients flow through it."""
+
+    def __init__(self, asks: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.branching, self.linear, self.asks = Branching(), nn.Linear(3, 2), asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.branching(x)
+        return self.linear(h * 2 if self.asks(h) else h.sin())
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    "asks",
+    [lambda h: h.is_leaf, lambda h: h.requires_grad, lambda h: h.grad_fn is None],
+    ids=["is_leaf", "requires_grad", "grad_fn"],
+)
+def test_a_question_for_gradients_is_answered_with_gradients_on_and_off(
+    x: Tensor, asks: Callable[[Tensor], bool], first: bool
+) -> None:
+    models = [AskingForGradientsOfAResult(asks).double() for _ in range(2)]
+    fused = hf.fuse(models, verify=False)
+    x = x.clone().requires_grad_()
+    for enabled in (first, not first, first):
+        with torch.set_grad_enabled(enabled):
+            torch.testing.assert_close(fused(x), torch.stack([m(x) for m in models]), rtol=1e-12, atol=1e-12)
