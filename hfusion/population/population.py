@@ -21,17 +21,19 @@ from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.rows import rearrange as rearrange_optimizer
+from hfusion.population.best import BestRecord, copy_records
 from hfusion.population.evaluate import evaluate
 from hfusion.population.gradients import GradientSums, weighed, weighted
 from hfusion.population.guard import Buffers, Limits, OnNonfinite, bad_rows, check_common, stacked
 from hfusion.population.hparams import Hparams
 from hfusion.population.members import Enrolled, Roll, What, apart, listed
 from hfusion.population.saving import Saving, in_turn
+from hfusion.population.weights import MemberWeights
 from hfusion.population.widths import Widths
 from hfusion.step.train_step import call_arguments, check_losses, train_step
 
 
-class Population(Saving, Enrolled):
+class Population(Saving, Enrolled, MemberWeights):
     """B members that train, leave, join and are copied as one array; each exactly as if alone.
 
     A row is taken by a member or free. A free row gives NaN, and `compact` gives its memory and time back.
@@ -88,8 +90,8 @@ class Population(Saving, Enrolled):
             scaler.begin(len(self.fused))
         self._limits = Limits.of(clip_norm, clip_value, len(self.fused))
         self._accumulate, self._on_nonfinite = accumulate, on_nonfinite
-        self._roll = Roll.of(len(self.fused), tags)
-        self._widths = Widths(len(self.fused))
+        self._roll, self._widths = Roll.of(len(self.fused), tags), Widths(len(self.fused))
+        self._best: dict[str, BestRecord] = {}
         self._function, self._compiles = loss, compile
         self._common = any(p.requires_grad and not stacked(p) for p in self.fused.parameters())
         self._buffers: Buffers | None = None
@@ -128,9 +130,7 @@ class Population(Saving, Enrolled):
             losses = self._eager(inputs, target, keywords)
         else:
             losses = self._step(inputs, self._weighed(target) if self._weighs else target, **keywords)
-        if not self._roll.free:
-            return losses
-        return torch.where(self._roll.alive.to(losses.device), losses, math.nan)
+        return torch.where(self._roll.alive.to(losses.device), losses, math.nan) if self._roll.free else losses
 
     @property
     def _weighs(self) -> bool:
@@ -239,10 +239,10 @@ class Population(Saving, Enrolled):
         """
         single, rows = is_row(row), rows_of(row, len(self))
         check_once(rows)
-        for one in rows:
-            self._roll.tag(one)
+        tags = [self._roll.tag(one) for one in rows]
         models = [apart(self.fused, one) for one in rows]
-        for one in rows:
+        for one, tag in zip(rows, tags, strict=True):
+            self._best.pop(tag, None)
             self._roll.leave(one)
         return models[0] if single else models
 
@@ -336,6 +336,7 @@ class Population(Saving, Enrolled):
             else:
                 roll.note(other, What.COPY, name)
             roll.ages[other], roll.keys[other], roll.frozen[other] = age, key, False
+        copy_records(self._best, [(name, roll.tag(other)) for other, name, _, _ in names])
 
     @in_turn
     def thaw(self, row: int | Sequence[int]) -> None:

@@ -26,6 +26,7 @@ from hfusion.core.copies import module_copy
 from hfusion.core.errors import CheckpointError
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.lr_scheduler import Make
+from hfusion.population.best import read_records, write_records
 from hfusion.population.guard import Limit
 from hfusion.population.members import Event, Roll, What, key_of
 from hfusion.population.widths import Widths
@@ -166,6 +167,7 @@ def gathered(pop: Population, loader: Any, extra: Any) -> SaveWriter:
     for name in ("norm", "value"):
         if (limit := getattr(limits, name)) is not None:
             writer.own(f"population/clip_{name}", limit.values)
+    write_records(writer, pop._best, roll)
     limits_begun = {name: limit.begun for name in ("norm", "value") if (limit := getattr(limits, name)) is not None}
     writer.body["limits begun"] = encode(limits_begun, {}, "limits begun")
     writer.body["population"] = {
@@ -240,7 +242,7 @@ def restore(pop: Population, reader: SaveReader, rows: Sequence[str | None], loa
         free = [row for row, tag in enumerate(rows) if tag is None]
         wide = reader.at([places.get(row, 0) for row in range(len(rows))], free)
         write = writing(wide, pop.fused, pop.optimizer, pop.scheduler, pop.scaler, loader, random)
-        roll = _roll(wide, reader, rows)
+        roll, records = _roll(wide, reader, rows), read_records(wide, rows, pop.fused)
         limits = pop._limits
         for name in ("norm", "value"):
             if wide.has(f"members/population/clip_{name}"):
@@ -254,7 +256,8 @@ def restore(pop: Population, reader: SaveReader, rows: Sequence[str | None], loa
                     stacklevel=3,
                 )
         write()
-        pop._roll, pop._limits, pop._widths = roll, limits, Widths(int(bodies[0]["first"]) if whole else len(rows))
+        pop._roll, pop._limits, pop._best = roll, limits, records
+        pop._widths = Widths(int(bodies[0]["first"]) if whole else len(rows))
         pop._step.at_once = pop._widths.at_once(len(rows))
         for body in bodies:
             pop._step.expected_calls |= set(body["known"])

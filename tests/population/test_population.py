@@ -524,14 +524,14 @@ def test_patience_stops_who_gets_no_better() -> None:
         loss=F.cross_entropy,
         tags=list("abcd"),
     )
-    patience = hf.Patience(1, least=0.1)
+    patience = hf.Patience(2, least=0.1)
     assert patience(pop, [1.0, 1.0, 1.0, math.nan]) == []
     assert patience(pop, [0.5, 0.95, 1.0, math.nan]) == [3]
     pop.stop([0, 3])
     pop.compact()
     assert pop.tags == ["b", "c"]
     saved = patience.state_dict()
-    patience = hf.Patience(1, least=0.1)
+    patience = hf.Patience(2, least=0.1)
     patience.load_state_dict(saved)
     assert patience(pop, [0.8, 1.0]) == [1]
     assert patience(pop, [0.8, 1.0]) == [1]

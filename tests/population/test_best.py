@@ -1,0 +1,200 @@
+"""The best weights of each member are those that it had alone, wherever it has gone since; how patience counts."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+from tests.population.walk import MODELS
+
+DOUBLE = torch.float64
+OPTIONS: dict[str, Any] = {
+    "optimizer": lambda params: hf.optim.Adam(params, lr=0.05),
+    "loss": F.cross_entropy,
+    "compile": False,
+}
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 5, dtype=DOUBLE, generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+def same(ours: nn.Module, theirs: dict[str, Tensor]) -> None:
+    for (name, mine), expected in zip(ours.state_dict().items(), theirs.values(), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_best_are_those_of_members_alone(kind: str) -> None:
+    torch.manual_seed(0)
+    models = [MODELS[kind]() for _ in range(3)]
+    pop = hf.Population(models, **OPTIONS)
+    copies = [copy.deepcopy(model) for model in models]
+    opts = [torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05) for model in copies]
+    metrics = random.Random(1)
+    scores, best = [math.inf] * 3, [dict[str, Tensor]() for _ in copies]
+    for step in range(6):
+        x, y = batch(step)
+        pop.step(x, y)
+        for model, opt in zip(copies, opts, strict=True):
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+        values = [math.nan if step == 0 else metrics.random() for _ in copies]
+        improved = pop.best.update(values)
+        assert improved == [row for row in range(3) if values[row] < scores[row]]
+        for row in improved:
+            scores[row], best[row] = values[row], copy.deepcopy(copies[row].state_dict())
+    assert pop.best.scores.tolist() == scores
+    for row in range(3):
+        same(pop.best[row], best[row])
+    # A copy: nothing is written into the members until they are restored, and then into those alone.
+    same(pop.fused[0], copies[0].state_dict())
+    assert pop.best.restore([2]) == [2]
+    same(pop.fused[0], copies[0].state_dict())
+    same(pop.fused[2], best[2])
+    assert pop.best.restore() == [0, 1, 2]
+    same(pop.fused[0], best[0])
+
+
+def population(count: int, **options: Any) -> hf.Population:
+    torch.manual_seed(7)
+    return hf.Population([MODELS["normed"]() for _ in range(count)], **OPTIONS, **options)
+
+
+def shot(pop: hf.Population, row: int) -> dict[str, Tensor]:
+    return copy.deepcopy(pop.fused[row].state_dict())
+
+
+def test_records_follow_members() -> None:
+    pop = population(4, tags=list("abcd"))
+    assert pop.best.update([4.0, 3.0, math.nan, 1.0]) == [0, 1, 3]
+    assert pop.best.ages.tolist() == [0, 0, -1, 0]
+    first = [shot(pop, row) for row in range(4)]
+    pop.step(*batch(0))
+    pop.copy([0, 1], [1, 0])
+    assert pop.best.scores[:2].tolist() == [3.0, 4.0]
+    same(pop.best[0], first[1])
+    same(pop.best[1], first[0])
+    pop.copy(2, 3)
+    assert pop.best.scores[2:].isnan().all()
+    assert pop.best.waited.tolist() == [0, 0, 1, 1]
+    pop.stop([0, 2])
+    assert pop.compact() == [1, 3]
+    assert pop.best.scores.tolist()[0] == 4.0
+    same(pop.best[0], first[0])
+    row = pop.start(None, MODELS["normed"](), tag="a")
+    assert math.isnan(pop.best.scores[row])
+    pop.copy(0, row)
+    same(pop.best[row], first[0])
+    # Whoever goes on from the same record has its own from the next improvement on.
+    assert pop.best.update([5.0] * row + [2.0] + [math.nan] * (len(pop) - row - 1)) == [1, row]
+    same(pop.best[0], first[0])
+    pop.best.clear(0)
+    with pytest.raises(ValueError, match="'b' in row 0 has no best weights"):
+        pop.best[0]
+    twin = copy.deepcopy(pop)
+    pop.best.clear()
+    assert twin.best.scores[row] == 2.0
+
+
+def test_records_are_saved(tmp_path: Path) -> None:
+    pops = [population(3, tags=list(tags)) for tags in ("abc", "def")]
+    pop = pops[0]
+    pop.best.update([1.0, math.nan, 3.0])
+    expected = [shot(pop, row) for row in range(3)]
+    for one in pops:
+        one.step(*batch(1))
+    pop.stop(0)
+    for number, one in enumerate(pops):
+        one.save(tmp_path / str(number))
+
+    def load(*folders: str, **options: Any) -> hf.Population:
+        return hf.Population.load([tmp_path / name for name in folders], MODELS["normed"], **OPTIONS, **options)
+
+    whole = load("0")
+    assert whole.tags == [None, "b", "c"]
+    torch.testing.assert_close(whole.best.scores, pop.best.scores, equal_nan=True)
+    assert whole.best.waited.tolist() == [0, 1, 0]
+    same(whole.best[2], expected[2])
+    merged = load("1", "0", names=["d", "c", "e", "b"])
+    assert merged.best.ages.tolist() == [-1, 0, -1, -1]
+    same(merged.best[1], expected[2])
+    other = {**OPTIONS, "optimizer": lambda params: hf.optim.Adam(params, lr=0.5)}
+    assert hf.Population.load(tmp_path / "1", MODELS["normed"], **other).best.scores.isnan().all()
+
+
+def test_a_parameter_of_all_members_has_no_best() -> None:
+    shared = nn.Linear(5, 3).double()
+    pop = hf.Population([nn.Sequential(shared, nn.Linear(3, 3).double()) for _ in range(2)], **OPTIONS)
+    with pytest.raises(ValueError, match=r"0\.weight is one tensor that all members train"):
+        pop.best.update([1.0, 2.0])
+
+
+def test_patience_restores_the_best() -> None:
+    pop = population(3, tags=list("abc"))
+    patience = hf.Patience(2, restore_best=True, mode="max")
+    assert patience(pop, [0.5, 0.5, math.nan]) == []
+    best = shot(pop, 0)
+    pop.step(*batch(0))
+    assert patience(pop, [0.5, 0.6, math.nan]) == [2]
+    pop.copy(0, 2)
+    pop.step(*batch(1))
+    # The copy has waited as long as its source.
+    assert patience(pop, [0.4, 0.7, 0.4]) == [0, 2]
+    same(pop.stop(0), best)
+    same(pop.fused[2], best)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("patience", [0, 1, 3])
+@pytest.mark.parametrize("restore", [False, True])
+def test_patience_counts_as_lightning(mode: Any, patience: int, restore: bool) -> None:
+    pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    pop = population(20)
+    draws = random.Random(patience)
+    theirs = [EarlyStopping("x", 0.1, patience, mode=mode, check_finite=False) for _ in range(20)]
+    ours = hf.Patience(patience, mode=mode, least=0.1, restore_best=restore)
+    ended: set[int] = set()
+    for _ in range(12):
+        values = [draws.choice([math.nan, *(k / 10 for k in range(9))]) for _ in theirs]
+        judged = [
+            one._evaluate_stopping_criteria(torch.tensor(v, dtype=DOUBLE))[0]
+            for one, v in zip(theirs, values, strict=True)
+        ]
+        over = set(ours(pop, values))
+        assert over - ended == {row for row, stops in enumerate(judged) if stops} - ended
+        ended |= over
+    assert len(ended) > 10
+
+
+WRONG: dict[str, tuple[Callable[[hf.Population], object], str]] = {
+    "metrics": (lambda pop: pop.best.update([1.0]), "1 metrics for a population of 2 rows"),
+    "mode": (lambda pop: pop.best.update([1.0, 1.0], mode="least"), "mode='least'"),  # type: ignore[arg-type]
+    "row": (lambda pop: pop.best.restore(5), "5 is no row"),
+    "free": (lambda pop: pop.best[1], "row 1 is free"),
+    "patience": (lambda pop: hf.Patience(-1), "patience=-1"),
+    "least": (lambda pop: hf.Patience(1, least=math.nan), "least=nan"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name: str) -> None:
+    pop = population(2)
+    pop.stop(1)
+    call, words = WRONG[name]
+    with pytest.raises(ValueError, match=words):
+        call(pop)
