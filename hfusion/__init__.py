@@ -15,9 +15,11 @@ from hfusion.cluster.ranks import gather_rows, rows
 from hfusion.core.calls import stacked
 from hfusion.core.errors import CheckpointError, FusionError, HFusionError, NonFiniteError, PlanError, SpillError
 from hfusion.device.machine import Device, Machine
+from hfusion.population.ensemble import Ensemble
 from hfusion.population.logger import MemberLogger, MemberProgress
 from hfusion.population.patience import Patience
 from hfusion.population.population import Population
+from hfusion.population.selection import select
 from hfusion.schedule.simulate import simulate
 from hfusion.step.train_step import train_step
 from hfusion.tasks.task import Evaluation, Step, Task
@@ -34,6 +36,7 @@ __all__ = [
     "CheckpointError",
     "Cluster",
     "Device",
+    "Ensemble",
     "Evaluation",
     "FusedModule",
     "FusionError",
@@ -61,6 +64,7 @@ __all__ = [
     "plan",
     "rows",
     "save",
+    "select",
     "simulate",
     "stacked",
     "sweep",

@@ -46,7 +46,7 @@ def mlp(inputs: int, outputs: int, hidden: Sequence[int]) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
 
 
-class _Ensemble(BaseEstimator):  # type: ignore[misc]
+class _Estimator(BaseEstimator):  # type: ignore[misc]
     """What the two estimators have in common. Inputs, and targets of regression, are standardised inside."""
 
     def __init__(
@@ -144,7 +144,7 @@ class _Ensemble(BaseEstimator):  # type: ignore[misc]
         return torch.cat(parts, 1)
 
 
-class EnsembleClassifier(ClassifierMixin, _Ensemble):  # type: ignore[misc]
+class EnsembleClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     """A deep ensemble as a classifier: the mean of its members' probabilities (Lakshminarayanan et al., 2017).
 
     Args:
@@ -206,7 +206,7 @@ class EnsembleClassifier(ClassifierMixin, _Ensemble):  # type: ignore[misc]
         return found.clamp(min=0).numpy()
 
 
-class EnsembleRegressor(MultiOutputMixin, RegressorMixin, _Ensemble):  # type: ignore[misc]
+class EnsembleRegressor(MultiOutputMixin, RegressorMixin, _Estimator):  # type: ignore[misc]
     """A deep ensemble as a regressor: the mean of its members. Arguments as of `EnsembleClassifier`.
 
     ``module(n_features, n_targets)`` gives a network ``[N, n_targets]``, trained with the squared error of targets that

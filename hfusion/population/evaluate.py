@@ -22,6 +22,31 @@ def evaluate(
     fused: FusedModule, metric: Callable[..., Any], loader: Iterable[Any], members: Mapping[int, str]
 ) -> dict[int, float]:
     """``metric`` of each of ``members`` by row, over all batches ``(inputs, target)`` of ``loader``, in eval mode."""
+    updated = all(hasattr(metric, name) for name in ("reset", "update", "compute"))
+    parts = _batches(fused, loader) if updated else [outputs(fused, loader)]
+    found = {}
+    for row, tag in members.items():
+        own = [_of_member(part, row) for part in parts]
+        try:
+            found[row] = number(_updated(metric, own) if updated else metric(*own[0]))
+        except Exception as error:
+            error.add_note(f"This is of the metric of member {tag!r} in row {row}.")
+            raise
+    return found
+
+
+@torch.no_grad()
+def outputs(fused: FusedModule, loader: Iterable[Any]) -> tuple[Any, Any]:
+    """What the members give in eval mode for all batches of ``loader``, joined, each ``[B, N, ...]``; and the targets.
+
+    Raises ValueError for a loader without batches, and for batches that cannot be joined.
+    """
+    batches = _batches(fused, loader)
+    return _joined([output for output, _ in batches], 1), _joined([target for _, target in batches], 0)
+
+
+def _batches(fused: FusedModule, loader: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """The members' outputs and the target of each batch. Raises ValueError where there is none."""
     batches = []
     with fused.evaluating():
         for batch in loader:
@@ -30,17 +55,7 @@ def evaluate(
             batches.append((fused(*args, **kwargs), target))
     if not batches:
         raise ValueError("the loader gave no batch, so that there is nothing to evaluate")
-    updated = all(hasattr(metric, name) for name in ("reset", "update", "compute"))
-    parts = batches if updated else [(_joined([b[0] for b in batches], 1), _joined([b[1] for b in batches], 0))]
-    found = {}
-    for row, tag in members.items():
-        own = [_of_member(part, row) for part in parts]
-        try:
-            found[row] = _number(_updated(metric, own) if updated else metric(*own[0]))
-        except Exception as error:
-            error.add_note(f"This is of the metric of member {tag!r} in row {row}.")
-            raise
-    return found
+    return batches
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
@@ -89,17 +104,17 @@ def _cat(leaves: Sequence[Any], dim: int) -> Any:
     )
 
 
-def _number(value: Any) -> float:
+def number(value: Any, source: str = "the metric", subject: str = "one member") -> float:
     """Return a metric as ``float(value)`` does, never rounded to a narrower type. Raises ValueError."""
     if isinstance(value, list | tuple) and len(value) == 1:
-        return _number(value[0])
+        return number(value[0], source, subject)
     if isinstance(value, Tensor | np.ndarray | np.generic):
         array = value.detach() if isinstance(value, Tensor) else np.asarray(value)
         kind = "tensor" if isinstance(value, Tensor) else type(value).__name__
         is_real = not value.is_complex() if isinstance(value, Tensor) else value.dtype.kind in "biuf"
         if not is_real or math.prod(array.shape) != 1:
             shown = f"{kind} of {array.dtype} of shape {list(array.shape)}"
-            raise ValueError(f"the metric gave a {shown} for one member: it must give a number")
+            raise ValueError(f"{source} gave a {shown} for {subject}: it must give a number")
         value = array.item()
     try:
         if isinstance(value, str | bytes):
@@ -107,4 +122,4 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
         shown = f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else type(value).__name__
-        raise ValueError(f"the metric gave a {shown} for one member: it must give a number") from error
+        raise ValueError(f"{source} gave a {shown} for {subject}: it must give a number") from error

@@ -1,0 +1,127 @@
+"""Mean and spread of the members' outputs, as one module to export and serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.array.fuse import fuse
+from hfusion.array.module import FusedModule
+from hfusion.population.members import apart
+from hfusion.population.population import Population
+
+_SMALL = (torch.float16, torch.bfloat16)
+
+
+class Ensemble(nn.Module):
+    """The members of an array as one model: ``ensemble(x)`` gives the mean and the spread of their outputs.
+
+    ``mean, std = ensemble(x)``: tensors, or nests of tensors, of the shapes that one member gives. ``std`` is the
+    standard deviation over the members, divided by B, not by B - 1.
+
+    Args:
+        models: a fused module, a population, or a list of models. If all members take part, the tensors are those of
+            the array, and follow its training. Otherwise those that do are copied to an array of their own.
+        weights: ``[B]``, at least 0, of any sum above 0, such as ``select(...).weights``. None: members count alike.
+            Those of weight 0, and free rows of a population, are left out and take no time.
+        softmax: a dim of one member's output, -1 for logits ``[N, classes]``: members' logits become probabilities
+            before they are averaged. None: outputs are averaged as they are.
+
+    Raises:
+        ValueError: weights that are no weights of these members, or no member.
+        TypeError: in a call, an output that is not of floating-point numbers.
+
+    Example:
+        >>> import hfusion as hf
+        >>> fused = hf.fuse([nn.Linear(4, 3) for _ in range(5)])
+        >>> ensemble = hf.Ensemble(fused, softmax=-1).eval()
+        >>> mean, std = ensemble(torch.randn(2, 4))
+        >>> tuple(mean.shape), tuple(std.shape)
+        ((2, 3), (2, 3))
+    """
+
+    weights: Tensor | None
+
+    def __init__(
+        self,
+        models: FusedModule | Population | Sequence[nn.Module],
+        weights: Tensor | Sequence[float] | None = None,
+        *,
+        softmax: int | None = None,
+    ) -> None:
+        super().__init__()
+        fused, live = _array(models)
+        chosen = _weights(weights, len(fused), live)
+        rows = [row for row in live if chosen[row] > 0]
+        if not rows:
+            raise ValueError("every row of the population is free: an ensemble has one member at least")
+        self.members = fused if len(rows) == len(fused) else fuse([apart(fused, row) for row in rows])
+        self.softmax = softmax
+        values = None if weights is None else (chosen[rows] / chosen[rows].sum()).to(_place(fused))
+        self.register_buffer("weights", values)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Arguments as of one member, see `FusedModule.forward`; ``(mean, std)``."""
+        leaves, spec = pytree.tree_flatten_with_path(self.members(*args, **kwargs))
+        pairs = [(None, None) if leaf is None else self._moments(leaf, path) for path, leaf in leaves]
+        mean, std = ([pair[place] for pair in pairs] for place in (0, 1))
+        return pytree.tree_unflatten(mean, spec), pytree.tree_unflatten(std, spec)
+
+    def _moments(self, output: Any, path: Any) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of ``[B, ...]`` over the members."""
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            kind = output.dtype if isinstance(output, Tensor) else type(output).__name__
+            raise TypeError(
+                f"hf.Ensemble averages floating-point outputs, and output{pytree.keystr(path)} is {kind}. Let the "
+                "members give logits or numbers"
+            )
+        values = output.float() if output.dtype in _SMALL else output
+        if self.softmax is not None:
+            values = values.softmax(self.softmax + 1 if self.softmax >= 0 else self.softmax)
+        if self.weights is None:
+            mean, std = values.mean(0), values.std(0, correction=0)
+        else:
+            weights = self.weights.to(values.dtype).reshape(-1, *[1] * (values.dim() - 1))
+            mean = (weights * values).sum(0)
+            std = torch.linalg.vector_norm(weights.sqrt() * (values - mean), dim=0)
+        return mean.to(output.dtype), std.to(output.dtype)
+
+    def extra_repr(self) -> str:
+        weights = "" if self.weights is None else f", weights={[round(w, 4) for w in self.weights.tolist()]}"
+        return f"{len(self.members)} members{weights}" + (
+            f", softmax={self.softmax}" if self.softmax is not None else ""
+        )
+
+
+def _array(models: Any) -> tuple[FusedModule, list[int]]:
+    """An array, and its rows that are taken."""
+    if isinstance(models, Population):
+        return models.fused, models._roll.live
+    fused = models if isinstance(models, FusedModule) else fuse(models)
+    return fused, list(range(len(fused)))
+
+
+def _weights(weights: Tensor | Sequence[float] | None, members: int, live: Sequence[int]) -> Tensor:
+    """Weights ``[B]`` on the CPU, 0 where a row is free. Raises ValueError."""
+    alive = torch.zeros(members, dtype=torch.float64)
+    alive[list(live)] = 1
+    if weights is None:
+        return alive
+    values = torch.as_tensor(weights).detach().to("cpu", torch.float64)
+    if values.shape != (members,) or not bool((values >= 0).all()) or not 0 < float(values.sum()) < torch.inf:
+        raise ValueError(
+            f"weights {values.tolist()} of {members} members: give one for each, at least 0, with a sum above 0"
+        )
+    if taken := [row for row in range(members) if values[row] > 0 and not alive[row]]:
+        raise ValueError(f"weights: row {taken[0]} is free; members are in rows {list(live)}")
+    return values
+
+
+def _place(fused: FusedModule) -> torch.device:
+    """Where the array's tensors are."""
+    tensor = next(iter(fused.stacks.values()), None)
+    return torch.device("cpu") if tensor is None else tensor.device

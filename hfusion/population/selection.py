@@ -1,0 +1,179 @@
+"""Greedy ensemble selection: which members, how often, predict a validation set best together."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.array.fuse import fuse
+from hfusion.array.module import FusedModule
+from hfusion.core.calls import is_stacked
+from hfusion.population.evaluate import number, outputs
+from hfusion.population.population import Population
+
+Score = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """An ensemble chosen from the rows of an array.
+
+    Attributes:
+        order: the rows as they were added; one that was added twice is there twice.
+        scores: the score of the ensemble after each addition.
+        members: the rows of the array.
+    """
+
+    order: tuple[int, ...]
+    scores: tuple[float, ...]
+    members: int
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """How often each row was added, the most frequent first."""
+        return dict(sorted(Counter(self.order).items(), key=lambda item: (-item[1], item[0])))
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows that were added."""
+        return sorted(set(self.order))
+
+    @property
+    def weights(self) -> Tensor:
+        """The counts as weights ``[B]`` that sum to 1, 0 for rows that were not added: for `Ensemble`."""
+        return torch.bincount(torch.tensor(self.order), minlength=self.members).double() / len(self.order)
+
+    @property
+    def score(self) -> float:
+        """The score of the ensemble."""
+        return self.scores[-1]
+
+
+def select(
+    models: Population | FusedModule | Sequence[nn.Module],
+    loader: Iterable[Any],
+    size: int,
+    score: Score | None = None,
+    *,
+    mode: Literal["min", "max"] = "min",
+    softmax: int | None = None,
+) -> Selection:
+    """Choose an ensemble of at most ``size`` members, greedily and with replacement, on a validation set.
+
+    Starts with the best member, and adds the one that makes the mean prediction best, ``size`` times; a member that is
+    added twice counts twice. Of these ensembles the best one is chosen, the smallest of equal ones. After R. Caruana,
+    A. Niculescu-Mizil, G. Crew, A. Ksikes, "Ensemble selection from libraries of models", ICML 2004.
+
+    Args:
+        models: a population, a fused module, or a list of models; they predict in eval mode.
+        loader: the validation set, batches ``(inputs, target)``. All members have the same targets.
+        size: the most additions.
+        score: ``score(prediction, target)`` gives a number for the mean prediction of an ensemble on the whole set, a
+            tensor or a nest as one member gives it. None: of integer targets the cross-entropy of the mean
+            probabilities of outputs that are logits (classes in dim 1, as for `torch.nn.functional.cross_entropy`); of
+            floating-point targets the mean squared error.
+        mode: whether a lower or a higher score is better.
+        softmax: as of `Ensemble`: a dim of one member's output, over which logits become probabilities before they are
+            averaged. None: 1 for the cross-entropy of before, else outputs are averaged as they are.
+
+    Raises:
+        ValueError: no size, a loader without batches, targets of each member, a score that is no number, or no member
+            whose score is one.
+
+    Example:
+        >>> import hfusion as hf
+        >>> fused = hf.fuse([nn.Linear(4, 3) for _ in range(5)])
+        >>> chosen = hf.select(fused, [(torch.randn(32, 4), torch.randint(3, (32,)))], size=10)
+        >>> ensemble = hf.Ensemble(fused, chosen.weights, softmax=-1)
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"size={size!r}: at least one member is chosen")
+    if mode not in ("min", "max"):
+        raise ValueError(f'mode={mode!r}: it is "min" or "max"')
+    fused, rows = _library(models)
+    predictions, target = outputs(fused, loader)
+    if any(is_stacked(leaf) for leaf in pytree.tree_leaves(target, is_leaf=is_stacked)):
+        raise ValueError(
+            "the loader gives each member its own target: an ensemble is chosen for targets of all members"
+        )
+    if score is None:
+        score, softmax = _default(predictions, target, mode, softmax)
+    leaves, spec = pytree.tree_flatten(predictions)
+    stacks = [_prediction(leaf, softmax) for leaf in leaves]
+    sign = 1.0 if mode == "min" else -1.0
+
+    def loss(sums: Sequence[Tensor], row: int, count: int) -> float:
+        pairs = zip(sums, stacks, strict=True)
+        means = [((total + stack[row]) / count).to(stack.dtype) for total, stack in pairs]
+        value = sign * number(score(pytree.tree_unflatten(means, spec), target), "the score", "an ensemble")
+        return math.inf if math.isnan(value) else value
+
+    with torch.no_grad():
+        order, losses = _greedy(stacks, rows, size, loss)
+    if losses[0] == math.inf:
+        raise ValueError(f"the score of every member in rows {rows} is NaN or infinite: there is nobody to choose")
+    best = losses.index(min(losses)) + 1
+    return Selection(tuple(order[:best]), tuple(sign * value for value in losses[:best]), len(fused))
+
+
+def _greedy(
+    stacks: Sequence[Tensor], rows: Sequence[int], size: int, loss: Callable[[Sequence[Tensor], int, int], float]
+) -> tuple[list[int], list[float]]:
+    """The rows in the order in which they are added, and the loss after each."""
+    sums = [torch.zeros_like(stack[0], dtype=torch.float64) for stack in stacks]
+    order: list[int] = []
+    losses: list[float] = []
+    for count in range(1, size + 1):
+        candidates = [loss(sums, row, count) for row in rows]
+        losses.append(min(candidates))
+        if losses[-1] == math.inf:
+            break
+        order.append(rows[candidates.index(losses[-1])])
+        for total, stack in zip(sums, stacks, strict=True):
+            total += stack[order[-1]]
+    return order, losses
+
+
+def _library(models: Any) -> tuple[FusedModule, list[int]]:
+    if isinstance(models, Population):
+        return models.fused, models._roll.live
+    fused = models if isinstance(models, FusedModule) else fuse(models)
+    return fused, list(range(len(fused)))
+
+
+def _default(predictions: Any, target: Any, mode: str, softmax: int | None) -> tuple[Score, int | None]:
+    """The score for these targets, and the dim of classes. Raises ValueError where there is none."""
+    if mode != "min":
+        raise ValueError(
+            f"mode={mode!r} without a score: cross-entropy and mean squared error are the lower the better"
+        )
+    if not isinstance(predictions, Tensor) or not isinstance(target, Tensor):
+        raise ValueError("members give, or targets are, a nest of tensors: give score=function(prediction, target)")
+    if target.is_floating_point():
+        if predictions.shape[1:] != target.shape:
+            raise ValueError(
+                f"members give {list(predictions.shape[1:])} for targets {list(target.shape)}: give score="
+            )
+        return F.mse_loss, softmax
+    return _cross_entropy, 1 if softmax is None else softmax
+
+
+def _cross_entropy(probabilities: Tensor, target: Tensor) -> Tensor:
+    return F.nll_loss(probabilities.log(), target)
+
+
+def _prediction(leaf: Any, softmax: int | None) -> Tensor:
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        kind = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+        raise ValueError(f"members give {kind}, of which there is no mean: let them give logits or numbers")
+    if softmax is None:
+        return leaf
+    return leaf.softmax(softmax + 1 if softmax >= 0 else softmax)

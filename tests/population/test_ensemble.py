@@ -1,0 +1,260 @@
+"""An ensemble gives the moments of its members' outputs, also exported; who is selected is who a plain loop selects."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import hfusion as hf
+from tests.step.test_train_step import needs_compiler
+
+DOUBLE = torch.float64
+BATCHES = [(torch.randn(6, 4, dtype=DOUBLE), torch.tensor([0, 1, 2, 0, 1, 2]))]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.ReLU(), nn.Linear(6, 3)).double()
+
+
+class Nest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        y = self.fc(x) * scale
+        return {"y": y, "more": (y.sum(1), y.mean())}
+
+
+WEIGHTS: dict[str, list[float] | None] = {"equal": None, "counts": [2, 1, 0, 3], "one": [0, 0, 5.0, 0]}
+
+
+def moments(values: list[Tensor], weights: list[float] | None) -> tuple[Tensor, Tensor]:
+    """By the definition, member after member."""
+    shares = [1.0] * len(values) if weights is None else weights
+    mean, square = torch.zeros_like(values[0]), torch.zeros_like(values[0])
+    for share, value in zip(shares, values, strict=True):
+        mean += share * value / sum(shares)
+    for share, value in zip(shares, values, strict=True):
+        square += share * (value - mean) ** 2 / sum(shares)
+    return mean, square.sqrt()
+
+
+def close(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("softmax", [None, -1, 1])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_moments_are_those_of_the_members(name: str, softmax: int | None) -> None:
+    torch.manual_seed(0)
+    models = [net().eval() for _ in range(4)]
+    ensemble = hf.Ensemble(hf.fuse(models), WEIGHTS[name], softmax=softmax).eval()
+    x = torch.randn(5, 4, dtype=DOUBLE)
+    outputs = [model(x) if softmax is None else model(x).softmax(softmax) for model in models]
+    expected = moments(outputs, WEIGHTS[name])
+    close(ensemble(x), expected)
+    program = torch.export.export(ensemble, (x,), dynamic_shapes={"args": ({0: torch.export.Dim("batch")},)})
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    served = torch.export.load(file).module()
+    for samples in (2, 5, 9):
+        x = torch.randn(samples, 4, dtype=DOUBLE)
+        close(served(x), ensemble(x))
+    twin = hf.Ensemble(hf.fuse([net() for _ in models]), WEIGHTS[name], softmax=softmax).eval()
+    twin.load_state_dict(ensemble.state_dict())
+    close(twin(x), ensemble(x))
+
+
+def test_nests_and_modes() -> None:
+    torch.manual_seed(0)
+    models = [Nest() for _ in range(3)]
+    ensemble = hf.Ensemble(models, [1, 2, 3])
+    x = torch.randn(5, 4, dtype=DOUBLE)
+    mean, std = ensemble(x, scale=2.0)
+    outputs = [model(x, scale=2.0) for model in models]
+    for place in range(3):
+        ours = [pytree.tree_leaves(nest)[place] for nest in (mean, std)]
+        close(tuple(ours), moments([pytree.tree_leaves(nest)[place] for nest in outputs], [1, 2, 3]))
+    fused = hf.fuse([net() for _ in range(3)])
+    ensemble = hf.Ensemble(fused)
+    assert ensemble.members is fused
+    ensemble.eval()
+    assert not fused.training
+    assert "3 members" in repr(ensemble)
+    # Members that agree have a spread of 0, and a gradient.
+    same = net().eval()
+    agreeing = hf.Ensemble([copy.deepcopy(same) for _ in range(3)], [1, 1, 2])
+    x.requires_grad_()
+    mean, std = agreeing(x)
+    total: Tensor = mean.sum() + std.sum()
+    total.backward()
+    assert std.abs().max() < 1e-12
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+def test_members_of_a_population_that_are_left() -> None:
+    torch.manual_seed(0)
+    pop = hf.Population(
+        [net() for _ in range(3)],
+        optimizer=lambda params: hf.optim.SGD(params, lr=0.1),
+        loss=F.cross_entropy,
+        compile=False,
+    )
+    stopped = pop.stop(1)
+    x = torch.randn(5, 4, dtype=DOUBLE)
+    rest = [copy.deepcopy(pop.models[row]) for row in (0, 2)]
+    for model in rest:
+        assert model is not None
+        model.eval()
+    close(hf.Ensemble(pop).eval()(x), moments([model(x) for model in rest if model is not None], None))
+    with pytest.raises(ValueError, match=r"weights: row 1 is free; members are in rows \[0, 2\]"):
+        hf.Ensemble(pop, [1, 1, 1])
+    assert isinstance(stopped, nn.Module)
+
+
+class Half(nn.Module):
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.number = nn.Buffer(torch.tensor(number))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.number).bfloat16()
+
+
+def test_small_floats_are_averaged_in_float32() -> None:
+    mean, std = hf.Ensemble([Half(float(k)) for k in range(1, 301)])(torch.zeros(1))
+    assert (mean.dtype, std.dtype) == (torch.bfloat16, torch.bfloat16)
+    values = torch.arange(1.0, 301).bfloat16().float()
+    assert torch.equal(mean, values.mean(0, keepdim=True).bfloat16())
+    assert torch.equal(std, values.std(0, correction=0, keepdim=True).bfloat16())
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_package_serves_any_batch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ensemble = hf.Ensemble(hf.fuse([net() for _ in range(3)]), [1, 2, 1], softmax=-1).eval()
+    x = torch.randn(5, 4, dtype=DOUBLE)
+    program = torch.export.export(ensemble, (x,), dynamic_shapes={"args": ({0: torch.export.Dim("batch")},)})
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "ensemble.pt2"))
+    served = torch._inductor.aoti_load_package(package)
+    for samples in (2, 9):
+        x = torch.randn(samples, 4, dtype=DOUBLE)
+        close(tuple(served(x)), ensemble(x))
+
+
+class Integers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"label": self.fc(x).argmax(1)}
+
+
+WRONG: dict[str, tuple[Callable[[hf.FusedModule], object], str]] = {
+    "count": (lambda fused: hf.Ensemble(fused, [1.0]), r"weights \[1.0\] of 3 members"),
+    "negative": (lambda fused: hf.Ensemble(fused, [1, -1, 1]), "at least 0"),
+    "none": (lambda fused: hf.Ensemble(fused, [0, 0, 0]), "a sum above 0"),
+    "nan": (lambda fused: hf.Ensemble(fused, [1, float("nan"), 1]), "at least 0"),
+    "size": (lambda fused: hf.select(fused, BATCHES, 0), "size=0: at least one member"),
+    "empty": (lambda fused: hf.select(fused, [], 1), "the loader gave no batch"),
+    "mode": (lambda fused: hf.select(fused, BATCHES, 1, mode="max"), "without a score"),
+    "targets": (
+        lambda fused: hf.select(fused, [(BATCHES[0][0], hf.stacked(torch.zeros(3, 6)))], 1),
+        "each member its own target",
+    ),
+    "shapes": (lambda fused: hf.select(fused, [(BATCHES[0][0], torch.zeros(6))], 1), r"\[6, 3\] for targets \[6\]"),
+    "score": (lambda fused: hf.select(fused, BATCHES, 1, lambda p, y: p), "the score gave a tensor of torch.float64"),
+    "nobody": (lambda fused: hf.select(fused, BATCHES, 1, lambda p, y: float("nan")), "there is nobody to choose"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name: str) -> None:
+    call, words = WRONG[name]
+    with pytest.raises(ValueError, match=words):
+        call(hf.fuse([net() for _ in range(3)]))
+
+
+def test_integers_have_no_mean() -> None:
+    with pytest.raises(TypeError, match=r"output\['label'\] is torch.int64"):
+        hf.Ensemble([Integers() for _ in range(2)])(torch.randn(2, 4))
+    with pytest.raises(ValueError, match=r"members give torch.int64"):
+        hf.select([Integers() for _ in range(2)], [(torch.randn(2, 4), torch.zeros(2))], 1, lambda p, y: 0.0)
+
+
+def greedy(outputs: list[Tensor], size: int, loss: Callable[[Tensor], float]) -> tuple[list[int], list[float]]:
+    """Caruana's procedure by its text: add whom the mean is best with, and keep the best of the nested ensembles."""
+    order: list[int] = []
+    losses: list[float] = []
+    for _ in range(size):
+        tried = [loss(torch.stack([outputs[k] for k in [*order, new]]).mean(0)) for new in range(len(outputs))]
+        best = min(range(len(tried)), key=lambda k: (tried[k] != tried[k], tried[k]))
+        order.append(best)
+        losses.append(tried[best])
+    count = losses.index(min(losses)) + 1
+    return order[:count], losses[:count]
+
+
+@pytest.mark.parametrize("case", ["classes", "numbers", "accuracy"])
+@pytest.mark.parametrize("size", [1, 12])
+def test_selection_is_that_of_the_plain_loop(case: str, size: int) -> None:
+    torch.manual_seed(3)
+    models = [nn.Linear(4, 3).double() for _ in range(8)]
+    with torch.no_grad():
+        models[5].weight[0, 0] = float("nan")
+    x = torch.randn(40, 4, dtype=DOUBLE)
+    y = torch.randint(3, (40,)) if case != "numbers" else torch.randn(40, 3, dtype=DOUBLE)
+    with torch.no_grad():
+        outputs = [model(x) if case == "numbers" else model(x).softmax(1) for model in models]
+
+    def accuracy(p: Tensor, y: Tensor) -> float:
+        return float((p.argmax(1) == y).double().mean()) if p.isfinite().all() else float("nan")
+
+    options: dict[str, Any] = {"score": accuracy, "mode": "max", "softmax": -1} if case == "accuracy" else {}
+    losses: dict[str, Callable[[Tensor], float]] = {
+        "classes": lambda p: float(F.nll_loss(p.log(), y)),
+        "numbers": lambda p: float(F.mse_loss(p, y)),
+        "accuracy": lambda p: -accuracy(p, y),
+    }
+    order, expected = greedy(outputs, size, losses[case])
+    loader = [(x[:15], y[:15]), (x[15:], y[15:])]
+    chosen = hf.select(hf.fuse(models), loader, size, **options)
+    assert chosen.order == tuple(order)
+    sign = -1 if case == "accuracy" else 1
+    assert [sign * score for score in chosen.scores] == pytest.approx(expected, rel=1e-12)
+    assert sum(chosen.counts.values()) == len(order)
+    assert 5 not in chosen.rows
+    close(chosen.weights, torch.tensor([order.count(k) / len(order) for k in range(8)], dtype=DOUBLE))
+    with torch.no_grad():
+        mean, _ = hf.Ensemble(models, chosen.weights, softmax=None if case == "numbers" else -1)(x)
+    assert losses[case](mean) == pytest.approx(expected[-1], rel=1e-9)
+    assert sign * chosen.score == pytest.approx(expected[-1], rel=1e-12)
+
+
+def test_free_rows_are_not_selected() -> None:
+    pop = hf.Population(
+        [nn.Linear(4, 3).double() for _ in range(3)],
+        optimizer=lambda params: hf.optim.SGD(params, lr=0.1),
+        loss=F.cross_entropy,
+        compile=False,
+    )
+    best = hf.select(pop, BATCHES, 1).rows[0]
+    pop.stop(best)
+    chosen = hf.select(pop, BATCHES, 4)
+    assert best not in chosen.rows
+    assert pop.fused.training
+    hf.Ensemble(pop, chosen.weights, softmax=-1)
