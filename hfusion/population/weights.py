@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, cast
 
+from torch import Tensor, nn
+
+from hfusion.capture.named import tensors
+from hfusion.core.rows import check_once, rows_of
+from hfusion.population.average import checked_weights, mean_tensors, write_rows
 from hfusion.population.best import BestMembers, BestRecord
+from hfusion.population.members import apart
+from hfusion.population.saving import in_turn
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
@@ -19,3 +27,58 @@ class MemberWeights:
     def best(self) -> BestMembers:
         """Each member's best weights, to update, restore and copy: see `hfusion.population.best.BestMembers`."""
         return BestMembers(cast("Population", self))
+
+    @in_turn
+    def average(
+        self,
+        rows: int | Sequence[int] | None = None,
+        weights: Tensor | Sequence[float] | None = None,
+        *,
+        into: int | Sequence[int] | Literal["all"] | None = None,
+        optimizer: Literal["keep", "reset"] = "keep",
+    ) -> nn.Module | None:
+        """Average members: parameters and floating-point buffers, weighted.
+
+        Other buffers, such as BatchNorm's count of batches, are those of the last of ``rows`` with a weight, as
+        `torch.optim.swa_utils.AveragedModel` has those of the model that it got last. Halves are averaged in float32.
+
+        Args:
+            rows: the members that are averaged; None: all.
+            weights: one for each of them, at least 0, of any sum above 0, such as numbers of samples. Who has 0 is left
+                out. None: all alike.
+            into: the rows that the average is written into, ``"all"`` of the members, as a server of federated
+                averaging sends it to its clients. None: it is returned as a model, a copy of the first of ``rows``, and
+                members stay as they are.
+            optimizer: what members that are written have of the optimizer: ``"keep"`` their own moments and counts,
+                or ``"reset"``, as if they began. Rates and schedules stay.
+
+        Raises:
+            ValueError: a row that is none, is free or comes twice, or weights that are none.
+        """
+        pop = cast("Population", self)
+        if optimizer not in ("keep", "reset"):
+            raise ValueError(f'optimizer={optimizer!r}: it is "keep" or "reset"')
+        sources = _members(pop, rows)
+        shares = checked_weights(weights, sources)
+        if into is None:
+            model = apart(pop.fused, sources[0])
+            held = dict(tensors(model))
+            for name, _, mean in mean_tensors(pop.fused, shares):
+                held[name].detach().copy_(mean)
+            return model
+        pop._check_between()
+        targets = _members(pop, None if isinstance(into, str) and into == "all" else into)
+        for _, stack, mean in mean_tensors(pop.fused, shares):
+            write_rows(stack, targets, mean)
+        if optimizer == "reset":
+            pop.optimizer.restart(targets)
+        return None
+
+
+def _members(pop: Population, rows: int | Sequence[int] | None) -> list[int]:
+    """Rows with members; None for all. Raises ValueError."""
+    chosen = pop._roll.live if rows is None else rows_of(rows, len(pop))
+    check_once(chosen)
+    for row in chosen:
+        pop._roll.tag(row)
+    return chosen

@@ -1,0 +1,55 @@
+"""The weighted mean of members: of their parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hfusion.array.module import FusedModule
+from hfusion.population.best import member_tensors
+
+
+def checked_weights(weights: Tensor | Sequence[float] | None, rows: Sequence[int]) -> dict[int, float]:
+    """The share of each row in a mean, those above 0; they sum to 1. Raises ValueError."""
+    if not rows:
+        raise ValueError("average of no rows: give at least one member")
+    if weights is None:
+        return dict.fromkeys(rows, 1 / len(rows))
+    values = torch.as_tensor(weights).detach().to("cpu", torch.float64)
+    if values.shape != (len(rows),) or not bool((values >= 0).all()) or not 0 < float(values.sum()) < torch.inf:
+        raise ValueError(
+            f"weights {values.tolist()} for the average of rows {list(rows)}: give one for each, at least 0, with a "
+            "sum above 0"
+        )
+    shares = (values / values.sum()).tolist()
+    return {row: share for row, share in zip(rows, shares, strict=True) if share > 0}
+
+
+@torch.no_grad()
+def mean_tensors(fused: FusedModule, shares: dict[int, float]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The stacks by key, each with the mean ``[*shape]`` of the rows in ``shares``.
+
+    Of what is no floating-point number, such as BatchNorm's count of batches, there is no mean: it is that of the last
+    row, as `torch.optim.swa_utils.AveragedModel` has the buffers of the model that it got last.
+    """
+    rows = list(shares)
+    share = torch.tensor(list(shares.values()), dtype=torch.float64)
+    for name, stack in member_tensors(fused):
+        if not stack.is_floating_point() and not stack.is_complex():
+            yield name, stack, stack[rows[-1]].clone()
+            continue
+        values = stack if rows == list(range(len(stack))) else stack[torch.tensor(rows, device=stack.device)]
+        values = values.float() if stack.dtype.itemsize < 4 else values
+        mean = torch.tensordot(share.to(values), values, 1)
+        yield name, stack, mean.to(stack.dtype)
+
+
+@torch.no_grad()
+def write_rows(stack: Tensor, rows: Sequence[int], value: Tensor) -> None:
+    """Write ``value [*shape]`` into ``rows`` of a stack."""
+    if len(rows) == len(stack):
+        stack.copy_(value)
+    else:
+        stack.index_copy_(0, torch.tensor(rows, device=stack.device), value.expand(len(rows), *value.shape))
