@@ -45,7 +45,9 @@ class Rewriting:
 def emit(state: Rewriting, origin: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
     """A call in the new graph, told to come from where ``origin`` does."""
     new = state.graph.call_function(target, args, kwargs)
-    new.meta.update({name: origin.meta[name] for name in ("stack_trace", "nn_module_stack") if name in origin.meta})
+    new.meta.update(
+        {name: origin.meta[name] for name in ("stack_trace", "nn_module_stack", "call") if name in origin.meta}
+    )
     new.meta["val"] = infer(target, args, kwargs)
     return new
 

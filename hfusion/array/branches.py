@@ -25,6 +25,7 @@ STATE = frozenset(
         "_bound",
         "_checks",
         "_loops",
+        "_traces",
         "_methods",
         "_found",
         "_states",

@@ -20,6 +20,7 @@ from hfusion.array.dynamo import finder, inline
 from hfusion.array.evaluation import evaluating
 from hfusion.array.exported import exported
 from hfusion.array.function_programs import note_call
+from hfusion.array.kin import TraceCache
 from hfusion.array.lives import repeat, restore, said
 from hfusion.array.methods import call_method, method_names
 from hfusion.array.modes import own_modes
@@ -72,6 +73,7 @@ class FusedModule(Rows, Tree):
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
         self._checks: dict[int, str] = {}
         self._loops: dict[str, None] = {}
+        self._traces = TraceCache()
         # Called with each new program, before it runs.
         self._on_program: Callable[[Compiled], object] = lambda compiled: None
         self._found = finder(self, self._traced)

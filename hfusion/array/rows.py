@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hfusion.array.kin import Kin
 from hfusion.capture.compare import Comparison, Sharing, check_alone, check_pair
 from hfusion.capture.contents import modeless_fingerprint
 from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import skeleton
-from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled import Compiled
 from hfusion.compiler.compiler import Compiler
-from hfusion.compiler.rows import of_rows
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import has_address
 from hfusion.core.rows import check_once, copied, kept, moved_rows, rows_of
@@ -326,35 +324,3 @@ def _drop(fused: FusedModule, compiler: Compiler) -> None:
     for compiled in (compiled for family in compiler.families.values() for compiled in family):
         fused._bound.pop(id(compiled), None)
         fused._checks.pop(id(compiled), None)
-
-
-@dataclass(frozen=True, eq=False)
-class Kin:
-    """Looks among the programs of an array's earlier members for one that serves the present ones."""
-
-    fused: FusedModule
-    compiler: Compiler
-    contents: tuple[Any, ...]
-
-    def __call__(self, modes: Any, arguments: Arguments) -> Compiled | None:
-        for contents, state in reversed(self.fused._states.items()):
-            if state.compiler is self.compiler:
-                continue
-            found = state.compiler.fitting(modes, arguments)
-            if found is not None and set(self.contents) <= set(contents):
-                rows = [contents.index(content) for content in self.contents]
-                made = of_rows(found, rows, self.compiler.subject)
-                self._trust(found, made)
-                return made
-        return None
-
-    def _trust(self, found: Compiled, made: Compiled) -> None:
-        """A program that runs every operator as the one that it was made of does needs no self-check of its own."""
-        checks = self.fused._checks
-        if id(found) in checks and _ways(found) == _ways(made):
-            checks[id(made)] = checks[id(found)]
-
-
-def _ways(compiled: Compiled) -> list[Any]:
-    """How each operator runs."""
-    return [(node.target, node.meta.get("lowering")) for node in compiled.program.module.graph.nodes]

@@ -49,7 +49,7 @@ def _values(model: nn.Module) -> dict[str, Any]:
 
 def _difference(where: str, mine: Any, other: Any, names: tuple[str, str], depth: int) -> str:
     """The first difference within two values that are not the same."""
-    parts = _parts(mine), _parts(other)
+    parts = parts_of(mine), parts_of(other)
     if depth and type(mine) is type(other) and parts[0].keys() == parts[1].keys():
         for name, part in parts[0].items():
             if not _same(part, parts[1][name]):
@@ -57,7 +57,7 @@ def _difference(where: str, mine: Any, other: Any, names: tuple[str, str], depth
     return f"{where} is {_shown(mine)} in {names[0]} and {_shown(other)} in {names[1]}"
 
 
-def _parts(value: Any) -> dict[str, Any]:
+def parts_of(value: Any) -> dict[str, Any]:
     """What a value holds, by how code would address it."""
     if isinstance(value, Mapping):
         return {f"[{key!r}]": part for key, part in value.items()}
@@ -71,9 +71,9 @@ def _parts(value: Any) -> dict[str, Any]:
 def _same(mine: Any, other: Any) -> bool:
     if mine is other:
         return True
-    if isinstance(mine, str | bool | int | float | complex | bytes | None) or not _parts(mine):
+    if isinstance(mine, str | bool | int | float | complex | bytes | None) or not parts_of(mine):
         return type(mine) is type(other) and not isinstance(mine, Tensor) and repr(mine) == repr(other)
-    parts = _parts(mine), _parts(other)
+    parts = parts_of(mine), parts_of(other)
     return parts[0].keys() == parts[1].keys() and all(_same(part, parts[1][name]) for name, part in parts[0].items())
 
 

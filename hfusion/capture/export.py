@@ -21,14 +21,15 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.assigned import assigned_as_writes
-from hfusion.capture.exporting import module_stack_unwound, told_here_only, transforms
+from hfusion.capture.exporting import counted_parts, module_stack_unwound, told_here_only, transforms
 from hfusion.capture.inlined import inlined
 from hfusion.capture.kept import restored
-from hfusion.capture.lengths import open_lengths
+from hfusion.capture.lengths import open_lengths, original
 from hfusion.capture.memo import rehearse
 from hfusion.capture.python_reads import PythonReads
-from hfusion.capture.rehearse import ALIKE, Outcome, difference, run_graph, runnable, twin
+from hfusion.capture.rehearse import ALIKE, Outcome, difference, run, run_graph, runnable, twin
 from hfusion.capture.repeated import capture_key, find_capture, forget_capture, keep_capture
+from hfusion.capture.size_uses import size_uses
 from hfusion.core.copies import aliases, are_contiguous, contiguous_aliases
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
@@ -117,10 +118,11 @@ def _exported(
     modes: Mapping[str, bool],
 ) -> Capture:
     reads = PythonReads()
-    exported, slots, flat = _traced(module, args, kwargs, attempts, contiguous_aliases, reads)
-    needs_strides = depends_on_strides(flat, reads.was_contiguous)
+    trace = _traced(module, args, kwargs, attempts, contiguous_aliases, reads)
+    needs_strides = depends_on_strides(trace.graph, reads.was_contiguous)
     if needs_strides and not are_contiguous((args, dict(kwargs))):
-        exported, slots, flat = _traced(module, args, kwargs, attempts, aliases, reads)
+        trace = _traced(module, args, kwargs, attempts, aliases, reads)
+    exported, slots, flat = trace.exported, trace.slots, trace.graph
     placeholders = [node for node in flat.nodes if node.op == "placeholder"]
     try:
         graph = functional(flat, of_kind(flat, slots, Kind.BUFFER), of_kind(flat, slots, Kind.PARAMETER))
@@ -137,8 +139,21 @@ def _exported(
     constants: dict[str, Tensor] = {
         slot.name: exported.constants[slot.name] for slot in slots if slot.kind is Kind.CONSTANT
     }
-    spec = exported.call_spec.out_spec
-    return Capture(graph, slots, constants, spec, _guards(placeholders, slots), modes, needs_strides)
+    spec, guards = exported.call_spec.out_spec, _guards(placeholders, slots)
+    return Capture(
+        graph, slots, constants, spec, guards, modes, tuple(trace.calls), tuple(trace.size_uses), needs_strides
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _TracedForward:
+    """An exported module, and its graph, which may have in-place operators; the rest as of `Capture`."""
+
+    exported: torch.export.ExportedProgram
+    slots: tuple[Slot, ...]
+    graph: fx.Graph
+    calls: Sequence[Any]
+    size_uses: Sequence[Any]
 
 
 def _traced(
@@ -148,15 +163,33 @@ def _traced(
     attempts: Sequence[_Open],
     alias: Callable[[Any], Any],
     reads: PythonReads,
-) -> tuple[torch.export.ExportedProgram, tuple[Slot, ...], fx.Graph]:
-    """The export of a module, what its placeholders are, and its graph, which may have in-place operators."""
-    exported = _drawless(lambda: _export(module, args, kwargs, attempts, alias, reads))
+) -> _TracedForward:
+    with size_uses() as uses:
+        exported = _drawless(lambda: _export(module, args, kwargs, attempts, alias, reads))
     if transforms(exported.graph_module):
         # Such a graph can neither be rewritten nor run in parts: it would leave the thread at another level.
         raise FusionError("forward calls torch.vmap or another transform of torch.func, which no graph holds")
     slots = tuple(_slot(spec, k) for k, spec in _numbered(exported.graph_signature.input_specs))
     trained = _trained(exported.graph_module.graph, slots, pytree.tree_leaves((args, dict(kwargs)), _is_none))
-    return exported, slots, _with_dense_gradients(inlined(exported.graph_module, trained))
+    calls = _number_calls(exported.graph_module)
+    graph = _with_dense_gradients(inlined(exported.graph_module, trained))
+    return _TracedForward(exported, slots, graph, calls, uses)
+
+
+def _number_calls(module: fx.GraphModule, calls: list[Any] | None = None) -> list[Any]:
+    """Number the operators that the code called, in their order, by ``meta["call"]``; the operators."""
+    calls = [] if calls is None else calls
+    for node in module.graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            regions = [
+                getattr(module, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"
+            ]
+            for region in regions:
+                _number_calls(region, calls)
+        elif isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.name.startswith("aten::sym_"):
+            node.meta["call"] = len(calls)
+            calls.append(original(node.target))
+    return calls
 
 
 def _check_faithful(
@@ -173,6 +206,13 @@ def _check_faithful(
             f"forward does what a graph would lose (a hook, a seed, random numbers or variables of its own, a write "
             f"past autograd?): {lost} of the graph differs from that of the code"
         )
+
+
+def check_faithful(found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise a FusionError where a capture does not give what the code of ``module`` gives, gradients included."""
+    with restored(module):
+        real = run(twin(module), args, kwargs)
+    _check_faithful(found, module, args, kwargs, real)
 
 
 def _attempts(varying: bool, dims: Sequence[Collection[int]]) -> list[_Open]:
@@ -202,7 +242,7 @@ def _export(
     A trace is made with contiguous inputs, and programs serve tensors of any strides, unless forward asks for strides
     or ``alias`` keeps them.
     """
-    with silence_tracers(), torch.enable_grad(), _no_autocast(args, kwargs), _counted_parts(), module_stack_unwound():
+    with silence_tracers(), torch.enable_grad(), _no_autocast(args, kwargs), counted_parts(), module_stack_unwound():
         exported = _first_export(module, args, kwargs, attempts, alias, reads)
         if reads.asked_strides and not are_contiguous((args, dict(kwargs))):
             exported = _first_export(module, args, kwargs, attempts, aliases, reads)
@@ -240,29 +280,6 @@ def _first_export(
 def reason(error: Exception) -> str:
     """What is told of an ``error`` that ended a trace."""
     return str(error) if isinstance(error, FusionError) else f"torch.export cannot capture it: {_first_line(error)}"
-
-
-@contextmanager
-def _counted_parts() -> Iterator[None]:
-    """Export asks containers for the names of their parts; where a class tells none, they are counted.
-
-    Private to torch: as of 2.11 to 2.15.
-    """
-    nodes = pytree.SUPPORTED_NODES
-    nameless = {kind: node for kind, node in nodes.items() if node.flatten_with_keys_fn is None}
-    nodes.update({kind: node._replace(flatten_with_keys_fn=_counting(node)) for kind, node in nameless.items()})
-    try:
-        yield
-    finally:
-        nodes.update(nameless)
-
-
-def _counting(node: pytree.NodeDef) -> pytree.FlattenWithKeysFunc:
-    def flatten(container: Any) -> Any:
-        parts, context = node.flatten_fn(container)
-        return [(pytree.SequenceKey(k), part) for k, part in enumerate(parts)], context
-
-    return flatten
 
 
 def _first_line(error: Exception) -> str:

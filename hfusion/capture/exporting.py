@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._functorch import predispatch
 from torch._guards import detect_fake_mode, tracing
+from torch.utils import _pytree as pytree
 
 _FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
 _NOTES = ("_EXPORT_FLAGS", "_EXPORT_MODULE_HIERARCHY")
@@ -130,3 +131,26 @@ def transforms(module: fx.GraphModule) -> bool:
     graphs = [found.graph for found in module.modules() if isinstance(found, fx.GraphModule)]
     targets = (node.target for graph in graphs for node in graph.nodes if node.op == "call_function")
     return any(getattr(target, "__module__", None) == predispatch.__name__ for target in targets)
+
+
+@contextmanager
+def counted_parts() -> Iterator[None]:
+    """Export asks containers for the names of their parts; where a class tells none, they are counted.
+
+    Private to torch: as of 2.11 to 2.15.
+    """
+    nodes = pytree.SUPPORTED_NODES
+    nameless = {kind: node for kind, node in nodes.items() if node.flatten_with_keys_fn is None}
+    nodes.update({kind: node._replace(flatten_with_keys_fn=_counting(node)) for kind, node in nameless.items()})
+    try:
+        yield
+    finally:
+        nodes.update(nameless)
+
+
+def _counting(node: pytree.NodeDef) -> pytree.FlattenWithKeysFunc:
+    def flatten(container: Any) -> Any:
+        parts, context = node.flatten_fn(container)
+        return [(pytree.SequenceKey(k), part) for k, part in enumerate(parts)], context
+
+    return flatten

@@ -7,7 +7,7 @@ import inspect
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,9 +79,14 @@ def attributes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
 def variables(module: nn.Module) -> dict[str, Any]:
     """The plain variables of the classes of ``module`` and its submodules, and of their files: name to a comparable
     value."""
+    return plain_variables(variable_holders(module))
+
+
+def plain_variables(holders: Mapping[Any, frozenset[str]]) -> dict[str, Any]:
+    """The same of `variable_holders`."""
     return {
         f"{holder_name(holder)}.{name}": _comparable(value)
-        for holder, names in variable_holders(module).items()
+        for holder, names in holders.items()
         for name, value in list(vars(holder).items())
         if name in names and isinstance(value, VALUES)
     }
@@ -98,13 +103,19 @@ def variable_holders(module: nn.Module) -> dict[Any, frozenset[str]]:
     """
     found: dict[Any, frozenset[str]] = {}
     waiting: list[types.FunctionType] = []
+    kinds: dict[type, None] = {}
     for part in module.modules():
-        for kind in type(part).__mro__:
-            if not is_foreign(kind.__module__) and kind not in found:
-                found[kind] = frozenset(name for name in vars(kind) if not name.startswith("__"))
-        for holder in (part, *type(part).__mro__):
-            waiting += [code for value in list(vars(holder).values()) for code in functions_behind(value)]
+        kinds |= dict.fromkeys(type(part).__mro__)
+        waiting += _functions_in(part)
+    for kind in kinds:
+        if not is_foreign(kind.__module__):
+            found[kind] = frozenset(name for name in vars(kind) if not name.startswith("__"))
+        waiting += _functions_in(kind)
     return found | _files(waiting)
+
+
+def _functions_in(holder: Any) -> list[types.FunctionType]:
+    return [code for value in list(vars(holder).values()) for code in functions_behind(value)]
 
 
 def _files(functions: list[types.FunctionType]) -> dict[Any, frozenset[str]]:

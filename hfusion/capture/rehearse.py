@@ -83,14 +83,14 @@ def run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     """One call of ``module`` and its backward. Arguments and random numbers stay as they were."""
     args, kwargs = copies((args, dict(kwargs)))
     leaves = _leaves(module, (args, kwargs))
-    with _apart(module):
+    with apart(module):
         return _called(module, args, kwargs, leaves)
 
 
 def run_without_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
     """As `run`, in torch.no_grad."""
     args, kwargs = copies((args, dict(kwargs)))
-    with _apart(module), torch.no_grad():
+    with apart(module), torch.no_grad():
         return _called(module, args, kwargs, {})
 
 
@@ -101,7 +101,7 @@ def check_reads(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     """
     args, kwargs = copies((args, dict(kwargs)))
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    with _apart(module), RefusedReads([*given, *(t for _, t in tensors(module))], restrided):
+    with apart(module), RefusedReads([*given, *(t for _, t in tensors(module))], restrided):
         call_on_copies(module, args, kwargs)
 
 
@@ -135,7 +135,7 @@ def run_graph(found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: 
     given = pytree.tree_leaves((args, kwargs), is_leaf=lambda leaf: leaf is None)
     held = dict(tensors(module)) | found.constants
     values = [given[int(slot.name)] if slot.kind is Kind.INPUT else held[slot.name] for slot in found.slots]
-    with _apart(module):
+    with apart(module):
         outputs = _MemberRun(fx.GraphModule(nn.Module(), found.graph)).run(*values)
         return _outcome(list(outputs), leaves, dict(tensors(module)))
 
@@ -150,7 +150,7 @@ class _MemberRun(fx.Interpreter):
 
 
 @contextmanager
-def _apart(module: nn.Module) -> Iterator[None]:
+def apart(module: nn.Module) -> Iterator[None]:
     """Random numbers, the same for every run, autocast and grad mode come back as they were."""
     outer = random.getstate(), np.random.get_state()
     kinds = {tensor.device.type for _, tensor in tensors(module)} or {"cpu"}

@@ -17,6 +17,7 @@ from hfusion.capture.opaque import RULES as OPAQUE_RULES
 from hfusion.capture.own_code import OpaqueCall
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.common_graph import common_graph
+from hfusion.compiler.fill_scalars import capture_variants
 from hfusion.compiler.unbatchable import module_path, unbatchable
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError
@@ -83,6 +84,9 @@ class Compiled:
     """Of the inputs that the program holds for, as of `Arguments.memory_orders`; None where it holds for all."""
     origin: object = field(default_factory=object)
     """The same in all programs that were made of one capture, for whichever members."""
+    calls: tuple[Any, ...] = ()
+    size_uses: tuple[Any, ...] = ()
+    """As of `Capture`, for members that join with numbers of their own."""
 
     @cached_property
     def written(self) -> frozenset[str]:
@@ -141,11 +145,19 @@ class _Captured:
     calls: tuple[OpaqueCall, ...]
     guards: Callable[[Sequence[Sequence[Any]]], bool]
     memory_orders: tuple[Any, ...] | None
+    size_uses: tuple[Any, ...]
 
 
 def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, looped: Mapping[Island, str]) -> _Captured:
     members = representatives(subject.variants)
-    found = [_captured_member(subject, member, arguments, sizes, looped) for member in members]
+
+    def capture(variant: int) -> tuple[Capture, list[OpaqueCall]]:
+        return _captured_member(subject, members[variant], arguments, sizes, looped)
+
+    if looped or sizes.open:
+        found = [capture(variant) for variant in range(len(members))]
+    else:
+        found = capture_variants(len(members), lambda k: _member(subject, members[k], arguments), capture)
     captures = [one for one, _ in found]
     first = captures[0]
     graph = first.graph
@@ -158,9 +170,10 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
     calls = tuple(call for _, calls in found for call in calls)
 
     # Of the captures nothing more, as they hold tensors.
-    guards = AllHold(tuple(c.guards for c in captures))
+    guards = AllHold(tuple({id(c.guards): c.guards for c in captures}.values()))
     orders = arguments.memory_orders if any(c.needs_strides for c in captures) else None
-    return _Captured(first, graph, layouts, constants, calls, guards, orders)
+    uses = tuple(dict.fromkeys(use for capture in captures for use in capture.size_uses))
+    return _Captured(first, graph, layouts, constants, calls, guards, orders, uses)
 
 
 def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compiled:
@@ -171,7 +184,15 @@ def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compile
     program = Program(subject.name, subject.members, training, module, code, first.slots, layouts, first.out_spec)
     look_at(program)
     return Compiled(
-        program, graph, captured.constants, captured.calls, captured.guards, first.modes, captured.memory_orders
+        program,
+        graph,
+        captured.constants,
+        captured.calls,
+        captured.guards,
+        first.modes,
+        captured.memory_orders,
+        calls=first.calls,
+        size_uses=captured.size_uses,
     )
 
 
@@ -208,17 +229,20 @@ def representatives(variants: Sequence[int]) -> list[int]:
     return [variants.index(variant) for variant in range(max(variants) + 1)]
 
 
+def _member(subject: ArraySpec, member: int, arguments: Arguments) -> Member:
+    def bodies() -> list[nn.Module]:
+        return [subject.member(index) for index in range(subject.members)]
+
+    return Member(subject.member(member), *arguments.of_member(member), bodies)
+
+
 def _captured_member(
     subject: ArraySpec, member: int, arguments: Arguments, sizes: VaryingSizes, looped: Mapping[Island, str]
 ) -> tuple[Capture, list[OpaqueCall]]:
     """One member's graph, and the calls in it that stay in a loop over members, among them those of ``looped``."""
 
-    def bodies() -> list[nn.Module]:
-        return [subject.member(index) for index in range(subject.members)]
-
-    one = Member(subject.member(member), *arguments.of_member(member), bodies)
     try:
-        return capture_member(one, sizes, looped, subject.loops)
+        return capture_member(_member(subject, member, arguments), sizes, looped, subject.loops)
     except FusionError as error:
         if not subject.loops:
             raise

@@ -2,45 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from hfusion.capture.attribute_writes import names_used
 from hfusion.capture.opaque import numbered
 from hfusion.capture.own_code import OpaqueCall, calls
 from hfusion.capture.references import references
 from hfusion.compiler.compiled import RULES, ArraySpec, Compiled, choose_ways, look_at
+from hfusion.compiler.fill_scalars import check_constant, keyed_constants
 from hfusion.core.layout import Layout
+from hfusion.core.program import Kind
 from hfusion.ops.rule import MemberScalars
 from hfusion.passes.align import select_rows
 from hfusion.passes.batch import batch
+from hfusion.passes.fill import Changes, fill_rows
 from hfusion.passes.islands import OPAQUE
+from hfusion.passes.layouts import Choice
 from hfusion.passes.regions import regions
 
 # The place of the call's number among the arguments of `OPAQUE`.
 _CALL = 3
 
 
-def of_rows(compiled: Compiled, rows: Sequence[int], subject: ArraySpec | None = None) -> Compiled:
+def of_rows(
+    compiled: Compiled,
+    rows: Sequence[int],
+    subject: ArraySpec | None = None,
+    changes: Mapping[int, Changes] | None = None,
+) -> Compiled:
     """The program of ``subject``, whose member b is what member ``rows[b]`` of ``compiled`` is but for its tensors.
 
-    None where no member runs code of its own.
+    Args:
+        subject: None where no member runs code of its own.
+        changes: the numbers in which a member of ``subject`` differs from that member of ``compiled``, by member.
+
+    Raises:
+        Unexplained: changes whose places in the graph cannot be told.
     """
     program, members = compiled.program, len(rows)
-    graph = select_rows(compiled.graph, rows)
+    if changes:
+        graph, tensors = fill_rows(compiled.graph, rows, changes)
+    else:
+        graph, tensors = select_rows(compiled.graph, rows), {}
     if compiled.opaque and subject is None:
         raise ValueError("members that run their own code are needed as modules")
     opaque = _with_own_bodies(graph, subject) if compiled.opaque and subject is not None else ()
     tune = subject is not None and subject.tune
-    module = batch(graph, program.layouts, members, RULES, choose_ways(graph, program.layouts, members, tune))
     slots = zip(program.slots, program.layouts, strict=True)
     stacked = {slot.name for slot, layout in slots if slot.name in compiled.constants and layout is Layout.STACKED}
     constants = {n: t[list(rows)] if n in stacked else t for n, t in compiled.constants.items()}
-    made = replace(program, members=members, module=module, code=regions(module, members))
+    for key, values in keyed_constants(compiled.graph, program.slots, tensors).items():
+        if key not in stacked:
+            constants[key] = constants[key].expand(members, *constants[key].shape)
+            stacked.add(key)
+        constants[key] = _with_values(key, constants[key], values)
+    layouts = tuple(
+        Layout.STACKED if slot.name in stacked and slot.kind is Kind.CONSTANT else layout
+        for slot, layout in zip(program.slots, program.layouts, strict=True)
+    )
+    choices = _choices(compiled, graph) if (members, layouts) == (program.members, program.layouts) else None
+    if choices is None:
+        choices = choose_ways(graph, layouts, members, tune)
+    module = batch(graph, layouts, members, RULES, choices)
+    made = replace(program, members=members, module=module, code=regions(module, members), layouts=layouts)
     look_at(made)
     return replace(compiled, program=made, graph=graph, constants=constants, opaque=opaque)
+
+
+def _choices(compiled: Compiled, graph: fx.Graph) -> dict[fx.Node, Choice] | None:
+    """How the operators of a program run, for ``graph``; None where members differ there in other places."""
+    chosen = {n.meta["origin"]: n.meta["choice"] for n in compiled.program.module.graph.nodes if "choice" in n.meta}
+    pairs = list(zip(compiled.graph.nodes, graph.nodes, strict=True))
+    if any(_varies(old.meta.get("arguments")) != _varies(new.meta.get("arguments")) for old, new in pairs):
+        return None
+    return {new: chosen[old] for old, new in pairs if old in chosen}
+
+
+def _varies(nest: Any) -> Any:
+    """Where members differ in the arguments of a call."""
+    if isinstance(nest, dict):
+        return tuple(map(_varies, nest.values()))
+    if isinstance(nest, list | tuple):
+        return tuple(map(_varies, nest))
+    return isinstance(nest, MemberScalars)
+
+
+def _with_values(key: str, stack: Tensor, values: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
+    """A stack of a constant in which members have other ``values``; with each the one that is to be there so far."""
+    result = stack.clone()
+    for member, (old, new) in values.items():
+        check_constant(key, stack[member], old)
+        result[member] = new
+    return result
 
 
 def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, ...]:

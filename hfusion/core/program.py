@@ -41,8 +41,9 @@ class Capture:
 
     ``slots`` describe the placeholders in order; ``constants`` are the tensors that the graph holds by itself.
     ``guards`` tells whether the graph holds for inputs of other shapes, empty for what is no tensor; ``modes`` are the
-    submodules whose train or eval mode forward changes, by path; ``needs_strides``: the graph holds for inputs whose
-    dims have the same order in memory only.
+    submodules whose train or eval mode forward changes, by path. ``calls`` are the operators that the code called, and
+    ``meta["call"]`` of a node its place there; ``size_uses`` the numbers that met sizes that vary. ``needs_strides``:
+    the graph holds for inputs whose dims have the same order in memory only.
     """
 
     graph: fx.Graph
@@ -51,6 +52,8 @@ class Capture:
     out_spec: TreeSpec
     guards: Callable[[Sequence[Sequence[Any]]], bool]
     modes: Mapping[str, bool] = field(default_factory=dict)
+    calls: tuple[Any, ...] = ()
+    size_uses: tuple[Any, ...] = ()
     needs_strides: bool = False
 
     @property

@@ -1,0 +1,294 @@
+"""One eager run of a member's own code, as the sequence of operators that a capture would hold, with their numbers.
+
+A capture costs tens of milliseconds and more, such a run little more than a forward. Two members whose traces have one
+structure have graphs that differ in numbers at most, at the sizes of this call.
+
+Private to torch, tried on 2.13: the dispatch key PreDispatch, on which `torch.export` traces, and that of the modes it
+allows there the one for checks of schemas is a base class that records nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.schema_check_mode import SchemaCheckMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hfusion.capture.contents import contents
+from hfusion.capture.kept import plain_variables, restored, variable_holders
+from hfusion.capture.named import tensors
+from hfusion.capture.rehearse import apart, runnable
+from hfusion.core.copies import copies
+from hfusion.core.errors import FusionError
+from hfusion.core.memory import is_plain
+from hfusion.passes.candidates import by_name
+
+aten = torch.ops.aten
+
+# Elements of a tensor that forward makes of Python numbers; larger ones are data, and are not compared.
+MAX_ELEMENTS = 65536
+
+# Operators whose results code may look at, so that other values would lead to other operators.
+_LOOKS = frozenset({aten._local_scalar_dense.default, aten.is_nonzero.default, aten.item.default, aten.equal.default})
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """Where a tensor of a trace comes from: kind ``own``, ``input``, ``call`` or ``made``, and its place there."""
+
+    kind: str
+    place: Any
+
+
+@dataclass(frozen=True, eq=False)
+class TracedCall:
+    """One operator: ``arguments`` by name with `TensorRef` for tensors; ``results`` their shapes, dtypes and the like.
+
+    ``settings``: grad mode and autocast, as they were.
+    """
+
+    target: Any
+    arguments: dict[str, Any]
+    results: Any
+    settings: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorTrace:
+    """What one call of a member did.
+
+    Attributes:
+        calls: the operators in order.
+        made: the tensors that the code made of Python numbers, or holds without registering them.
+        ends: the structure of the outputs, where outputs and the member's tensors afterwards come from, modes it set.
+    """
+
+    calls: tuple[TracedCall, ...]
+    made: tuple[Tensor, ...]
+    ends: Any
+
+    def same_structure(self, other: OperatorTrace) -> bool:
+        """Whether both call the same operators with the same tensors, and differ in numbers at most."""
+        return (
+            len(self.calls) == len(other.calls)
+            and self.ends == other.ends
+            and len(self.made) == len(other.made)
+            and all(map(_same_kind, self.made, other.made))
+            and all(map(_same_call, self.calls, other.calls))
+        )
+
+
+def trace_operators(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OperatorTrace | None:
+    """Run ``module``, a copy that is of no use afterwards; None where its operators do not tell all that it does.
+
+    That is where it fails, looks at values, draws from other random numbers than torch's, leaves state in Python
+    attributes or variables, or registers hooks on tensors.
+    """
+    if not runnable(module):
+        return None
+    try:
+        with restored(module):
+            return _traced(module, args, kwargs)
+    except (FusionError, RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError):
+        # A capture says why.
+        return None
+
+
+def _traced(member: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OperatorTrace | None:
+    before, holders = contents(member), variable_holders(member)
+    variables = plain_variables(holders)
+    untouched = {path: part.training for path, part in member.named_modules(remove_duplicate=False)}
+    args, kwargs = copies((args, dict(kwargs)))
+    recorder = _OperatorRecorder()
+    recorder.know("own", dict(tensors(member)).items())
+    recorder.know("input", enumerate(pytree.tree_leaves((args, kwargs))))
+    with apart(member), _python_draws() as draws, enable_python_dispatcher(), recorder:
+        result = member(*args, **kwargs)
+    if draws or recorder.looks or recorder.hooked():
+        return None
+    if contents(member) != before or plain_variables(holders) != variables:
+        return None
+    leaves, spec = pytree.tree_flatten(result)
+    ends = (
+        spec,
+        _plain(recorder.referred(leaves)),
+        _plain(recorder.referred(list(dict(tensors(member)).values()))),
+        tuple(
+            (path, part.training)
+            for path, part in member.named_modules(remove_duplicate=False)
+            if untouched.get(path) != part.training
+        ),
+    )
+    return OperatorTrace(tuple(recorder.calls), tuple(recorder.made), ends)
+
+
+@contextmanager
+def _python_draws() -> Iterator[list[str]]:
+    """Note draws from Python's and numpy's random numbers."""
+    draws: list[str] = []
+    before = random.getstate(), _numpy_state()
+    yield draws
+    draws += ["Python's"] if random.getstate() != before[0] else []
+    draws += ["numpy's"] if _numpy_state() != before[1] else []
+
+
+def _numpy_state() -> Any:
+    _, keys, *rest = np.random.get_state(legacy=True)
+    return np.asarray(keys).tobytes(), tuple(rest)
+
+
+class _OperatorRecorder(SchemaCheckMode):
+    """Notes the operators that reach torch's dispatcher, before they are taken apart."""
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
+        self.calls: list[TracedCall] = []
+        self.made: list[Tensor] = []
+        self.looks = False
+        # They are kept alive, so that no id is used again.
+        self._origins: dict[int, tuple[TensorRef, Tensor]] = {}
+        # What a factory such as torch.full gives is another object than what its operator gave.
+        self._by_memory: dict[Any, TensorRef] = {}
+
+    def know(self, kind: str, named: Any) -> None:
+        for place, tensor in named:
+            if isinstance(tensor, Tensor):
+                self._origins.setdefault(id(tensor), (TensorRef(kind, place), tensor))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = self.referred(by_name(func, args, kwargs or {}))
+        self.looks |= func in _LOOKS
+        settings = (
+            torch.is_grad_enabled(),
+            *((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)),
+        )
+        results = func(*args, **(kwargs or {}))
+        flat = results if isinstance(results, list | tuple) else [results]
+        for place, tensor in enumerate(flat):
+            if isinstance(tensor, Tensor):
+                ref = TensorRef("call", (len(self.calls), place))
+                self._origins[id(tensor)] = (ref, tensor)
+                if (memory := _memory(tensor)) is not None:
+                    self._by_memory[memory] = ref
+        self.calls.append(TracedCall(func, named, tuple(map(_described, flat)), settings))
+        return results
+
+    def referred(self, nest: Any) -> Any:
+        """A nest with a `TensorRef` in place of each tensor."""
+        if isinstance(nest, Tensor):
+            return self._origin(nest)
+        if isinstance(nest, list | tuple):
+            return tuple(map(self.referred, nest))
+        if isinstance(nest, dict):
+            return {name: self.referred(item) for name, item in nest.items()}
+        return nest
+
+    def _origin(self, tensor: Tensor) -> TensorRef:
+        if id(tensor) not in self._origins:
+            ref = self._by_memory.get(_memory(tensor))
+            if ref is None:
+                ref = TensorRef("made", len(self.made))
+                self.made.append(tensor.detach().clone() if tensor.numel() <= MAX_ELEMENTS else tensor)
+            self._origins[id(tensor)] = (ref, tensor)
+        return self._origins[id(tensor)][0]
+
+    def hooked(self) -> bool:
+        """Whether the code hung a hook on a tensor, of which no operator tells."""
+        return any(tensor._backward_hooks for _, tensor in self._origins.values())
+
+
+def _memory(tensor: Tensor) -> Any:
+    """Where the elements of a tensor lie, and how they are read; None where that cannot be told."""
+    if not is_plain(tensor) or not tensor.numel():
+        return None
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def _described(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return tuple(result.shape), result.dtype, result.device, result.requires_grad
+    return None if isinstance(result, int | float | bool) else result
+
+
+def _plain(nest: Any) -> Any:
+    """A nest whose numbers are equal only if they are the same: a NaN is, 0.0 and -0.0 are not."""
+    if isinstance(nest, tuple):
+        return tuple(map(_plain, nest))
+    return (type(nest), repr(nest)) if isinstance(nest, int | float | complex) else nest
+
+
+def _same_kind(mine: Tensor, other: Tensor) -> bool:
+    if mine is other:
+        return True
+    kinds = [(t.shape, t.dtype, t.device, t.requires_grad, t.layout) for t in (mine, other)]
+    return kinds[0] == kinds[1] and is_plain(mine) and is_plain(other) and mine.numel() <= MAX_ELEMENTS
+
+
+def _same_call(mine: TracedCall, other: TracedCall) -> bool:
+    return (
+        mine.target is other.target
+        and mine.settings == other.settings
+        and mine.results == other.results
+        and _same_arguments(mine.arguments, other.arguments)
+    )
+
+
+def _same_arguments(mine: Any, other: Any) -> bool:
+    """Whether two nests differ in numbers at most."""
+    if isinstance(mine, dict):
+        return all(_same_arguments(item, other[name]) for name, item in mine.items())
+    if isinstance(mine, tuple):
+        return isinstance(other, tuple) and len(mine) == len(other) and all(map(_same_arguments, mine, other))
+    if is_number(mine) and is_number(other):
+        return isinstance(mine, bool) == isinstance(other, bool)
+    return type(mine) is type(other) and bool(mine == other)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float | complex)
+
+
+def differing_places(mine: OperatorTrace, other: OperatorTrace) -> dict[int, dict[tuple[Any, ...], tuple[Any, Any]]]:
+    """Of two traces of one structure: the numbers that differ, by call, and by name and place within the argument.
+
+    A tensor that was made of numbers counts as one.
+    """
+    unlike = {
+        place for place, (a, b) in enumerate(zip(mine.made, other.made, strict=True)) if not (a is b or _equal(a, b))
+    }
+    found: dict[int, dict[tuple[Any, ...], tuple[Any, Any]]] = {}
+    for number, (a, b) in enumerate(zip(mine.calls, other.calls, strict=True)):
+        places = dict(_differing(a.arguments, b.arguments, (), mine, other, unlike))
+        if places:
+            found[number] = places
+    return found
+
+
+def _equal(mine: Tensor, other: Tensor) -> bool:
+    same = (mine == other) | ((mine != mine) & (other != other))
+    return bool(same.all()) and (not mine.is_floating_point() or bool((mine.signbit() == other.signbit()).all()))
+
+
+def _differing(
+    a: Any, b: Any, path: tuple[Any, ...], mine: OperatorTrace, other: OperatorTrace, unlike: set[int]
+) -> Iterator[tuple[tuple[Any, ...], tuple[Any, Any]]]:
+    if isinstance(a, dict):
+        for name, item in a.items():
+            yield from _differing(item, b[name], (*path, name), mine, other, unlike)
+    elif isinstance(a, tuple):
+        for place, (one, two) in enumerate(zip(a, b, strict=True)):
+            yield from _differing(one, two, (*path, place), mine, other, unlike)
+    elif isinstance(a, TensorRef):
+        if a.kind == "made" and a.place in unlike:
+            yield path, (mine.made[a.place], other.made[a.place])
+    elif is_number(a) and (type(a) is not type(b) or repr(a) != repr(b)):
+        yield path, (a, b)

@@ -1,0 +1,237 @@
+"""Captures of many members that differ in numbers, made of a few: one is captured, and others prove it.
+
+Every member runs once eagerly, which tells its numbers at every operator. Where they belong in the graph follows from
+the operators that the capture came from. One or two further captures must be what was made for their members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+
+from hfusion.capture.differing_numbers import DifferingNumbers
+from hfusion.capture.export import check_faithful
+from hfusion.capture.member import Member
+from hfusion.capture.operator_trace import OperatorTrace, differing_places, trace_operators
+from hfusion.capture.own_code import OpaqueCall
+from hfusion.capture.rehearse import twin
+from hfusion.capture.size_uses import SizeUse
+from hfusion.core.errors import FusionError
+from hfusion.core.guards import Guards
+from hfusion.core.program import Capture, Kind, Slot
+from hfusion.passes.align import align, scalars
+from hfusion.passes.fill import Changes, Unexplained, fill
+
+# So many members that differ in numbers only are captured at most: the first, and those that prove the places.
+MAX_CAPTURES = 3
+# Structures of traces; members of more are captured one by one.
+MAX_STRUCTURES = 8
+
+T = TypeVar("T")
+
+aten = torch.ops.aten
+# An export writes them where a buffer is assigned; they take no numbers.
+_ADDED = frozenset({aten.detach.default, aten.copy_.default})
+# An export writes one for the other.
+_SAME = {aten.lift_fresh_copy.default: aten.lift_fresh.default}
+
+
+@dataclass(frozen=True)
+class _Variants:
+    """Members to capture: ``member(k)`` gives the one of variant k, ``capture(k)`` its capture, with its own code."""
+
+    member: Callable[[int], Member]
+    capture: Callable[[int], tuple[Capture, list[OpaqueCall]]]
+
+
+def capture_variants(
+    count: int, member: Callable[[int], Member], capture: Callable[[int], tuple[Capture, list[OpaqueCall]]]
+) -> list[tuple[Capture, list[OpaqueCall]]]:
+    """The captures of variants 0 to ``count - 1``; at most `MAX_CAPTURES` of those that differ in numbers only.
+
+    Args:
+        member: gives the member of a variant.
+        capture: captures it.
+
+    Raises:
+        FusionError: what keeps a member from being captured.
+    """
+    if count <= MAX_CAPTURES:
+        return [capture(variant) for variant in range(count)]
+    subject = _Variants(member, capture)
+    found: dict[int, tuple[Capture, list[OpaqueCall]]] = {}
+    for group, traces in _groups(subject, count):
+        found |= _capture_group(subject, group, traces)
+    return [found[variant] if variant in found else capture(variant) for variant in range(count)]
+
+
+def _groups(subject: _Variants, count: int) -> list[tuple[list[int], list[OperatorTrace]]]:
+    """Variants whose traces have one structure, those that are enough to be worth it; each with its traces."""
+    groups: list[tuple[list[int], list[OperatorTrace]]] = []
+    for variant in range(count):
+        own = _trace(subject.member(variant))
+        if own is None:
+            if variant == 0:
+                # So it would be with the others.
+                return []
+            continue
+        for variants, traces in groups:
+            if traces[0].same_structure(own):
+                variants.append(variant)
+                traces.append(own)
+                break
+        else:
+            if len(groups) < MAX_STRUCTURES:
+                groups.append(([variant], [own]))
+    return [group for group in groups if len(group[0]) > MAX_CAPTURES]
+
+
+def _trace(member: Member) -> OperatorTrace | None:
+    return trace_operators(twin(member.model), member.args, member.kwargs)
+
+
+def _capture_group(
+    subject: _Variants, group: Sequence[int], traces: Sequence[OperatorTrace]
+) -> dict[int, tuple[Capture, list[OpaqueCall]]]:
+    """The captures of variants whose traces have one structure; only of some where the others cannot be filled in."""
+    first, calls = subject.capture(group[0])
+    found = {group[0]: (first, calls)}
+    if calls:
+        return found
+    others = [variant for variant in group if variant != group[0]]
+    models = [subject.member(variant).model for variant in others] if first.size_uses else []
+    if not sizes_meet_none(first.size_uses, subject.member(group[0]).model, models):
+        return found
+    try:
+        changes = {
+            variant: changes_between(first.calls, traces[0], own)
+            for variant, own in zip(group, traces, strict=True)
+            if variant != group[0]
+        }
+        filled = {variant: filled_capture(first, own) for variant, own in changes.items()}
+    except Unexplained:
+        return found
+    for variant in _provers(changes):
+        if may_be_sizes(first.calls, changes[variant]):
+            found[variant] = subject.capture(variant)
+            if found[variant][1] or not _same_capture(found[variant][0], filled[variant]):
+                return found
+        elif not _is_faithful(filled[variant], subject.member(variant)):
+            return found
+    return {variant: (capture, []) for variant, capture in filled.items()} | found
+
+
+def _is_faithful(capture: Capture, member: Member) -> bool:
+    """Whether a capture gives what the member's code gives, gradients included."""
+    try:
+        check_faithful(capture, member.model, member.args, member.kwargs)
+    except FusionError:
+        return False
+    return True
+
+
+def may_be_sizes(calls: Sequence[Any], changes: Changes) -> bool:
+    """Whether a number that changes may decide on sizes: then only a capture tells what it asks of these."""
+    kinds = (
+        str(argument.type)
+        for call, paths in changes.items()
+        for path in paths
+        for argument in calls[call]._schema.arguments
+        if argument.name == path[0]
+    )
+    return any("int" in kind.lower() or "List" in kind for kind in kinds)
+
+
+def changes_between(calls: Sequence[Any], mine: OperatorTrace, other: OperatorTrace) -> Changes:
+    """The numbers that differ between two traces of one structure, by the operators ``calls`` of a capture.
+
+    Raises:
+        Unexplained: the capture has operators that the first trace has not.
+    """
+    place_of: dict[int, int] = {}
+    start = 0
+    for number, target in enumerate(calls):
+        # What an export leaves out is what nobody needs.
+        place = next((k for k in range(start, len(mine.calls)) if _same_target(mine.calls[k].target, target)), None)
+        if place is not None:
+            place_of[place], start = number, place + 1
+        elif target not in _ADDED:
+            raise Unexplained(f"the capture calls {target}, which the code does not")
+    places = differing_places(mine, other)
+    return {place_of[place]: paths for place, paths in places.items() if place in place_of}
+
+
+def _same_target(one: Any, other: Any) -> bool:
+    return _SAME.get(one, one) is _SAME.get(other, other)
+
+
+def filled_capture(first: Capture, changes: Changes) -> Capture:
+    """The capture of a member that differs from that of ``first`` by ``changes``. Raises Unexplained."""
+    graph, tensors = fill(first.graph, changes)
+    constants = dict(first.constants)
+    for key, (old, new) in keyed_constants(first.graph, first.slots, tensors).items():
+        check_constant(key, constants[key], old)
+        constants[key] = new
+    return replace(first, graph=graph, constants=constants)
+
+
+def keyed_constants(graph: fx.Graph, slots: Sequence[Slot], named: Mapping[str, T]) -> dict[str, T]:
+    """What stands by the names of placeholders, by the keys of the constants that these are. Raises Unexplained."""
+    if not named:
+        return {}
+    pairs = zip(graph.find_nodes(op="placeholder"), slots, strict=True)
+    keys = {node.name: slot.name for node, slot in pairs if slot.kind is Kind.CONSTANT}
+    unknown = named.keys() - keys.keys()
+    if unknown:
+        raise Unexplained(f"{min(unknown)} is no constant")
+    return {keys[name]: item for name, item in named.items()}
+
+
+def check_constant(key: str, constant: Tensor, made: Tensor) -> None:
+    """Raise Unexplained where a constant is not what the code made."""
+    if not _equal_tensors(constant, made):
+        raise Unexplained(f"the tensor {key} is not as the code gave it")
+
+
+def _equal_tensors(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _provers(changes: Mapping[int, Changes]) -> list[int]:
+    """The variants to capture besides the first: those in which the most numbers differ that differ in none before."""
+    differing = {v: {(call, path) for call, paths in own.items() for path in paths} for v, own in changes.items()}
+    chosen: list[int] = []
+    proven: set[Any] = set()
+    while len(chosen) < MAX_CAPTURES - 1:
+        best = max(differing, key=lambda variant: len(differing[variant] - proven))
+        if chosen and not differing[best] - proven:
+            break
+        chosen.append(best)
+        proven |= differing.pop(best)
+    return chosen
+
+
+def _same_capture(mine: Capture, other: Capture) -> bool:
+    try:
+        graph = align([mine.graph, other.graph], (0, 1))
+        guards = [one.assumptions() if isinstance(one, Guards) else one for one in (mine.guards, other.guards)]
+    except (FusionError, ValueError):
+        return False
+    return (
+        not scalars(graph)
+        and (mine.out_spec, mine.modes, mine.slots) == (other.out_spec, other.modes, other.slots)
+        and guards[0] == guards[1]
+        and mine.constants.keys() == other.constants.keys()
+        and all(_equal_tensors(tensor, other.constants[name]) for name, tensor in mine.constants.items())
+    )
+
+
+def sizes_meet_none(uses: Sequence[SizeUse], model: Any, others: Sequence[Any]) -> bool:
+    """Whether no number in which ``others`` differ from ``model`` meets a size that varies."""
+    return not uses or not DifferingNumbers.of(model, others).may_stand_in(uses, model)

@@ -1,0 +1,197 @@
+"""Put the numbers of further members into a graph that one of them was captured as.
+
+Nodes of a capture know by ``meta["call"]`` the operator, of those that the code called, which they stand for. A change
+is known by that and by where the number stands: the name of the argument, and the place in it where it is a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.node import map_aggregate
+
+from hfusion.core.errors import FusionError
+from hfusion.core.tree import holds
+from hfusion.ops.rule import MemberScalars
+from hfusion.passes.candidates import by_name
+
+Path: TypeAlias = tuple[Any, ...]
+Changes: TypeAlias = Mapping[int, Mapping[Path, tuple[Any, Any]]]
+"""By call and path: the number that stands in the graph, and the one to come. A tensor of numbers counts as one."""
+
+
+class Unexplained(FusionError):
+    """A number of a member whose place in the graph cannot be told."""
+
+
+def fill(graph: fx.Graph, changes: Changes) -> tuple[fx.Graph, dict[str, tuple[Tensor, Tensor]]]:
+    """The graph of a member whose numbers differ by ``changes`` from those in ``graph``, which is of one member, too.
+
+    Also returns, by the names of placeholders, the constants that change: what they are here, and there.
+
+    Raises:
+        Unexplained: a number that stands elsewhere in the graph, or is another.
+    """
+    result = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    constants: dict[str, tuple[Tensor, Tensor]] = {}
+    places = _Places(changes)
+    for node in graph.nodes:
+        new = env[node] = result.node_copy(node, env.__getitem__)
+        if places.of(node):
+            named = places.change(node, _arguments(new)[1], constants)
+            new.args, new.kwargs = (), named
+    places.check()
+    return result, constants
+
+
+def fill_rows(
+    graph: fx.Graph, rows: Sequence[int], changes: Mapping[int, Changes]
+) -> tuple[fx.Graph, dict[str, dict[int, tuple[Tensor, Tensor]]]]:
+    """The graph of an array as `hfusion.passes.align.select_rows` gives it, with further members.
+
+    Args:
+        rows: for each member to be, the member of ``graph`` that it is, or differs from by its ``changes``.
+        changes: by the place of a member in ``rows``.
+
+    Also returns, by the names of placeholders and by member, the constants that change.
+
+    Raises:
+        Unexplained: as `fill`.
+    """
+    result = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    constants: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
+    places = {member: _Places(own) for member, own in changes.items()}
+    for node in graph.nodes:
+        new = env[node] = result.node_copy(node, env.__getitem__)
+        changing = [member for member, own in places.items() if own.of(node)]
+        if "arguments" not in node.meta and not changing:
+            continue
+        every = node.meta.get("members", node.meta.get("arguments")) or _arguments(node)
+        nests = [_of_row(every, row, env) for row in rows]
+        for member in changing:
+            replaced: dict[str, tuple[Tensor, Tensor]] = {}
+            nests[member] = ((), places[member].change(node, nests[member][1], replaced))
+            for name, pair in replaced.items():
+                constants.setdefault(name, {})[member] = pair
+        varying = holds(every, MemberScalars) or changing
+        new.meta["members"] = _merged(every, nests, env) if varying else nests[0]
+        new.meta["arguments"] = map_aggregate(new.meta["members"], plain)
+    for own in places.values():
+        own.check()
+    return result, constants
+
+
+def varying(graph: fx.Graph, changes: Changes) -> bool:
+    """Whether members of ``graph`` differ already wherever the ``changes`` are."""
+    open_calls = {
+        node.meta["call"]: {name for name, item in node.meta["arguments"][1].items() if holds(item, MemberScalars)}
+        for node in graph.nodes
+        if "arguments" in node.meta and "call" in node.meta
+    }
+    return all(path[0] in open_calls.get(call, ()) for call, paths in changes.items() for path in paths)
+
+
+def plain(item: Any) -> Any:
+    """One scalar where those of all members are the same."""
+    if not isinstance(item, MemberScalars):
+        return item
+    first = item.values[0]
+    return first if all(same_number(value, first) for value in item.values) else item
+
+
+def same_number(one: Any, other: Any) -> bool:
+    """Whether two are the same, of one type: a NaN is, 0.0 and -0.0 are not."""
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+def _arguments(node: fx.Node) -> tuple[Any, dict[str, Any]]:
+    if not isinstance(node.target, OpOverload):
+        raise Unexplained(f"{node.target} takes a number of a member")
+    return (), by_name(node.target, node.args, node.kwargs)
+
+
+def _of_row(nest: Any, row: int, env: Mapping[fx.Node, fx.Node]) -> Any:
+    def own(item: Any) -> Any:
+        if isinstance(item, MemberScalars):
+            return item.values[row]
+        return env[item] if isinstance(item, fx.Node) else item
+
+    return map_aggregate(nest, own)
+
+
+def _merged(every: Any, nests: Sequence[Any], env: Mapping[fx.Node, fx.Node]) -> Any:
+    """The members' nests as one, with `MemberScalars` where they differ, or where ``every`` has them."""
+    if isinstance(every, MemberScalars):
+        return MemberScalars(tuple(nests))
+    if isinstance(every, fx.Node):
+        return env[every]
+    if isinstance(every, dict):
+        return {name: _merged(item, [nest[name] for nest in nests], env) for name, item in every.items()}
+    if isinstance(every, list | tuple):
+        parts = [_merged(item, [nest[place] for nest in nests], env) for place, item in enumerate(every)]
+        return tuple(parts) if isinstance(every, tuple) else parts
+    return nests[0] if all(same_number(nest, nests[0]) for nest in nests) else MemberScalars(tuple(nests))
+
+
+class _Places:
+    """The changes of one member, and which of them were met."""
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._met: set[int] = set()
+        self._changed: set[tuple[int, Path]] = set()
+
+    def of(self, node: fx.Node) -> bool:
+        return node.meta.get("call") in self._changes and node.op == "call_function"
+
+    def change(
+        self, node: fx.Node, named: dict[str, Any], constants: dict[str, tuple[Tensor, Tensor]]
+    ) -> dict[str, Any]:
+        """The arguments with what changes in them."""
+        call = node.meta["call"]
+        self._met.add(call)
+        result = dict(named)
+        for path, (old, new) in self._changes[call].items():
+            if path[0] in named and _replaces(named[path[0]], path[1:], old):
+                if isinstance(old, Tensor):
+                    constants[_at(named[path[0]], path[1:]).name] = old, new
+                else:
+                    result[path[0]] = _replaced(result[path[0]], path[1:], new)
+                self._changed.add((call, path))
+        return result
+
+    def check(self) -> None:
+        """Raise Unexplained for a number of an operator that is in the graph, and does not hold it."""
+        for call, paths in self._changes.items():
+            for path in paths:
+                # An operator without nodes gave what nobody needs.
+                if call in self._met and (call, path) not in self._changed:
+                    raise Unexplained(f"argument {path[0]} of operator {call} is not as the code gave it")
+
+
+def _at(item: Any, path: Path) -> Any:
+    for place in path:
+        if not isinstance(item, list | tuple) or not isinstance(place, int) or place >= len(item):
+            return None
+        item = item[place]
+    return item
+
+
+def _replaces(item: Any, path: Path, old: Any) -> bool:
+    """Whether ``old`` stands there; for a tensor, whether a placeholder does, whose value the caller compares."""
+    found = _at(item, path)
+    if isinstance(old, Tensor):
+        return isinstance(found, fx.Node) and found.op == "placeholder"
+    return same_number(found, old)
+
+
+def _replaced(item: Any, path: Path, new: Any) -> Any:
+    if not path:
+        return new
+    parts = [_replaced(part, path[1:], new) if place == path[0] else part for place, part in enumerate(item)]
+    return tuple(parts) if isinstance(item, tuple) else parts
