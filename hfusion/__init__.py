@@ -14,6 +14,7 @@ from hfusion.cluster.copies import copy_rows
 from hfusion.cluster.ranks import gather_rows, rows
 from hfusion.core.calls import stacked
 from hfusion.core.errors import CheckpointError, FusionError, HFusionError, NonFiniteError, PlanError, SpillError
+from hfusion.core.ragged import Ragged
 from hfusion.device.machine import Device, Machine
 from hfusion.population.ensemble import Ensemble
 from hfusion.population.logger import MemberLogger, MemberProgress
@@ -48,6 +49,7 @@ __all__ = [
     "Patience",
     "PlanError",
     "Population",
+    "Ragged",
     "SpillError",
     "Step",
     "SweepResult",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.branches import STATE, Tree, fixed_attributes, grow
+from hfusion.array.by_size import by_size, sized_arrays
 from hfusion.array.checked import REFUSALS, call_members
 from hfusion.array.dynamo import finder, inline
 from hfusion.array.evaluation import evaluating
@@ -122,7 +123,7 @@ class FusedModule(Rows, Tree):
         if exporting():
             return exported(self, self._exportable, args, kwargs)
         arguments = Arguments.of(args, kwargs)
-        split = self._split()
+        split = by_size(self, arguments) if arguments.ragged else self._split()
         if split is not None:
             return split.run(self, arguments)
         try:
@@ -284,8 +285,8 @@ class FusedModule(Rows, Tree):
         """Which operators run how, and why; one part per program that a call has made so far."""
         forward = [compiled for each in self._compilers() for family in each.families.values() for compiled in family]
         parts = [describe(c.program, self._checks.get(id(c), "self-check not run")) for c in forward]
-        methods = [array.report() for _, array in self._methods.values()]
-        return joined([FusionReport(tuple(parts), tuple(self._loops)), *methods])
+        arrays = [*(array for _, array in self._methods.values()), *sized_arrays(self)]
+        return joined([FusionReport(tuple(parts), tuple(self._loops)), *(array.report() for array in arrays)])
 
     def _compilers(self) -> list[Compiler]:
         return [state.compiler for state in self._states.values()] or [self._compiler]

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.array.broadcast import hinting, warn_as_alone, warn_of_unstacked
 from hfusion.array.function_programs import MAX_STATES, FunctionPrograms, OwnPrograms, current_programs
+from hfusion.array.ragged_rows import call_by_size, check_ragged
 from hfusion.array.transformed import stacked_results, unserved
 from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
@@ -25,6 +26,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of
 from hfusion.core.functorch import in_transform, is_wrapped
 from hfusion.core.program import Program
+from hfusion.core.ragged import Ragged
 from hfusion.passes.expected import FailedCheck
 
 
@@ -84,7 +86,17 @@ class PerModel:
     def __call__(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
         state = self.state()
-        programs = self._programs or current_programs(self._origin, arguments) or self._own.get(state, arguments)
+        if not arguments.ragged:
+            return self._call(self._programs_for(state, arguments), state, arguments)
+        members = _members(arguments)
+        check_ragged(members, arguments)
+        programs = self._programs_for(state, arguments.of_rows([0]))
+        return call_by_size(members, arguments, functools.partial(self._call, programs, state))
+
+    def _programs_for(self, state: Any, arguments: Arguments) -> FunctionPrograms:
+        return self._programs or current_programs(self._origin, arguments) or self._own.get(state, arguments)
+
+    def _call(self, programs: FunctionPrograms, state: Any, arguments: Arguments) -> Any:
         self._last_programs, key = programs, (state, arguments.key)
         calls = self._calls.get(programs)
         if calls is None:
@@ -189,7 +201,8 @@ def per_model(function: Callable[..., Any]) -> PerModel:
     Returns:
         A callable. Its first argument is what a fused module gave: a tensor ``[B, *S]`` or a tree of such. Further
         arguments are seen by every member unless wrapped in `hfusion.stacked`. The result is that of ``function`` with
-        a leading dim of B: a mean loss gives ``[B]``.
+        a leading dim of B: a mean loss gives ``[B]``. Outputs and targets may be `Ragged`: each member's result is that
+        of its own samples.
 
     Example:
         >>> import torch, torch.nn.functional as F
@@ -207,7 +220,8 @@ def _all_stacked(outputs: Any) -> Any:
 
 
 def _members(arguments: Arguments) -> int:
-    sizes = [leaf.tensor.shape[0] for leaf in arguments.leaves if isinstance(leaf, StackedInput)]
+    leaves = [leaf for leaf in arguments.leaves if isinstance(leaf, StackedInput | Ragged)]
+    sizes = [len(leaf.tensor if isinstance(leaf, StackedInput) else leaf) for leaf in leaves]
     if not sizes:
         raise ValueError("per_model's first argument holds no tensor; give it the output [B, ...] of a fused module")
     return int(sizes[0])

@@ -17,13 +17,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.array.checked import REFUSALS, call_members
+from hfusion.array.ragged_rows import joined_by_size
 from hfusion.array.row_view import RowView
 from hfusion.array.transformed import run_members
 from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import bind
 from hfusion.compiler.compiled import Compiled, check_members
-from hfusion.core.calls import StackedInput
 from hfusion.core.errors import FusionError
 from hfusion.core.functorch import in_transform, is_wrapped
 from hfusion.core.random import seeds_of_rows
@@ -121,7 +121,7 @@ class Split:
         groups = []
         for rows in found.values():
             key = fused._number, len(fused), tuple(rows)
-            part = parts.pop(key, None) or part_of(fused, rows, _copies)
+            part = parts.pop(key, None) or part_of(fused, rows, copied_rows)
             parts[key] = part
             while len(parts) > MAX_PARTS:
                 del parts[next(iter(parts))]
@@ -140,7 +140,7 @@ class Split:
             fused._loops[f"{fused._original} inside torch.func: loop over members: {self.why}"] = None
             return run_members(fused, arguments)
         check_members(len(fused), arguments)
-        calls = [(group, _of_rows(arguments, group.rows)) for group in self.groups]
+        calls = [(group, arguments.of_rows(group.rows)) for group in self.groups]
         compiled = [group.ready(fused, own) for group, own in calls]
         watch = bool(self.alone) or any(one.opaque for one in compiled)
         parts: list[tuple[Sequence[int], Any]] = []
@@ -157,7 +157,7 @@ class Split:
                 parts.append((group.rows, group.run(fused, group.ready(fused, own), own, True)))
         for row, member in self.alone.items():
             parts.append(([row], _run_alone(fused, row, member, arguments)))
-        return _joined(fused, parts)
+        return joined_by_size(parts) if arguments.ragged else _joined(fused, parts)
 
 
 def _why(groups: Mapping[Any, Sequence[int]], hooked: Mapping[int, str]) -> str:
@@ -198,7 +198,8 @@ def part_of(fused: FusedModule, rows: Sequence[int], stack: Callable[[Tensor, An
     return found
 
 
-def _copies(stack: Tensor, rows: Sequence[int] | None) -> Tensor:
+def copied_rows(stack: Tensor, rows: Sequence[int] | None) -> Tensor:
+    """Rows of a stack in memory of their own, all of a tensor that members share; a parameter if it is one."""
     copy = stack.detach() if rows is None else stack.detach()[list(rows)]
     return nn.Parameter(copy, requires_grad=stack.requires_grad) if isinstance(stack, nn.Parameter) else copy
 
@@ -218,13 +219,6 @@ def holding(modules: Mapping[str, nn.Module], own: Mapping[str, Tensor]) -> Iter
     finally:
         for table, leaf, tensor in reversed(before):
             dict.__setitem__(table, leaf, tensor)
-
-
-def _of_rows(arguments: Arguments, rows: Sequence[int]) -> Arguments:
-    leaves = [
-        StackedInput(leaf.tensor[list(rows)]) if isinstance(leaf, StackedInput) else leaf for leaf in arguments.leaves
-    ]
-    return Arguments(tuple(leaves), arguments.spec)
 
 
 def _run_alone(fused: FusedModule, row: int, member: RowView, arguments: Arguments) -> Any:

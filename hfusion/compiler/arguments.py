@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.containers import know_dataclasses
+from hfusion.core.program import describe_value
+from hfusion.core.ragged import Ragged
 
 # What a call may hold: tensors, and values that cannot change while a program built on them is kept.
 _NUMBERS = (str, int, float, complex, bytes, enum.Enum, types.NoneType)
@@ -22,12 +24,12 @@ _NAMES = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torc
 
 BATCHED = (Tensor, StackedInput)
 
-_LEAVES = (*BATCHED, *_NUMBERS, *_NAMES)
+_LEAVES = (*BATCHED, Ragged, *_NUMBERS, *_NAMES)
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a call, flat: tensors, `StackedInput` and plain values, and how they were nested."""
+    """The arguments of a call, flat: tensors, `StackedInput`, `Ragged` and plain values, and how they were nested."""
 
     leaves: tuple[Any, ...]
     spec: Any
@@ -65,7 +67,7 @@ class Arguments:
 
     def of_member(self, member: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What member ``member`` is called with."""
-        rows = [leaf.tensor[member] if is_stacked(leaf) else leaf for leaf in self.leaves]
+        rows = [row_of_leaf(leaf, member) for leaf in self.leaves]
         if isinstance(self.spec, int):
             return tuple(rows), {}
         args, kwargs = pytree.tree_unflatten(rows, self.spec)
@@ -74,7 +76,7 @@ class Arguments:
     @property
     def strides(self) -> tuple[Any, ...]:
         """Hashable: how the leaves lie in memory as a member sees them, None for what is contiguous or no tensor."""
-        rows = [leaf.tensor[0] if is_stacked(leaf) else leaf for leaf in self.leaves]
+        rows = [row_of_leaf(leaf, 0) for leaf in self.leaves]
         dense = [isinstance(row, Tensor) and row.layout is torch.strided for row in rows]
         return tuple(
             [row.stride() if d and not row.is_contiguous() else None for row, d in zip(rows, dense, strict=True)]
@@ -86,7 +88,7 @@ class Arguments:
 
         None for what is contiguous or no tensor; strides where no order of the dims is contiguous.
         """
-        rows = [leaf.tensor[0] if is_stacked(leaf) else leaf for leaf in self.leaves]
+        rows = [row_of_leaf(leaf, 0) for leaf in self.leaves]
         return tuple([None if not isinstance(row, Tensor) else _memory_order(row) for row in rows])
 
     @property
@@ -97,6 +99,15 @@ class Arguments:
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> Arguments:
         """Return the arguments with ``fn`` applied to every tensor, of a stacked one to the stack."""
         return Arguments(tuple(_mapped(leaf, fn) for leaf in self.leaves), self.spec)
+
+    @property
+    def ragged(self) -> list[Ragged]:
+        """The leaves whose sizes differ between members."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Ragged)]
+
+    def of_rows(self, rows: Sequence[int]) -> Arguments:
+        """Those of an array of the members ``rows``, whose ragged leaves are of one size."""
+        return Arguments(tuple(_of_rows(leaf, rows) for leaf in self.leaves), self.spec)
 
     @property
     def sparse(self) -> torch.layout | None:
@@ -118,9 +129,24 @@ def _memory_order(tensor: Tensor) -> Any:
     return order if tensor.permute(order).is_contiguous() else strides
 
 
+def row_of_leaf(leaf: Any, member: int) -> Any:
+    """What one member sees of a leaf."""
+    if isinstance(leaf, Ragged):
+        return leaf[member]
+    return leaf.tensor[member] if is_stacked(leaf) else leaf
+
+
+def _of_rows(leaf: Any, rows: Sequence[int]) -> Any:
+    if isinstance(leaf, Ragged):
+        return StackedInput(torch.stack([leaf[row] for row in rows]))
+    return StackedInput(leaf.tensor[list(rows)]) if is_stacked(leaf) else leaf
+
+
 def _mapped(leaf: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     if is_stacked(leaf):
         return StackedInput(fn(leaf.tensor))
+    if isinstance(leaf, Ragged):
+        return leaf.map(fn)
     return fn(leaf) if isinstance(leaf, Tensor) else leaf
 
 
@@ -143,3 +169,16 @@ def _loose_key(leaf: Any) -> Any:
     if isinstance(tensor, Tensor):
         return (tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad, is_stacked(leaf))
     return (type(leaf), leaf)
+
+
+def is_tensors(leaf: Any) -> bool:
+    """Whether a leaf is, or holds, tensors."""
+    return isinstance(leaf, (*BATCHED, Ragged))
+
+
+def describe_leaf(leaf: Any) -> str:
+    """Such as ``f32[32,64]`` or ``stacked f32[4,32,64]``; ``stacked f32[*,64]`` where numbers of samples differ."""
+    if isinstance(leaf, Ragged):
+        kind, _, sizes = describe_value(leaf[0], None, 0).partition("[")
+        return f"stacked {kind}[{','.join(['*', *sizes.split(',')[1:]])}" + ("" if "," in sizes else "]")
+    return f"stacked {describe_value(leaf.tensor, None, 0)}" if is_stacked(leaf) else describe_value(leaf, None, 0)

@@ -270,6 +270,7 @@ def _check_signature(subject: ArraySpec, arguments: Arguments) -> None:
 
 
 def check_members(members: int, arguments: Arguments) -> None:
+    """Raise a ValueError for a stacked argument of another number of members."""
     for leaf in arguments.leaves:
         if isinstance(leaf, StackedInput) and leaf.tensor.shape[0] != members:
             raise ValueError(

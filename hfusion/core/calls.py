@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from hfusion.core.ragged import Ragged
+
 
 @dataclass(frozen=True, eq=False)
 class StackedInput:
@@ -22,15 +24,20 @@ def stacked(xs: Any) -> Any:
     """Mark an argument of a fused module as one value per member.
 
     Args:
-        xs: a tensor ``[B, *S]``; a list or tuple of B values of one shape, one per member; or a mapping, nested
-            structure or dataclass known to torch's pytree whose tensors are ``[B, *S]``.
+        xs: a tensor ``[B, *S]``; a list or tuple of B values, one per member, whose tensors may differ in their first
+            size, the number of samples; or a mapping, nested structure or dataclass known to torch's pytree whose
+            tensors are ``[B, *S]``.
 
     Returns:
-        The same structure with every tensor marked; pass it in place of the argument.
+        The same structure with every tensor marked; pass it in place of the argument. Tensors of different first sizes
+        are a `Ragged`.
 
     Raises:
-        ValueError: rows of different structures or shapes, or a value without tensors.
+        ValueError: rows of different structures, dtypes, devices or shapes (but for the first size), or a value without
+            tensors.
     """
+    if isinstance(xs, Ragged):
+        return xs
     if isinstance(xs, Tensor):
         if xs.dim() == 0:
             raise ValueError("hf.stacked got a tensor without dims; give it one value per member, [B, ...]")
@@ -56,10 +63,15 @@ def _stack_leaf(leaves: tuple[Any, ...]) -> Any:
         if all(leaf == leaves[0] for leaf in leaves):
             return leaves[0]
         raise ValueError(f"hf.stacked got {leaves}; only tensors may differ between members")
-    if len({(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves}) > 1:
+    if len({(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves}) == 1:
+        return StackedInput(torch.stack(leaves))
+    if len({(leaf.dim(), leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves}) > 1:
         shapes = ", ".join(f"{tuple(leaf.shape)} {leaf.dtype} {leaf.device}" for leaf in leaves)
-        raise ValueError(f"hf.stacked got rows of different shapes, dtypes or devices: {shapes}")
-    return StackedInput(torch.stack(leaves))
+        raise ValueError(
+            f"hf.stacked got rows of different shapes, dtypes or devices: {shapes}; only the first size, the number of "
+            "samples, may differ between members"
+        )
+    return Ragged(leaves)
 
 
 def is_stacked(leaf: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -318,6 +318,14 @@ def active_autocast() -> tuple[tuple[str, torch.dtype], ...] | None:
         return None
     kinds = ("cpu", *types())
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)) or None
+
+
+def without_autocast(active: Any) -> AbstractContextManager[Any]:
+    """No autocast inside, of those that `active_autocast` gave."""
+    stack = ExitStack()
+    for kind, _ in active or ():
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack if active else nullcontext()
 
 
 def seeding_locks() -> list[Any]:

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hfusion.array.module import FusedModule
+from hfusion.compiler.arguments import row_of_leaf
 from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.ragged import Ragged
 from hfusion.step.train_step import call_arguments
 
 
@@ -23,10 +25,15 @@ def evaluate(
 ) -> dict[int, float]:
     """``metric`` of each of ``members`` by row, over all batches ``(inputs, target)`` of ``loader``, in eval mode."""
     updated = all(hasattr(metric, name) for name in ("reset", "update", "compute"))
-    parts = _batches(fused, loader) if updated else [outputs(fused, loader)]
+    parts = _batches(fused, loader)
+    apart = not updated and _any_ragged(parts)
+    if not (updated or apart):
+        parts = [_joined_batches(parts)]
     found = {}
     for row, tag in members.items():
         own = [_of_member(part, row) for part in parts]
+        if apart:
+            own = [(_joined([output for output, _ in own], 0), _joined([target for _, target in own], 0))]
         try:
             found[row] = number(_updated(metric, own) if updated else metric(*own[0]))
         except Exception as error:
@@ -41,7 +48,10 @@ def outputs(fused: FusedModule, loader: Iterable[Any]) -> tuple[Any, Any]:
 
     Raises ValueError for a loader without batches, and for batches that cannot be joined.
     """
-    batches = _batches(fused, loader)
+    return _joined_batches(_batches(fused, loader))
+
+
+def _joined_batches(batches: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
     return _joined([output for output, _ in batches], 1), _joined([target for _, target in batches], 0)
 
 
@@ -79,8 +89,13 @@ def _updated(metric: Any, batches: Sequence[tuple[Any, Any]]) -> Any:
 
 def _of_member(batch: tuple[Any, Any], row: int) -> tuple[Any, Any]:
     outputs, target = batch
-    own = pytree.tree_map(lambda leaf: leaf[row] if isinstance(leaf, Tensor) else leaf, outputs)
-    return own, pytree.tree_map(lambda leaf: leaf.tensor[row] if is_stacked(leaf) else leaf, target, is_leaf=is_stacked)
+    own = pytree.tree_map(lambda leaf: leaf[row] if isinstance(leaf, Tensor | Ragged) else leaf, outputs)
+    return own, pytree.tree_map(lambda leaf: row_of_leaf(leaf, row), target, is_leaf=is_stacked)
+
+
+def _any_ragged(batches: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether members have numbers of samples of their own, so that each one's batches are joined by themselves."""
+    return any(isinstance(leaf, Ragged) for leaf in pytree.tree_leaves(batches))
 
 
 def _joined(parts: Sequence[Any], dim: int) -> Any:

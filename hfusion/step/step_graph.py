@@ -19,14 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hfusion.compiler.arguments import BATCHED, Arguments
+from hfusion.compiler.arguments import BATCHED, Arguments, describe_leaf, is_tensors
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.compiler.compiled import of_member
 from hfusion.compiler.rows import of_rows
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.guards import Guards, open_dims
 from hfusion.core.layout import Layout
-from hfusion.core.program import describe_graph, describe_value
+from hfusion.core.program import describe_graph
 from hfusion.core.random import draws_random, seeded
 from hfusion.core.silence import silence_tracers
 from hfusion.core.stages import stage
@@ -81,12 +81,15 @@ class StepCall:
         return list(map(is_stacked, self.leaves))
 
     @property
+    def ragged(self) -> bool:
+        """Whether members' batches differ in size, so that no program takes them."""
+        return bool(self.inputs.ragged or self.target.ragged)
+
+    @property
     def text(self) -> str:
         """Such as ``f32[32,64], i64[32]``."""
-        marks = ["stacked " if is_stacked(leaf) else "" for leaf in self.leaves]
-        tensors = [leaf.tensor if isinstance(leaf, StackedInput) else leaf for leaf in self.leaves]
-        kinds = [describe_value(tensor, None, 0) for tensor in tensors]
-        return ", ".join(mark + kind for mark, kind in zip(marks, kinds, strict=True))
+        leaves = (*self.inputs.leaves, *self.target.leaves)
+        return ", ".join(map(describe_leaf, filter(is_tensors, leaves)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from threading import RLock
 from time import perf_counter
@@ -25,24 +25,23 @@ from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.compiler.compiler import MAX_KEYS
 from hfusion.core.exclusive import compiling
 from hfusion.core.random import keyed, new_seeds, seeded
-from hfusion.device.backend import active_autocast, random_states_kept
+from hfusion.device.backend import active_autocast, random_states_kept, without_autocast
 from hfusion.device.team import helped_by
 from hfusion.optim import coupling
 from hfusion.step.checked_step import checked_step
 from hfusion.step.compiled import StepProgram
 from hfusion.step.making import CompileMode, ProgramMaker
 from hfusion.step.step_graph import ProgramMismatch, StepCall
-from hfusion.step.variants import CallReport, StepVariant, any_hooks, family, no_program, shared_variants, traits_of
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """``str(report)`` is for people, ``rows`` for programs: one for each kind of call so far."""
-
-    rows: tuple[CallReport, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.rows)) or "no step so far"
+from hfusion.step.variants import (
+    CallReport,
+    StepReport,
+    StepVariant,
+    any_hooks,
+    family,
+    no_program,
+    shared_variants,
+    traits_of,
+)
 
 
 class PreparedStep(NamedTuple):
@@ -77,6 +76,7 @@ class TrainStep:
         self.at_once: int | None = None
         self._ways: dict[Any, list[StepVariant]] = {}
         self._known: dict[Any, StepVariant] = {}
+        self._ragged: dict[str, CallReport] = {}
         self._warned: set[str] = set()
         self._maker = ProgramMaker(mode, self._ways)
         self._turn = RLock()  # Gradients and parameters are those of one step at a time.
@@ -91,6 +91,9 @@ class TrainStep:
         if not self._mode.compile:
             return PreparedStep(args, kwargs, target)
         call = StepCall(Arguments.of(args, kwargs), Arguments.of((target,), {}))
+        if call.ragged:
+            self._ragged[call.text] = CallReport(call.text, "eager", "members' batches have different sizes")
+            return PreparedStep(args, kwargs, target)
         situation = (self._fused._pattern(call.inputs), self._loss.state(), active_autocast(), self._mode.parts)
         way = self._find(call, situation)
         if way is None and call.text in self.expected_calls:
@@ -119,7 +122,7 @@ class TrainStep:
             return losses
         if self.idle and not way.draws_together:
             call = replace(call, idle=self.idle)
-        with _without_autocast(situation[2]):
+        with without_autocast(situation[2]):
             computed = checked_step(way, call, self._fused.buffers())
         if computed is None:
             return self._eager(args, kwargs, target)[0]
@@ -167,7 +170,8 @@ class TrainStep:
         """Which calls run compiled, which eagerly and why."""
         if not self._mode.compile:
             return StepReport((CallReport("every call", "eager", "compile=False"),))
-        return StepReport(tuple(way.row() for ways in self._ways.values() for way in ways))
+        ways = [way for ways in self._ways.values() for way in ways]
+        return StepReport((*(way.row() for way in ways), *self._ragged.values()))
 
     def _eager(self, args: Sequence[Any], kwargs: dict[str, Any], target: Any) -> tuple[Tensor, Any]:
         """The step by autograd: losses and outputs."""
@@ -178,7 +182,7 @@ class TrainStep:
                 losses = self._loss(outputs := self._fused(*args, **kwargs), target)
             check_losses(losses, len(self._fused))
             # As torch advises, and as it is when a step's autocast ends before its backward.
-            with _without_autocast(active_autocast()):
+            with without_autocast(active_autocast()):
                 losses.sum().backward()
         self.update(losses.detach())
         return losses.detach(), outputs
@@ -307,13 +311,6 @@ def check_losses(losses: Any, members: int) -> None:
     if not isinstance(losses, Tensor) or losses.shape != (members,):
         found = f"[B, ...] = {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(f"loss_fn must give one number for each of {members} members, it gave {found}; take its mean")
-
-
-def _without_autocast(active: Any) -> AbstractContextManager[Any]:
-    stack = ExitStack()
-    for kind, _ in active or ():
-        stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack if active else nullcontext()
 
 
 def train_step(

@@ -57,6 +57,16 @@ class Seen:
         return all(map(is_, tensors, self.tensors)) and self.guards.check(*self.once) and not any_hooks(self.once)
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """``str(report)`` is for people, ``rows`` for programs: one for each kind of call so far."""
+
+    rows: tuple[CallReport, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.rows)) or "no step so far"
+
+
 @dataclass(eq=False)
 class StepVariant:
     """How the calls of one signature run, as long as the tensors at ``places`` are as ``traits`` has them.

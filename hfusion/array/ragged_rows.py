@@ -1,0 +1,83 @@
+"""Members divided by the sizes of their batches, and what blocks of members give joined in the members' order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hfusion.compiler.arguments import Arguments
+from hfusion.core.errors import FusionError
+from hfusion.core.ragged import Ragged
+
+
+def check_ragged(members: int, arguments: Arguments) -> None:
+    """Raise a ValueError for a ragged argument of another number of members."""
+    for leaf in arguments.ragged:
+        if len(leaf) != members:
+            raise ValueError(
+                f"hf.stacked input holds {len(leaf)} batches, of sizes {list(leaf.sizes)}, but the array has {members} "
+                "members; give it one batch per member"
+            )
+
+
+def rows_by_size(arguments: Arguments, rows: Sequence[int]) -> list[list[int]]:
+    """Divide members by the sizes of their ragged arguments."""
+    groups: dict[Any, list[int]] = {}
+    for row in rows:
+        groups.setdefault(tuple(leaf[row].shape for leaf in arguments.ragged), []).append(row)
+    return list(groups.values())
+
+
+def call_by_size(members: int, arguments: Arguments, call: Callable[[Arguments], Any]) -> Any:
+    """Join what ``call``, which takes arguments of several members, gives for the members of each size."""
+    check_ragged(members, arguments)
+    blocks = []
+    for rows in rows_by_size(arguments, range(members)):
+        try:
+            blocks.append((rows, call(arguments.of_rows(rows))))
+        except Exception as error:
+            sizes = [list(leaf[rows[0]].shape) for leaf in arguments.ragged]
+            error.add_note(f"This is of members {rows}, whose tensors have the sizes {sizes}.")
+            raise
+    return joined_by_size(blocks)
+
+
+def joined_by_size(blocks: Sequence[tuple[Sequence[int], Any]]) -> Any:
+    """Results ``[k, ...]`` of blocks of members as those of all: stacked, or `Ragged` where their sizes differ.
+
+    Raises:
+        FusionError: results of different structures.
+    """
+    flat = [pytree.tree_flatten(outputs) for _, outputs in blocks]
+    order = [row for rows, _ in blocks for row in rows]
+    for (rows, _), (leaves, spec) in zip(blocks, flat, strict=True):
+        if spec != flat[0][1] or list(map(_kind, leaves)) != list(map(_kind, flat[0][0])):
+            raise FusionError(
+                f"members {list(blocks[0][0])} and {list(rows)} are given batches of different sizes, and return "
+                f"{list(map(_kind, flat[0][0]))} and {list(map(_kind, leaves))}; return the same structure for every "
+                "size, or call the members by themselves: fused[i](...)"
+            )
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten([_joined_leaves(order, column) for column in columns], flat[0][1])
+
+
+def _joined_leaves(order: Sequence[int], blocks: Sequence[Any]) -> Any:
+    if not isinstance(blocks[0], Tensor | Ragged):
+        return blocks[0]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    shapes = {tensor.shape[1:] for tensor in blocks if isinstance(tensor, Tensor)}
+    if len(shapes) != 1 or any(isinstance(block, Ragged) for block in blocks):
+        tensors = [tensor for block in blocks for tensor in (block.unbind() if isinstance(block, Tensor) else block)]
+        return Ragged(tensors[index] for index in back)
+    whole = torch.cat(list(blocks))
+    return whole if back == list(range(len(order))) else whole[torch.tensor(back, device=whole.device)]
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Ragged):
+        leaf = leaf[0].unsqueeze(0)
+    return (leaf.dim(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,327 @@
+"""Batches of different sizes: each member's outputs, losses, gradients and buffers are those of the member alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.core.ragged import Ragged
+
+SIZES = [3, 5, 64, 5]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, (hidden, _) = self.lstm(x)
+        logits: Tensor = self.head(hidden[-1])
+        return logits
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layer(self.embed(x)).mean(1))
+        return logits
+
+
+class Contrast(nn.Module):
+    """Samples are compared with each other, and their number is used."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen += x.shape[0]
+        h = F.normalize(self.embed(x), dim=1)
+        mixed: Tensor = h - (h @ h.t()).softmax(1) @ h / x.shape[0]
+        return mixed
+
+
+class Branching(nn.Module):
+    """What depends on values runs as the members' own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.a(x) if float(x.detach().sum()) > 0 else self.b(x) * 2
+        return y
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor, extra: dict[str, Tensor], shared: Tensor) -> Tensor:
+        y: Tensor = self.a(x) + self.b(extra["b"]) * shared
+        return y
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 3))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+    )
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+
+def rows(*shape: int) -> Callable[[int], Tensor]:
+    return lambda n: torch.randn(n, *shape)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "mlp": (mlp, rows(4)),
+    "cnn": (cnn, rows(2, 6, 6)),
+    "batch norm": (batch_norm, rows(2, 6, 6)),
+    "lstm": (Recurrent, rows(6, 4)),
+    "transformer": (Transformer, lambda n: torch.randint(7, (n, 5))),
+    "contrast": (Contrast, rows(4)),
+    "branching": (Branching, rows(4)),
+}
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": F.cross_entropy,
+    "sum": lambda y, t: F.cross_entropy(y, t, reduction="sum"),
+    "label smoothing": nn.CrossEntropyLoss(label_smoothing=0.1),
+    "squared mean": lambda y, t: F.cross_entropy(y, t, reduction="none").mean() ** 2 + y.std(),
+}
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Any:
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def close(ours: Any, theirs: Any, name: str = "") -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11, msg=lambda text: f"{name}: {text}")
+
+
+def check(make: Callable[[], nn.Module], batch: Callable[[int], Any], loss: Any, sizes: list[int]) -> hf.FusedModule:
+    """Three steps of SGD with momentum; losses, gradients, parameters and buffers after each."""
+    models = [make() for _ in sizes]
+    fused = hf.fuse(models)
+    opt = hf.optim.SGD(fused.parameters(), lr=0.1, momentum=0.9)
+    opts = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    step = hf.train_step(fused, loss, opt)
+    for shift in range(3):
+        now = sizes[shift:] + sizes[:shift]
+        xs, ts = [batch(n) for n in now], [torch.randint(3, (n,)) for n in now]
+        losses = step(hf.stacked(xs), hf.stacked(ts))
+        for b, (model, optimizer) in enumerate(zip(models, opts, strict=True)):
+            optimizer.zero_grad()
+            value = loss(model(xs[b]), ts[b])
+            value.backward()
+            optimizer.step()
+            close(losses[b], value.detach(), f"loss of {b}")
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    close(fused.get_parameter(name).grad[b], parameter.grad, f"gradient of {name} of {b}")  # type: ignore[index]
+            for name, tensor in model.state_dict().items():
+                close(fused.state_dict()[name][b], tensor, f"{name} of {b}")
+    return fused
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_equals_members_alone(name: str) -> None:
+    make, batch = MODELS[name]
+    check(make, batch, F.cross_entropy, SIZES)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_those_of_own_samples(name: str) -> None:
+    check(mlp, rows(4), LOSSES[name], SIZES)
+
+
+@settings(max_examples=8, deadline=None)
+@given(sizes=st.lists(st.integers(2, 9), min_size=2, max_size=4))
+def test_any_sizes(sizes: list[int]) -> None:
+    torch.set_default_dtype(torch.float64)
+    check(mlp, rows(4), F.cross_entropy, sizes)
+    check(batch_norm, rows(2, 6, 6), F.cross_entropy, sizes)
+
+
+@pytest.mark.parametrize("sizes", [[1, 2], [1, 1, 7], [4, 1, 1], [0, 4]])
+def test_batches_of_one_sample_and_of_none(sizes: list[int]) -> None:
+    fused = hf.fuse(models := [mlp() for _ in sizes])
+    xs = [torch.randn(n, 4) for n in sizes]
+    for ours, model, x in zip(fused(hf.stacked(xs)), models, xs, strict=True):
+        close(ours, model(x))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_in_eval_mode(name: str) -> None:
+    make, batch = MODELS[name]
+    fused = hf.fuse(models := [make() for _ in SIZES]).eval()
+    xs = [batch(n) for n in SIZES]
+    with torch.no_grad():
+        outputs = fused(hf.stacked(xs))
+        assert isinstance(outputs, Ragged)
+        for ours, model, x in zip(outputs, models, xs, strict=True):
+            close(ours, model.eval()(x))
+
+
+def test_nests_of_inputs_and_shared_ones() -> None:
+    fused = hf.fuse(models := [TwoInputs() for _ in SIZES])
+    shared = torch.randn(3)
+    inputs = [(torch.randn(n, 4), {"b": torch.randn(n, 2)}) for n in SIZES]
+    outputs = fused(*hf.stacked(inputs), shared)
+    for ours, model, x in zip(outputs, models, inputs, strict=True):
+        close(ours, model(*x, shared))
+
+
+def test_two_sizes_of_each_member() -> None:
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+            return (self.q(x) @ keys.t()).softmax(1) @ keys, keys.sum()
+
+    fused = hf.fuse(models := [Attend() for _ in SIZES])
+    xs, keys = [torch.randn(n, 4) for n in SIZES], [torch.randn(n + 1, 4) for n in [2, 2, 3, 3]]
+    outputs, sums = fused(hf.stacked(xs), hf.stacked(keys))
+    assert sums.shape == (4,)
+    for b, model in enumerate(models):
+        close((outputs[b], sums[b]), model(xs[b], keys[b]))
+
+
+def test_members_that_differ_in_numbers_modes_and_hooks() -> None:
+    models = [nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(slope), nn.BatchNorm1d(4)) for slope in (0.1, 0.2, 0.1, 0.3)]
+    fused = hf.fuse(models)
+    calls: list[int] = []
+    fused[1].eval()
+    fused[3].register_forward_hook(lambda *_: calls.append(3))
+    models[1].eval()
+    xs = [torch.randn(n, 4) for n in SIZES]
+    outputs = fused(hf.stacked(xs))
+    assert calls == [3]
+    for ours, model, x in zip(outputs, models, xs, strict=True):
+        close(ours, model(x))
+    for b, model in enumerate(models):
+        for name, tensor in model.state_dict().items():
+            close(fused.state_dict()[name][b], tensor)
+
+
+def test_dropout_draws_for_each_sample() -> None:
+    fused = hf.fuse([nn.Sequential(nn.Linear(4, 8), nn.Dropout(p)) for p in (0.2, 0.5, 0.0, 0.5)])
+    xs = [torch.randn(n, 4) for n in SIZES]
+    outputs = fused(hf.stacked(xs))
+    for ours, linear, p, x in zip(outputs, fused, (0.2, 0.5, 0.0, 0.5), xs, strict=True):
+        full = linear[0](x) / (1 - p)  # type: ignore[index]
+        assert torch.all((ours == 0) | torch.isclose(ours, full, rtol=1e-9))
+        assert bool((ours == 0).any()) == (p > 0)
+
+
+def test_autocast() -> None:
+    fused = hf.fuse(models := [mlp().float() for _ in SIZES])
+    xs = [torch.randn(n, 4, dtype=torch.float32) for n in SIZES]
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = fused(hf.stacked(xs))
+        for ours, model, x in zip(outputs, models, xs, strict=True):
+            theirs = model(x)
+            assert ours.dtype == theirs.dtype == torch.bfloat16
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_who_is_in_which_group_costs_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = hf.fuse(models := [batch_norm() for _ in SIZES])
+    fused(hf.stacked([torch.randn(n, 2, 6, 6) for n in (3, 3, 4, 5)]))
+    monkeypatch.setattr("hfusion.compiler.compiled.capture_member", lambda *_: pytest.fail("a capture"))
+    for model in models:
+        model.load_state_dict(fused[models.index(model)].state_dict())
+    for sizes in ((3, 4, 3, 4), (7, 7, 7, 2), (2, 3, 4, 5)):
+        xs = [torch.randn(n, 2, 6, 6) for n in sizes]
+        for ours, model, x in zip(fused(hf.stacked(xs)), models, xs, strict=True):
+            close(ours, model(x))
+
+
+def test_losses_without_reduction_and_of_trees() -> None:
+    ys, ts = [torch.randn(n, 3) for n in SIZES], [torch.randint(3, (n,)) for n in SIZES]
+    each = hf.per_model(lambda y, t: F.cross_entropy(y["logits"], t, reduction="none"))
+    losses = each({"logits": hf.stacked(ys)}, hf.stacked(ts))
+    assert losses.sizes == tuple(SIZES)
+    for ours, y, t in zip(losses, ys, ts, strict=True):
+        close(ours, F.cross_entropy(y, t, reduction="none"))
+
+
+def test_gradients_by_plain_autograd() -> None:
+    fused = hf.fuse(models := [mlp() for _ in SIZES])
+    xs = [torch.randn(n, 4) for n in SIZES]
+    sum(y.pow(3).sum() for y in fused(hf.stacked(xs))).backward()
+    for b, (model, x) in enumerate(zip(models, xs, strict=True)):
+        model(x).pow(3).sum().backward()
+        for name, parameter in model.named_parameters():
+            close(fused.get_parameter(name).grad[b], parameter.grad, name)  # type: ignore[index]
+
+
+def test_a_nan_of_one_changes_no_bit_of_others() -> None:
+    fused = hf.fuse([mlp() for _ in SIZES])
+    xs = [torch.randn(n, 4) for n in SIZES]
+    before = fused(hf.stacked(xs))
+    spoilt = [x.clone() for x in xs]
+    spoilt[1][0] = torch.nan
+    after = fused(hf.stacked(spoilt))
+    for b in (0, 2, 3):
+        assert torch.equal(before[b], after[b])
+    assert after[1].isnan().any()
+    assert not after[1][1:].isnan().any()
+
+
+def test_what_does_not_fit_is_named() -> None:
+    fused = hf.fuse([mlp() for _ in SIZES])
+    xs = [torch.randn(n, 4) for n in SIZES]
+    with pytest.raises(ValueError, match="holds 3 batches"):
+        fused(hf.stacked(xs[:3]))
+    outputs = fused(hf.stacked(xs))
+    with pytest.raises(ValueError, match="holds 3 batches"):
+        hf.per_model(F.cross_entropy)(outputs, hf.stacked([torch.zeros(n, dtype=torch.int64) for n in SIZES[:3]]))
+    with pytest.raises(ValueError, match="batch_size") as error:
+        hf.per_model(F.cross_entropy)(outputs, hf.stacked([torch.zeros(n, dtype=torch.int64) for n in (3, 5, 64, 6)]))
+    assert "members [3]" in "".join(error.value.__notes__)
+
+
+def test_the_array_stays_what_it_was() -> None:
+    fused = hf.fuse([batch_norm() for _ in SIZES])
+    fused(hf.stacked([torch.randn(n, 2, 6, 6) for n in SIZES]))
+    again = copy.deepcopy(fused)
+    x = torch.randn(4, 2, 6, 6)
+    close(fused(x), again(x))
+    fused.float()
+    assert fused(hf.stacked([torch.randn(n, 2, 6, 6).float() for n in SIZES]))[0].dtype == torch.float32

@@ -1,0 +1,148 @@
+"""Populations whose members have batches of different sizes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+
+SIZES = [3, 5, 64]
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Any:
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def normed() -> nn.Module:
+    # With a bias before the norm, whose gradient is rounding alone, Adam would make a step of it.
+    return nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulate": {"accumulate": 2},
+    "clip": {"clip_norm": 0.1},
+    "ignore": {"on_nonfinite": "ignore"},
+}
+
+
+def alone(model: nn.Module, batches: list[tuple[Tensor, Tensor]], accumulate: int = 1, clip_norm: Any = None) -> None:
+    opt = torch.optim.Adam(model.parameters(), lr=0.01)
+    for k, (x, t) in enumerate(batches):
+        (F.cross_entropy(model(x), t) / accumulate).backward()
+        if (k + 1) % accumulate == 0:
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            opt.step()
+            opt.zero_grad()
+
+
+@pytest.mark.parametrize("make", [plain, normed])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_twenty_steps_equal_members_alone(make: Callable[[], nn.Module], name: str) -> None:
+    models = [make() for _ in SIZES]
+    options = OPTIONS[name]
+    pop = hf.Population(models, optimizer=partial(hf.optim.Adam, lr=0.01), loss=F.cross_entropy, **options)
+    batches = [[(torch.randn(n, 4), torch.randint(3, (n,))) for _ in range(20)] for n in SIZES]
+    for minibatch in zip(*batches, strict=True):
+        xs, ts = zip(*minibatch, strict=True)
+        pop.step(hf.stacked(xs), hf.stacked(ts))
+    for b, model in enumerate(models):
+        alone(model, batches[b], **{k: v for k, v in options.items() if k != "on_nonfinite"})
+        for key, tensor in model.state_dict().items():
+            torch.testing.assert_close(pop.models[b].state_dict()[key], tensor, rtol=1e-9, atol=1e-10)  # type: ignore[union-attr]
+
+
+def test_ragged_and_equal_steps_in_turn() -> None:
+    models = [normed() for _ in SIZES]
+    fused = hf.fuse(models)
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.Adam(fused.parameters(), lr=0.01))
+    batches: list[list[tuple[Tensor, Tensor]]] = [[] for _ in SIZES]
+    for k in range(6):
+        sizes = SIZES if k % 2 else [7] * 3
+        for own, n in zip(batches, sizes, strict=True):
+            own.append((torch.randn(n, 4), torch.randint(3, (n,))))
+        step(hf.stacked([own[-1][0] for own in batches]), hf.stacked([own[-1][1] for own in batches]))
+    assert "members' batches have different sizes" in str(step.report())
+    for b, model in enumerate(models):
+        alone(model, batches[b])
+        for key, tensor in model.state_dict().items():
+            torch.testing.assert_close(fused.state_dict()[key][b], tensor, rtol=1e-9, atol=1e-10)
+
+
+def test_a_bad_member_is_frozen_and_others_go_on() -> None:
+    models = [normed() for _ in SIZES]
+    twins = copy.deepcopy(models)
+    pop = hf.Population(models, optimizer=partial(hf.optim.SGD, lr=0.1), loss=F.cross_entropy)
+    xs, ts = [torch.randn(n, 4) for n in SIZES], [torch.randint(3, (n,)) for n in SIZES]
+    xs[1][0] = torch.nan
+    pop.step(hf.stacked(xs), hf.stacked(ts))
+    assert pop.frozen == [1]
+    for b in (0, 2):
+        opt = torch.optim.SGD(twins[b].parameters(), lr=0.1)
+        F.cross_entropy(twins[b](xs[b]), ts[b]).backward()
+        opt.step()
+    for b, twin in enumerate(twins):
+        for key, tensor in twin.state_dict().items():
+            torch.testing.assert_close(pop.models[b].state_dict()[key], tensor, rtol=1e-9, atol=1e-10)  # type: ignore[union-attr]
+
+
+class Accuracy:
+    def reset(self) -> None:
+        self.right, self.count = 0, 0
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.right += int((output.argmax(1) == target).sum())
+        self.count += len(target)
+
+    def compute(self) -> float:
+        return self.right / self.count
+
+
+@pytest.mark.parametrize("metric", [F.cross_entropy, Accuracy()])
+def test_evaluation(metric: Any) -> None:
+    models = [normed().eval() for _ in SIZES]
+    pop = hf.Population(models, optimizer=partial(hf.optim.SGD, lr=0.1), loss=F.cross_entropy)
+    batches = [
+        [(torch.randn(n, 4), torch.randint(3, (n,))) for n in sizes] for sizes in ([3, 5, 64], [7, 7, 7], [2, 1, 9])
+    ]
+    loader = [(hf.stacked([x for x, _ in batch]), hf.stacked([t for _, t in batch])) for batch in batches]
+    found = pop.evaluate(metric, loader)
+    for b, model in enumerate(models):
+        x, t = (torch.cat([batch[b][k] for batch in batches]) for k in range(2))
+        if isinstance(metric, Accuracy):
+            metric.reset()
+            metric.update(model(x), t)
+            expected = metric.compute()
+        else:
+            expected = float(metric(model(x), t).detach())
+        assert float(list(found.values())[b] if isinstance(found, dict) else found[b]) == pytest.approx(
+            expected, rel=1e-9
+        )
+
+
+def test_free_rows_get_any_batch() -> None:
+    models = [plain() for _ in SIZES]
+    pop = hf.Population(models, optimizer=partial(hf.optim.SGD, lr=0.1), loss=F.cross_entropy)
+    pop.stop(1)
+    losses = pop.step(
+        hf.stacked([torch.randn(n, 4) for n in SIZES]), hf.stacked([torch.randint(3, (n,)) for n in SIZES])
+    )
+    assert losses.isnan().tolist() == [False, True, False]
