@@ -18,7 +18,7 @@ from hfusion.cluster.drive import GLANCE, DeviceLost
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.node import Answered, ArrayTrainer, DeviceInfo, Lost, Raised
 from hfusion.cluster.parcel import pack, unpack
-from hfusion.tune.space import ModelMaker, TrialModel
+from hfusion.tune.space import ArrayChoices, ModelMaker, TrialModel
 from hfusion.tune.trial_rows import SweepRecipe, TrialRows
 from hfusion.tune.workers import RowsCall
 
@@ -56,8 +56,8 @@ class RowsJob:
         for data in calls:
             method, args = unpack(data, trainer.kept.__getitem__)
             if method == "open":
-                (options,) = args
-                trainer.kept[name] = TrialRows(trainer.kept["recipe"], options, trainer.stopping.is_set)
+                (choices,) = args
+                trainer.kept[name] = TrialRows(trainer.kept["recipe"], choices, trainer.stopping.is_set)
             else:
                 found = getattr(trainer.kept[name], method)(*args)
             if isinstance(found, nn.Module):
@@ -95,9 +95,9 @@ class ClusterWorkers:
     def devices(self) -> Sequence[DeviceInfo]:
         return self._executor.devices
 
-    def open(self, name: str, device: int, options: dict[str, Any]) -> None:
+    def open(self, name: str, device: int, choices: ArrayChoices) -> None:
         self._told[name] = _SentCalls(device)
-        self.send(name, "open", options)
+        self.send(name, "open", choices)
 
     def send(self, name: str, method: str, *args: Any) -> None:
         self._told[name].calls.append(self._packed((method, args)))

@@ -17,15 +17,17 @@ from torch import Tensor
 from hfusion.cluster.node import DeviceInfo
 from hfusion.core.errors import CheckpointError
 from hfusion.tune.beats import Beats
+from hfusion.tune.chosen_optimizer import optimizer_with
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.exploit import PBT
 from hfusion.tune.folder import SweepFolder
 from hfusion.tune.footprint import Footprint
 from hfusion.tune.forwards import SameForward
+from hfusion.tune.loaders import same_values
 from hfusion.tune.result import Best
 from hfusion.tune.rooms import Rooms
 from hfusion.tune.shape_array import Seat, Shape, ShapeArray
-from hfusion.tune.space import Maker, Suggestion, TrialModel, check_choices
+from hfusion.tune.space import ArrayChoices, Maker, Suggestion, TrialModel, check_choices
 from hfusion.tune.trial_rows import SweepRecipe, first_inputs, minibatches
 from hfusion.tune.trials import COPIES, Trials, Verdict
 from hfusion.tune.workers import SweepWorkers
@@ -74,7 +76,7 @@ class Conductor:
         self._waiting: tuple[TrialModel, Shape] | None = None
         self._round = 0
         self.best: Best | None = None
-        self._inputs: Any = None
+        self._inputs: list[tuple[Mapping[str, Any], Any]] = []
 
     def run(self) -> None:
         """Train until every trial is told."""
@@ -104,7 +106,7 @@ class Conductor:
         left: set[int] = set()
         for array, seat, value in sorted(seats, key=lambda each: each[1].number):
             seat.epochs += 1
-            last = seat.epochs == self._extent.epochs
+            last = seat.epochs == seat.suggestion.epochs
             verdict = self.trials.report(seat.number, value, seat.epochs - 1, last=last)
             if verdict is not Verdict.GO_ON:
                 best = verdict is Verdict.COMPLETE and self._is_best(seat.number, value)
@@ -119,9 +121,10 @@ class Conductor:
 
     def _move(self) -> None:
         """Let arrays go on where rounds end sooner; nothing of what they train hangs on that."""
-        epochs = self._extent.epochs
         there = {array.name: array for array in self.rooms.arrays}
-        targets = self.rooms.moves(lambda array: max(epochs - seat.epochs for seat in array.seats.values()))
+        targets = self.rooms.moves(
+            lambda array: max(seat.suggestion.epochs - seat.epochs for seat in array.seats.values())
+        )
         if not targets:
             return
         began = time.monotonic()
@@ -157,7 +160,7 @@ class Conductor:
         if not pairs:
             return
         explored = [self._explored(array.seats[source], draw) for source, _ in pairs]
-        self._workers.send(array.name, "exploit", pairs, [suggestion.hypers for _, suggestion in explored])
+        self._workers.send(array.name, "exploit", pairs, [suggestion for _, suggestion in explored])
         for (source, tag), (params, suggestion) in zip(pairs, explored, strict=True):
             seat, copied = array.seats[tag], array.seats[source]
             origin = copied.number if copied.origin is None else copied.origin
@@ -174,7 +177,7 @@ class Conductor:
             except (ValueError, self.trials.optuna.TrialPruned):
                 # Another branch of the space, or what the optimizer does not take.
                 return False
-            return found.rest == seat.suggestion.rest and found.options == seat.suggestion.options
+            return found.same_but_for_numbers(seat.suggestion)
 
         params, distributions = self.trials.suggested(seat.number if seat.origin is None else seat.origin)
         found = self._extent.pbt.explored(seat.params or params, distributions, allowed, draw)
@@ -252,23 +255,33 @@ class Conductor:
         for shape in {id(array.shape): array.shape for array in self.rooms.arrays}.values():
             if shape.takes(candidate):
                 return shape
-        forward = SameForward(candidate.model, self._first_inputs, evaluates=self._recipe.evaluates)
-        return Shape(candidate, partial(self._footprint, candidate), forward)
+        inputs = partial(self._first_inputs, candidate.suggestion.choices)
+        forward = SameForward(candidate.model, inputs, evaluates=self._recipe.evaluates)
+        return Shape(candidate, partial(self._footprint, candidate), forward, self._minibatches(candidate))
 
-    def _first_inputs(self) -> Any:
-        if self._inputs is None:
-            self._inputs = first_inputs(self._recipe.loader, torch.device("cpu"))
-        return self._inputs
+    def _first_inputs(self, choices: ArrayChoices) -> Any:
+        for known, inputs in self._inputs:
+            if same_values(known, choices.loader):
+                return inputs
+        inputs = first_inputs(self._recipe.loaders.loader(choices.loader), torch.device("cpu"))
+        self._inputs.append((choices.loader, inputs))
+        return inputs
+
+    def _minibatches(self, candidate: TrialModel) -> int:
+        """How many an epoch has, where that depends on the trial."""
+        loaders = self._recipe.loaders
+        return 1 if loaders.function is None else minibatches(loaders.loader(candidate.suggestion.choices.loader))
 
     def _footprint(self, first: TrialModel, device: DeviceInfo) -> Footprint:
         # What is made with other seeds only in values is the same shape, and shares what models share.
         models = [self._maker.models.model(first.number, first.suggestion) for _ in range(2)]
+        choices, judges = first.suggestion.choices, self._recipe.evaluates
         return Footprint(
             models,
-            self._recipe.optimizer_with(first.suggestion.options, [first.suggestion.hypers]),
-            self._first_inputs(),
+            optimizer_with(choices.optimizer, choices.options, [first.suggestion.hypers]),
+            self._first_inputs(choices),
             device,
-            evaluated=minibatches(self._recipe.judged[1]) if self._recipe.evaluates else 0,
+            evaluated=minibatches(self._recipe.judged(choices)[1]) if judges else 0,
             saved=self._folder is not None,
         )
 

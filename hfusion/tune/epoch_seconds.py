@@ -49,12 +49,12 @@ class EpochSeconds:
         late.append(ratio)
         self._ratios.note(self._number(array.shape), array.device, median_low(late))
         self._startup[array.shape] = max(self._startup.get(array.shape, 0.0), result.startup)
-        self.steps = result.steps
+        self.steps = max(1, result.steps // array.shape.minibatches)
 
     def of(self, array: ShapeArray, device: int, more: int = 0) -> float:
-        """Of a minibatch of an array with so many more members, on any device."""
+        """Of a minibatch of an array with so many more members, on any device; of an epoch where these differ."""
         factor = self._ratios.factor(self._number(array.shape), device)
-        return self._estimated(array, device, array.least(more)) * factor
+        return self._estimated(array, device, array.least(more)) * factor * array.shape.minibatches
 
     def spread(self, array: ShapeArray) -> float | None:
         """How many times the shortest of its last epochs the longest took; None where fewer than two were measured."""

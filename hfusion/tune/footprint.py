@@ -17,7 +17,7 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.passes.partition.shard import shards_at
 from hfusion.schedule.plan import TaskPlan
 from hfusion.step.train_step import call_arguments
-from hfusion.tune.space import MakeOptimizer
+from hfusion.tune.chosen_optimizer import MakeOptimizer
 
 # Of the estimated time of a member in the width where that is least: narrower arrays that reach it are preferred, as
 # samplers and pruners then know of more trials when they choose. As in `hfusion.tasks.arrange`, but for the gain.

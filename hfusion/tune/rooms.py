@@ -52,7 +52,7 @@ class Rooms:
     def _open(self, array: ShapeArray) -> None:
         self.opened += 1
         self.arrays.append(array)
-        self._workers.open(array.name, array.device, array.shape.first.suggestion.options)
+        self._workers.open(array.name, array.device, array.shape.first.suggestion.choices)
 
     def restored(self, name: str, shape: Shape, seats: Sequence[Seat]) -> ShapeArray:
         """An array of before, on the device where all end soonest, if there is one with room for it."""

@@ -36,19 +36,28 @@ class Seat:
 
 
 class Shape:
-    """Models of one shape that do the same in forward, trained with the same options of the optimizer.
+    """Models of one shape that do the same in forward, trained with the same choices of all that an array shares.
 
-    ``look`` gives its footprint on a device, ``forward`` compares forwards with that of the first.
+    Args:
+        look: gives its footprint on a device.
+        forward: compares forwards with that of the first.
+        minibatches: of an epoch, where shapes differ in that; else 1.
     """
 
-    def __init__(self, first: TrialModel, look: Callable[[DeviceInfo], Footprint], forward: SameForward) -> None:
-        self.first, self._look, self._forward = first, look, forward
+    def __init__(
+        self,
+        first: TrialModel,
+        look: Callable[[DeviceInfo], Footprint],
+        forward: SameForward,
+        minibatches: int = 1,
+    ) -> None:
+        self.first, self._look, self._forward, self.minibatches = first, look, forward, minibatches
         self._footprints: dict[Any, Footprint] = {}
         self._fastest: dict[Any, int] = {}
 
     def takes(self, candidate: TrialModel) -> bool:
         """Whether the trial is one of them."""
-        if candidate.suggestion.options != self.first.suggestion.options:
+        if not candidate.suggestion.choices.matches(self.first.suggestion.choices):
             return False
         try:
             check_pair(self.first.model, 0, candidate.model)

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-import inspect
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
 from hfusion.capture.compare import check_alone
-from hfusion.core.membership import Membership, mark
 from hfusion.device.generators import draws_kept
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import member_vector
+from hfusion.optim.lr_scheduler import PerMember
+from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_of, optimizer_with, sample_optimizer
+from hfusion.tune.loaders import same_values
+from hfusion.tune.routing import (
+    LOADER,
+    LOSS,
+    MAKE_MODEL,
+    OPTIMIZER,
+    SCHEDULER,
+    SWEEP,
+    SWEEP_NAMES,
+    Receiver,
+    route,
+)
 
 if TYPE_CHECKING:
     from optuna import Trial
@@ -26,21 +39,60 @@ _NAMES = (
     "{'relu': nn.ReLU, 'tanh': nn.Tanh}[trial.suggest_categorical('act', ['relu', 'tanh'])]"
 )
 
-# Before a dot and a name: who takes a value.
-_OPTIMIZER, _MAKE_MODEL = "optimizer", "make_model"
-
 Space: TypeAlias = "Callable[[Trial], Mapping[str, Any]]"
 MakeModel: TypeAlias = Callable[..., nn.Module]
-MakeOptimizer: TypeAlias = Callable[[Any], FusedOptimizer]
+MakeScheduler: TypeAlias = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayChoices:
+    """What all trials of an array have in common.
+
+    Attributes:
+        optimizer: makes the optimizer.
+        options: of the optimizer, such as nesterov.
+        loader: arguments of the function that makes the loader.
+        loss: keyword arguments of the loss.
+        accumulate: minibatches of an update.
+        clips: gradients have a largest norm, each trial's own.
+    """
+
+    optimizer: MakeOptimizer
+    options: Mapping[str, Any] = field(default_factory=dict)
+    loader: Mapping[str, Any] = field(default_factory=dict)
+    loss: Mapping[str, Any] = field(default_factory=dict)
+    accumulate: int = 1
+    clips: bool = False
+
+    def matches(self, other: ArrayChoices) -> bool:
+        """Whether trials with these and with the other choices can share an array."""
+        return same_values(vars(self), vars(other))
 
 
 @dataclass(frozen=True, eq=False)
 class Suggestion:
-    """What a trial chose: ``hypers`` of its member, ``options`` of its array's optimizer, ``rest`` for the model."""
+    """What a trial chose, by what takes it.
+
+    Attributes:
+        hypers: hyper-parameters of its member.
+        choices: what it shares with the other trials of its array.
+        rest: arguments of make_model.
+        scheduler: arguments of the function that makes its scheduler.
+        epochs: how long it is trained.
+        clip: the largest norm of its gradients; None where its array does not clip.
+    """
 
     hypers: dict[str, Any]
-    options: dict[str, Any]
+    choices: ArrayChoices
     rest: dict[str, Any]
+    epochs: int
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    clip: float | None = None
+
+    def same_but_for_numbers(self, other: Suggestion) -> bool:
+        """Whether the other one leads to the same model, array and schedule, with other hyper-parameters at most."""
+        mine, others = ((one.rest, one.scheduler, one.epochs) for one in (self, other))
+        return self.choices.matches(other.choices) and same_values(mine, others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,39 +139,103 @@ class TrialModel:
         return {key: value for key, value in self.__dict__.items() if key != "model"}
 
 
-class Maker:
-    """Makes candidates from trials. Raises ValueError for an optimizer that is none of hf.optim."""
+@dataclass(frozen=True, eq=False)
+class SweepDefaults:
+    """What holds for trials whose space does not choose it; see `hfusion.sweep`."""
 
-    def __init__(self, make_model: MakeModel, space: Space, optimizer: MakeOptimizer, device: torch.device) -> None:
+    optimizer: MakeOptimizer
+    epochs: int
+    clip: float | None = None
+    accumulate: int = 1
+
+
+class Maker:
+    """Makes candidates from trials. Raises ValueError for an optimizer that is none of hf.optim.
+
+    Args:
+        loader: the function that makes loaders, if there is one.
+        scheduler: makes a scheduler from the optimizer of one member, if there is one.
+    """
+
+    def __init__(
+        self,
+        make_model: MakeModel,
+        space: Space,
+        loss: Callable[..., Any],
+        loader: Callable[..., Any] | None,
+        scheduler: MakeScheduler | None,
+        defaults: SweepDefaults,
+        device: torch.device,
+    ) -> None:
         self._space, self.models = space, ModelMaker(make_model, device)
-        known = _known(optimizer)
-        self.name = known.__name__ if isinstance(known, type) else type(known).__name__
-        self._hypers, self._options = known.hypers, known.options
-        self._names = tuple(dict.fromkeys([*(hyper.key for hyper in self._hypers), *self._options]))
-        self._signature = _signature(make_model)
-        # By name: **kwargs takes what nobody else does.
-        self._parameters = {
-            name
-            for name, parameter in (self._signature.parameters if self._signature else {}).items()
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        }
+        self._defaults, self._scheduler = defaults, scheduler
+        functions: list[tuple[str, Callable[..., Any] | None, int]] = [
+            (MAKE_MODEL, make_model, 0),
+            (LOADER, loader, 0),
+            (LOSS, loss, 2),
+            (SCHEDULER, scheduler, 1),
+        ]
+        self._receivers = [
+            *(Receiver.of_function(prefix, made, after) for prefix, made, after in functions if made is not None),
+            Receiver.of_names(SWEEP, "the sweep", SWEEP_NAMES),
+        ]
+        sample_optimizer(defaults.optimizer)
 
     def suggestion(self, trial: Any) -> Suggestion:
         """What ``space(trial)`` gives, sorted by who takes it. Raises ValueError for what nobody takes or can take."""
         try:
-            given = self._space(trial)
+            values = self._space(trial)
         except TypeError as error:
             if "JSON serializable" in str(error):
                 error.add_note(_NAMES)
             raise
-        if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-            raise ValueError(f"space gave {given!r} for trial {trial.number}: return a dict of keyword arguments")
-        values, rest = self._addressed(trial.number, given)
-        options = {key: value for key, value in values.items() if key in self._options}
-        hypers = {key: value for key, value in values.items() if key not in options}
-        self._check_hypers(trial.number, hypers)
-        self._check_rest(trial.number, rest)
-        return Suggestion(hypers, options, rest)
+        if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+            raise ValueError(f"space gave {values!r} for trial {trial.number}: return a dict of keyword arguments")
+        try:
+            return self._sorted(trial.number, values)
+        except ValueError as error:
+            if str(error).startswith("trial "):
+                raise
+            raise ValueError(f"trial {trial.number}: {error}") from error
+
+    def _sorted(self, number: int, values: Mapping[str, Any]) -> Suggestion:
+        kind = self._kind(values)
+        sample = sample_optimizer(kind)
+        names = dict.fromkeys([*(hyper.key for hyper in sample.hypers), *sample.options])
+        optimizer = Receiver.of_names(OPTIMIZER, type(sample).__name__, list(names))
+        routed = route(number, values, [optimizer, *self._receivers])
+        options = {key: value for key, value in routed[OPTIMIZER].items() if key in sample.options}
+        hypers = {key: value for key, value in routed[OPTIMIZER].items() if key not in options}
+        _check_hypers(sample, hypers)
+        epochs, accumulate, clip = self._numbers(routed[SWEEP])
+        choices = ArrayChoices(kind, options, routed[LOADER], routed[LOSS], accumulate, clip is not None)
+        # The numbers and options must go together, and with the scheduler.
+        together = sample_optimizer(optimizer_with(kind, options, [hypers]))
+        _ = together.state_stacks
+        if self._scheduler is not None:
+            PerMember(together, partial(self._scheduler, **routed[SCHEDULER]))
+        return Suggestion(hypers, choices, routed[MAKE_MODEL], epochs, routed[SCHEDULER], clip)
+
+    def _kind(self, values: Mapping[str, Any]) -> MakeOptimizer:
+        """The optimizer that the space chose, if it did and no model takes that name."""
+        address = f"{SWEEP}.{OPTIMIZER}"
+        choice = values.get(address, values.get(OPTIMIZER))
+        return self._defaults.optimizer if choice is None else optimizer_of(choice)
+
+    def _numbers(self, values: Mapping[str, Any]) -> tuple[int, int, float | None]:
+        """Epochs, accumulate and clip of a trial. A clip of None among trials that clip is one that never does."""
+        counts = []
+        for name in ("epochs", "accumulate"):
+            value = values.get(name, getattr(self._defaults, name))
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+            counts.append(value)
+        if "clip" not in values:
+            return counts[0], counts[1], self._defaults.clip
+        clip = values["clip"]
+        if clip is not None and (not isinstance(clip, int | float) or isinstance(clip, bool) or not clip > 0):
+            raise ValueError(f"clip={clip!r}: give a norm above 0, or None")
+        return counts[0], counts[1], math.inf if clip is None else float(clip)
 
     def candidate(self, number: int, suggestion: Suggestion) -> TrialModel:
         """With its model. Raises as `ModelMaker.model`."""
@@ -127,59 +243,17 @@ class Maker:
         _ = found.model
         return found
 
-    def _addressed(self, number: int, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What goes to the optimizer, and what to make_model. Raises ValueError for what both or none of them take."""
-        values: dict[str, Any] = {}
-        rest: dict[str, Any] = {}
-        for key, value in given.items():
-            prefix, dot, name = key.partition(".")
-            if not dot or prefix not in (_OPTIMIZER, _MAKE_MODEL):
-                prefix, name = (_OPTIMIZER if key in self._names else _MAKE_MODEL), key
-                if key in self._names and key in self._parameters:
-                    raise ValueError(
-                        f"trial {number}: {self.name} and make_model{self._signature} both take {key!r}: let space "
-                        f'give it as "{_OPTIMIZER}.{key}" or "{_MAKE_MODEL}.{key}", or give both'
-                    )
-            elif prefix == _OPTIMIZER and name not in self._names:
-                raise ValueError(f"trial {number}: {self.name} takes no {name!r}; it takes {', '.join(self._names)}")
-            receiver = values if prefix == _OPTIMIZER else rest
-            if name in receiver:
-                raise ValueError(f'trial {number}: space gives {name!r} to {prefix} twice, once as "{prefix}.{name}"')
-            receiver[name] = value
-        return values, rest
 
-    def _check_hypers(self, number: int, hypers: Mapping[str, Any]) -> None:
-        for hyper in self._hypers:
-            if hyper.key not in hypers:
-                continue
-            value = hypers[hyper.key]
-            if hyper.index is not None:
-                if not isinstance(value, tuple | list) or len(value) != 2:
-                    raise ValueError(f"{hyper.key}={value!r} of trial {number} is not a pair")
-                value = value[hyper.index]
-            try:
-                hyper.check(member_vector(hyper.label, value, 1).tolist())
-            except ValueError as error:
-                raise ValueError(f"trial {number}: {error}") from error
-
-    def _check_rest(self, number: int, rest: Mapping[str, Any]) -> None:
-        if self._signature is None:
-            return
-        try:
-            self._signature.bind(**rest)
-        except TypeError as error:
-            raise ValueError(
-                f"trial {number}: of what space gives, {', '.join(self._names)} go to {self.name} and the rest to "
-                f"make_model{self._signature}, which {error}: {rest}"
-            ) from error
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """None where Python knows none."""
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
+def _check_hypers(optimizer: FusedOptimizer, hypers: Mapping[str, Any]) -> None:
+    for hyper in optimizer.hypers:
+        if hyper.key not in hypers:
+            continue
+        value = hypers[hyper.key]
+        if hyper.index is not None:
+            if not isinstance(value, tuple | list) or len(value) != 2:
+                raise ValueError(f"{hyper.key}={value!r} is not a pair")
+            value = value[hyper.index]
+        hyper.check(member_vector(hyper.label, value, 1).tolist())
 
 
 def check_choices(trial: Any) -> None:
@@ -191,19 +265,3 @@ def check_choices(trial: Any) -> None:
                     f"trial {trial.number}: {name!r} has the choice {choice!r}, with which a sweep in a directory "
                     f"could not go on: {_NAMES}"
                 )
-
-
-def _known(optimizer: Any) -> Any:
-    """What has ``hypers`` and ``options`` of the optimizer that a function makes."""
-    if isinstance(optimizer, type) and issubclass(optimizer, FusedOptimizer):
-        return optimizer
-    params = [nn.Parameter(torch.empty(1, *shape, device="meta")) for shape in ((1, 1), (1,))]
-    for param in params:
-        mark(param, Membership("weight", 1, True))
-    made = optimizer(params)
-    if not isinstance(made, FusedOptimizer):
-        raise ValueError(
-            f"optimizer gave a {type(made).__name__}: give a class of hf.optim, or a function that makes one from "
-            "parameters, such as lambda params: hf.optim.SGD(params, momentum=0.9)"
-        )
-    return made

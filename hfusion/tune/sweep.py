@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,12 +21,14 @@ from hfusion.device.machine import Machine
 from hfusion.optim import AdamW
 from hfusion.step.making import CompileMode
 from hfusion.tune.beats import Beats, dead_runs
+from hfusion.tune.chosen_optimizer import MakeOptimizer
 from hfusion.tune.cluster_workers import ClusterWorkers
 from hfusion.tune.conductor import Conductor, Extent
 from hfusion.tune.exploit import PBT
 from hfusion.tune.folder import SweepFolder
+from hfusion.tune.loaders import Loaders
 from hfusion.tune.result import SweepResult
-from hfusion.tune.space import MakeModel, MakeOptimizer, Maker, Space
+from hfusion.tune.space import MakeModel, Maker, MakeScheduler, Space, SweepDefaults
 from hfusion.tune.study import Draws, check_outlives, import_optuna, listening, open_study
 from hfusion.tune.trial_rows import SweepRecipe
 from hfusion.tune.trials import Callback, Trials, Verdict
@@ -37,11 +39,13 @@ def sweep(
     make_model: MakeModel,
     space: Space,
     loss: Callable[..., Any],
-    loader: Iterable[Any],
+    loader: Iterable[Any] | Callable[..., Iterable[Any]],
     *,
     trials: int,
     epochs: int,
     optimizer: MakeOptimizer = AdamW,
+    scheduler: MakeScheduler | None = None,
+    scheduler_interval: Literal["epoch", "step"] = "epoch",
     eval_loader: Iterable[Any] | None = None,
     metric: Callable[..., Any] | None = None,
     study: Any = None,
@@ -54,6 +58,7 @@ def sweep(
     rows: int | None = None,
     seed: int = 0,
     clip: float | None = None,
+    accumulate: int = 1,
     timeout: float | None = None,
     catch: type[BaseException] | tuple[type[BaseException], ...] = (),
     callbacks: Iterable[Callback] = (),
@@ -63,15 +68,24 @@ def sweep(
     """Search hyper-parameters with Optuna, many trials at a time in one array, each trained as if alone.
 
     Args:
-        make_model: ``make_model(**rest)`` gives a trial's model, after ``torch.manual_seed(trial.number)``.
-        space: ``space(trial)`` suggests by Optuna's define-by-run, and gives a dict: what the optimizer knows (lr,
-            weight_decay, betas, ...) goes to it, the rest to ``make_model``. A name that both take is written
-            ``"optimizer.eps"`` or ``"make_model.eps"``. Models of different shapes are different arrays.
+        make_model: ``make_model(...)`` gives a trial's model, after ``torch.manual_seed(trial.number)``.
+        space: ``space(trial)`` suggests by Optuna's define-by-run, and gives a dict. Each value goes, by its name, to
+            the function that takes it: hyper-parameters and options of the optimizer (lr, betas, nesterov, ...), and
+            parameters of ``make_model``, ``loader``, ``loss`` and ``scheduler``; ``"optimizer"`` (a name such as
+            ``"adam"``, or a class), ``"epochs"``, ``"clip"`` and ``"accumulate"`` are those of the sweep. A name that
+            several take is written ``"optimizer.eps"``, ``"make_model.eps"``, ``"sweep.epochs"``. Trials that cannot
+            share an array, as their models, optimizers, loss options, loaders or ``accumulate`` differ, are different
+            arrays.
         loss: of one member's outputs and target, any functional one.
-        loader: gives minibatches ``(inputs, target)`` again for every epoch.
+        loader: gives minibatches ``(inputs, target)`` again for every epoch; or a function that makes such a loader
+            from values of the space, ``loader(batch_size)``, after ``torch.manual_seed(seed)``.
         trials: how many are asked of the study, those of earlier calls with the same ``directory`` included.
         epochs: of each trial. After epoch k, from 0, a value is reported as of step k, and the pruner decides.
         optimizer: a class of hf.optim, or a function of parameters that makes one.
+        scheduler: makes a scheduler of torch.optim.lr_scheduler from the optimizer of one trial and values of the
+            space, ``scheduler(optimizer, gamma)``.
+        scheduler_interval: when it steps: after every ``"epoch"``, and its evaluation, or after every ``"step"`` of the
+            optimizer. A ReduceLROnPlateau is told the trial's value, or the loss of its last minibatch.
         eval_loader, metric: the value is ``metric(outputs, target)`` over all minibatches of ``eval_loader`` in eval
             mode, see `hfusion.Population.evaluate`; without a metric the loss there; without both the mean loss of the
             epoch's steps.
@@ -87,6 +101,8 @@ def sweep(
             with ``pbt`` all.
         seed: in round r every array trains an epoch, and reads the loaders after ``torch.manual_seed(seed + r)``.
         clip: the norm that each trial's gradients have at most, as of torch.nn.utils.clip_grad_norm_.
+        accumulate: minibatches of an update, as `hfusion.Task` has it: losses are divided by it, and the last update of
+            an epoch may be of fewer.
         timeout: seconds after which no more trials are asked, as study.optimize has it; those that train are trained
             to their end. A sweep that goes on begins to count anew.
         catch: errors of ``space`` and ``make_model`` that fail their trial, as study.optimize has it; others end the
@@ -108,10 +124,16 @@ def sweep(
             process.
         DeviceLost: the processes of an array were lost more often than the cluster allows.
     """
-    _check_kinds(make_model, space, loss, metric, optimizer, machine)
+    _check_kinds(make_model, space, loss, metric, optimizer, scheduler, machine)
     extent = _extent(trials, epochs, rows, seed, timeout, catch, pbt)
     if clip is not None and not clip > 0:
         raise ValueError(f"clip={clip!r}: give a norm above 0, or None")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate={accumulate!r}: give a whole number of at least 1")
+    if scheduler_interval not in ("epoch", "step"):
+        raise ValueError(f'scheduler_interval={scheduler_interval!r}: it is "epoch" or "step"')
+    if pbt is not None and scheduler is not None:
+        raise ValueError("pbt changes the learning rates that a scheduler would write over: leave one of them out")
     if pbt is not None and pruner is None and study is None:
         pruner = import_optuna().pruners.NopPruner()
     CompileMode.of(compile, None)
@@ -121,8 +143,11 @@ def sweep(
         check_outlives(study, storage, Path(directory))
     # The driver of a cluster makes models to look at.
     device = torch.device("cpu") if isinstance(machine, Cluster) else largest(machine).physical
-    recipe = SweepRecipe(optimizer, loss, loader, eval_loader, metric, device, compile, clip)
-    maker = Maker(make_model, space, optimizer, device)
+    loaders = Loaders(loader, seed)
+    every_step = scheduler_interval == "step"
+    recipe = SweepRecipe(loss, loaders, eval_loader, metric, device, compile, scheduler, every_step)
+    defaults = SweepDefaults(optimizer, epochs, clip, accumulate)
+    maker = Maker(make_model, space, loss, loaders.function, scheduler, defaults, device)
     with ExitStack() as stack:
         folder = None
         if directory is not None:
@@ -157,7 +182,9 @@ def sweep(
         return SweepResult(found, tuple(asked.asked), conductor.best)
 
 
-def _check_kinds(make_model: Any, space: Any, loss: Any, metric: Any, optimizer: Any, machine: Any) -> None:
+def _check_kinds(
+    make_model: Any, space: Any, loss: Any, metric: Any, optimizer: Any, scheduler: Any, machine: Any
+) -> None:
     """Raise ValueError for what is of another kind than it must be, before anything is asked."""
     if isinstance(make_model, nn.Module):
         raise ValueError("make_model is a module: give a function that makes one, as each trial needs its own")
@@ -166,6 +193,8 @@ def _check_kinds(make_model: Any, space: Any, loss: Any, metric: Any, optimizer:
             raise ValueError(f"{name}={value!r}: give a function")
     if metric is not None and not callable(metric):
         raise ValueError(f"metric={metric!r}: give a function of outputs and targets, or None")
+    if scheduler is not None and not callable(scheduler):
+        raise ValueError(f"scheduler={scheduler!r}: give a function of an optimizer that makes a scheduler, or None")
     if not isinstance(machine, Machine | Cluster | None):
         raise ValueError(f"machine={machine!r}: give an hf.Machine, an hf.Cluster, or None for this machine")
 

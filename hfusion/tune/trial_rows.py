@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,80 +19,65 @@ from torch.utils import _pytree as pytree
 from hfusion.checkpoint.packed import PackedSave
 from hfusion.core.errors import PlanError
 from hfusion.device.generators import draws_kept
-from hfusion.optim import FusedOptimizer
+from hfusion.optim.lr_scheduler import Make
+from hfusion.population.partial_update import flush, limit_norms
 from hfusion.population.population import Population
 from hfusion.population.saving import packed
 from hfusion.population.widths import Widths
 from hfusion.tasks.reading import generators, reading, restart_workers
 from hfusion.tasks.task import length
+from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_with
 from hfusion.tune.epoch_result import EpochResult, Stopwatch
 from hfusion.tune.folder import KEEP
-from hfusion.tune.space import MakeOptimizer, TrialModel
+from hfusion.tune.loaders import Loaders
+from hfusion.tune.space import ArrayChoices, MakeScheduler, Suggestion, TrialModel
 
 
 @dataclass(frozen=True, eq=False)
 class SweepRecipe:
-    """What the arrays of a sweep have in common."""
+    """What the arrays of a sweep have in common.
 
-    optimizer: MakeOptimizer
+    Attributes:
+        scheduler: makes a scheduler from the optimizer of one member and the values that its trial chose.
+        every_step: schedulers step after each update, not after each epoch.
+    """
+
     loss: Callable[..., Any]
-    loader: Iterable[Any]
+    loaders: Loaders
     eval_loader: Iterable[Any] | None
     metric: Callable[..., Any] | None
     device: torch.device
     compile: bool | str
-    clip: float | None
+    scheduler: MakeScheduler | None = None
+    every_step: bool = False
 
     @property
     def evaluates(self) -> bool:
         """Whether there is more to a value than the losses of the steps."""
         return self.metric is not None or self.eval_loader is not None
 
-    @property
-    def judged(self) -> tuple[str, Iterable[Any]]:
-        """What values are of, by its name."""
-        return ("loader", self.loader) if self.eval_loader is None else ("eval_loader", self.eval_loader)
+    def judged(self, choices: ArrayChoices) -> tuple[str, Iterable[Any]]:
+        """Return what values of an array are of, after its name."""
+        if self.eval_loader is None:
+            return "loader", self.loaders.loader(choices.loader)
+        return "eval_loader", self.eval_loader
 
-    def optimizer_with(self, options: dict[str, Any], hypers: Sequence[Mapping[str, Any]] = ()) -> MakeOptimizer:
-        """Return a function that makes the optimizer with the options of a trial, which hold for a whole array.
-
-        hypers: of each member, or of one for all; options may need some, as nesterov needs momentum. What a member does
-        not give is as the optimizer has it.
-        """
-
-        def made(params: Any) -> FusedOptimizer:
-            optimizer = self.optimizer(params)
-            if isinstance(optimizer, FusedOptimizer):
-                keys = dict.fromkeys(key for member in hypers for key in member)
-                for group in optimizer.param_groups:
-                    group.update(options)
-                    group.update({key: _values(group[key], [member.get(key) for member in hypers]) for key in keys})
-            return optimizer
-
-        return made
-
-
-def _values(defaults: Any, given: Sequence[Any]) -> Any:
-    """A hyper-parameter of each member, or of all; a pair where it is one. None: the default."""
-    if isinstance(defaults, tuple):
-        columns = [[None if value is None else value[place] for value in given] for place in range(len(defaults))]
-        return tuple(_values(default, column) for default, column in zip(defaults, columns, strict=True))
-    if len(given) == 1:
-        return defaults if given[0] is None else given[0]
-    return [default if value is None else float(value) for default, value in zip(defaults.tolist(), given, strict=True)]
+    def loss_of(self, choices: ArrayChoices) -> Callable[..., Any]:
+        """Return the loss with the options of an array."""
+        return partial(self.loss, **choices.loss) if choices.loss else self.loss
 
 
 class TrialRows:
     """Members whose models have one shape, as a population. ``stopping``: whether an epoch is to end at once."""
 
-    def __init__(self, recipe: SweepRecipe, options: dict[str, Any], stopping: Callable[[], bool]) -> None:
-        self._recipe, self._stopping, self._options = recipe, stopping, options
-        optimizer = recipe.optimizer_with(options)
-        self._given: dict[str, Any] = {
-            "optimizer": optimizer,
-            "loss": recipe.loss,
+    def __init__(self, recipe: SweepRecipe, choices: ArrayChoices, stopping: Callable[[], bool]) -> None:
+        self._recipe, self._stopping, self._choices = recipe, stopping, choices
+        self._loader = recipe.loaders.loader(choices.loader)
+        self._loss = recipe.loss_of(choices)
+        self._options: dict[str, Any] = {
+            "loss": self._loss,
             "compile": recipe.compile,
-            "clip_norm": recipe.clip,
+            "accumulate": choices.accumulate,
         }
         self._population: Population | None = None
 
@@ -100,20 +86,40 @@ class TrialRows:
         assert self._population is not None, "somebody joins first"
         return self._population
 
+    def _optimizer(self, hypers: Sequence[Mapping[str, Any]]) -> MakeOptimizer:
+        return optimizer_with(self._choices.optimizer, self._choices.options, hypers)
+
+    def _limits(self, members: Sequence[TrialModel]) -> dict[str, Any]:
+        """The largest norms of members that start, where the array clips."""
+        norms = [member.suggestion.clip for member in members]
+        return {"clip_norm": norms} if self._choices.clips else {}
+
+    def _schedules(self, members: Sequence[TrialModel]) -> list[Make] | None:
+        """A function for each member that makes its scheduler."""
+        make = self._recipe.scheduler
+        return None if make is None else [partial(make, **member.suggestion.scheduler) for member in members]
+
     def join(self, new: Sequence[TrialModel]) -> None:
         """Give each a row."""
         models, tags = [one.model for one in new], [one.tag for one in new]
+        schedules, limits = self._schedules(new), self._limits(new)
         if self._population is None:
-            optimizer = self._recipe.optimizer_with(self._options, [one.suggestion.hypers for one in new])
-            self._population = Population(models, tags=tags, **{**self._given, "optimizer": optimizer})
-        else:
-            missing = len(new) - self.population.tags.count(None)
-            if missing > 0:
-                self.population.grow(missing)
-            free = [row for row, tag in enumerate(self.population.tags) if tag is None]
-            self.population.start(free[: len(new)], models, tag=tags)
+            optimizer = self._optimizer([one.suggestion.hypers for one in new])
+            self._population = Population(
+                models, optimizer=optimizer, tags=tags, scheduler=schedules, **limits, **self._options
+            )
+            return
+        pop = self.population
+        missing = len(new) - pop.tags.count(None)
+        if missing > 0:
+            pop.grow(missing)
+        rows = [row for row, tag in enumerate(pop.tags) if tag is None][: len(new)]
+        pop.start(rows, models, tag=tags, scheduler=schedules, **limits)
         for one in new:
             self._write(one.tag, one.suggestion.hypers)
+        if schedules is not None and pop.scheduler is not None:
+            # Schedules begin from the rates that were just written.
+            pop.scheduler.restart(rows, schedules)
 
     def _write(self, tag: str, hypers: dict[str, Any]) -> None:
         """Give a member hyper-parameters."""
@@ -124,37 +130,53 @@ class TrialRows:
             for vector, own in pairs:
                 vector[row] = torch.as_tensor(own, dtype=torch.float64)
 
-    def exploit(self, pairs: Sequence[tuple[str, str]], hypers: Sequence[dict[str, Any]]) -> None:
-        """Let each second become a copy of the first, with hyper-parameters of its own."""
+    def exploit(self, pairs: Sequence[tuple[str, str]], suggestions: Sequence[Suggestion]) -> None:
+        """Let each second become a copy of the first, with hyper-parameters and a largest norm of its own."""
         rows = [[self.population.row(pair[place]) for pair in pairs] for place in range(2)]
         self.population.copy(*rows)
-        for (_, tag), own in zip(pairs, hypers, strict=True):
-            self._write(tag, own)
+        for (_, tag), suggestion in zip(pairs, suggestions, strict=True):
+            self._write(tag, suggestion.hypers)
+            if suggestion.clip is not None:
+                limit_norms(self.population, [self.population.row(tag)], suggestion.clip)
 
     def epoch(self, seed: int) -> EpochResult:
         """Train all members for an epoch under a seed, and evaluate them: a value for each tag; NaN if it went bad."""
         pop, recipe = self.population, self._recipe
         began, steps, judgements = time.perf_counter(), Stopwatch(), Stopwatch()
         losses = []
-        with _seeded(recipe.loader, seed):
-            for inputs, target in steps.timed(_batches("loader", recipe.loader, recipe.device)):
+        with _seeded(self._loader, seed):
+            for inputs, target in steps.timed(_batches("loader", self._loader, recipe.device)):
                 if self._stopping():
                     raise KeyboardInterrupt
+                updates = pop.steps
                 losses.append(pop.step(inputs, target))
+                if recipe.every_step and pop.steps > updates:
+                    self._schedule(losses[-1])
+            # The last update of an epoch may be of fewer minibatches.
+            if flush(pop) and recipe.every_step:
+                self._schedule(losses[-1])
         trained = torch.stack(losses).double().mean(0)
         # Nobody needs gradients until the next step; another array may use their memory.
         pop.fused.zero_grad()
         bad = set(pop.frozen)
         found = trained
         if recipe.evaluates:
-            role, loader = recipe.judged
+            role, loader = recipe.judged(self._choices)
             with _seeded(loader, seed):
                 batches = judgements.timed(_batches(role, loader, recipe.device))
-                found = pop.evaluate(recipe.metric or recipe.loss, batches)
+                found = pop.evaluate(recipe.metric or self._loss, batches)
+        if not recipe.every_step:
+            self._schedule(found)
         values = found.tolist()
         named = {tag: math.nan if row in bad else values[row] for row, tag in enumerate(pop.tags) if tag is not None}
         startup = steps.startup + judgements.startup
         return EpochResult(named, time.perf_counter() - began - startup, startup, len(losses))
+
+    def _schedule(self, values: Tensor) -> None:
+        """Step the members' schedulers; those that watch a number get ``values``."""
+        if self.population.scheduler is not None:
+            rows = [row for row, tag in enumerate(self.population.tags) if tag is not None]
+            self.population.scheduler.step(metrics=values, rows=rows)
 
     def leave(self, tag: str) -> nn.Module:
         """The member's model, on the CPU; its row is free."""
@@ -181,11 +203,17 @@ class TrialRows:
     def restore(self, saved: Path | PackedSave, members: Sequence[TrialModel]) -> tuple[Widths, int]:
         """Be what was saved or packed of these; its widths, and its rows."""
         known = {one.tag: one for one in members}
+        schedules = self._schedules(members)
         found = saved.saved() if isinstance(saved, PackedSave) else saved
         # Values that go with the options; those of the members are then written over them.
-        optimizer = self._recipe.optimizer_with(self._options, [members[0].suggestion.hypers])
         self._population = Population.load(
-            found, lambda tag: known[tag].model, random=False, **{**self._given, "optimizer": optimizer}
+            found,
+            lambda tag: known[tag].model,
+            random=False,
+            optimizer=self._optimizer([members[0].suggestion.hypers]),
+            scheduler=None if schedules is None else dict(zip(known, schedules, strict=True)),
+            clip_norm=members[0].suggestion.clip,
+            **self._options,
         )
         return self.population._widths, len(self.population)
 

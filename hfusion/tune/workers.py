@@ -11,7 +11,7 @@ from torch import nn
 
 from hfusion.cluster.node import DeviceInfo
 from hfusion.device.machine import Machine
-from hfusion.tune.space import TrialModel
+from hfusion.tune.space import ArrayChoices, TrialModel
 from hfusion.tune.trial_rows import SweepRecipe, TrialRows
 
 # A method of `TrialRows`, and what it is given.
@@ -28,8 +28,8 @@ class SweepWorkers(Protocol):
     def gone(self) -> Collection[int]:
         """The numbers of the devices that are lost."""
 
-    def open(self, name: str, device: int, options: dict[str, Any]) -> None:
-        """Rows for an array whose optimizer has ``options``, on a device."""
+    def open(self, name: str, device: int, choices: ArrayChoices) -> None:
+        """Make rows for an array of trials with these choices, on a device."""
 
     def send(self, name: str, method: str, *args: Any) -> None:
         """Call a method that gives nothing; it may be called later, before the next that gives something."""
@@ -60,8 +60,8 @@ class LocalWorkers:
         self.gone: Collection[int] = ()
         self._recipe, self._rows = recipe, dict[str, TrialRows]()
 
-    def open(self, name: str, device: int, options: dict[str, Any]) -> None:
-        self._rows[name] = TrialRows(self._recipe, options, lambda: False)
+    def open(self, name: str, device: int, choices: ArrayChoices) -> None:
+        self._rows[name] = TrialRows(self._recipe, choices, lambda: False)
 
     def send(self, name: str, method: str, *args: Any) -> None:
         getattr(self._rows[name], method)(*args)

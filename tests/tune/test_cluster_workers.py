@@ -13,7 +13,8 @@ import torch.nn.functional as F
 import hfusion as hf
 from hfusion.cluster.node import Answered, ArrayTrainer, DeviceInfo, Lost, Message
 from hfusion.tune.cluster_workers import ClusterWorkers
-from hfusion.tune.space import ModelMaker, Suggestion, TrialModel
+from hfusion.tune.loaders import Loaders
+from hfusion.tune.space import ArrayChoices, ModelMaker, Suggestion, TrialModel
 from hfusion.tune.trial_rows import SweepRecipe
 from tests.tune.cases import loaders, make_model
 
@@ -65,14 +66,16 @@ class Arrays:
 
     def __init__(self, *, alone: bool = False) -> None:
         cpu, given = torch.device("cpu"), loaders()
-        recipe = SweepRecipe(hf.optim.SGD, F.cross_entropy, given["loader"], None, None, cpu, False, None)
+        recipe = SweepRecipe(F.cross_entropy, Loaders(given["loader"]), None, None, cpu, False)
         maker = ModelMaker(make_model, cpu)
         self.here = Here(1 if alone else 2)
         self.workers = ClusterWorkers(self.here, recipe, maker, 4)
         hypers = {"lr": 0.1, "momentum": 0.9}
-        self.members = {f"array-{n}": [TrialModel(n, Suggestion(hypers, {}, {}), maker)] for n in range(2)}
+        choices = ArrayChoices(hf.optim.SGD)
+        suggestion = Suggestion(hypers, choices, {}, 4)
+        self.members = {f"array-{n}": [TrialModel(n, suggestion, maker)] for n in range(2)}
         for number, (name, own) in enumerate(self.members.items()):
-            self.workers.open(name, 0 if alone else number, {})
+            self.workers.open(name, 0 if alone else number, choices)
             self.workers.send(name, "join", own)
 
     def epoch(self, seed: int) -> dict[str, Any]:

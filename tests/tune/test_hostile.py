@@ -40,17 +40,33 @@ def states(study: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("space", "message"),
     [
-        (lambda t: {**small(t), "depth": 3}, r"trial 0: of what space gives, lr, .* go to AdamW and the rest to make_"),
+        (
+            lambda t: {**small(t), "depth": 3},
+            "trial 0: no function takes .depth. .*: AdamW takes lr, .* takes hidden, ",
+        ),
         (lambda t: None, "space gave None for trial 0: return a dict"),
         (lambda t: {"lr": -1.0}, "trial 0: lr of member 0 is -1.0: it must be"),
         (lambda t: {"lr": None}, "trial 0: lr=None is not a number"),
-        (lambda t: {"betas": 0.9}, "betas=0.9 of trial 0 is not a pair"),
+        (lambda t: {"betas": 0.9}, "trial 0: betas=0.9 is not a pair"),
         (lambda t: {"lr": "fast"}, "trial 0: lr='fast' is not a number"),
         (lambda t: {"optimizer.depth": 3}, "trial 0: AdamW takes no 'depth'; it takes lr, betas, eps, weight_decay"),
         (lambda t: {"make_model.depth": 3}, r"make_model\(.*, which got an unexpected keyword argument 'depth'"),
         (lambda t: {"lr": 0.1, "optimizer.lr": 0.1}, "space gives 'lr' to optimizer twice"),
         (lambda t: {"hidden": 4, "make_model.hidden": 8}, "space gives 'hidden' to make_model twice"),
-        (lambda t: {"loader.hidden": 4}, "unexpected keyword argument 'loader.hidden'"),
+        (
+            lambda t: {"loader.hidden": 4},
+            "no function takes .loader.hidden. .* loader takes nothing, as",
+        ),
+        (lambda t: {"batch_size": 4}, r"no function takes 'batch_size' .*: give loader\(batch_size\)"),
+        (lambda t: {"loss.alpha": 4}, r"to loss\(.*, which got an unexpected keyword argument 'alpha'"),
+        (lambda t: {"optimizer": "adm"}, "trial 0: optimizer='adm' is no optimizer of hf.optim; it has sgd, "),
+        (lambda t: {"optimizer": torch.optim.LBFGS}, "optimizer=LBFGS has no counterpart in hf.optim"),
+        (lambda t: {"optimizer": 3}, "trial 0: optimizer=3: give a name such as 'adam'"),
+        (lambda t: {"optimizer": "sgd", "nesterov": True}, "trial 0: nesterov needs a momentum above 0"),
+        (lambda t: {"optimizer": "sgd", "betas": (0.9, 0.99)}, "no function takes 'betas' .*: SGD takes lr, momentum"),
+        (lambda t: {"epochs": 0}, "trial 0: epochs=0: give a whole number"),
+        (lambda t: {"accumulate": 1.5}, "trial 0: accumulate=1.5: give a whole number"),
+        (lambda t: {"clip": -1.0}, "trial 0: clip=-1.0: give a norm above 0, or None"),
     ],
 )
 def test_a_space_that_gives_what_nobody_takes(space: Callable[[Any], Any], message: str) -> None:

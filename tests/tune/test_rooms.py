@@ -20,7 +20,7 @@ from hfusion.tune.rooms import Rooms
 from hfusion.tune.shape_array import Seat, Shape, ShapeArray
 
 EPOCHS, ROUNDS, STEPS = 6, 40, 10
-FIRST: Any = SimpleNamespace(suggestion=SimpleNamespace(options={}))
+FIRST: Any = SimpleNamespace(suggestion=SimpleNamespace(choices=None))
 SAME: Any = SimpleNamespace(same_as=lambda model: True)
 RATES = Rates(173e9, 11.3e9, 490e3, 7.1e9, 7.6e9, 1.1e9, 1.2e9)
 
@@ -51,7 +51,7 @@ class Nowhere:
     devices: Sequence[DeviceInfo]
     gone: Sequence[int] = ()
 
-    def open(self, name: str, device: int, options: dict[str, Any]) -> None: ...
+    def open(self, name: str, device: int, choices: Any) -> None: ...
     def send(self, name: str, method: str, *args: Any) -> None: ...
     def drop(self, name: str, *, collect: bool) -> None: ...
 

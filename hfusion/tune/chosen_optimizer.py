@@ -1,0 +1,95 @@
+"""Optimizers that a space chooses: their kind, the options of an array, and the hyper-parameters of its members."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from hfusion import optim
+from hfusion.core.membership import Membership, mark
+from hfusion.optim import FusedOptimizer
+
+MakeOptimizer: TypeAlias = Callable[[Any], FusedOptimizer]
+
+_KINDS: dict[str, type[FusedOptimizer]] = {
+    name.lower(): kind
+    for name in optim.__all__
+    if isinstance(kind := getattr(optim, name), type)
+    and issubclass(kind, FusedOptimizer)
+    and kind is not FusedOptimizer
+}
+
+
+def optimizer_of(choice: Any) -> MakeOptimizer:
+    """Return the optimizer that a space names: ``"adam"``, ``hf.optim.Adam``, ``torch.optim.Adam``, or a function.
+
+    Raises:
+        ValueError: a name or a class of no optimizer that hfusion has.
+    """
+    if isinstance(choice, str):
+        if choice.lower() not in _KINDS:
+            raise ValueError(f"optimizer={choice!r} is no optimizer of hf.optim; it has {', '.join(_KINDS)}")
+        return _KINDS[choice.lower()]
+    if (
+        isinstance(choice, type)
+        and issubclass(choice, torch.optim.Optimizer)
+        and not issubclass(choice, FusedOptimizer)
+    ):
+        kinds = [kind for kind in _KINDS.values() if kind.torch_class is choice]
+        if not kinds:
+            raise ValueError(f"optimizer={choice.__name__} has no counterpart in hf.optim; it has {', '.join(_KINDS)}")
+        return kinds[0]
+    if not callable(choice):
+        raise ValueError(f"optimizer={choice!r}: give a name such as 'adam', a class of hf.optim, or a function")
+    made: MakeOptimizer = choice
+    return made
+
+
+def sample_optimizer(optimizer: MakeOptimizer) -> FusedOptimizer:
+    """Return the optimizer of one member without memory. Raises ValueError for one that is none of hf.optim."""
+    params = [nn.Parameter(torch.empty(1, *shape, device="meta")) for shape in ((1, 1), (1,))]
+    for param in params:
+        mark(param, Membership("weight", 1, True))
+    made = optimizer(params)
+    if not isinstance(made, FusedOptimizer):
+        raise ValueError(
+            f"optimizer gave a {type(made).__name__}: give a class of hf.optim, or a function that makes one from "
+            "parameters, such as lambda params: hf.optim.SGD(params, momentum=0.9)"
+        )
+    return made
+
+
+def optimizer_with(
+    optimizer: MakeOptimizer, options: Mapping[str, Any], hypers: Sequence[Mapping[str, Any]]
+) -> MakeOptimizer:
+    """Return a function that makes the optimizer with the options of an array and hyper-parameters of its members.
+
+    hypers: of each member, or of one for all; options may need some, as nesterov needs momentum. What a member does
+    not give is as the optimizer has it.
+    """
+
+    def made(params: Any) -> FusedOptimizer:
+        created = optimizer(params)
+        if isinstance(created, FusedOptimizer):
+            keys = dict.fromkeys(key for member in hypers for key in member)
+            for group in created.param_groups:
+                group.update(options)
+                group.update({key: _values(group[key], [member.get(key) for member in hypers]) for key in keys})
+        return created
+
+    return made
+
+
+def _values(defaults: Any, values: Sequence[Any]) -> Any:
+    """A hyper-parameter of each member, or of all; a pair where it is one. None: the default."""
+    if isinstance(defaults, tuple):
+        columns = [[None if value is None else value[index] for value in values] for index in range(len(defaults))]
+        return tuple(_values(default, column) for default, column in zip(defaults, columns, strict=True))
+    if len(values) == 1:
+        return defaults if values[0] is None else values[0]
+    return [
+        default if value is None else float(value) for default, value in zip(defaults.tolist(), values, strict=True)
+    ]

@@ -1,0 +1,70 @@
+"""The minibatches of a sweep: one loader for all trials, or a function that makes one from what a trial chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hfusion.core.errors import PlanError
+from hfusion.device.generators import draws_kept
+
+
+class Loaders:
+    """Gives the loader for values of the space; equal values share one.
+
+    Args:
+        loader: minibatches that can be read again for every epoch, or a function that returns such.
+        seed: a function is called after ``torch.manual_seed(seed)``.
+    """
+
+    def __init__(self, loader: Iterable[Any] | Callable[..., Iterable[Any]], seed: int = 0) -> None:
+        self._source, self._seed = loader, seed
+        self._made: list[tuple[Mapping[str, Any], Iterable[Any]]] = []
+
+    @property
+    def function(self) -> Callable[..., Iterable[Any]] | None:
+        """The function that makes loaders, where there is one."""
+        source: Any = self._source
+        return None if isinstance(source, Iterable) or not callable(source) else source
+
+    def loader(self, values: Mapping[str, Any]) -> Iterable[Any]:
+        """Return the loader for these arguments of the function. Raises PlanError for what is no loader."""
+        function = self.function
+        if function is None:
+            return cast("Iterable[Any]", self._source)
+        for known, loader in self._made:
+            if same_values(known, values):
+                return loader
+        with draws_kept():
+            torch.manual_seed(self._seed)
+            made: Any = function(**values)
+        if not isinstance(made, Iterable) or isinstance(made, Iterator):
+            arguments = ", ".join(f"{name}={value!r}" for name, value in values.items())
+            raise PlanError(
+                f"loader({arguments}) gave a {type(made).__name__}: return minibatches that can be read again for "
+                "every epoch, such as a DataLoader"
+            )
+        loader = made
+        self._made.append((dict(values), loader))
+        return loader
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What other processes get: they make loaders of their own."""
+        return {**vars(self), "_made": []}
+
+
+def same_values(first: Any, second: Any) -> bool:
+    """Whether two nests of values are equal, types and tensors included."""
+    leaves, spec = pytree.tree_flatten(first)
+    others, other_spec = pytree.tree_flatten(second)
+    return spec == other_spec and all(map(_same, leaves, others))
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    return first is second or (type(first) is type(second) and bool(first == second))

@@ -1,0 +1,181 @@
+"""A sweep in which the space chooses for every function, and its trials trained alone with torch.
+
+``python -m tests.tune.chosen --trials 32`` compares such a sweep with its trials alone, and kills it and resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import optuna
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import hfusion as hf
+from tests.tune.cases import MACHINE, data, evaluating
+from tests.tune.killed import everything
+
+ACTIVATIONS = {"relu": torch.relu, "tanh": torch.tanh}
+
+
+class ByName(nn.Module):
+    """Its activation changes what forward does, and no shape."""
+
+    def __init__(self, hidden: int, activation: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, hidden), nn.Linear(hidden, 2)
+        self.activation = activation
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(ACTIVATIONS[self.activation](self.first(x)))
+
+
+def space(trial: Any) -> dict[str, Any]:
+    kind = trial.suggest_categorical("optimizer", ["sgd", "adamw"])
+    values = {
+        "optimizer": kind,
+        "lr": trial.suggest_float("lr", 1e-3, 0.1, log=True),
+        "hidden": trial.suggest_categorical("hidden", [4, 8]),
+        "activation": trial.suggest_categorical("activation", list(ACTIVATIONS)),
+        "batch_size": trial.suggest_categorical("batch_size", [16, 32]),
+        "label_smoothing": trial.suggest_categorical("label_smoothing", [0.0, 0.1]),
+        "gamma": trial.suggest_float("gamma", 0.5, 1.0),
+        "epochs": trial.suggest_int("epochs", 2, 4),
+        "clip": trial.suggest_categorical("clip", [None, 0.1, 1.0]),
+        "accumulate": trial.suggest_categorical("accumulate", [1, 2]),
+    }
+    if kind == "sgd":
+        options = {
+            "nesterov": trial.suggest_categorical("nesterov", [False, True]),
+            "momentum": trial.suggest_float("momentum", 0.1, 0.9),
+        }
+    else:
+        options = {"betas": (trial.suggest_float("beta1", 0.5, 0.95), 0.99)}
+    return values | options
+
+
+def batches(batch_size: int) -> DataLoader[Any]:
+    return DataLoader(data(90, 0), batch_size=batch_size, shuffle=True)
+
+
+def eval_batches() -> DataLoader[Any]:
+    return DataLoader(data(40, 1), batch_size=16)
+
+
+def smoothed(output: Tensor, target: Tensor, label_smoothing: float) -> Tensor:
+    return F.cross_entropy(output, target, label_smoothing=label_smoothing)
+
+
+def decay(optimizer: Any, gamma: float) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma)
+
+
+def optimizer(params: Mapping[str, Any], model: nn.Module) -> torch.optim.Optimizer:
+    if params["optimizer"] == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=params["lr"], betas=(params["beta1"], 0.99))
+    options = {"momentum": params["momentum"], "nesterov": params["nesterov"]}
+    return torch.optim.SGD(model.parameters(), lr=params["lr"], **options)
+
+
+def alone(trial: Any, interval: str = "epoch") -> list[float]:
+    """The values of a trial, one for each epoch, in plain torch."""
+    params, values = trial.params, []
+    torch.manual_seed(trial.number)
+    model = ByName(params["hidden"], params["activation"])
+    update = optimizer(params, model)
+    schedule, loader = decay(update, params["gamma"]), batches(params["batch_size"])
+    for epoch in range(params["epochs"]):
+        torch.manual_seed(trial.user_attrs["hfusion:round"] + epoch)
+        for count, (inputs, target) in enumerate(loader, 1):
+            loss = smoothed(model(inputs), target, params["label_smoothing"])
+            (loss / params["accumulate"]).backward()
+            if count % params["accumulate"] and count < len(loader):
+                continue
+            if params["clip"] is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), params["clip"])
+            update.step()
+            update.zero_grad()
+            if interval == "step":
+                schedule.step()
+        inputs, target = (torch.cat(part) for part in zip(*eval_batches(), strict=True))
+        with evaluating(model), torch.no_grad():
+            values.append(smoothed(model(inputs), target, params["label_smoothing"]).item())
+        if interval == "epoch":
+            schedule.step()
+    return values
+
+
+def search(trials: int, folder: str | None = None, **options: Any) -> hf.SweepResult:
+    given: dict[str, Any] = {
+        "scheduler": decay,
+        "sampler": optuna.samplers.RandomSampler(seed=3),
+        "pruner": optuna.pruners.NopPruner(),
+        "machine": MACHINE,
+        **options,
+    }
+    return hf.sweep(
+        given.pop("make_model", ByName),
+        given.pop("space", space),
+        given.pop("loss", smoothed),
+        given.pop("loader", batches),
+        eval_loader=eval_batches(),
+        trials=trials,
+        epochs=4,
+        directory=folder,
+        **given,
+    )
+
+
+def largest_difference(result: hf.SweepResult, interval: str = "epoch") -> float:
+    """The largest relative difference of a reported value to that of the trial alone."""
+    largest = 0.0
+    for trial in result.trials:
+        values = list(trial.intermediate_values.values())
+        assert trial.state.name != "COMPLETE" or len(values) == trial.params["epochs"]
+        for value, expected in zip(values, alone(trial, interval), strict=False):
+            largest = max(largest, abs(value - expected) / abs(expected))
+    return largest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=32)
+    parser.add_argument("--kills", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.monotonic()
+        whole = search(options.trials, folder)
+        seconds = time.monotonic() - begin
+    print(f"{options.trials} trials, {seconds:.1f} s, largest difference to alone {largest_difference(whole):.1e}")
+    draw, kills = random.Random(0), 0
+    with tempfile.TemporaryDirectory() as folder:
+        while kills < options.kills:
+            child = os.fork()
+            if child == 0:
+                try:
+                    search(options.trials, folder)
+                finally:
+                    os._exit(0)
+            time.sleep(draw.uniform(0.1, 0.5) * seconds)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            kills += 1
+        resumed = search(options.trials, folder)
+    assert everything(resumed) == everything(whole)
+    print(f"killed {kills} times, and ended the same")
+
+
+if __name__ == "__main__":
+    main()

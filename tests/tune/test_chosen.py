@@ -1,0 +1,181 @@
+"""A space may choose for every function of a sweep, and each trial is what it would be alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import hfusion as hf
+from tests.tune.cases import data
+
+optuna = pytest.importorskip("optuna")
+from tests.tune import chosen  # noqa: E402
+from tests.tune.killed import everything  # noqa: E402
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_all_choices_at_once_also_after_a_kill(tmp_path: Path) -> None:
+    judged: list[int] = []
+
+    def dying(output: Tensor, target: Tensor, label_smoothing: float) -> Tensor:
+        return chosen.smoothed(output, target, label_smoothing)
+
+    def kill(study: Any, trial: Any) -> None:
+        judged.append(1)
+        if len(judged) in (1, 3):
+            raise Killed
+
+    whole = chosen.search(6)
+    assert chosen.largest_difference(whole) < 1e-9
+    for _ in range(2):
+        with pytest.raises(Killed):
+            chosen.search(6, str(tmp_path), callbacks=[kill], loss=dying)
+    assert everything(chosen.search(6, str(tmp_path), loss=dying)) == everything(whole)
+
+
+# What a space may choose besides lr, the arguments of hf.sweep, and plain torch: optimizer, scheduler, accumulate.
+PARTS: dict[str, tuple[dict[str, list[Any]], dict[str, Any]]] = {
+    "classes": ({"optimizer": [hf.optim.SGD, torch.optim.Adam, "lion"]}, {}),
+    "sweep's own defaults": ({"epochs": [1, 3]}, {"clip": 0.05, "accumulate": 4}),
+    "clip or not": ({"clip": [None, 0.01]}, {}),
+    "accumulate": ({"accumulate": [1, 3, 50]}, {"clip": 0.5}),
+}
+
+
+class Free(torch.nn.Module):
+    """Small, and with BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+TORCH: dict[Any, Any] = {
+    None: torch.optim.AdamW,
+    hf.optim.SGD: torch.optim.SGD,
+    torch.optim.Adam: torch.optim.Adam,
+    "lion": None,
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts(name: str) -> None:
+    choices, options = PARTS[name]
+
+    def space(trial: Any) -> dict[str, Any]:
+        names = {key: values[trial.suggest_int(key, 0, len(values) - 1)] for key, values in choices.items()}
+        return {"lr": trial.suggest_float("lr", 1e-3, 0.1), "batch_size": 20, **names}
+
+    result = chosen.search(6, space=space, make_model=Free, loss=F.cross_entropy, scheduler=None, **options)
+    for trial in result.trials:
+        values = {**options, **{key: choices[key][trial.params[key]] for key in choices}}
+        kind = TORCH[values.get("optimizer")]
+        if kind is None:
+            continue
+        torch.manual_seed(trial.number)
+        model = Free()
+        optimizer, count, clip = kind(model.parameters(), lr=trial.params["lr"]), values.get("accumulate", 1), 0.0
+        for epoch in range(values.get("epochs", 4)):
+            torch.manual_seed(trial.user_attrs["hfusion:round"] + epoch)
+            loader = chosen.batches(20)
+            for place, (inputs, target) in enumerate(loader, 1):
+                (F.cross_entropy(model(inputs), target) / count).backward()
+                if place % count == 0 or place == len(loader):
+                    clip = values.get("clip") or float("inf")
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        inputs, target = (torch.cat(part) for part in zip(*chosen.eval_batches(), strict=True))
+        expected = F.cross_entropy(model.eval()(inputs), target).item()
+        assert trial.value == pytest.approx(expected, rel=1e-9)
+        assert len(trial.intermediate_values) == values.get("epochs", 4)
+
+
+def warm(optimizer: Any, start: float = 0.1) -> Any:
+    return lr_scheduler.LinearLR(optimizer, start, total_iters=3)
+
+
+def plateau(optimizer: Any, factor: float) -> Any:
+    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=factor, patience=0, threshold=0.05)
+
+
+def cosine(optimizer: Any, epochs: int) -> Any:
+    return lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+
+
+SCHEDULES: dict[str, tuple[Any, dict[str, list[Any]], str]] = {
+    "warm up by step": (warm, {"start": [0.1, 0.5]}, "step"),
+    "plateau": (plateau, {"factor": [0.1, 0.5]}, "epoch"),
+    "one that chooses nothing": (warm, {}, "epoch"),
+    "names that two take": (cosine, {"sweep.epochs": [2, 4], "scheduler.epochs": [3]}, "epoch"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules(name: str) -> None:
+    """Trials that join later begin theirs at its begin."""
+    make, choices, interval = SCHEDULES[name]
+
+    def space(trial: Any) -> dict[str, Any]:
+        names = {key: trial.suggest_categorical(key, values) for key, values in choices.items()}
+        return {"lr": trial.suggest_float("lr", 1e-3, 0.1), **names}
+
+    loader = list(torch.utils.data.DataLoader(data(90, 0), batch_size=32))
+    options = {"scheduler": make, "scheduler_interval": interval, "optimizer": hf.optim.SGD, "rows": 3}
+    result = chosen.search(7, space=space, make_model=Free, loss=F.cross_entropy, loader=loader, **options)
+    assert len({trial.user_attrs["hfusion:round"] for trial in result.trials}) > 1
+    for trial in result.trials:
+        torch.manual_seed(trial.number)
+        model = Free()
+        optimizer = torch.optim.SGD(model.parameters(), lr=trial.params["lr"])
+        arguments = {key: trial.params[key] for key in choices if not key.startswith("sweep.")}
+        schedule = make(optimizer, **{key.removeprefix("scheduler."): value for key, value in arguments.items()})
+        for value in trial.intermediate_values.values():
+            model.train()
+            for inputs, target in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), target).backward()
+                optimizer.step()
+                if interval == "step":
+                    schedule.step()
+            inputs, target = (torch.cat(part) for part in zip(*chosen.eval_batches(), strict=True))
+            loss = F.cross_entropy(model.eval()(inputs), target).item()
+            assert value == pytest.approx(loss, rel=1e-9)
+            if interval == "epoch":
+                schedule.step(*[loss] if make is plateau else [])
+        assert len(trial.intermediate_values) == trial.params.get("sweep.epochs", 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheduler": 3}, "scheduler=3: give a function"),
+        ({"scheduler_interval": "batch"}, 'scheduler_interval=\'batch\': it is "epoch" or "step"'),
+        ({"accumulate": 0}, "accumulate=0: give a whole number"),
+        ({"scheduler": warm, "pbt": hf.PBT()}, "pbt changes the learning rates that a scheduler would write over"),
+        (
+            {"scheduler": cosine},
+            r"scheduler\(.* and the sweep both take 'epochs': .*\"scheduler\.epochs\" or \"sweep",
+        ),
+        ({"scheduler": lambda o: None}, "gave a NoneType: let it give"),
+        ({"loader": lambda batch_size: iter([])}, r"loader\(batch_size=20\) gave a list_iterator: return minibatches"),
+    ],
+)
+def test_what_does_not_go_together(options: dict[str, Any], message: str) -> None:
+    def space(trial: Any) -> dict[str, Any]:
+        return {"lr": 0.1, "epochs": 2, "batch_size": 20}
+
+    with pytest.raises((ValueError, TypeError, hf.PlanError), match=message):
+        chosen.search(2, **{"space": space, "make_model": Free, "loss": F.cross_entropy, "scheduler": None, **options})
