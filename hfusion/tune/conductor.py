@@ -28,6 +28,7 @@ from hfusion.tune.result import Best
 from hfusion.tune.rooms import Rooms
 from hfusion.tune.shape_array import Seat, Shape, ShapeArray
 from hfusion.tune.space import ArrayChoices, Maker, Suggestion, TrialModel, check_choices
+from hfusion.tune.sweep_progress import SweepProgress
 from hfusion.tune.trial_rows import SweepRecipe, first_inputs, minibatches
 from hfusion.tune.trials import COPIES, Trials, Verdict
 from hfusion.tune.workers import SweepWorkers
@@ -69,9 +70,10 @@ class Conductor:
         workers: SweepWorkers,
         folder: SweepFolder | None,
         beats: Beats,
+        progress: SweepProgress,
     ) -> None:
         self.trials, self._maker, self._recipe, self._extent = trials, maker, recipe, extent
-        self._workers, self._folder, self._beats = workers, folder, beats
+        self._workers, self._folder, self._beats, self._progress = workers, folder, beats, progress
         self.rooms = Rooms(workers, extent.trials, extent.rows, together=extent.pbt is not None)
         self._waiting: tuple[TrialModel, Shape] | None = None
         self._round = 0
@@ -87,8 +89,13 @@ class Conductor:
             if not resumed:
                 self.save()
             resumed = False
+            began = time.monotonic()
             self._move()
             self._train()
+            training = sum(bool(array.seats) for array in self.rooms.arrays)
+            live = len(self.trials.live)
+            finished = len(self.trials.asked) - live
+            self._progress.round(self._round, finished, live, training, time.monotonic() - began)
             self._round += 1
             self._beats.beat()
             self.trials.caught_up()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -68,6 +72,29 @@ class SweepResult:
             raise ValueError("no trial of this sweep is complete, so there is no best model: see print(result)")
         return self._best.model
 
+    def trials_dataframe(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the trials of the sweep as optuna.Study.trials_dataframe does, with what they were trained with last.
+
+        Raises ImportError without pandas.
+        """
+        return self._as_trained().trials_dataframe(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return ``plot_*`` of optuna.visualization, for the trials of the sweep. Calls need plotly."""
+        if not name.startswith("plot_"):
+            raise AttributeError(f"SweepResult has no attribute {name!r}")
+        plots = import_module("optuna.visualization")
+        if not hasattr(plots, name):
+            raise AttributeError(f"optuna.visualization has no {name!r}")
+        return partial(getattr(plots, name), self._as_trained())
+
+    def _as_trained(self) -> Study:
+        """The study as one of the sweep's trials alone."""
+        view = copy.copy(self.study)
+        storage: Any = _TrainedTrials(self)
+        view._storage = storage
+        return view
+
     def __str__(self) -> str:
         trials = self.trials
         states = [one.state.name.lower() for one in trials]
@@ -82,6 +109,20 @@ class SweepResult:
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = ["  ".join([*map(str.rjust, row[:3], widths), row[3]]) for row in rows if ranked]
         return "\n".join([head, *(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..." for line in lines)])
+
+
+class _TrainedTrials:
+    """A storage that has the trials of a sweep alone, as they were trained last."""
+
+    def __init__(self, result: SweepResult) -> None:
+        self._result = result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._result.study._storage, name)
+
+    def get_all_trials(self, study_id: int, deepcopy: bool = True, states: Any = None) -> list[FrozenTrial]:
+        trials = [trial for trial in self._result.trials if states is None or trial.state in states]
+        return copy.deepcopy(trials) if deepcopy else trials
 
 
 def _params(trial: FrozenTrial) -> str:

@@ -30,6 +30,7 @@ from hfusion.tune.loaders import Loaders
 from hfusion.tune.result import SweepResult
 from hfusion.tune.space import MakeModel, Maker, MakeScheduler, Space, SweepDefaults
 from hfusion.tune.study import Draws, check_outlives, import_optuna, listening, open_study
+from hfusion.tune.sweep_progress import SweepProgress
 from hfusion.tune.trial_rows import SweepRecipe
 from hfusion.tune.trials import Callback, Trials, Verdict
 from hfusion.tune.workers import LocalWorkers, largest
@@ -64,6 +65,7 @@ def sweep(
     callbacks: Iterable[Callback] = (),
     pbt: PBT | None = None,
     compile: bool | str = False,
+    progress: bool = False,
 ) -> SweepResult:
     """Search hyper-parameters with Optuna, many trials at a time in one array, each trained as if alone.
 
@@ -114,6 +116,8 @@ def sweep(
             result are those that trials were trained with last.
         compile: as of `hfusion.train_step`. Each shape wants up to three programs: ``"auto"`` makes them once the steps
             of an array have taken as long as that, ``True`` at once, for long sweeps of few shapes.
+        progress: show a bar of the trials that have finished, as study.optimize(show_progress_bar=True) does. The
+            logger ``hfusion`` gets a line after every round, at level INFO.
 
     Raises:
         ImportError: Optuna is not installed.
@@ -162,7 +166,9 @@ def sweep(
         asked = _trials(found, body, callbacks, alone=own)
         beats = Beats(found, asked.run, root)
         workers = _workers(machine, recipe, maker, stack)
-        conductor = Conductor(asked, maker, recipe, extent, workers, folder, beats)
+        bar = SweepProgress(found, trials, shown=progress)
+        stack.callback(bar.close)
+        conductor = Conductor(asked, maker, recipe, extent, workers, folder, beats, bar)
         if isinstance(workers, ClusterWorkers):
             workers.place = conductor.rooms.moved
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +180,34 @@ def test_what_does_not_go_together(options: dict[str, Any], message: str) -> Non
 
     with pytest.raises((ValueError, TypeError, hf.PlanError), match=message):
         chosen.search(2, **{"space": space, "make_model": Free, "loss": F.cross_entropy, "scheduler": None, **options})
+
+
+def test_progress_and_frames(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def space(trial: Any) -> dict[str, Any]:
+        return {"lr": trial.suggest_float("lr", 1e-3, 0.1), "batch_size": 20, "epochs": 1 + trial.number % 2}
+
+    # Another's trial in the same study is none of the sweep's.
+    study = optuna.create_study(pruner=optuna.pruners.NopPruner())
+    study.add_trial(optuna.trial.create_trial(value=-1.0))
+    options = {"study": study, "sampler": None, "pruner": None, "scheduler": None, "progress": True}
+    with caplog.at_level("INFO", logger="hfusion"):
+        result = chosen.search(4, space=space, make_model=Free, loss=F.cross_entropy, **options)
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("hfusion.tune")]
+    assert [line.partition(",")[0] for line in lines] == ["round 0: 2 trials finished", "round 1: 4 trials finished"]
+    assert "Best trial: 0. Best value: -1" in capsys.readouterr().err
+    view = result._as_trained()
+    assert [trial.number for trial in view.trials] == list(result.numbers) == [1, 2, 3, 4]
+    monkeypatch.setattr(
+        import_module("optuna.visualization"), "plot_slice", lambda study, **options: (len(study.trials), options)
+    )
+    assert result.plot_slice(params=["lr"]) == (4, {"params": ["lr"]})
+    for name in ("plot_nothing", "lines"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(result, name)
+    try:
+        import pandas  # noqa: F401
+    except ImportError:
+        return
+    assert list(result.trials_dataframe()["number"]) == [1, 2, 3, 4]
