@@ -19,7 +19,7 @@ from hfusion.core.silence import noted
 from hfusion.device.generators import draws_kept
 
 # Up to the caller of a per_model.
-_DEPTH = 4
+_DEPTH = 5
 
 
 def warn_of_unstacked(name: str, arguments: Arguments, members: int) -> None:

@@ -30,6 +30,7 @@ from hfusion.capture.rehearse import apart, runnable
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import is_plain
+from hfusion.device.backend import active_autocast
 from hfusion.passes.candidates import by_name
 
 aten = torch.ops.aten
@@ -167,10 +168,7 @@ class _OperatorRecorder(SchemaCheckMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = self.referred(by_name(func, args, kwargs or {}))
         self.looks |= func in _LOOKS
-        settings = (
-            torch.is_grad_enabled(),
-            *((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)),
-        )
+        settings = torch.is_grad_enabled(), *(active_autocast() or ())
         results = func(*args, **(kwargs or {}))
         flat = results if isinstance(results, list | tuple) else [results]
         for place, tensor in enumerate(flat):
