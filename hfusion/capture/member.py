@@ -101,7 +101,7 @@ def _with_loops(member: Member, sizes: VaryingSizes, looped: Mapping[Island, str
     model, args, kwargs = member.model, member.args, member.kwargs
     if not torch.is_grad_enabled() and not names_of([model]).isdisjoint(GRADIENT_QUESTIONS):
         # A trace is made with gradients, and what stands for a looped call cannot be compared with the code.
-        looped = {WHOLE: "it asks whether tensors need a gradient, and is called without gradients"}
+        looped = {WHOLE: "it asks for gradients or their mode, and is called without gradients"}
     records = record(model, args, kwargs, sizes.dims)
     while True:
         found = culprits(model, records, looped)

@@ -162,8 +162,10 @@ _OF_OWN = {
     "is_inference": "ask torch.is_inference_mode_enabled()",
 }
 _OF_INPUTS = dict.fromkeys(("is_leaf", "grad_fn", "retains_grad"), "ask requires_grad")
-GRADIENT_QUESTIONS = frozenset({"requires_grad", "is_leaf", "grad_fn"})
-"""The names by which code asks whether a tensor needs a gradient, which depends on whether gradients are on."""
+GRADIENT_QUESTIONS = frozenset(
+    {"requires_grad", "is_leaf", "grad_fn", "is_grad_enabled", "is_inference_mode_enabled", "is_inference"}
+)
+"""The names by which code asks for what depends on whether gradients are on."""
 UNANSWERABLE = frozenset({*_OF_ANY, *_OF_OWN, *_OF_INPUTS})
 """The names of attributes and methods of tensors of which `RefusedReads` refuses some reads."""
 

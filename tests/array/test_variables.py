@@ -535,8 +535,13 @@ class AskingForGradientsOfAResult(nn.Module):
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(
     "asks",
-    [lambda h: h.is_leaf, lambda h: h.requires_grad, lambda h: h.grad_fn is None],
-    ids=["is_leaf", "requires_grad", "grad_fn"],
+    [
+        lambda h: h.is_leaf,
+        lambda h: h.requires_grad,
+        lambda h: h.grad_fn is None,
+        lambda h: torch.is_grad_enabled(),
+    ],
+    ids=["is_leaf", "requires_grad", "grad_fn", "is_grad_enabled"],
 )
 def test_a_question_for_gradients_is_answered_with_gradients_on_and_off(
     x: Tensor, asks: Callable[[Tensor], bool], first: bool
