@@ -23,6 +23,7 @@ from hfusion.capture.recorded import record
 from hfusion.capture.rehearse import check_reads, twin
 from hfusion.capture.skeleton import is_restrided
 from hfusion.capture.watched import names_of
+from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture
 
@@ -102,6 +103,11 @@ def _with_loops(member: Member, sizes: VaryingSizes, looped: Mapping[Island, str
     if not torch.is_grad_enabled() and not names_of([model]).isdisjoint(GRADIENT_QUESTIONS):
         # A trace is made with gradients, and what stands for a looped call cannot be compared with the code.
         looped = {WHOLE: "it asks for gradients or their mode, and is called without gradients"}
+    if torch.is_inference_mode_enabled():
+        # Trial runs count the versions of tensors, which those of inference mode do not have.
+        with torch.inference_mode(False):
+            args, kwargs = copies((args, dict(kwargs)))
+            return _with_loops(replace(member, args=args, kwargs=kwargs), sizes, looped)
     records = record(model, args, kwargs, sizes.dims)
     while True:
         found = culprits(model, records, looped)

@@ -552,3 +552,18 @@ def test_a_question_for_gradients_is_answered_with_gradients_on_and_off(
     for enabled in (first, not first, first):
         with torch.set_grad_enabled(enabled):
             torch.testing.assert_close(fused(x), torch.stack([m(x) for m in models]), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [lambda h: True, lambda h: torch.is_inference_mode_enabled(), lambda h: h.is_inference()],
+    ids=["nothing", "is_inference_mode_enabled", "is_inference"],
+)
+def test_a_first_call_with_a_looped_submodule_may_be_in_inference_mode(
+    x: Tensor, asks: Callable[[Tensor], bool]
+) -> None:
+    models = [AskingForGradientsOfAResult(asks).double() for _ in range(2)]
+    fused = hf.fuse(models)
+    for inference in (True, False, True):
+        with torch.inference_mode(inference):
+            torch.testing.assert_close(fused(x), torch.stack([m(x) for m in models]), rtol=1e-12, atol=1e-12)
