@@ -20,11 +20,14 @@ from hfusion.array.fuse import build, fuse
 from hfusion.array.module import FusedModule
 from hfusion.core.calls import stacked
 from hfusion.optim import AdamW
+from hfusion.population.best import member_tensors
 from hfusion.step.train_step import train_step
 
 try:
-    from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
+    from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin, is_classifier
     from sklearn.exceptions import ConvergenceWarning
+    from sklearn.metrics import accuracy_score, r2_score
+    from sklearn.model_selection import train_test_split
     from sklearn.utils import check_random_state
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
@@ -60,6 +63,10 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         batch_size: int | str = "auto",
         max_iter: int = 200,
         bootstrap: bool = False,
+        early_stopping: bool = False,
+        validation_fraction: float = 0.1,
+        n_iter_no_change: int = 10,
+        tol: float = 1e-4,
         random_state: Any = None,
         device: Any = "cpu",
         compile: bool = False,
@@ -72,17 +79,24 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         self.batch_size = batch_size
         self.max_iter = max_iter
         self.bootstrap = bootstrap
+        self.early_stopping = early_stopping
+        self.validation_fraction = validation_fraction
+        self.n_iter_no_change = n_iter_no_change
+        self.tol = tol
         self.random_state = random_state
         self.device = device
         self.compile = compile
 
     def _train(self, x: Any, target: Tensor, outputs: int, loss: Callable[..., Any], weights: Any) -> None:
         """Make and train the members on ``x [N, features]``, floats, with ``weights [N]`` above 0 or None."""
-        for name, least in (("n_estimators", 1), ("max_iter", 1)):
+        for name, least in (("n_estimators", 1), ("max_iter", 1), ("n_iter_no_change", 1)):
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or value < least:
                 raise ValueError(f"{name}={value!r}: it must be a whole number of at least {least}")
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        validation: tuple[Any, Any, Any] | None = None
+        if self.early_stopping:
+            x, target, weights, validation = self._split(x, target, weights, seed)
         self._mean, self._scale = _moments(x, weights)
         inputs = self._tensor(x)
         make = self.module or (lambda features, outs: mlp(features, outs, self.hidden_layer_sizes))
@@ -90,20 +104,59 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         fused = build(
             lambda: make(x.shape[1], outputs).to(self.device, dtype), [seed + b for b in range(self.n_estimators)]
         )
-        self.n_iter_ = self.max_iter
         fused.train()
         targets, objective = [target.to(self.device)], loss
         if weights is not None:
             # Of mean 1, so that the rate means what it does without weights.
             targets.append(torch.tensor(weights / weights.mean(), dtype=dtype, device=self.device))
             objective = functools.partial(_weighted, loss)
-        self.loss_curve_ = self._epochs(fused, inputs, targets, objective, seed)
+        stopping = None if validation is None else _EarlyStopping(fused, self.n_iter_no_change, self.tol)
+
+        def is_over() -> bool:
+            if stopping is None or validation is None:
+                return False
+            return stopping.update(self._scores(fused, *validation))
+
+        self.loss_curve_ = self._epochs(fused, inputs, targets, objective, seed, is_over)
+        self.n_iter_ = len(self.loss_curve_)
+        if stopping is not None:
+            self.validation_scores_, self.best_validation_scores_ = stopping.restore()
         self.members_ = _finite(fused).eval()
 
+    def _split(self, x: Any, target: Tensor, weights: Any, seed: int) -> tuple[Any, Tensor, Any, Any]:
+        """What is trained with, and what is held out: samples, targets, weights. Labels are stratified."""
+        labels = target if is_classifier(self) else None
+        rows = train_test_split(
+            np.arange(len(x)), test_size=self.validation_fraction, random_state=seed, stratify=labels
+        )
+        (a, b), (w, v) = rows, (None, None) if weights is None else (weights[rows[0]], weights[rows[1]])
+        return x[a], target[torch.as_tensor(a)], w, (x[b], target[torch.as_tensor(b)].numpy(), v)
+
+    @torch.no_grad()
+    def _scores(self, fused: FusedModule, x: Any, target: Any, weights: Any) -> Tensor:
+        """The members' validation scores ``[members]``, accuracy or R2; NaN where one diverged."""
+        with fused.evaluating():
+            outputs = torch.cat([fused(part) for part in self._tensor(x).split(_SAMPLES)], 1).double().cpu().numpy()
+        scores = []
+        for each in outputs:
+            if not np.isfinite(each).all():
+                scores.append(np.nan)
+            elif is_classifier(self):
+                scores.append(accuracy_score(target, each.argmax(1), sample_weight=weights))
+            else:
+                scores.append(r2_score(target, each, sample_weight=weights))
+        return torch.tensor(scores, dtype=torch.float64)
+
     def _epochs(
-        self, fused: FusedModule, x: Tensor, targets: Sequence[Tensor], loss: Callable[..., Any], seed: int
+        self,
+        fused: FusedModule,
+        x: Tensor,
+        targets: Sequence[Tensor],
+        loss: Callable[..., Any],
+        seed: int,
+        is_over: Callable[[], bool],
     ) -> Any:
-        """Train; the members' mean losses ``[epochs, members]``."""
+        """Train until ``is_over()`` after an epoch; the members' mean losses ``[epochs, members]``."""
         generator = torch.Generator().manual_seed(seed)
         members, count = len(fused), len(x)
         optimizer = AdamW(fused.parameters(), lr=self.learning_rate_init, weight_decay=self.weight_decay)
@@ -122,6 +175,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
                 found = step(stacked(x[rows]), target if len(target) > 1 else target[0])
                 losses += found.double().cpu() * chosen.shape[1]
             curve.append(losses / count)
+            if is_over():
+                break
         return torch.stack(curve).numpy()
 
     def _batch(self, count: int) -> int:
@@ -144,6 +199,43 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         return torch.cat(parts, 1)
 
 
+class _EarlyStopping:
+    """Keeps each member's weights at its best validation score, until the score has not improved for too long.
+
+    Counts as scikit-learn's MLPs do: a member ends when more than ``patience`` epochs in a row were no improvement.
+    """
+
+    def __init__(self, fused: FusedModule, patience: int, tol: float) -> None:
+        self._fused, self._patience, self._tol = fused, patience, tol
+        self._best = torch.full((len(fused),), -torch.inf, dtype=torch.float64)
+        self._waited = torch.zeros(len(fused), dtype=torch.int64)
+        self._history: list[Tensor] = []
+        self._weights = {name: stack.clone() for name, stack in member_tensors(fused)}
+
+    def update(self, scores: Tensor) -> bool:
+        """Hear the scores ``[members]`` of an epoch. Returns whether all members have ended."""
+        goes_on = self._waited <= self._patience
+        self._history.append(torch.where(goes_on, scores, torch.nan))
+        # NaN is no improvement.
+        self._waited += goes_on & ~(scores >= self._best + self._tol)
+        self._waited[goes_on & (scores >= self._best + self._tol)] = 0
+        better = goes_on & (scores > self._best)
+        self._best = torch.where(better, scores, self._best)
+        for name, stack in member_tensors(self._fused):
+            rows = better.to(stack.device)
+            self._weights[name][rows] = stack[rows]
+        return bool((self._waited > self._patience).all())
+
+    @torch.no_grad()
+    def restore(self) -> tuple[Any, Any]:
+        """Write the best weights back. Returns scores ``[epochs, members]``, NaN after a member's end, and the best."""
+        scored = self._best > -torch.inf
+        for name, stack in member_tensors(self._fused):
+            rows = scored.to(stack.device)
+            stack[rows] = self._weights[name][rows]
+        return torch.stack(self._history).numpy(), self._best.numpy()
+
+
 class EnsembleClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     """A deep ensemble as a classifier: the mean of its members' probabilities (Lakshminarayanan et al., 2017).
 
@@ -155,11 +247,15 @@ class EnsembleClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         batch_size: "auto" is 200, or all samples if there are fewer.
         max_iter: epochs.
         bootstrap: every member has its own sample of the data; else all of it, in its own order.
+        early_stopping: hold out ``validation_fraction`` of the samples, and end each member when its own score on these
+            has not improved by ``tol`` for more than ``n_iter_no_change`` epochs in a row, as scikit-learn's MLPs do.
+            Each member has its best weights in the end.
         random_state: as of scikit-learn; an int makes a fit repeatable.
         device: where it is trained.
         compile: see `hfusion.train_step`; worth it for long fits.
 
-    Attributes: ``classes_``, ``members_`` (the fused module), ``loss_curve_`` ``[epochs, members]``, ``n_iter_``.
+    Attributes: ``classes_``, ``members_`` (the fused module), ``loss_curve_`` ``[epochs, members]``, ``n_iter_``; with
+    ``early_stopping`` ``validation_scores_`` ``[epochs, members]`` and ``best_validation_scores_`` ``[members]``.
 
     Example:
         >>> import numpy as np
