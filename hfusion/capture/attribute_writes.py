@@ -55,9 +55,8 @@ def read_elsewhere(outside: Iterable[nn.Module]) -> frozenset[str]:
 
 def names_named(modules: Iterable[nn.Module]) -> frozenset[str]:
     """The names of attributes in code of ``modules`` that their forwards may reach."""
-    return frozenset(
-        name for f in _reached(("forward",), _sources(modules)) for name in names_in(f.__code__).attributes
-    )
+    reached = _reached(("forward",), _sources(modules))
+    return frozenset(name for function in reached for name in names_in(function.__code__).attributes)
 
 
 def containers_changed(island: Island, module: nn.Module) -> frozenset[str]:
@@ -147,8 +146,7 @@ def writes(code: types.CodeType) -> AttributeWrites:
     """The attributes that ``code``, and functions inside it, assign or delete. Tried on Python 3.11 to 3.13."""
     own, other = set[str](), set[str]()
     steps = list(dis.get_instructions(code))
-    # A function inside a method has ``self`` as a free variable.
-    selves = {*code.co_varnames[: min(code.co_argcount, 1)], *code.co_freevars}
+    selves = _selves(code)
     for k, step in enumerate(steps):
         if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
             (own if _holder(steps, k) in selves else other).add(step.argval)
@@ -166,7 +164,7 @@ def writes(code: types.CodeType) -> AttributeWrites:
 def reads_of_others(code: types.CodeType) -> frozenset[str]:
     """The attributes that ``code``, and functions inside it, read of anything but ``self``."""
     steps = list(dis.get_instructions(code))
-    selves = {*code.co_varnames[: min(code.co_argcount, 1)], *code.co_freevars}
+    selves = _selves(code)
     names = {
         step.argval
         for k, step in enumerate(steps)
@@ -190,6 +188,11 @@ def _changes_items(code: types.CodeType) -> bool:
         or any(step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") for step in dis.get_instructions(code))
         or any(map(_changes_items, inner))
     )
+
+
+def _selves(code: types.CodeType) -> set[str]:
+    """The variables that may hold ``self``: a function inside a method has it as a free variable."""
+    return {*code.co_varnames[: min(code.co_argcount, 1)], *code.co_freevars}
 
 
 def _holder(steps: list[dis.Instruction], k: int) -> str | None:

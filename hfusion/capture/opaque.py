@@ -24,6 +24,7 @@ from hfusion.capture.watched import names_of
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import fixed as fixed_size
 from hfusion.core.layout import Layout
+from hfusion.core.memory import memory_order
 from hfusion.ops.rule import Call, MemberScalars, RuleTable, Site, Value
 from hfusion.ops.saved import GATES_TWICE
 from hfusion.passes.islands import OPAQUE
@@ -137,7 +138,7 @@ class _Stub:
             record.attached,
             self._bodies,
             self._references,
-            tuple(map(_order, seen)) if self._asks_strides else (),
+            tuple(map(memory_order, seen)) if self._asks_strides else (),
         )
         number = numbered(call)
         self._met.append(call)
@@ -151,14 +152,6 @@ class _Stub:
         fresh = iter(OPAQUE(given, *held, number, written, links, [], [], sizes))
         hide(self._island, self._module, record.state.left)
         return pytree.tree_unflatten([next(fresh) if isinstance(o, Tensor) else o for o in output], out_spec)
-
-
-def _order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The dims of a tensor from the one with the largest stride on; None for what no order of dims makes contiguous."""
-    if tensor.layout is not torch.strided:
-        return None
-    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim]))
-    return order if tensor.permute(order).is_contiguous() else None
 
 
 def numbered(call: OpaqueCall) -> int:

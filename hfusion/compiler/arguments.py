@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.containers import know_dataclasses
+from hfusion.core.memory import memory_order
 from hfusion.core.program import describe_value
 from hfusion.core.ragged import Ragged
 
@@ -124,9 +125,7 @@ class Arguments:
 def _memory_order(tensor: Tensor) -> Any:
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return None
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
-    return order if tensor.permute(order).is_contiguous() else strides
+    return memory_order(tensor) or tensor.stride()
 
 
 def row_of_leaf(leaf: Any, member: int) -> Any:

@@ -58,3 +58,12 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 def _extent(tensor: Tensor) -> tuple[int, int]:
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return the dims of ``tensor``, largest stride first; None if no order of the dims makes it contiguous."""
+    if tensor.layout is not torch.strided:
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    return order if tensor.permute(order).is_contiguous() else None
