@@ -1,7 +1,7 @@
 """Compiled steps in the user's cache folder, so that a second process neither traces nor compiles them.
 
 A step is known by its order, which says everything that it is made of, and by the circumstances: versions, processor,
-settings of torch's compiler. Files are sealed, and read as `hfusion.device.cache` reads: none that another user could
+environment variables. Files are sealed, and read as `hfusion.device.cache` reads: none that another user could
 have written. A file beside the libraries says what they hold for; of code there is none but theirs.
 
 ``HFUSION_PROGRAMS=0`` keeps and finds nothing. So it is where the stages of programs are looked at
@@ -171,7 +171,7 @@ def circumstances() -> dict[str, Any]:
     # Where torch keeps its files, and what it prints, is no matter.
     idle = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_LOGS", "TORCH_TRACE", "TORCH_HOME", "OMP_NUM_THREADS")
     variables = {n: v for n, v in sorted(os.environ.items()) if n.startswith(named) and n not in idle}
-    return {**_versions(), "variables": variables, "compiler": _changed_settings()}
+    return {**_versions(), "variables": variables}
 
 
 @cache
@@ -192,15 +192,3 @@ def _own_code() -> str:
     for file in sorted(file for folder in folders for kind in ("*.py", "*.h") for file in folder.rglob(kind)):
         whole.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
     return whole.hexdigest()
-
-
-def _changed_settings() -> str:
-    """What the user has set of inductor; nothing where it was not imported yet."""
-    module = sys.modules.get("torch._inductor.config")
-    if module is None:
-        return ""
-    settings: Any = module
-    # What was set for a while, as by a compilation, is no default to torch afterwards.
-    found = {name: getattr(settings, name) for name in settings._config if not settings._is_default(name)}
-    changed = [pair for pair in sorted(found.items()) if pair[1] != settings._config[pair[0]].default]
-    return repr(changed) if changed else ""

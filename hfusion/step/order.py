@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -155,18 +156,48 @@ def _settings() -> dict[str, Any]:
         "precision": torch.get_float32_matmul_precision(),
         "mkldnn": torch.backends.mkldnn.enabled,
         "attention": attention_kernels(),
+        "inductor": changed_settings(),
     }
+
+
+def changed_settings() -> dict[str, Any]:
+    """Return the settings of inductor that differ from torch's defaults, by name.
+
+    Those of AOTInductor are left out: no step is compiled by it, and it leaves what it found of the machine there.
+
+    Raises:
+        Unwritable: A value is no plain value, such as a pass of the user's own.
+    """
+    module = sys.modules.get("torch._inductor.config")
+    if module is None:
+        return {}
+    config: Any = module
+    # A setting that was changed only during a compilation is no longer "default" to torch afterwards.
+    values = {name: getattr(config, name) for name in config._config if not config._is_default(name)}
+    changed = {
+        name: value
+        for name, value in sorted(values.items())
+        if value != config._config[name].default and not name.startswith("aot_inductor.")
+    }
+    for name, value in changed.items():
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if not all(type(item) in _PLAIN for item in items):
+            raise Unwritable(f"torch._inductor.config.{name} = {value!r:.80}")
+    return changed
 
 
 @contextmanager
 def _under(settings: Mapping[str, Any]) -> Iterator[None]:
     """Set what `_settings` told."""
     before = _settings()
-    _set(settings)
-    try:
+    with ExitStack() as stack:
+        if settings["inductor"]:
+            from torch._inductor import config
+
+            stack.enter_context(config.patch(settings["inductor"]))
+        stack.callback(_set, before)
+        _set(settings)
         yield
-    finally:
-        _set(before)
 
 
 def _set(settings: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import hfusion as hf
 from hfusion.device.openmp import torch_threads
@@ -62,6 +63,38 @@ def test_the_change_is_where_it_is_asked_for() -> None:
     soon = made(compile="background")
     advance(soon, 2)
     assert soon.report().rows[0].how.startswith("one program")
+
+
+class Nothing(CustomGraphPass):
+    """A pass that changes no graph."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        pass
+
+    def uuid(self) -> str:
+        return "nothing"
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_kept")
+@pytest.mark.parametrize(
+    ("settings", "compilations"),
+    [
+        ({"epilogue_fusion": False, "cpp.cxx": (None, "g++", "clang++")}, [1, 0]),
+        ({"aot_inductor.metadata": {"AOTI_PLATFORM": "linux"}}, [1, 0]),
+        # A function cannot be handed to another process: the step is compiled in this one.
+        ({"post_grad_custom_post_pass": Nothing()}, [1, 1]),
+    ],
+    ids=["plain values", "left by an exported package", "function"],
+)
+def test_settings_of_inductor_reach_the_other_process(settings: dict[str, Any], compilations: list[int]) -> None:
+    with torch._inductor.config.patch(settings):
+        steps = [made(compile="background", eager_steps=1), made(compile="now")]
+        ours, here = (advance(step, 3) for step in steps)
+    for k in range(3):
+        assert k == 0 or torch.equal(ours[k], here[k])
+    assert [step.compilations for step in steps] == compilations
+    assert all("failed" not in str(step.report()) for step in steps)
 
 
 @needs_compiler
