@@ -268,12 +268,13 @@ def _move_tensors(fused: FusedModule, sources: Sequence[Source]) -> None:
         given = {index: own[name] for index, own in joining.items()}
         grad = tensor.grad
         tensor.grad = None
-        _set(tensor, moved_rows(tensor.detach(), sources, given), len(sources) == len(fused))
+        resize(tensor, moved_rows(tensor.detach(), sources, given), len(sources) == len(fused))
         if grad is not None:
             tensor.grad = _moved_grad(grad, sources, joining)
 
 
-def _set(tensor: Tensor, moved: Tensor, same: bool) -> None:
+def resize(tensor: Tensor, moved: Tensor, same: bool) -> None:
+    """Let ``tensor`` hold ``moved``, in the same memory or, of another number of members, in other memory."""
     if not same:
         if tensor.requires_grad:
             # Autograd's node that accumulates into the tensor, which outputs that are still there hold, knows its

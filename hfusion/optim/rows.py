@@ -139,7 +139,7 @@ def rearrange(optimizer: Any, sources: Sources, given: Mapping[str, Any]) -> Non
     others = [_others(optimizer, group, before, sources) for group in _groups(optimizer)]
     for group, found, more in zip(_groups(optimizer), vectors, others, strict=True):
         for hyper, vector in zip(optimizer.hypers, found, strict=True):
-            _write(group, hyper, vector)
+            write_hyper(group, hyper, vector)
         for key, value in more.items():
             if isinstance(group[key], Tensor) and group[key].shape == value.shape:
                 group[key].copy_(value)
@@ -231,7 +231,8 @@ def _set(optimizer: Any, group: ParamGroup, width: int, rows: Sequence[int], giv
             vector[list(rows)] = wanted[hyper.label]
 
 
-def _write(group: ParamGroup, hyper: Hyper, vector: Tensor) -> None:
+def write_hyper(group: ParamGroup, hyper: Hyper, vector: Tensor) -> None:
+    """Let ``vector`` be the values of a hyper-parameter: in its vector, if there is one of as many members."""
     value = vector.as_subclass(MemberVector)
     held = group[hyper.key]
     mine = held if hyper.index is None else held[hyper.index]

@@ -5,6 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -133,8 +134,11 @@ class GradScaler:
         with optimizer.holding(self._found[id(optimizer)]):
             return optimizer.step(*args, **kwargs)
 
-    def update(self, new_scale: HyperValue | None = None) -> None:
+    def update(self, new_scale: HyperValue | None = None, *, resting: Tensor | None = None) -> None:
         """Raise the scale of members that have not overflowed for long, lower it of those that have just now.
+
+        Args:
+            resting: bool ``[B]``, the members that have made no step, whose scales and counts stay as they are.
 
         Raises:
             RuntimeError: no optimizer was unscaled since the last update.
@@ -152,8 +156,12 @@ class GradScaler:
             full = tracker == values["growth_interval"]
             grown = values["scale"] * values["growth_factor"]
             raised = torch.where(full & grown.isfinite(), grown, values["scale"])
-            values["scale"] = torch.where(bad, values["scale"] * values["backoff_factor"], raised)
-            values["tracker"] = torch.where(full, 0, tracker)
+            scale = torch.where(bad, values["scale"] * values["backoff_factor"], raised)
+            tracker = torch.where(full, 0, tracker)
+            if resting is not None:
+                scale = torch.where(resting, values["scale"], scale)
+                tracker = torch.where(resting, values["tracker"], tracker)
+            values["scale"], values["tracker"] = scale, tracker
         self._found, self._stepped = {}, set()
 
     def forget(self) -> None:
@@ -219,6 +227,18 @@ class GradScaler:
         """Let member b have the scale of member ``sources[b]`` of before."""
         rows = list(sources)
         self._values = {name: own[rows] for name, own in self._values.items()}
+
+    def of_rows(self, rows: Sequence[int]) -> GradScaler:
+        """A scaler of members ``rows`` alone, which leaves this one as it is."""
+        part = copy.copy(self)
+        part._found, part._stepped = {}, set()
+        part._values = {name: value[list(rows)] for name, value in self._values.items()}
+        return part
+
+    def put_rows(self, rows: Sequence[int], part: GradScaler) -> None:
+        """Let members ``rows`` have the scales of the first members of ``part``."""
+        for name, value in self._values.items():
+            value[list(rows)] = part._values[name][: len(rows)]
 
     def _fresh(self, count: int) -> dict[str, Tensor]:
         for name, value in self.begun.items():

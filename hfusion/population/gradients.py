@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -34,30 +34,82 @@ def weighed(target: Any, weights: Tensor) -> dict[str, Any]:
 
 
 class GradientSums:
-    """The sums of the gradients of several calls, which a compiled step would write over."""
+    """The sums of the gradients of several calls, which a compiled step would write over.
 
-    def __init__(self) -> None:
-        self._found: dict[str, Tensor] = {}
-        self._absent: dict[str, Tensor | None] = {}
+    Members are at different places in their updates: a row without a call so far is zero, and noted as absent.
+
+    Attributes:
+        sums: by the key of a parameter, ``[rows, ...]``.
+        absent: by key, the members, bool ``[rows]``, that have had no gradient so far; None if all have had one.
+    """
+
+    def __init__(self, members: int) -> None:
+        self._members = members
+        self.sums: dict[str, Tensor] = {}
+        self.absent: dict[str, Tensor | None] = {}
 
     @torch.no_grad()
     def add(self, fused: FusedModule) -> None:
-        """Those of one call."""
+        """Add those of one call."""
         for name, param in fused.named_parameters():
             if param.grad is None:
                 continue
             grad, absent = param.grad, absent_rows(param.grad)
-            if name not in self._found:
+            if name not in self.sums:
                 # A step that is replayed has its gradients in the same memory again.
-                self._found[name], self._absent[name] = grad.clone(), absent
+                self.sums[name], self.absent[name] = grad.clone(), absent
                 continue
-            before = self._absent[name]
-            self._found[name].add_(grad)
-            self._absent[name] = None if absent is None or before is None else absent & before
+            before = self.absent[name]
+            self.sums[name].add_(grad)
+            self.absent[name] = None if absent is None or before is None else absent & before
 
-    def give(self, fused: FusedModule) -> None:
-        """Let the parameters have them; the next call is the first again."""
+    @torch.no_grad()
+    def take(self, fused: FusedModule, due: Tensor) -> None:
+        """Let the parameters have those of members ``due``, bool ``[rows]``, whose next call is the first again."""
+        everybody = bool(due.all())
         for name, param in fused.named_parameters():
-            param.grad = self._found.pop(name, None)
-            if param.grad is not None:
-                mark_absent(param.grad, self._absent.pop(name))
+            param.grad = self.sums.get(name)
+            if param.grad is None:
+                continue
+            absent = self.absent[name]
+            if everybody:
+                mark_absent(param.grad, absent)
+                continue
+            others = ~due
+            grad = self.sums[name].clone()
+            grad[others.to(grad.device)] = 0
+            mark_absent(grad, others if absent is None else others | absent)
+            param.grad = grad
+            self.sums[name][due.to(grad.device)] = 0
+            self.absent[name] = due.clone() if absent is None else due | absent
+        if everybody:
+            self.sums, self.absent = {}, {}
+
+    def of_rows(self, rows: Sequence[int]) -> GradientSums:
+        """Copies of those of members ``rows``."""
+        part = GradientSums(len(rows))
+        for name, value in self.sums.items():
+            absent = self.absent[name]
+            part.sums[name] = value[list(rows)]
+            part.absent[name] = None if absent is None else absent[list(rows)]
+        return part
+
+    def put_rows(self, rows: Sequence[int], part: GradientSums) -> None:
+        """Write those of the first members of ``part`` over those of members ``rows``."""
+        count, places = len(rows), list(rows)
+        for name in [*self.sums, *(name for name in part.sums if name not in self.sums)]:
+            theirs, gone = part.sums.get(name), part.absent.get(name)
+            if name not in self.sums:
+                assert theirs is not None
+                self.sums[name] = theirs.new_zeros(self._members, *theirs.shape[1:])
+                self.absent[name] = torch.ones(self._members, dtype=torch.bool)
+            self.sums[name][places] = 0 if theirs is None else theirs[:count]
+            absent = self.absent[name]
+            absent = torch.zeros(self._members, dtype=torch.bool) if absent is None else absent.clone()
+            absent[places] = True if theirs is None else False if gone is None else gone[:count]
+            self.absent[name] = absent
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Forget those of members ``rows``."""
+        if self.sums:
+            self.put_rows(rows, GradientSums(len(rows)))

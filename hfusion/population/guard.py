@@ -150,6 +150,32 @@ class Buffers:
     def _keep(self, named: Iterable[tuple[str, Tensor]]) -> None:
         self._before |= {name: (t, t.detach().clone()) for name, t in named if stacked(t)}
 
+    @property
+    def before(self) -> dict[str, Tensor]:
+        """What is held, by key."""
+        return {name: before for name, (_, before) in self._before.items()}
+
+    def renew(self, rows: Tensor) -> None:
+        """Hold what members ``rows``, bool ``[rows]``, have now."""
+        for tensor, before in self._before.values():
+            places = rows.nonzero().reshape(-1).to(tensor.device)
+            before[places] = tensor.detach()[places]
+
+    def of_rows(self, rows: Sequence[int], part: FusedModule) -> Buffers:
+        """What is held of members ``rows``, for an array ``part`` of them."""
+        made = Buffers(part)
+        for name, (_, before) in self._before.items():
+            if name in made._before:
+                made._before[name][1].copy_(before[list(rows)])
+        return made
+
+    def put_rows(self, rows: Sequence[int], part: Buffers) -> None:
+        """Hold of members ``rows`` what ``part`` holds of its first ones."""
+        named = dict(tensors(self._fused))
+        self._keep((name, named[name]) for name in part._before.keys() - self._before.keys())
+        for name, (_, before) in part._before.items():
+            self._before[name][1][list(rows)] = before[: len(rows)]
+
     @torch.no_grad()
     def put_back(self, rows: Tensor) -> None:
         """Those of members ``rows``, bool ``[rows]``."""

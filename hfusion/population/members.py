@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
 from hfusion.core.copies import module_copy
+from hfusion.core.errors import NonFiniteError
 from hfusion.core.membership import membership
 from hfusion.core.rows import check_once
 
@@ -45,7 +46,8 @@ class Roll:
     """The members by row: ``tags[row]`` is None where a row is free; ``ages`` counts the steps that they have made.
 
     ``frozen`` marks those that make none, as they went bad. On ``keys`` hangs what compiled steps draw for a member: it
-    comes from its name, and a copy has that of who it was copied from.
+    comes from its name, and a copy has that of who it was copied from. ``places``: the rows of the population of which
+    these are some; None where they are all.
     """
 
     tags: list[str | None]
@@ -55,6 +57,7 @@ class Roll:
     step: int = 0
     lineage: list[Event] = field(default_factory=list)
     made: int = 0
+    places: Sequence[int] | None = None
     _alive: Tensor | None = None
 
     @staticmethod
@@ -93,6 +96,10 @@ class Roll:
         if found is None:
             raise ValueError(f"row {row} is free; members are in rows {self.live}")
         return found
+
+    def label(self, row: int) -> str:
+        """The member in ``row``, and where it is in the whole population."""
+        return f"{self.tag(row)!r} (row {row if self.places is None else self.places[row]})"
 
     def row(self, tag: str) -> int:
         """Where a member is. Raises KeyError."""
@@ -166,6 +173,21 @@ class Roll:
     def note(self, row: int, what: What, source: str | None = None) -> None:
         self.lineage.append(Event(self.step, self.tag(row), what, source))
 
+    def of_rows(self, rows: Sequence[int], width: int) -> Roll:
+        """Of the members in ``rows``, followed by free rows up to ``width``."""
+        free = width - len(rows)
+        places = [*rows, *[rows[0]] * free]
+        ages, frozen, keys = (values[places] for values in (self.ages, self.frozen, self.keys))
+        tags: list[str | None] = [*map(self.tag, rows), *[None] * free]
+        return Roll(tags, ages, frozen, keys, self.step, [], self.made, places)
+
+    def put_rows(self, rows: Sequence[int], part: Roll) -> None:
+        """Take over what happened to the members in ``rows``, the first ones of ``part``."""
+        places, count = list(rows), len(rows)
+        self.ages[places], self.frozen[places] = part.ages[:count], part.frozen[:count]
+        self.step = part.step
+        self.lineage += part.lineage
+
     def rearrange(self, sources: Sequence[int | None]) -> None:
         """Let row b be row ``sources[b]`` of before; None gives a free row."""
         rows = [0 if source is None else source for source in sources]
@@ -175,6 +197,19 @@ class Roll:
         self.ages = torch.where(empty, 0, self.ages[rows])
         self.keys = self.keys[rows]
         self.frozen = self.frozen[rows] & ~empty
+
+
+def freeze(roll: Roll, bad: Tensor, raises: bool) -> None:
+    """Freeze members ``bad``, bool ``[rows]``, or raise a NonFiniteError that names them."""
+    rows = bad.nonzero().reshape(-1).tolist()
+    if rows and raises:
+        raise NonFiniteError(
+            f"the loss or a gradient of {', '.join(map(roll.label, rows))} is not finite in step {roll.step}; nothing "
+            'was updated: lower its learning rate, stop it, or give on_nonfinite="freeze"'
+        )
+    for row in rows:
+        roll.note(row, What.FREEZE)
+    roll.frozen |= bad
 
 
 def key_of(tag: str) -> int:

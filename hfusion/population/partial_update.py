@@ -19,12 +19,14 @@ def flush(population: Population) -> bool:
     Their gradients stay divided by ``accumulate``, as in the last group of an epoch of `hfusion.Task`.
     """
     with population._lock:
-        if not population._done:
+        updates = population._updates
+        if not updates.underway:
             return False
+        due = updates.done > 0
         if not population._common:
-            population._sums.give(population.fused)
+            updates.sums.take(population.fused, due)
         # Losses that are not finite were noted at each call.
-        population._update(torch.zeros(len(population)))
+        population._update(torch.zeros(len(population)), due)
         return True
 
 

@@ -14,23 +14,25 @@ from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.array.rows import rearrange as rearrange_array
-from hfusion.core.errors import NonFiniteError
 from hfusion.core.exclusive import FairLock
 from hfusion.core.rows import check_once, is_row, pairs, rows_of
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.rows import rearrange as rearrange_optimizer
+from hfusion.population.accumulation import Accumulation
 from hfusion.population.best import BestRecord, copy_records
+from hfusion.population.chosen_rows import step_rows
 from hfusion.population.evaluate import evaluate
-from hfusion.population.gradients import GradientSums, weighed, weighted
-from hfusion.population.guard import Buffers, Limits, OnNonfinite, bad_rows, check_common, stacked
+from hfusion.population.gradients import weighed, weighted
+from hfusion.population.guard import Limits, OnNonfinite, bad_rows, check_common, stacked
 from hfusion.population.hparams import Hparams
-from hfusion.population.members import Enrolled, Roll, What, apart, listed
+from hfusion.population.members import Enrolled, Roll, What, apart, freeze, listed
 from hfusion.population.saving import Saving, in_turn
+from hfusion.population.shared_training import step_together
 from hfusion.population.weights import MemberWeights
 from hfusion.population.widths import Widths
-from hfusion.step.train_step import call_arguments, check_losses, train_step
+from hfusion.step.train_step import train_step
 
 
 class Population(Saving, Enrolled, MemberWeights):
@@ -46,7 +48,7 @@ class Population(Saving, Enrolled, MemberWeights):
             functions, see `hfusion.optim.lr_scheduler.PerMember`; ``pop.scheduler.step()`` steps it.
         scaler: scales the losses, each member's by its own scale.
         clip_norm, clip_value: limits of the gradients, one or one per member; by value first.
-        accumulate: so many calls of `step` make one update, of the mean of their gradients.
+        accumulate: so many calls of `step` make one update, of the mean of their gradients; one, or one per member.
         on_nonfinite: what happens to a member whose loss or gradient is not finite. ``"freeze"``: it stays as it was
             before that step until it is stopped, copied over or thawed; ``"raise"``: a NonFiniteError that names it,
             and the array is as before the step; ``"ignore"``: nothing, and it goes on with what it has. Others are
@@ -70,15 +72,13 @@ class Population(Saving, Enrolled, MemberWeights):
         scaler: GradScaler | None = None,
         clip_norm: HyperValue | None = None,
         clip_value: HyperValue | None = None,
-        accumulate: int = 1,
+        accumulate: int | Sequence[int] = 1,
         on_nonfinite: OnNonfinite = "freeze",
         tags: Sequence[str] | None = None,
         compile: bool | str = True,
     ) -> None:
         if on_nonfinite not in ("freeze", "raise", "ignore"):
             raise ValueError(f'on_nonfinite={on_nonfinite!r}: it is "freeze", "raise" or "ignore"')
-        if accumulate < 1:
-            raise ValueError(f"accumulate={accumulate}: at least one call of step makes an update")
         self.fused = models if isinstance(models, FusedModule) else fuse(models)
         self.optimizer = optimizer(self.fused.parameters())
         if not isinstance(self.optimizer, FusedOptimizer):
@@ -89,19 +89,23 @@ class Population(Saving, Enrolled, MemberWeights):
         if scaler is not None:
             scaler.begin(len(self.fused))
         self._limits = Limits.of(clip_norm, clip_value, len(self.fused))
-        self._accumulate, self._on_nonfinite = accumulate, on_nonfinite
+        self._updates, self._on_nonfinite = Accumulation.of(accumulate, len(self.fused)), on_nonfinite
         self._roll, self._widths = Roll.of(len(self.fused), tags), Widths(len(self.fused))
         self._best: dict[str, BestRecord] = {}
         self._function, self._compiles = loss, compile
         self._common = any(p.requires_grad and not stacked(p) for p in self.fused.parameters())
-        self._buffers: Buffers | None = None
-        self._done, self._spoilt, self._sums = 0, self._none(), GradientSums()
+        if self._common and self._updates.begun is None:
+            raise ValueError(f"accumulate={accumulate}: members who train a parameter together make an update together")
         self._prepare(())
 
     def _prepare(self, known: Iterable[str]) -> None:
         """What computes; ``known`` are calls whose programs another one has had."""
         self._lock = FairLock()
         self._loss = per_model(self._function)
+        self._weighs = self.scaler is not None or self._updates.sums_gradients
+        self._make_step(known)
+
+    def _make_step(self, known: Iterable[str]) -> None:
         loss = weighted(self._function) if self._weighs else self._function
         self._step = train_step(self.fused, loss, self.optimizer, compile=self._compiles)
         self._step.update = self._computed
@@ -120,110 +124,95 @@ class Population(Saving, Enrolled, MemberWeights):
         return Hparams(self.optimizer)
 
     @in_turn
-    def step(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
-        """One step of every member: losses ``[rows]``, NaN where a row is free. Arguments: see `hfusion.train_step`."""
+    def step(self, inputs: Any, target: Any, *, rows: Sequence[int] | None = None, **keywords: Any) -> Tensor:
+        """One step of every member, or of ``rows`` alone: losses ``[rows]``, NaN where a row is free or does not step.
+
+        Args:
+            inputs, target, keywords: see `hfusion.train_step`; stacked ones have a row for each member that steps, in
+                the order of ``rows``.
+            rows: the members that step, each once. The others stay as they are, to the bit, and so do their moments,
+                counts, schedules and scales.
+
+        Raises:
+            ValueError: rows that are none, are free, or come twice; a stacked argument of another number of members.
+            FusionError: a step of some rows where a hook, or a parameter that members train together, takes all.
+        """
         self._roll.check_width(len(self.fused))
-        if self._on_nonfinite != "ignore" and self._done == 0:
-            self._buffers = Buffers(self.fused)
+        if rows is not None:
+            return step_rows(self, rows, inputs, target, keywords)
+        return self._step_all(inputs, target, keywords)
+
+    def _step_all(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
+        if self._on_nonfinite != "ignore":
+            self._updates.hold_buffers(self.fused)
+        if self._updates.sums_gradients and not self._weighs:
+            self._weighs = True
+            self._make_step(())
         self._step.keys, self._step.idle = self._roll.keys, frozenset(self._roll.free)
         if self._common:
-            losses = self._eager(inputs, target, keywords)
+            losses = step_together(self, inputs, target, keywords)
         else:
             losses = self._step(inputs, self._weighed(target) if self._weighs else target, **keywords)
         return torch.where(self._roll.alive.to(losses.device), losses, math.nan) if self._roll.free else losses
 
-    @property
-    def _weighs(self) -> bool:
-        """Whether gradients are not those of the losses as they are."""
-        return self.scaler is not None or self._accumulate > 1
-
     def _weighed(self, target: Any) -> Any:
-        weights = torch.full((len(self),), 1 / self._accumulate, dtype=torch.float64)
+        weights = self._updates.weights
         return weighed(target, weights if self.scaler is None else self.scaler.scale(weights))
-
-    def _eager(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
-        """A step of members that train a parameter together: it takes the losses of those that are there alone."""
-        if self._done == 0:
-            self.optimizer.zero_grad()
-            self.fused.zero_grad()
-        args, kwargs = call_arguments(inputs, keywords)
-        with torch.enable_grad():
-            losses = self._loss(self.fused(*args, **kwargs), target)
-            check_losses(losses, len(self.fused))
-            found: Tensor = losses.detach()
-            scaled = losses if self.scaler is None else self.scaler.scale(losses)
-            rows = [row for row in self._roll.live if row not in self.frozen]
-            if not rows:
-                return found
-            with torch.autocast(losses.device.type, enabled=False):
-                (scaled[rows].sum() / self._accumulate).backward()
-        self._done += 1
-        self._spoilt = self._spoilt | ~found.isfinite().cpu()
-        if self._done == self._accumulate:
-            self._update(found)
-        return found
 
     def _computed(self, losses: Tensor) -> None:
         """The gradients of a call are there; those of the last one of an update make it."""
         self.fused._views.settle()
         if self._weighs:
-            self._spoilt = self._spoilt | ~losses.isfinite().cpu()
-        if self._accumulate > 1:
-            self._done += 1
-            self._sums.add(self.fused)
-            if self._done < self._accumulate:
-                return
-            self._sums.give(self.fused)
-        self._update(losses)
+            self._updates.spoilt |= ~losses.isfinite().cpu()
+        if not self._updates.sums_gradients:
+            self._update(losses, ~self._none())
+            return
+        training = self._roll.alive & ~self._roll.frozen
+        self._updates.sums.add(self.fused)
+        due = self._updates.count(training)
+        if bool((due & training).any()):
+            self._updates.sums.take(self.fused, due)
+            self._update(losses, due)
+        elif self._updates.buffers is not None:
+            self._updates.buffers.put_back(~training)
 
-    def _update(self, losses: Tensor) -> None:
-        """What is done with gradients; where it fails, the next step begins an update anew."""
+    def _update(self, losses: Tensor, due: Tensor) -> None:
+        """Update members ``due``; where that fails, the next step begins an update of all from scratch."""
+        ended = ~self._none()
         try:
-            self._apply(losses)
+            self._apply(losses, due)
+            ended = due
         except BaseException:
-            if self._buffers is not None:
-                self._buffers.put_back(torch.ones(len(self.fused), dtype=torch.bool))
+            if self._updates.buffers is not None:
+                self._updates.buffers.put_back(ended)
             if self.scaler is not None:
                 self.scaler.forget()
             raise
         finally:
-            self._done, self._spoilt, self._buffers = 0, self._none(), None
+            self._updates.end(ended)
 
-    def _apply(self, losses: Tensor) -> None:
+    def _apply(self, losses: Tensor, due: Tensor) -> None:
         """Unscale, look at the gradients, clip, update."""
         roll = self._roll
         overflown = self._none() if self.scaler is None else self.scaler.unscale_(self.optimizer)
         if self._on_nonfinite != "ignore":
             # Who overflows under a scaler skips a step, and has a smaller scale at the next.
-            found = self._spoilt if self.scaler is not None else self._spoilt | bad_rows(self.fused, losses)
-            self._look(found & roll.alive & ~roll.frozen)
+            spoilt = self._updates.spoilt
+            found = spoilt if self.scaler is not None else spoilt | bad_rows(self.fused, losses)
+            freeze(roll, found & due & roll.alive & ~roll.frozen, self._on_nonfinite == "raise")
+            if self._updates.buffers is not None and bool(roll.frozen.any()):
+                self._updates.buffers.put_back(roll.frozen)
             if self.scaler is None:
                 check_common(self.fused)
         self._limits.clip(self.fused)
-        with self.optimizer.holding(roll.frozen):
+        with self.optimizer.holding(roll.frozen | ~due):
             if self.scaler is None:
                 self.optimizer.step()
             else:
                 self.scaler.step(self.optimizer)
-                self.scaler.update()
-        roll.ages += roll.alive & ~(roll.frozen | overflown)
+                self.scaler.update(resting=~due)
+        roll.ages += roll.alive & due & ~(roll.frozen | overflown)
         roll.step += 1
-
-    def _look(self, bad: Tensor) -> None:
-        """Freeze, or tell of, the members of ``bad``; those that are frozen keep their buffers."""
-        assert self._buffers is not None
-        rows = bad.nonzero().reshape(-1).tolist()
-        if rows and self._on_nonfinite == "raise":
-            raise NonFiniteError(
-                f"the loss or a gradient of {', '.join(f'{self._roll.tag(row)!r} (row {row})' for row in rows)} is not "
-                f"finite in step {self._roll.step}; nothing was updated: lower its learning rate, stop it, or give "
-                'on_nonfinite="freeze"'
-            )
-        for row in rows:
-            self._roll.note(row, What.FREEZE)
-        self._roll.frozen |= bad
-        if bool(self._roll.frozen.any()):
-            self._buffers.put_back(self._roll.frozen)
 
     def _none(self) -> Tensor:
         return torch.zeros(len(self.fused), dtype=torch.bool)
@@ -244,6 +233,7 @@ class Population(Saving, Enrolled, MemberWeights):
         for one, tag in zip(rows, tags, strict=True):
             self._best.pop(tag, None)
             self._roll.leave(one)
+        self._updates.clear(rows)
         return models[0] if single else models
 
     @in_turn
@@ -256,6 +246,7 @@ class Population(Saving, Enrolled, MemberWeights):
         scheduler: Make | Sequence[Make] | None = None,
         clip_norm: HyperValue | None = None,
         clip_value: HyperValue | None = None,
+        accumulate: int | Sequence[int] | None = None,
         **hypers: Any,
     ) -> Any:
         """A model joins in a free row, at its own step 0: the row. The model stays as it is, its tensors are copied.
@@ -264,7 +255,7 @@ class Population(Saving, Enrolled, MemberWeights):
             row: a free row; None for the first that is free, or a new one. Several rows take as many models, tags, and
                 one value for all or one for each of what follows.
             hypers: its hyper-parameters; those that all members began with alike need not be given.
-            scheduler, clip_norm, clip_value: of the member; what all members began with alike need not be given.
+            scheduler, clip_norm, clip_value, accumulate: of the member; what all began with alike need not be given.
 
         Raises:
             ValueError: a row that is taken, a tag that another member has, what is missing because members began with
@@ -279,6 +270,7 @@ class Population(Saving, Enrolled, MemberWeights):
         with self._room(row) as rows:
             self._roll.check_start(rows, tags, len(models))
             limits = self._limits.with_rows(rows, clip_norm, clip_value)
+            updates = self._updates.restart(rows, accumulate)
             self._drop_gradients()
             self.fused.put(rows, models)
             rearrange_optimizer(self.optimizer, [None if one in rows else one for one in range(len(self))], hypers)
@@ -286,7 +278,8 @@ class Population(Saving, Enrolled, MemberWeights):
                 self.scheduler.replace(rows, scheduler)
             if self.scaler is not None:
                 self.scaler.restart(rows)
-        self._limits = limits
+        self._limits, self._updates = limits, updates
+        updates.clear(rows)
         for one, name in zip(rows, tags, strict=True):
             self._roll.enter(one, name)
         return rows[0] if row is None or is_row(row) else rows
@@ -370,12 +363,12 @@ class Population(Saving, Enrolled, MemberWeights):
         self._rearrange(sources)
         self._roll.rearrange([source if row < taken else None for row, source in enumerate(sources)])
         self._step.at_once = self._widths.at_once(len(sources))
-        self._spoilt = self._none()
+        self._updates.clear(self._roll.free)
 
     def _check_between(self) -> None:
-        if self._done:
-            made = f"{self._done} of {self._accumulate} steps of an update are made"
-            raise ValueError(f"{made}: members start and are copied, and rows are made and given back, between updates")
+        if self._common and self._updates.underway:
+            made = f"{int(self._updates.done.max())} of {int(self._updates.calls[0])} steps of an update are made"
+            raise ValueError(f"{made}: members who train a parameter together start and are copied between updates")
 
     def _rearrange(self, sources: Sequence[int]) -> None:
         self._check_between()
@@ -387,6 +380,7 @@ class Population(Saving, Enrolled, MemberWeights):
         if self.scaler is not None and self.scaler.state_dict():
             self.scaler.rearrange(sources)
         self._limits = self._limits.rearranged(sources)
+        self._updates = self._updates.rearranged(sources, self.fused)
 
     @in_turn
     def evaluate(self, metric: Callable[..., Any], loader: Iterable[Any]) -> Tensor:

@@ -29,6 +29,7 @@ from hfusion.optim.lr_scheduler import Make
 from hfusion.population.best import read_records, write_records
 from hfusion.population.guard import Limit
 from hfusion.population.members import Event, Roll, What, key_of
+from hfusion.population.saved_updates import load_updates, save_updates
 from hfusion.population.widths import Widths
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Saving:
     def __getstate__(self) -> dict[str, Any]:
         """What pickle and copy.deepcopy keep: what computes is made anew."""
         pop = cast("Population", self)
-        dropped = {"_lock", "_loss", "_step", "_saving"}
+        dropped = {"_lock", "_loss", "_step", "_saving", "_chosen"}
         kept = {name: value for name, value in vars(self).items() if name not in dropped}
         return {**kept, "known": sorted(pop._step.known_calls)}
 
@@ -86,9 +87,8 @@ class Saving:
         if before is not None:
             before.settle()
         with pop._lock:
-            if pop._done:
-                made = f"{pop._done} of {pop._accumulate} steps of an update are made"
-                raise CheckpointError(f"{made}: save between updates")
+            if pop._common and pop._updates.underway:
+                raise CheckpointError("members train a parameter together, and are amid an update: save after it")
             writer, steps = gathered(pop, loader, extra), pop.steps
         write = partial(files.write, root, writer.body, writer.tensors, step=steps, keep=keep, score=score)
         self._saving = saving = in_thread(write)
@@ -126,13 +126,15 @@ class Saving:
         """
         reader = read(root, names)
         rows = rows_of(reader, names)
-        for name in ("accumulate", "on_nonfinite"):
-            if name not in options and (value := _agreed(reader, name)) is not None:
-                options[name] = value
+        given = "accumulate" in options
+        calls = {saved.body["population"].get("accumulate") for saved, _ in reader.parts}
+        options.setdefault("accumulate", next(iter(calls)) if len(calls) == 1 and None not in calls else 1)
+        if "on_nonfinite" not in options and (value := _agreed(reader, "on_nonfinite")) is not None:
+            options["on_nonfinite"] = value
         models = models_of(make_model, rows)
         makes = makes_of(scheduler, rows) if isinstance(scheduler, Mapping) else scheduler
         pop: Population = cast(Any, cls)(models, optimizer=optimizer, loss=loss, scheduler=makes, **options)
-        restore(pop, reader, rows, loader, random)
+        restore(pop, reader, rows, loader, random, given)
         return pop
 
 
@@ -168,11 +170,12 @@ def gathered(pop: Population, loader: Any, extra: Any) -> SaveWriter:
         if (limit := getattr(limits, name)) is not None:
             writer.own(f"population/clip_{name}", limit.values)
     write_records(writer, pop._best, roll)
+    save_updates(writer, pop)
     limits_begun = {name: limit.begun for name in ("norm", "value") if (limit := getattr(limits, name)) is not None}
     writer.body["limits begun"] = encode(limits_begun, {}, "limits begun")
     writer.body["population"] = {
         "rows": roll.tags,
-        "accumulate": pop._accumulate,
+        "accumulate": pop._updates.begun,
         "on_nonfinite": pop._on_nonfinite,
         "first": pop._widths.first,
         "step": roll.step,
@@ -233,8 +236,13 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
     return chain(model.parameters(), model.buffers())
 
 
-def restore(pop: Population, reader: SaveReader, rows: Sequence[str | None], loader: Any, random: bool) -> None:
-    """Let ``pop``, just made of models for ``rows``, be what was saved. Raises CheckpointError."""
+def restore(
+    pop: Population, reader: SaveReader, rows: Sequence[str | None], loader: Any, random: bool, counted: bool
+) -> None:
+    """Let ``pop``, just made of models for ``rows``, be what was saved; ``counted``: but for its ``accumulate``.
+
+    Raises CheckpointError.
+    """
     with told(reader.path):
         live = [row for row, tag in enumerate(rows) if tag is not None]
         # Free rows hold what the first member is.
@@ -255,7 +263,9 @@ def restore(pop: Population, reader: SaveReader, rows: Sequence[str | None], loa
                     f"{reader.path} holds a {part}, and {part}= was not given: members go on without one",
                     stacklevel=3,
                 )
+        updates = load_updates(wide, pop, free, counted)
         write()
+        pop._updates = updates
         pop._roll, pop._limits, pop._best = roll, limits, records
         pop._widths = Widths(int(bodies[0]["first"]) if whole else len(rows))
         pop._step.at_once = pop._widths.at_once(len(rows))

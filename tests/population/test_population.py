@@ -299,6 +299,9 @@ def test_accumulation_scales_and_frozen_bases() -> None:
             for ours, theirs in zip(pop.models[member].parameters(), alone[member].parameters(), strict=True):  # type: ignore[union-attr]
                 torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
         pop.step(*batch())
+        if not trained:
+            assert pop.start(1, models[1]) == 1
+            continue
         with pytest.raises(ValueError, match="1 of 2 steps of an update are made"):
             pop.start(1, models[1])
 

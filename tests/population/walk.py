@@ -109,7 +109,8 @@ class Options:
     optimizer: str
     scheduled: bool
     scaled: bool
-    accumulate: int
+    accumulate: tuple[int, ...]
+    """What members begin with, one of these each."""
     clip_norm: bool
     clip_value: bool
     mode: Any
@@ -125,7 +126,7 @@ class Options:
             draw.choice(list(OPTIMIZERS)),
             draw.random() < 0.6,
             scaled,
-            draw.choice([1, 1, 2]),
+            draw.choice([(1,), (1,), (2,), (1, 2, 4)]),
             draw.random() < 0.4,
             draw.random() < 0.3,
             draw.choice(["freeze", "ignore"]) if scaled else draw.choice(["freeze", "freeze", "raise", "ignore"]),
@@ -144,8 +145,12 @@ class Alone:
     make: Make | None
     norm: float = math.inf
     value: float = math.inf
+    accumulate: int = 1
     age: int = 0
-    losses: list[float] = field(default_factory=list)
+    calls: int = 0
+    """Of the present update."""
+    before: list[Tensor] = field(default_factory=list)
+    """The buffers at its begin."""
 
     def __post_init__(self) -> None:
         kind, more = OPTIMIZERS[self.options.optimizer]
@@ -158,6 +163,8 @@ class Alone:
         made = copy.copy(self)
         made.model = own_copy(self.model)
         made.__post_init__()
+        for ours, theirs in zip(made.trained, self.trained, strict=True):
+            ours.grad = None if theirs.grad is None else theirs.grad.clone()
         made.opt.load_state_dict(copy.deepcopy(self.opt.state_dict()))
         for ours, theirs in zip(made.trained, self.trained, strict=True):
             # Torch makes NAdam's product float64 when it loads it.
@@ -168,14 +175,19 @@ class Alone:
             made.scaler.load_state_dict(self.scaler.state_dict())
         return made
 
-    def update(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        self.opt.zero_grad()
-        found = []
-        for x, y in batches:
-            loss = F.cross_entropy(self.model(x), y)
-            found.append(loss.detach())
-            loss = loss / len(batches)
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+    def call(self, x: Tensor, y: Tensor) -> tuple[Tensor, bool]:
+        """The loss of a call, and whether it was the last one of an update."""
+        if self.calls == 0:
+            self.opt.zero_grad()
+            self.before = [buffer.clone() for buffer in self.model.buffers()]
+        loss = F.cross_entropy(self.model(x), y)
+        (loss / self.accumulate if self.scaler is None else self.scaler.scale(loss / self.accumulate)).backward()
+        self.calls += 1
+        if self.calls == self.accumulate:
+            self.update()
+        return loss.detach(), self.calls == 0
+
+    def update(self) -> None:
         if self.scaler is not None:
             self.scaler.unscale_(self.opt)
         if self.value < math.inf:
@@ -187,7 +199,14 @@ class Alone:
             self.scaler.step(self.opt)
             self.scaler.update()
         self.age += 1
-        return found
+        self.calls = 0
+
+    def forget_calls(self) -> None:
+        """Begin the update from scratch."""
+        with torch.no_grad():
+            for buffer, before in zip(self.model.buffers(), self.before if self.calls else [], strict=False):
+                buffer.copy_(before)
+        self.calls = 0
 
 
 def own_copy(model: nn.Module) -> nn.Module:
@@ -226,6 +245,7 @@ class Walk:
             draw.choice(list(SCHEDULES.values())) if own.scheduled else None,
             draw.choice([0.1] if own.one_limit else [0.1, 1.0]) if own.clip_norm else math.inf,
             draw.choice([0.01] if own.one_limit else [0.01, 0.1]) if own.clip_value else math.inf,
+            draw.choice(own.accumulate),
         )
 
     def given(self, rows: Sequence[str | None]) -> dict[str, Any]:
@@ -241,7 +261,7 @@ class Walk:
             "scaler": hf.optim.GradScaler(init_scale=64.0, growth_interval=3) if own.scaled else None,
             "clip_norm": self.limits([one.norm for one in members]) if own.clip_norm else None,
             "clip_value": self.limits([one.value for one in members]) if own.clip_value else None,
-            "accumulate": own.accumulate,
+            "accumulate": [one.accumulate for one in members],
             "on_nonfinite": own.mode,
             "compile": own.compile,
         }
@@ -271,8 +291,8 @@ class Walk:
 
     def run(self, count: int) -> None:
         acts: list[Callable[[], object]] = [
-            self.step, self.step, self.step, self.step, self.stop, self.start, self.start, self.copy, self.compact,
-            self.grow, self.hparams, self.evaluate, self.reload, self.deepcopy, self.poison,
+            self.step, self.step, self.step, self.step_some, self.step_some, self.stop, self.start, self.start,
+            self.copy, self.compact, self.grow, self.hparams, self.evaluate, self.reload, self.deepcopy, self.poison,
         ]  # fmt: skip
         for _ in range(count):
             act = self.draw.choice(acts)
@@ -282,35 +302,60 @@ class Walk:
             assert {self.tag(row) for row in self.pop.frozen} == self.frozen
         self.step()
 
-    def batch(self) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    def batch(self, rows: int) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
         """Of all members, or of each: as the population takes it, and row by row."""
-        size, rows = self.draw.choice([4, 4, 7]), len(self.pop)
+        size = self.draw.choice([4, 4, 7])
         if self.draw.random() < 0.6:
             x, y = torch.randn(size, 5, dtype=DOUBLE), torch.randint(3, (size,))
             return x, y, [(x, y)] * rows
         xs, ys = torch.randn(rows, size, 5, dtype=DOUBLE), torch.randint(3, (rows, size))
-        return hf.stacked(xs), hf.stacked(ys), list(zip(xs, ys, strict=True))  # type: ignore[return-value]
+        return hf.stacked(xs), hf.stacked(ys), list(zip(xs, ys, strict=True))
 
     def step(self) -> None:
-        given = [self.batch() for _ in range(self.options.accumulate)]
-        found = [self.pop.step(x, y) for x, y, _ in given]
-        metrics = torch.zeros(len(self.pop))
-        for row, tag in enumerate(self.pop.tags):
+        self.step_rows(None)
+
+    def step_some(self) -> None:
+        """Of any of the members, in any order; the others keep every bit."""
+        if self.live:
+            self.step_rows(self.draw.sample(self.live, self.draw.randint(1, len(self.live))))
+
+    def step_rows(self, chosen: list[int] | None, sick: str | None = None) -> None:
+        """``sick``: who is about to freeze."""
+        rows = list(range(len(self.pop))) if chosen is None else chosen
+        x, y, batches = self.batch(len(rows))
+        others = [row for row in range(len(self.pop)) if row not in rows]
+        # State is made at a first step, for all members.
+        stepped = list(self.pop.optimizer.state)
+        before = [tensor[others].clone() for tensor in self.tensors(stepped)]
+        losses = self.pop.step(x, y, rows=chosen)
+        for mine, theirs in zip(self.tensors(stepped), before, strict=True):
+            assert torch.equal(mine[others].nan_to_num(7.0), theirs.nan_to_num(7.0))
+        assert bool(losses[others].isnan().all())
+        metrics, updated = torch.zeros(len(self.pop)), []
+        for row, batch in zip(rows, batches, strict=True):
+            tag = self.pop.tags[row]
             if tag is None:
-                assert all(bool(losses[row].isnan()) for losses in found)
-            elif tag not in self.frozen:
-                expected = self.alone[tag].update([rows[row] for *_, rows in given])
-                for ours, theirs in zip(found, expected, strict=True):
-                    self.close(ours[row], theirs)
-                metrics[row] = float(expected[-1])
-        if self.pop.scheduler is not None:
-            self.pop.scheduler.step(metrics=metrics)
-            for row, tag in enumerate(self.pop.tags):
-                if tag is not None:
-                    scheduler = self.alone[tag].scheduler
-                    plateau = isinstance(scheduler, schedules.ReduceLROnPlateau)
-                    scheduler.step(*[float(metrics[row])] if plateau else [])
-        self.check()
+                assert bool(losses[row].isnan())
+            elif tag not in self.frozen and tag != sick:
+                expected, ended = self.alone[tag].call(*batch)
+                self.close(losses[row], expected)
+                metrics[row] = float(expected)
+                updated += [row] * ended
+        if self.pop.scheduler is not None and updated:
+            self.pop.scheduler.step(metrics=metrics, rows=updated)
+            for row in updated:
+                scheduler = self.alone[self.tag(row)].scheduler
+                plateau = isinstance(scheduler, schedules.ReduceLROnPlateau)
+                scheduler.step(*[float(metrics[row])] if plateau else [])  # type: ignore[union-attr]
+        if sick is None:
+            self.check()
+
+    def tensors(self, stepped: Sequence[Tensor]) -> list[Tensor]:
+        """What members have by themselves, with the moments and counts of parameters that were ``stepped``."""
+        fused, state = self.pop.fused, self.pop.optimizer.state
+        shared = fused._array.comparison.shared
+        own = [tensor for name, tensor in fused.state_dict().items() if name not in shared]
+        return own + [value for param in stepped for value in state[param].values()]
 
     def check(self) -> None:
         rates = self.pop.hparams["lr"].tolist()
@@ -339,7 +384,7 @@ class Walk:
 
     def start(self) -> None:
         one, tag = self.member(), self.name()
-        more: dict[str, Any] = {"lr": one.lr}
+        more: dict[str, Any] = {"lr": one.lr, "accumulate": one.accumulate}
         if self.options.scheduled:
             more["scheduler"] = one.make
         for name in ("norm", "value"):
@@ -430,15 +475,19 @@ class Walk:
             dict(self.alone[tag].model.named_parameters())[name].copy_(self.pop.fused.get_parameter(name)[row])
         if tag in self.frozen:
             return
-        x, y, _ = self.batch()
+        one = self.alone[tag]
+        for _ in range(one.accumulate - one.calls - (self.options.mode == "raise")):
+            self.step_rows(None, tag)
         if self.options.mode == "raise":
-            for _ in range(self.options.accumulate - 1):
-                self.pop.step(x, y)
+            x, y, _ = self.batch(len(self.pop))
             with pytest.raises(hf.NonFiniteError, match=re.escape(repr(tag))):
                 self.pop.step(x, y)
+            for other in self.alone.values():
+                other.forget_calls()
             self.pop.stop(row)
             del self.alone[tag]
             return
+        one.forget_calls()
         self.frozen.add(tag)
         self.step()
 

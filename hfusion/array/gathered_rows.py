@@ -1,0 +1,229 @@
+"""Some members of an array as a small array around copies of their rows, and back.
+
+To compute three members of a hundred takes the time of three so. Programs of the whole array serve the small one
+without a capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
+
+from hfusion.array.kin import Kin, trust
+from hfusion.array.rows import Kinds, enter, resize, written_keys
+from hfusion.array.split import part_of
+from hfusion.array.views import Views
+from hfusion.capture.named import tensors
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.compiled import Compiled
+from hfusion.compiler.compiler import Compiler
+from hfusion.compiler.rows import of_rows
+from hfusion.core.errors import FusionError
+from hfusion.core.memory import has_address
+from hfusion.core.usage import absent_rows, freeze_rows, frozen_rows, mark_absent
+
+if TYPE_CHECKING:
+    from hfusion.array.module import FusedModule
+
+
+@dataclass(eq=False)
+class GatheredRows:
+    """Members ``rows`` of ``whole`` as an array of their own.
+
+    Attributes:
+        array: holds copies of the rows; a tensor that all members share lies in the memory of the whole array's.
+        rows: the row of each member of ``array`` in ``whole``. A row may come again, to fill up a block.
+        modes: the train and eval modes of the members, by path.
+    """
+
+    whole: FusedModule
+    array: FusedModule
+    rows: list[int]
+    modes: dict[str, bool]
+
+    @staticmethod
+    def of(whole: FusedModule, rows: Sequence[int]) -> GatheredRows:
+        """Raises FusionError as `load`."""
+        gathered = GatheredRows(whole, part_of(whole, rows, _room), list(rows), {})
+        gathered.array._views = GatheredViews(gathered.array)
+        gathered._find_kin(gathered.array._compiler, Kinds.of(gathered.array).contents)
+        gathered.load(rows)
+        return gathered
+
+    def fits(self) -> bool:
+        """Whether the whole array has still the tensors, dtypes and devices that this one was made for."""
+        ours, theirs = dict(tensors(self.array)), dict(tensors(self.whole))
+        return ours.keys() == theirs.keys() and all(
+            (t.dtype, t.device, t.dim()) == (theirs[name].dtype, theirs[name].device, theirs[name].dim())
+            for name, t in ours.items()
+        )
+
+    def load(self, rows: Sequence[int]) -> None:
+        """Be members ``rows``, as they are now.
+
+        Raises:
+            FusionError: members with hooks or in different modes, or an array whose tensors are not plain.
+        """
+        whole, array = self.whole, self.array
+        self._check_plain()
+        self.modes = self._modes_of(rows)
+        before, contents = Kinds.of(array).contents, Kinds.of(whole).contents
+        after = [contents[row] for row in rows]
+        resized = len(rows) != len(array)
+        if after != before:
+            comparison, left = whole._array.comparison.of_members(rows)
+            skeletons = tuple(whole._array.skeletons[variant] for variant in left)
+            smaller = replace(array._array, members=len(rows), skeletons=skeletons, comparison=comparison)
+            enter(array, before, after, smaller)
+            self._find_kin(array._compiler, after)
+        self.rows = list(rows)
+        self._load_tensors(resized)
+        for path, branch in array.named_modules(remove_duplicate=False):
+            branch.training = self.modes[path]
+
+    @torch.no_grad()
+    def _load_tensors(self, resized: bool) -> None:
+        shared = self.array._array.comparison.shared
+        index: dict[torch.device, Tensor] = {}
+        visited: set[int] = set()
+        stacks = dict(tensors(self.whole))
+        for name, tensor in tensors(self.array):
+            stack = stacks[name]
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad != stack.requires_grad:
+                tensor.requires_grad_(stack.requires_grad)
+            if id(tensor) in visited:
+                continue
+            visited.add(id(tensor))
+            if name in shared:
+                if tensor.data_ptr() != stack.data_ptr():
+                    tensor.data = stack.detach()
+                continue
+            if stack.device not in index:
+                index[stack.device] = torch.tensor(self.rows, device=stack.device)
+            rows = stack.detach().index_select(0, index[stack.device])
+            if resized:
+                tensor.grad = None
+                resize(tensor, rows, False)
+            else:
+                tensor.detach().copy_(rows)
+            frozen = frozen_rows(stack)
+            freeze_rows(tensor, None if frozen is None else frozen[self.rows])
+        if resized:
+            self.array._mark()
+
+    @torch.no_grad()
+    def store(self, count: int) -> None:
+        """Write the first ``count`` members into their rows of the whole array.
+
+        Raises:
+            FusionError: forward has set train or eval modes by itself.
+        """
+        array = self.array
+        changed = [path for path, module in array.named_modules() if module.training != self.modes[path]]
+        if changed:
+            raise FusionError(
+                f"forward of {array._original} sets the mode of {changed[0] or 'the model'} by itself, which a step of "
+                "some rows cannot hold; step all rows, or set modes before training"
+            )
+        shared, written = array._array.comparison.shared, written_keys(array)
+        stacks, visited = dict(tensors(self.whole)), set[int]()
+        for name, tensor in tensors(array):
+            fixed = isinstance(tensor, nn.Parameter) and not tensor.requires_grad and name not in written
+            if fixed or name in shared or id(tensor) in visited:
+                continue
+            visited.add(id(tensor))
+            index = torch.tensor(self.rows[:count], device=tensor.device)
+            stacks[name].detach().index_copy_(0, index, tensor.detach()[:count])
+
+    def _check_plain(self) -> None:
+        whole = self.whole
+        for name, tensor in tensors(whole):
+            if not has_address(tensor) and not tensor.is_meta:
+                raise FusionError(
+                    f"{name} is a {type(tensor).__name__}, whose rows cannot be taken out: step all rows, or choose "
+                    "them before fully_shard or whatever replaced it"
+                )
+            if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+                raise FusionError(
+                    f"{name} of a fused {whole._original} has a hook, which takes the gradients of all members: step "
+                    "all rows, or remove it"
+                )
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        if has_global_hooks() or any(getattr(module, name) for module in whole.modules() for name in hooks):
+            raise FusionError(
+                f"a fused {whole._original} has a hook, which takes the outputs of all members: step all rows, or "
+                "remove it"
+            )
+
+    def _modes_of(self, rows: Sequence[int]) -> dict[str, bool]:
+        """The modes of members ``rows``. Raises FusionError where they differ, or where one has hooks."""
+        whole = self.whole
+        base, split = whole.training_by_path(), whole._split()
+        if split is None:
+            return base
+        members = whole._views.own
+        for row in rows:
+            if row in members and (where := members[row].hooked):
+                raise FusionError(
+                    f"member {row} of a fused {whole._original} has a hook at {where}, and a step of some rows "
+                    "computes copies of members, without hooks: step all rows, or remove the hook"
+                )
+        modes = {row: members[row].training if row in members else base for row in rows}
+        other = next((row for row in rows if modes[row] != modes[rows[0]]), None)
+        if other is not None:
+            raise FusionError(
+                f"members {rows[0]} and {other} of a fused {whole._original} are in different modes: step them in "
+                "calls of their own, rows=[...] for each mode"
+            )
+        return dict(modes[rows[0]])
+
+    def _find_kin(self, compiler: Compiler, contents: Sequence[Any]) -> None:
+        """Let programs be made of those of the whole array, where there are some."""
+        compiler.opens = self.whole._compiler.opens
+        compiler.kin = WholeKin(self.whole, Kin(self.array, compiler, tuple(contents)))
+
+
+class GatheredViews(Views):
+    """Nobody holds a member of gathered rows: only what members do not train is left out of the gradients."""
+
+    def settle(self) -> None:
+        """Clear the gradients of members that do not train a parameter."""
+        fused = self._fused()
+        for stack in fused.parameters() if fused is not None else ():
+            frozen = frozen_rows(stack)
+            if frozen is not None and stack.grad is not None:
+                absent = absent_rows(stack.grad)
+                stack.grad[frozen.to(stack.device)] = 0
+                mark_absent(stack.grad, frozen if absent is None else frozen | absent)
+
+
+@dataclass(frozen=True, eq=False)
+class WholeKin:
+    """Makes programs of some members of those of the ``whole`` array, or of others that the members had."""
+
+    whole: FusedModule
+    kin: Kin
+
+    def __call__(self, modes: Any, arguments: Arguments) -> Compiled | None:
+        related = self.kin(modes, arguments)
+        if related is not None:
+            return related
+        contents = Kinds.of(self.whole).contents
+        program = self.whole._compiler.fitting(modes, arguments)
+        if program is None or not set(self.kin.contents) <= set(contents):
+            return None
+        rows = [contents.index(content) for content in self.kin.contents]
+        smaller = of_rows(program, rows, self.kin.compiler.subject)
+        trust(self.whole, program, self.kin.fused, smaller)
+        return smaller
+
+
+def _room(stack: Tensor, rows: Sequence[int] | None) -> Tensor:
+    """Memory for ``rows`` of a stack; of a tensor that all members share, the same memory."""
+    values = stack.detach() if rows is None else stack.detach()[list(rows)]
+    return nn.Parameter(values, requires_grad=stack.requires_grad) if isinstance(stack, nn.Parameter) else values

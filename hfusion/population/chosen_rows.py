@@ -1,0 +1,139 @@
+"""A step of some members of a population: that of a small population of these, whose state is then written back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hfusion.array.gathered_rows import GatheredRows
+from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.rows import check_once, rows_of
+from hfusion.optim.gathered_state import GatheredState
+
+if TYPE_CHECKING:
+    from hfusion.population.population import Population
+
+
+@dataclass(eq=False)
+class ChosenRows:
+    """The small population ``part`` that computes for some members of ``whole``, filled anew for each step."""
+
+    whole: Population
+    part: Population
+    array: GatheredRows
+    state: GatheredState
+
+    @staticmethod
+    def of(whole: Population, places: Sequence[int]) -> ChosenRows:
+        """Raises FusionError where rows cannot be stepped apart."""
+        array = GatheredRows.of(whole.fused, places)
+        small = dict(array.array.named_parameters())
+        params: dict[Tensor, Tensor] = {param: small[name] for name, param in whole.fused.named_parameters()}
+        state = GatheredState.of(whole.optimizer, params, places)
+        part: Population = object.__new__(type(whole))
+        vars(part).update(vars(whole))
+        vars(part).pop("_chosen", None)
+        part.fused, part.optimizer, part.scheduler = array.array, state.part, None
+        part._roll = whole._roll.of_rows(places, len(places))
+        part._prepare(whole._step.known_calls)
+        part._step.tell = whole._step.tell
+        return ChosenRows(whole, part, array, state)
+
+    def fits(self) -> bool:
+        """Whether the population holds still what this was made for."""
+        whole, part = self.whole, self.part
+        same = part._function is whole._function and part._compiles == whole._compiles
+        return same and self.state.whole is whole.optimizer and self.array.fits() and self.state.fits()
+
+    def load(self, rows: Sequence[int], width: int) -> None:
+        """Be members ``rows`` as they are now, and free rows up to ``width``."""
+        whole, part = self.whole, self.part
+        part._roll = whole._roll.of_rows(rows, width)
+        places = part._roll.places
+        assert places is not None
+        before = len(part.fused)
+        self.array.load(places)
+        if len(places) != before:
+            part.optimizer.forget()
+        self.state.load(places)
+        part.scaler = None if whole.scaler is None else whole.scaler.of_rows(places)
+        part._limits = whole._limits.rearranged(places)
+        part._on_nonfinite, part._common = whole._on_nonfinite, whole._common
+        part._updates = whole._updates.of_rows(places, part.fused)
+        part._updates.clear(part._roll.free)
+        if whole._weighs and not part._weighs:
+            part._weighs = True
+            part._make_step(())
+        part._step.at_once = None if whole._common else whole._widths.at_once(width)
+
+    def store(self, rows: Sequence[int]) -> None:
+        """Let members ``rows`` be what the first members here are."""
+        whole, part = self.whole, self.part
+        whole._updates.put_rows(rows, part._updates, whole.fused)
+        self.array.store(len(rows))
+        self.state.store(rows)
+        if whole.scaler is not None and part.scaler is not None:
+            whole.scaler.put_rows(rows, part.scaler)
+        whole._roll.put_rows(rows, part._roll)
+
+
+def step_rows(pop: Population, rows: Any, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
+    """The step of members ``rows``; see `Population.step`."""
+    chosen = rows_of(rows, len(pop))
+    check_once(chosen)
+    if not chosen:
+        raise ValueError("rows=[] names nobody: give the rows of one member or more")
+    for row in chosen:
+        pop._roll.tag(row)
+    given = inputs, target, keywords
+    check_stacked(given, chosen)
+    if chosen == list(range(len(pop))):
+        return pop._step_all(inputs, target, keywords)
+    if pop._common and pop._updates.sums_gradients:
+        raise ValueError(
+            f"rows={chosen}: members who train a parameter together make its updates together, of accumulate= calls of "
+            "all: step all rows, or have accumulate=1"
+        )
+    # Who trains a parameter together has its gradient of nobody else.
+    width = len(chosen) if pop._common else pop._widths.of(len(chosen))
+    small = _small_population(pop, chosen, width)
+    given = pytree.tree_map(lambda leaf: _filled(leaf, width), given, is_leaf=is_stacked)
+    losses = small.part._step_all(*given)
+    pop._drop_gradients()
+    small.store(chosen)
+    found = losses.new_full((len(pop),), math.nan)
+    found[torch.tensor(chosen, device=losses.device)] = losses[: len(chosen)]
+    return found
+
+
+def _small_population(pop: Population, rows: Sequence[int], width: int) -> ChosenRows:
+    chosen: ChosenRows | None = vars(pop).get("_chosen")
+    if chosen is None or not chosen.fits():
+        chosen = ChosenRows.of(pop, [*rows, *list(rows[:1]) * (width - len(rows))])
+        vars(pop)["_chosen"] = chosen
+    chosen.load(rows, width)
+    return chosen
+
+
+def check_stacked(given: Any, rows: Sequence[int]) -> None:
+    """Raise a ValueError unless every stacked tensor has an entry for each of ``rows``."""
+    for leaf in pytree.tree_leaves(given, is_leaf=is_stacked):
+        if isinstance(leaf, StackedInput) and len(leaf.tensor) != len(rows):
+            raise ValueError(
+                f"a stacked argument holds {len(leaf.tensor)} entries, and rows={list(rows)} names {len(rows)} "
+                "members: give one entry for each of them, in that order"
+            )
+
+
+def _filled(leaf: Any, width: int) -> Any:
+    """A stacked argument of ``width`` members: those of free rows are as the first."""
+    if not is_stacked(leaf) or len(leaf.tensor) == width:
+        return leaf
+    first = leaf.tensor[:1].expand(width - len(leaf.tensor), *leaf.tensor.shape[1:])
+    return StackedInput(torch.cat([leaf.tensor, first]))

@@ -1,0 +1,92 @@
+"""Updates that members are in the midst of, in a save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hfusion.checkpoint.parts import OWN, SaveWriter
+from hfusion.checkpoint.reader import SaveReader
+from hfusion.core.errors import CheckpointError
+from hfusion.population.accumulation import Accumulation
+from hfusion.population.gradients import GradientSums
+from hfusion.population.guard import Buffers
+
+if TYPE_CHECKING:
+    from hfusion.population.population import Population
+
+_CALLS, _DONE, _SPOILT = (f"population/{name}" for name in ("accumulate", "calls made", "spoilt"))
+_SUM, _ABSENT, _BEFORE = (f"population/{name}/" for name in ("sums", "absent", "before"))
+
+
+def save_updates(writer: SaveWriter, pop: Population) -> None:
+    """Keep where the members are in their updates, with sums of gradients where they are in the midst of one."""
+    updates = pop._updates
+    writer.own(_CALLS, updates.calls)
+    if not updates.underway:
+        return
+    writer.own(_DONE, updates.done)
+    writer.own(_SPOILT, updates.spoilt)
+    for name, value in updates.sums.sums.items():
+        absent = updates.sums.absent[name]
+        writer.own(_SUM + name, value)
+        writer.own(_ABSENT + name, torch.zeros_like(updates.spoilt) if absent is None else absent)
+    if updates.buffers is not None:
+        for name, value in updates.buffers.before.items():
+            writer.own(_BEFORE + name, value)
+
+
+def load_updates(wide: SaveReader, pop: Population, free: Sequence[int], given: bool) -> Accumulation:
+    """Where the members of a save are in their updates, for a population whose tensors are read already.
+
+    ``given``: whether the user says how many calls make an update.
+
+    Raises:
+        CheckpointError: other numbers of calls than members in the midst of an update have had.
+    """
+    calls = pop._updates.calls
+    done = _own(wide, _DONE, torch.zeros_like(calls))
+    saved = _own(wide, _CALLS, calls)
+    if given and bool(((done > 0) & (saved != calls)).any()):
+        row = int(((done > 0) & (saved != calls)).nonzero()[0])
+        raise CheckpointError(
+            f"accumulate={int(calls[row])} for {wide.names[row]!r}, which is in the midst of an update of "
+            f"{int(saved[row])} calls: leave accumulate out"
+        )
+    updates = Accumulation.of(calls if given else saved, len(calls))
+    if pop._common and updates.begun is None:
+        raise CheckpointError(f"accumulate={updates.calls.tolist()}: members train a parameter together, and so update")
+    updates.done, updates.spoilt = done, _own(wide, _SPOILT, updates.spoilt)
+    if updates.underway:
+        updates.sums = _sums(wide, pop, len(calls))
+        updates.buffers = Buffers(pop.fused)
+        for name, value in updates.buffers.before.items():
+            value.copy_(_own(wide, _BEFORE + name, value))
+        updates.clear(free)
+    return updates
+
+
+def _sums(wide: SaveReader, pop: Population, members: int) -> GradientSums:
+    sums = GradientSums(members)
+    for name, param in pop.fused.named_parameters():
+        if any(OWN + _SUM + name in saved.tensors for saved, _ in wide.parts):
+            sums.sums[name] = _own(wide, _SUM + name, torch.zeros_like(param.detach())).to(param.device)
+            sums.absent[name] = _own(wide, _ABSENT + name, torch.ones(members, dtype=torch.bool))
+    return sums
+
+
+def _own(wide: SaveReader, key: str, otherwise: Tensor) -> Tensor:
+    """The members' rows of a tensor; of saves that do not hold it, those of ``otherwise``."""
+    rows, start = [], 0
+    for saved, places in wide.parts:
+        stack = saved.tensors.get(OWN + key)
+        stop = start + len(places)
+        rows.append(otherwise[start:stop].cpu() if stack is None else stack[places])
+        start = stop
+    found = torch.cat(rows)
+    if (found.dtype, found.shape) != (otherwise.dtype, otherwise.shape):
+        raise CheckpointError(f"{wide.path}: {key} is {found.dtype} {list(found.shape)}")
+    return found

@@ -1,0 +1,308 @@
+"""Members that step by themselves, with updates of their own numbers of calls: each equals that model alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+
+DOUBLE = torch.float64
+
+
+def normed(p: float = 0.0) -> nn.Module:
+    """No bias before the statistics, whose gradient is noise that Adam makes large."""
+    layers = [nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Dropout(p), nn.Tanh(), nn.Linear(6, 3)]
+    return nn.Sequential(*layers).double()
+
+
+class Branching(nn.Module):
+    """A layer that only some members use, by a number of their own."""
+
+    def __init__(self, uses: bool) -> None:
+        super().__init__()
+        self.uses, self.first, self.extra = uses, nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) * (1.0 if self.uses else 2.0)
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+class Alone:
+    """Members of a population, each by itself."""
+
+    def __init__(self, models: Sequence[nn.Module], make: Callable[[int, Any], Any], accumulate: Sequence[int]) -> None:
+        self.models = copy.deepcopy(list(models))
+        self.optimizers = [make(row, list(model.parameters())) for row, model in enumerate(self.models)]
+        self.accumulate, self.calls = accumulate, [0] * len(self.models)
+
+    def step(self, row: int, x: Tensor, y: Tensor, clip: float = math.inf) -> Tensor:
+        if self.calls[row] == 0:
+            self.optimizers[row].zero_grad()
+        loss = F.cross_entropy(self.models[row](x), y)
+        (loss / self.accumulate[row]).backward()
+        self.calls[row] += 1
+        if self.calls[row] == self.accumulate[row]:
+            nn.utils.clip_grad_norm_(self.models[row].parameters(), clip)
+            self.optimizers[row].step()
+            self.calls[row] = 0
+        return loss.detach()
+
+    def check(self, pop: hf.Population) -> None:
+        for row, model in enumerate(self.models):
+            mine = pop.models[row]
+            assert mine is not None
+            for ours, theirs in zip(mine.state_dict().values(), model.state_dict().values(), strict=True):
+                assert_close(ours, theirs)
+
+
+def batches(count: int, size: int = 5) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, size, 4, dtype=DOUBLE), torch.randint(3, (count, size))
+
+
+OPTIMIZERS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
+    "rates": ("AdamW", lambda row: {"lr": 0.01 * (row + 1)}),
+    "some with momentum": ("SGD", lambda row: {"lr": 0.1, "momentum": 0.9 * (row % 2)}),
+    "betas": ("Adam", lambda row: {"lr": 0.01, "betas": (0.8, 0.9 + 0.01 * row)}),
+    "product": ("NAdam", lambda row: {"lr": 0.01, "momentum_decay": 0.01}),
+}
+
+
+def of_all(kind: str, values: Sequence[dict[str, Any]], params: Any) -> Any:
+    given: dict[str, Any] = {}
+    for key in values[0]:
+        column = [value[key] for value in values]
+        given[key] = tuple(map(list, zip(*column, strict=True))) if isinstance(column[0], tuple) else column
+    return getattr(hf.optim, kind)(params, **given)
+
+
+@pytest.mark.parametrize(("optimizer", "compiled"), [*((name, False) for name in OPTIMIZERS), ("rates", True)])
+def test_some_rows_and_own_numbers_of_calls_equal_members_alone(optimizer: str, compiled: bool) -> None:
+    """20 steps of any rows, in any order, of members with statistics: updates of 1, 2 and 4 calls."""
+    torch.manual_seed(0)
+    members, accumulate = 5, [1, 2, 4, 1, 2]
+    kind, hypers = OPTIMIZERS[optimizer]
+    models = [normed() for _ in range(members)]
+    alone = Alone(models, lambda row, params: getattr(torch.optim, kind)(params, **hypers(row)), accumulate)
+    pop = hf.Population(
+        models,
+        optimizer=lambda params: of_all(kind, [hypers(row) for row in range(members)], params),
+        loss=F.cross_entropy,
+        accumulate=accumulate,
+        clip_norm=0.7,
+        compile=compiled,
+    )
+    for step in range(20):
+        rows = None if step % 4 == 3 else torch.randperm(members)[: 1 + step % members].tolist()
+        chosen = list(range(members)) if rows is None else rows
+        xs, ys = batches(len(chosen))
+        losses = pop.step(hf.stacked(xs), hf.stacked(ys), rows=rows)
+        for row, x, y in zip(chosen, xs, ys, strict=True):
+            assert_close(losses[row], alone.step(row, x, y, 0.7))
+    alone.check(pop)
+
+
+def test_the_others_keep_every_bit() -> None:
+    """Weights, statistics, moments, counts, scales, hyper-parameters and what their random numbers hang on."""
+    torch.manual_seed(0)
+    pop = hf.Population(
+        [normed(0.1 * row) for row in range(4)],
+        optimizer=lambda p: hf.optim.Adam(p, lr=0.01),
+        loss=F.cross_entropy,
+        scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
+        scaler=hf.optim.GradScaler(init_scale=8.0, growth_interval=2),
+        compile=False,
+    )
+
+    def of(row: int) -> list[Tensor]:
+        state = [value[row] for entry in pop.optimizer.state.values() for value in entry.values()]
+        assert pop.scaler is not None
+        others = [*pop.fused.state_dict().values(), pop.hparams["lr"], pop.ages, pop._roll.keys]
+        return [v.clone() for v in (*state, *(t[row] for t in (*others, *pop.scaler.state_dict().values())))]
+
+    pop.step(*(hf.stacked(part) for part in batches(4)))
+    before = [of(row) for row in range(4)]
+    assert pop.scheduler is not None
+    for _ in range(3):
+        losses = pop.step(*(hf.stacked(part) for part in batches(2)), rows=[3, 1])
+        pop.scheduler.step(rows=[3, 1])
+        assert losses.isnan().tolist() == [True, False, True, False]
+    for row in (0, 2):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(of(row), before[row], strict=True))
+    assert (pop.ages.tolist(), pop.scheduler.last_epochs.tolist(), pop.steps) == ([1, 4, 1, 4], [0, 3, 0, 3], 4)
+    assert pop.scaler is not None
+    assert pop.scaler.get_scale().tolist() == [8.0, 32.0, 8.0, 32.0]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_trained_base_is_trained_by_those_that_step(compiled: bool) -> None:
+    torch.manual_seed(0)
+    base = nn.Linear(4, 4).double()
+    models = [nn.Sequential(base, nn.Tanh(), nn.Linear(4, 3)).double() for _ in range(3)]
+    alone = [copy.deepcopy(model) for model in models]
+    for model in alone:
+        model[0] = alone[0][0]
+    opts = [torch.optim.Adam(model[2].parameters(), lr=0.1) for model in alone]
+    common = torch.optim.Adam(alone[0][0].parameters(), lr=0.1)
+    options: dict[str, Any] = {"optimizer": lambda p: hf.optim.Adam(p, lr=0.1), "loss": F.cross_entropy}
+    pop = hf.Population(models, **options, compile=compiled)
+    for rows in ([0, 2], [1], [2, 1, 0], [2, 0]):
+        xs, ys = batches(len(rows))
+        pop.step(hf.stacked(xs), hf.stacked(ys), rows=rows)
+        for opt in (*opts, common):
+            opt.zero_grad()
+        for row, x, y in zip(rows, xs, ys, strict=True):
+            F.cross_entropy(alone[row](x), y).backward()
+            opts[row].step()
+        common.step()
+    for row, model in enumerate(alone):
+        mine = pop.models[row]
+        assert mine is not None
+        assert_close(list(mine.parameters()), list(model.parameters()))
+    with pytest.raises(ValueError, match="make an update together"):
+        hf.Population(models, **options, accumulate=[1, 2, 1])
+    with pytest.raises(ValueError, match="make its updates together"):
+        hf.Population(models, **options, accumulate=2).step(*batches(1), rows=[1])
+
+
+def test_what_is_said_to_members_holds_when_they_step_by_themselves() -> None:
+    """Modes, parameters that one does not train, and numbers of their own."""
+    torch.manual_seed(0)
+    models = [normed() for _ in range(4)]
+    alone = Alone(models, lambda row, params: torch.optim.AdamW(params, lr=0.1), [1] * 4)
+    pop = hf.Population(models, optimizer=lambda p: hf.optim.AdamW(p, lr=0.1), loss=F.cross_entropy, compile=False)
+    for member in (pop.models[1], alone.models[1]):
+        assert member is not None
+        member[1].eval()
+        member[4].weight.requires_grad_(False)
+    for rows in ([0, 2], [1], [3], [1], [0]):
+        xs, ys = batches(len(rows))
+        losses = pop.step(hf.stacked(xs), hf.stacked(ys), rows=rows)
+        for row, x, y in zip(rows, xs, ys, strict=True):
+            assert_close(losses[row], alone.step(row, x, y))
+    alone.check(pop)
+    with pytest.raises(hf.FusionError, match=r"members 0 and 1 .* are in different modes: step them in calls"):
+        pop.step(*batches(1), rows=[0, 1])
+
+
+def test_members_with_numbers_of_their_own_step_by_themselves() -> None:
+    torch.manual_seed(0)
+    models = [Branching(row % 2 == 0).double() for row in range(4)]
+    alone = Alone(models, lambda row, params: torch.optim.AdamW(params, lr=0.1), [1] * 4)
+    pop = hf.Population(models, optimizer=lambda p: hf.optim.AdamW(p, lr=0.1), loss=F.cross_entropy)
+    for rows in ([1], [0, 2], [3, 0], [3, 0], [1, 2, 3], [2]):
+        xs, ys = batches(len(rows))
+        losses = pop.step(hf.stacked(xs), hf.stacked(ys), rows=rows)
+        for row, x, y in zip(rows, xs, ys, strict=True):
+            assert_close(losses[row], alone.step(row, x, y))
+    alone.check(pop)
+
+
+def test_a_step_of_some_rows_captures_nothing() -> None:
+    """Programs of the whole array serve its rows."""
+    pop = hf.Population([normed() for _ in range(8)], optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=F.mse_loss)
+    made = []
+    pop.step(torch.randn(5, 4, dtype=DOUBLE), torch.zeros(5, 3, dtype=DOUBLE))
+    before = torch.export.export
+    try:
+        torch.export.export = lambda *args, **kwargs: made.append(args) or before(*args, **kwargs)  # type: ignore
+        pop.step(torch.randn(5, 4, dtype=DOUBLE), torch.zeros(5, 3, dtype=DOUBLE), rows=[5, 2])
+    finally:
+        torch.export.export = before  # type: ignore[assignment]
+    assert made == []
+
+
+def test_who_goes_bad_among_some_rows_is_named_and_nothing_is_changed() -> None:
+    torch.manual_seed(0)
+    pop = hf.Population(
+        [normed() for _ in range(4)],
+        optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
+        loss=F.cross_entropy,
+        on_nonfinite="raise",
+        compile=False,
+    )
+    before = copy.deepcopy(pop.fused.state_dict())
+    xs, ys = batches(2)
+    xs[1] = math.inf
+    with pytest.raises(hf.NonFiniteError, match=r"'member 2' \(row 2\)"):
+        pop.step(hf.stacked(xs), hf.stacked(ys), rows=[3, 2])
+    assert all(torch.equal(before[name], tensor) for name, tensor in pop.fused.state_dict().items())
+    pop._on_nonfinite = "freeze"
+    pop.step(hf.stacked(xs), hf.stacked(ys), rows=[3, 2])
+    assert (pop.frozen, pop.ages.tolist(), pop.lineage[-1].tag) == ([2], [0, 0, 0, 1], "member 2")
+
+
+REFUSED: dict[str, tuple[Callable[[hf.Population], object], type[Exception], str]] = {
+    "nobody": (lambda pop: pop.step(*batches(1), rows=[]), ValueError, "names nobody"),
+    "twice": (lambda pop: pop.step(*batches(1), rows=[1, 1]), ValueError, "row 1 comes 2 times"),
+    "free": (lambda pop: pop.step(*batches(1), rows=[3]), ValueError, "row 3 is free"),
+    "no row": (lambda pop: pop.step(*batches(1), rows=[9]), ValueError, "is no row of an array of 4"),
+    "mask": (lambda pop: pop.step(*batches(1), rows=torch.tensor([True, False])), ValueError, "is no row"),  # type: ignore[arg-type]
+    "all entries": (
+        lambda pop: pop.step(*(hf.stacked(part) for part in batches(4)), rows=[0, 1]),
+        ValueError,
+        r"holds 4 entries, and rows=\[0, 1\] names 2 members: give one entry for each",
+    ),
+    "no calls": (lambda pop: pop.start(3, normed(), accumulate=0), ValueError, "accumulate=0: at least one call"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_rows_are_refused(name: str) -> None:
+    pop = hf.Population(
+        [normed() for _ in range(4)],
+        optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
+        loss=F.cross_entropy,
+        compile=False,
+    )
+    pop.stop(3)
+    act, error, words = REFUSED[name]
+    before = copy.deepcopy(pop.fused.state_dict())
+    with pytest.raises(error, match=words):
+        act(pop)
+    assert all(torch.equal(before[name], tensor) for name, tensor in pop.fused.state_dict().items())
+
+
+def test_hooks_that_take_all_members_are_refused() -> None:
+    pop = hf.Population([normed() for _ in range(3)], optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=F.cross_entropy)
+    handles: list[Callable[[], Any]] = [
+        lambda: pop.optimizer.register_step_pre_hook(lambda *_: None),
+        lambda: pop.fused.register_forward_hook(lambda *_: None),
+        lambda: pop.fused.get_parameter("0.weight").register_hook(lambda grad: grad),
+        lambda: pop.models[1].register_forward_hook(lambda *_: None),  # type: ignore[union-attr]
+    ]
+    for add in handles:
+        handle = add()
+        with pytest.raises(hf.FusionError, match="hook"):
+            pop.step(*batches(1), rows=[1])
+        handle.remove()
+
+
+def test_members_join_and_go_on_in_the_midst_of_updates() -> None:
+    torch.manual_seed(0)
+    models = [normed() for _ in range(3)]
+    alone = Alone(models, lambda row, params: torch.optim.AdamW(params, lr=0.01), [2, 3, 1])
+    pop = hf.Population(
+        models[:2], optimizer=lambda p: hf.optim.AdamW(p, lr=0.01), loss=F.cross_entropy, accumulate=[2, 3]
+    )
+    with pytest.raises(ValueError, match="accumulate differs between the members"):
+        pop.start(None, models[2])
+    for step in range(14):
+        if step == 1:
+            pop.start(None, models[2], accumulate=1)
+        xs, ys = batches(len(pop))
+        pop.step(hf.stacked(xs), hf.stacked(ys))
+        for row in range(len(pop)):
+            alone.step(row, xs[row], ys[row])
+    assert pop.ages.tolist() == [7, 4, 13]
+    alone.check(pop)
