@@ -21,6 +21,7 @@ from hfusion.population.logger import MemberLogger, MemberProgress
 from hfusion.population.patience import Patience
 from hfusion.population.population import Population
 from hfusion.population.selection import select
+from hfusion.population.zip_loaders import zip_loaders
 from hfusion.schedule.simulate import simulate
 from hfusion.step.train_step import train_step
 from hfusion.tasks.task import Evaluation, Step, Task
@@ -72,6 +73,7 @@ __all__ = [
     "sweep",
     "train",
     "train_step",
+    "zip_loaders",
 ]
 
 

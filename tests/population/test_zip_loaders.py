@@ -1,0 +1,64 @@
+"""Loaders of own lengths and epochs: each member trains as if alone, and no sample is filled up."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hfusion as hf
+
+
+def test_members_with_loaders_of_their_own_equal_members_alone() -> None:
+    torch.manual_seed(0)
+    make = [nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)]
+    models = [nn.Sequential(*copy.deepcopy(make)).double() for _ in range(3)]
+    alone = copy.deepcopy(models)
+    data = [(torch.randn(n, 4, dtype=torch.float64), torch.randint(3, (n,))) for n in (11, 8, 3)]
+    loaders = [list(zip(x.split(4), y.split(4), strict=True)) for x, y in data]
+    epochs = [2, 1, 3]
+    pop = hf.Population(models, optimizer=lambda p: hf.optim.AdamW(p, lr=0.01), loss=F.cross_entropy, compile=False)
+    for inputs, target, rows in hf.zip_loaders(loaders, epochs=epochs):
+        pop.step(inputs, target, rows=rows)
+    for row, (model, loader) in enumerate(zip(alone, loaders, strict=True)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for x, y in loader * epochs[row]:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        mine = pop.models[row]
+        assert mine is not None
+        for ours, theirs in zip(mine.state_dict().values(), model.state_dict().values(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    assert pop.ages.tolist() == [6, 2, 3]
+
+
+BATCH = (torch.zeros(2, 3), torch.zeros(2))
+
+
+def test_rounds() -> None:
+    loaders = [[BATCH] * 2, [BATCH], [(torch.zeros(1, 3), torch.zeros(1))]]
+    found = [rows for *_, rows in hf.zip_loaders(loaders, epochs=[1, 1, 2], rows=[4, 0, 2])]
+    assert found == [[4, 0], [2], [4], [2]]
+    assert list(hf.zip_loaders([])) == []
+    assert list(hf.zip_loaders([[BATCH]], epochs=0)) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (([[BATCH]], {"epochs": [1, 2]}), "epochs has 2 values for 1 loaders"),
+        (([[BATCH]], {"rows": []}), "rows has 0 values for 1 loaders"),
+        (([[BATCH]], {"epochs": -1}), "epochs=-1"),
+        (([[]], {}), "the loader of row 0 gave no batch in epoch 0"),
+        (([iter([BATCH])], {"epochs": 2}), "gave no batch in epoch 1"),
+        (([[torch.zeros(2)]], {"rows": [3]}), "the loader of row 3 gave a Tensor"),
+    ],
+)
+def test_wrong_loaders_are_refused(arguments: tuple[Any, dict[str, Any]], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        list(hf.zip_loaders(arguments[0], **arguments[1]))
