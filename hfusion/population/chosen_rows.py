@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.array.gathered_rows import GatheredRows
 from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.ragged import Ragged
 from hfusion.core.rows import check_once, rows_of
 from hfusion.optim.gathered_state import GatheredState
 
@@ -124,15 +125,18 @@ def _small_population(pop: Population, rows: Sequence[int], width: int) -> Chose
 def check_stacked(given: Any, rows: Sequence[int]) -> None:
     """Raise a ValueError unless every stacked tensor has an entry for each of ``rows``."""
     for leaf in pytree.tree_leaves(given, is_leaf=is_stacked):
-        if isinstance(leaf, StackedInput) and len(leaf.tensor) != len(rows):
+        count = len(leaf.tensor) if isinstance(leaf, StackedInput) else len(leaf) if isinstance(leaf, Ragged) else None
+        if count is not None and count != len(rows):
             raise ValueError(
-                f"a stacked argument holds {len(leaf.tensor)} entries, and rows={list(rows)} names {len(rows)} "
+                f"a stacked argument holds {count} entries, and rows={list(rows)} names {len(rows)} "
                 "members: give one entry for each of them, in that order"
             )
 
 
 def _filled(leaf: Any, width: int) -> Any:
     """A stacked argument of ``width`` members: those of free rows are as the first."""
+    if isinstance(leaf, Ragged):
+        return Ragged([*leaf, *[leaf[0]] * (width - len(leaf))])
     if not is_stacked(leaf) or len(leaf.tensor) == width:
         return leaf
     first = leaf.tensor[:1].expand(width - len(leaf.tensor), *leaf.tensor.shape[1:])

@@ -16,7 +16,7 @@ def zip_loaders(
 ) -> Iterator[tuple[Any, Any, list[int]]]:
     """Yield ``(inputs, target, rows)`` for `Population.step`, until each member has had its epochs.
 
-    In each round every loader gives one batch. Batches of one shape are one minibatch, so that a member whose last batch
+    In each round every loader gives one batch. Batches of one shape are one minibatch, so a member whose last batch
     is smaller steps by itself; no sample is filled up or left out. A member that is through its epochs steps no more.
 
     Args:

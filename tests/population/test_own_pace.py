@@ -306,3 +306,29 @@ def test_members_join_and_go_on_in_the_midst_of_updates() -> None:
             alone.step(row, xs[row], ys[row])
     assert pop.ages.tolist() == [7, 4, 13]
     alone.check(pop)
+
+
+@pytest.mark.parametrize("some", [False, True])
+def test_batches_and_updates_of_own_sizes(some: bool) -> None:
+    """Batches of 3, 5 and 64 samples, updates of 1, 2 and 4 calls, of all members or of some of them."""
+    torch.manual_seed(0)
+    sizes, accumulate = [3, 5, 64], [1, 2, 4]
+    models = [normed() for _ in sizes]
+    alone = Alone(models, lambda row, params: torch.optim.Adam(params, lr=0.01 * (row + 1)), accumulate)
+    pop = hf.Population(
+        models,
+        optimizer=lambda params: hf.optim.Adam(params, lr=[0.01, 0.02, 0.03]),
+        loss=F.cross_entropy,
+        accumulate=accumulate,
+        compile=False,
+    )
+    for step in range(20):
+        rows = [2, 0] if some and step % 2 else [0, 1, 2]
+        xs = [torch.randn(sizes[row], 4, dtype=DOUBLE) for row in rows]
+        ys = [torch.randint(3, (sizes[row],)) for row in rows]
+        losses = pop.step(hf.stacked(xs), hf.stacked(ys), rows=rows)
+        for row, x, y in zip(rows, xs, ys, strict=True):
+            assert_close(losses[row], alone.step(row, x, y))
+    alone.check(pop)
+    with pytest.raises(ValueError, match=r"holds 2 entries, and rows=\[0\] names 1"):
+        pop.step(hf.stacked(xs[:2]), hf.stacked(ys[:2]), rows=[0])
