@@ -66,8 +66,13 @@ class MemberWeights:
             for name, _, mean in mean_tensors(pop.fused, shares):
                 held[name].detach().copy_(mean)
             return model
-        pop._check_between()
         targets = _members(pop, None if isinstance(into, str) and into == "all" else into)
+        if midst := [row for row in pop._updates.underway if row in targets]:
+            made, calls = int(pop._updates.done[midst[0]]), int(pop._updates.calls[midst[0]])
+            raise ValueError(
+                f"{made} of {calls} steps of an update of row {midst[0]} are made, with gradients at its present "
+                "weights: average into members between their updates"
+            )
         for _, stack, mean in mean_tensors(pop.fused, shares):
             write_rows(stack, targets, mean)
         if optimizer == "reset":
