@@ -16,6 +16,7 @@ from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.ragged import Ragged
 from hfusion.core.rows import check_once, rows_of
 from hfusion.optim.gathered_state import GatheredState
+from hfusion.population.sample_weights import check_keyword
 
 if TYPE_CHECKING:
     from hfusion.population.population import Population
@@ -68,8 +69,9 @@ class ChosenRows:
         part._on_nonfinite, part._common = whole._on_nonfinite, whole._common
         part._updates = whole._updates.of_rows(places, part.fused)
         part._updates.clear(part._roll.free)
-        if whole._weighs and not part._weighs:
-            part._weighs = True
+        weighs = whole._weighs or part._weighs
+        if (weighs, whole._samples) != (part._weighs, part._samples):
+            part._weighs, part._samples = weighs, whole._samples
             part._make_step(())
         part._step.at_once = None if whole._common else whole._widths.at_once(width)
 
@@ -86,6 +88,7 @@ class ChosenRows:
 
 def step_rows(pop: Population, rows: Any, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
     """The step of members ``rows``; see `Population.step`."""
+    check_keyword(pop, "rows")
     chosen = rows_of(rows, len(pop))
     check_once(chosen)
     if not chosen:

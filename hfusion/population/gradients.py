@@ -12,6 +12,7 @@ from torch import Tensor
 from hfusion.array.module import FusedModule
 from hfusion.core.calls import stacked
 from hfusion.core.usage import absent_rows, mark_absent
+from hfusion.optim import GradScaler
 
 
 def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,9 +29,9 @@ def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-def weighed(target: Any, weights: Tensor) -> dict[str, Any]:
-    """A target with a weight of each member, float64 ``[B]``."""
-    return {"target": target, "weight": stacked(weights)}
+def weighed(target: Any, weights: Tensor, scaler: GradScaler | None) -> dict[str, Any]:
+    """A target with a weight of each member, float64 ``[B]``, times its scale."""
+    return {"target": target, "weight": stacked(weights if scaler is None else scaler.scale(weights))}
 
 
 class GradientSums:

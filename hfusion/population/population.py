@@ -28,6 +28,7 @@ from hfusion.population.gradients import weighed, weighted
 from hfusion.population.guard import Limits, OnNonfinite, bad_rows, check_common, stacked
 from hfusion.population.hparams import Hparams
 from hfusion.population.members import Enrolled, Roll, What, apart, freeze, listed
+from hfusion.population.sample_weights import sample_weighted, weigh_samples
 from hfusion.population.saving import Saving, in_turn
 from hfusion.population.shared_training import step_together
 from hfusion.population.weights import MemberWeights
@@ -61,6 +62,8 @@ class Population(Saving, Enrolled, MemberWeights):
         FusionError: models that cannot be fused.
         ValueError: options that do not go together, or an optimizer that is none of hf.optim.
     """
+
+    _samples = False  # whether the loss weighs samples
 
     def __init__(
         self,
@@ -101,12 +104,13 @@ class Population(Saving, Enrolled, MemberWeights):
     def _prepare(self, known: Iterable[str]) -> None:
         """What computes; ``known`` are calls whose programs another one has had."""
         self._lock = FairLock()
-        self._loss = per_model(self._function)
         self._weighs = self.scaler is not None or self._updates.sums_gradients
         self._make_step(known)
 
     def _make_step(self, known: Iterable[str]) -> None:
-        loss = weighted(self._function) if self._weighs else self._function
+        function = sample_weighted(self._function) if self._samples else self._function
+        self._loss = per_model(function)
+        loss = weighted(function) if self._weighs else function
         self._step = train_step(self.fused, loss, self.optimizer, compile=self._compiles)
         self._step.update = self._computed
         self._step.at_once = self._widths.at_once(len(self))
@@ -124,7 +128,9 @@ class Population(Saving, Enrolled, MemberWeights):
         return Hparams(self.optimizer)
 
     @in_turn
-    def step(self, inputs: Any, target: Any, *, rows: Sequence[int] | None = None, **keywords: Any) -> Tensor:
+    def step(
+        self, inputs: Any, target: Any, *, rows: Sequence[int] | None = None, weights: Any = None, **keywords: Any
+    ) -> Tensor:
         """One step of every member, or of ``rows`` alone: losses ``[rows]``, NaN where a row is free or does not step.
 
         Args:
@@ -132,15 +138,19 @@ class Population(Saving, Enrolled, MemberWeights):
                 the order of ``rows``.
             rows: the members that step, each once. The others stay as they are, to the bit, and so do their moments,
                 counts, schedules and scales.
+            weights: how often each sample counts in the loss, ``[N]`` for all members or one row for each; 0 removes
+                it. Needs a loss with ``reduction=``, such as torch's, or of values ``[N]``.
 
         Raises:
-            ValueError: rows that are none, are free, or come twice; a stacked argument of another number of members.
+            ValueError: rows that are none, are free, or come twice; a stacked argument of another number of members;
+                weights below 0, all 0 for a member, or for a loss that has no values of single samples.
             FusionError: a step of some rows where a hook, or a parameter that members train together, takes all.
         """
         self._roll.check_width(len(self.fused))
-        if rows is not None:
-            return step_rows(self, rows, inputs, target, keywords)
-        return self._step_all(inputs, target, keywords)
+        if weights is not None or self._samples:
+            target = weigh_samples(self, target, weights, rows)
+        given = inputs, target, keywords
+        return self._step_all(*given) if rows is None else step_rows(self, rows, *given)
 
     def _step_all(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
         if self._on_nonfinite != "ignore":
@@ -152,12 +162,9 @@ class Population(Saving, Enrolled, MemberWeights):
         if self._common:
             losses = step_together(self, inputs, target, keywords)
         else:
-            losses = self._step(inputs, self._weighed(target) if self._weighs else target, **keywords)
+            given = weighed(target, self._updates.weights, self.scaler) if self._weighs else target
+            losses = self._step(inputs, given, **keywords)
         return torch.where(self._roll.alive.to(losses.device), losses, math.nan) if self._roll.free else losses
-
-    def _weighed(self, target: Any) -> Any:
-        weights = self._updates.weights
-        return weighed(target, weights if self.scaler is None else self.scaler.scale(weights))
 
     def _computed(self, losses: Tensor) -> None:
         """The gradients of a call are there; those of the last one of an update make it."""
@@ -197,8 +204,7 @@ class Population(Saving, Enrolled, MemberWeights):
         overflown = self._none() if self.scaler is None else self.scaler.unscale_(self.optimizer)
         if self._on_nonfinite != "ignore":
             # Who overflows under a scaler skips a step, and has a smaller scale at the next.
-            spoilt = self._updates.spoilt
-            found = spoilt if self.scaler is not None else spoilt | bad_rows(self.fused, losses)
+            found = self._updates.spoilt | (self._none() if self.scaler is not None else bad_rows(self.fused, losses))
             freeze(roll, found & due & roll.alive & ~roll.frozen, self._on_nonfinite == "raise")
             if self._updates.buffers is not None and bool(roll.frozen.any()):
                 self._updates.buffers.put_back(roll.frozen)

@@ -1,0 +1,189 @@
+"""Weights of samples: the loss of a minibatch in which each sample counts as often as its weight says."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.core.calls import StackedInput, is_stacked, stacked
+from hfusion.core.ragged import Ragged
+
+if TYPE_CHECKING:
+    from hfusion.population.population import Population
+
+# Their mean is over the weights of the targets' classes, without targets that are ignored.
+_OF_CLASSES = (F.cross_entropy, F.nll_loss)
+_CLASS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
+
+
+def weigh_samples(pop: Population, target: Any, weights: Any, rows: Sequence[int] | None) -> dict[str, Any]:
+    """Return ``target`` with the weights of its samples, for the loss of `sample_weighted`, which the population has
+    from then on. ``weights`` None: all samples count as 1.
+
+    Raises:
+        ValueError: weights of another number of members, below 0, not finite, or all 0 for a member; a loss that has
+            no values of single samples.
+    """
+    if not pop._samples:
+        sample_weighted(pop._function)
+        pop._samples = True
+        pop._make_step(())
+    if weights is None:
+        return {"target": target, "samples": None}
+    check_keyword(pop, "weights")
+    members = list(range(len(pop))) if rows is None else list(rows)
+    given = _per_member(weights)
+    _check_weights(pop, given, members)
+    return {"target": target, "samples": given}
+
+
+def check_keyword(pop: Population, name: str) -> None:
+    """Raise ValueError if the members' forward takes a keyword that `Population.step` takes itself."""
+    forward = type(pop.fused._array.skeletons[0]).forward
+    if name in _parameters(forward):
+        raise ValueError(
+            f"{name}= is for step, and forward of {pop.fused._original} has a parameter of that name: give it by "
+            "position, in inputs"
+        )
+
+
+def _per_member(weights: Any) -> Any:
+    if isinstance(weights, StackedInput | Ragged):
+        return weights
+    if not isinstance(weights, Tensor) and isinstance(weights, list | tuple) and len(weights):
+        weights = [torch.as_tensor(row) for row in weights]
+        weights = torch.stack(weights) if all(row.dim() == 0 for row in weights) else stacked(weights)
+    if not isinstance(weights, Tensor):
+        if isinstance(weights, StackedInput | Ragged):
+            return weights
+        weights = torch.as_tensor(weights)
+    if weights.dim() not in (1, 2):
+        raise ValueError(f"weights of shape {list(weights.shape)}: give [N] for all members, or [members, N]")
+    return weights if weights.dim() == 1 else stacked(weights)
+
+
+def _check_weights(pop: Population, weights: Any, rows: Sequence[int]) -> None:
+    if isinstance(weights, Tensor):
+        per_row = [weights] * len(rows)
+    else:
+        per_row = list(weights.tensor if isinstance(weights, StackedInput) else weights)
+    if len(per_row) != len(rows):
+        raise ValueError(f"weights have {len(per_row)} rows for {len(rows)} members: give one for each, in their order")
+    for row, values in zip(rows, per_row, strict=True):
+        if row in pop._roll.free:
+            continue
+        values = values.detach()
+        if not bool(((values >= 0) & values.isfinite()).all()):
+            raise ValueError(f"weights of member {row}: {values.tolist()!s:.80}; they are finite, and at least 0")
+        if not bool(values.any()):
+            raise ValueError(
+                f"weights of member {row} are 0 for all of its samples, of which there is no mean: leave it out of the "
+                "step, by rows="
+            )
+
+
+def sample_weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a loss for targets of `weigh_samples`: of mean losses, the sum of weights times losses by that of weights.
+
+    Raises ValueError for a loss that has no values of single samples.
+    """
+    single = _single_losses(loss)
+    reduction, classes = _reduction(loss), _class_options(loss)
+
+    @wraps(loss, updated=())
+    def weighted_loss(output: Any, target: Any) -> Any:
+        wanted, weights = target["target"], target["samples"]
+        if weights is None:
+            return loss(output, wanted)
+        removed = weights == 0
+        each = single(_without(output, removed), wanted)
+        if each.dim() == 0 or len(each) != len(weights):
+            raise ValueError(
+                f"{len(weights)} weights for losses of shape {list(each.shape)}: weights= takes one for each sample, "
+                "and a loss that returns [N] or takes reduction="
+            )
+        share = _like(weights, each).to(torch.promote_types(each.dtype, weights.dtype)).to(each.dtype)
+        total = torch.where(_like(removed, each), 0, each * share).sum()
+        if reduction == "sum":
+            return total
+        counts = torch.ones_like(each) if classes is None else _class_counts(each, wanted, **classes)
+        if reduction == "batchmean":
+            counts = counts / counts[0].numel()
+        return total / (counts * share).sum()
+
+    return weighted_loss
+
+
+def _single_losses(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """``loss`` without its reduction: one value per sample, or one per element."""
+    if loss is F.ctc_loss or isinstance(loss, nn.CTCLoss):
+        raise ValueError("ctc_loss divides by the lengths of targets: with weights=, give a loss that returns [N]")
+    if isinstance(loss, nn.Module):
+        if not hasattr(loss, "reduction"):
+            return loss
+        single: Any = copy.copy(loss)
+        single.reduction = "none"
+        return single  # type: ignore[no-any-return]
+    if "reduction" in _parameters(loss):
+        return functools.partial(loss, reduction="none")
+    return loss
+
+
+def _parameters(loss: Callable[..., Any]) -> dict[str, Any]:
+    """The defaults of the function's parameters."""
+    try:
+        parameters = inspect.signature(loss).parameters
+    except (TypeError, ValueError):
+        return {}
+    return {name: parameter.default for name, parameter in parameters.items()}
+
+
+def _reduction(loss: Callable[..., Any]) -> str:
+    value = getattr(loss, "reduction", None) if isinstance(loss, nn.Module) else _parameters(loss).get("reduction")
+    return value if value in ("sum", "batchmean") else "mean"
+
+
+def _class_options(loss: Callable[..., Any]) -> dict[str, Any] | None:
+    """The weights of classes and the target to ignore, of a loss whose mean hangs on these."""
+    function = loss.func if isinstance(loss, functools.partial) else loss
+    if isinstance(function, _CLASS_MODULES):
+        return {"weight": function.weight, "ignore_index": function.ignore_index}
+    if any(function is known for known in _OF_CLASSES):
+        parameters = _parameters(loss)
+        return {"weight": parameters["weight"], "ignore_index": parameters["ignore_index"]}
+    return None
+
+
+def _class_counts(each: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What each element counts in a mean of cross entropies, of the shape of the losses."""
+    if target.shape != each.shape or target.is_floating_point():
+        return torch.ones_like(each)
+    there = target != ignore_index
+    if weight is None:
+        return there.to(each.dtype)
+    return torch.where(there, weight[torch.where(there, target, 0)], 0).to(each.dtype)
+
+
+def _without(output: Any, removed: Tensor) -> Any:
+    """``output`` with zeros for the samples that are removed, so that no NaN of theirs reaches a gradient."""
+
+    def clear(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != len(removed) or not leaf.is_floating_point():
+            return leaf
+        return torch.where(_like(removed, leaf), 0, leaf)
+
+    return pytree.tree_map(clear, output, is_leaf=is_stacked)
+
+
+def _like(values: Tensor, other: Tensor) -> Tensor:
+    """``values [N]`` as ``[N, 1, ...]`` with the dims of ``other``."""
+    return values.reshape(-1, *[1] * (other.dim() - 1))
