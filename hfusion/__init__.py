@@ -5,6 +5,7 @@ from typing import Any
 
 from hfusion import optim
 from hfusion.adapters.lora import Adapters, lora
+from hfusion.array.each import each
 from hfusion.array.fuse import build, fuse
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
@@ -58,6 +59,7 @@ __all__ = [
     "TrainError",
     "build",
     "copy_rows",
+    "each",
     "fuse",
     "gather_rows",
     "load",

@@ -85,7 +85,7 @@ def _vmaps(site: Site, arguments: Mapping[str, Any]) -> bool:
     """Whether vmap handles the operator by a batching rule: tried once on fake tensors of the same shapes."""
     args, kwargs = in_order(site, map_values(arguments, lambda v: v if v.shared else v.to(Layout.STACKED)))
     marks = tuple(_batched(item) for item in (*args, *kwargs.values()))
-    with FakeTensorMode(), _no_fallback():
+    with FakeTensorMode(), no_fallback():
         try:
             stand_ins = [_stand_in(item, site.members) for item in (*args, *kwargs.values())]
             vmapped(site.target, marks, len(args), tuple(kwargs), *stand_ins)
@@ -95,7 +95,7 @@ def _vmaps(site: Site, arguments: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def _no_fallback() -> Iterator[None]:
+def no_fallback() -> Iterator[None]:
     """Make vmap raise where it would loop over members itself, more slowly than `loop`."""
     functorch: Any = torch._C._functorch
     before = functorch._is_vmap_fallback_enabled()

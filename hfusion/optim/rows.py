@@ -38,6 +38,11 @@ class MemberRows:
         finally:
             self._held = before
 
+    @property
+    def held_members(self) -> list[int]:
+        """The members that take no step now, see `holding`."""
+        return [] if self._held is None else [int(row) for row in self._held.nonzero().reshape(-1)]
+
     def keep(self, rows: Sequence[int]) -> None:
         """Hold the state and the hyper-parameters of members ``rows`` alone, in this order.
 

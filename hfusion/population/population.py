@@ -15,7 +15,7 @@ from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.array.rows import rearrange as rearrange_array
 from hfusion.core.exclusive import FairLock
-from hfusion.core.rows import check_once, is_row, pairs, rows_of
+from hfusion.core.rows import check_once, copied, is_row, pairs, rows_of
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
@@ -210,6 +210,7 @@ class Population(Saving, Enrolled, MemberWeights):
                 self._updates.buffers.put_back(roll.frozen)
             if self.scaler is None:
                 check_common(self.fused)
+        self._run_gradient_hooks(overflown)
         self._limits.clip(self.fused)
         with self.optimizer.holding(roll.frozen | ~due):
             if self.scaler is None:
@@ -324,9 +325,7 @@ class Population(Saving, Enrolled, MemberWeights):
             roll.tag(one)
             if bool(roll.frozen[one]):
                 raise ValueError(f"{roll.tag(one)!r} in row {one} went bad and is frozen: copy a healthy member")
-        sources = list(range(len(self)))
-        for one, other in found:
-            sources[other] = one
+        sources = copied(src, dst, len(self))
         names = [(other, roll.tag(one), int(roll.ages[one]), int(roll.keys[one])) for one, other in found]
         self._rearrange(sources)
         for (one, other), (_, name, age, key) in zip(found, names, strict=True):

@@ -1,12 +1,15 @@
-"""What a population keeps of its members' weights, and computes of them."""
+"""What a population keeps of its members' weights, computes of them, and lets functions do to them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from hfusion.array.each import Each, as_each
 from hfusion.capture.named import tensors
 from hfusion.core.rows import check_once, rows_of
 from hfusion.population.average import checked_weights, mean_tensors, write_rows
@@ -19,9 +22,10 @@ if TYPE_CHECKING:
 
 
 class MemberWeights:
-    """The weights of a population's members: their best ones, and their average."""
+    """The weights of a population's members: their best ones, their average, and what functions do to them."""
 
     _best: dict[str, BestRecord]
+    _gradient_hooks: OrderedDict[int, Each] | None = None
 
     @property
     def best(self) -> BestMembers:
@@ -78,6 +82,54 @@ class MemberWeights:
         if optimizer == "reset":
             pop.optimizer.restart(targets)
         return None
+
+    @property
+    def active_rows(self) -> list[int]:
+        """The rows of members that train: taken, and not frozen."""
+        roll = cast("Population", self)._roll
+        return [row for row in roll.live if not bool(roll.frozen[row])]
+
+    @in_turn
+    def each(
+        self, fn: Callable[..., Any] | Each, *args: Any, rows: int | Sequence[int] | None = None, **kwargs: Any
+    ) -> None:
+        """Run a function of one member's parameters and gradients for all members at once: see `hfusion.each`.
+
+        Args:
+            fn: the function, or what `hfusion.each` gave for it.
+            rows: the members it is for; None: all that train. Free rows and frozen members stay as they are, to the
+                bit.
+            args, kwargs: passed on; values in `hfusion.stacked` have a row for each row of the population.
+
+        Raises:
+            ValueError: a row that is free, frozen or comes twice; and as `hfusion.each`.
+        """
+        pop, active = cast("Population", self), self.active_rows
+        chosen = active if rows is None else _members(pop, rows)
+        if resting := [row for row in chosen if row not in active]:
+            raise ValueError(f"{pop._roll.tag(resting[0])!r} in row {resting[0]} went bad and is frozen: thaw it first")
+        if chosen:
+            as_each(fn)(pop.fused, *args, rows=chosen, **kwargs)
+
+    @in_turn
+    def register_gradient_hook(self, fn: Callable[..., Any] | Each) -> RemovableHandle:
+        """Let `step` run a function between backward and update, before gradients are clipped.
+
+        It is called as by `each`, once for each update, with gradients that are summed over ``accumulate`` calls and
+        unscaled; for members that make this update only. Saves do not hold it.
+
+        Returns: a handle whose ``remove()`` ends it.
+        """
+        if self._gradient_hooks is None:
+            self._gradient_hooks = OrderedDict()
+        handle = RemovableHandle(self._gradient_hooks)
+        self._gradient_hooks[handle.id] = as_each(fn)
+        return handle
+
+    def _run_gradient_hooks(self, overflown: Tensor) -> None:
+        for hook in (self._gradient_hooks or {}).values():
+            if rows := [row for row in self.active_rows if not bool(overflown[row])]:
+                hook(cast("Population", self).fused, rows=rows)
 
 
 def _members(pop: Population, rows: int | Sequence[int] | None) -> list[int]:

@@ -1,0 +1,286 @@
+"""Functions of one member's parameters and gradients, for all members of an array at once."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.array.each_runs import EachCall, differs, run_looped, run_vmapped, selected
+from hfusion.array.module import FusedModule
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.report import FusionReport
+from hfusion.core.calls import StackedInput
+from hfusion.core.errors import FusionError
+from hfusion.core.fingerprint import read_state
+from hfusion.core.functorch import in_transform
+from hfusion.core.membership import membership
+from hfusion.core.memory import has_address
+from hfusion.core.row_gradients import settle
+from hfusion.core.rows import check_once, rows_of
+from hfusion.core.usage import absent_rows
+from hfusion.device.backend import random_states_kept
+from hfusion.optim import FusedOptimizer
+
+# Changes of what a function reads by itself after which it runs member by member.
+MAX_STATES = 16
+
+
+@runtime_checkable
+class Members(Protocol):
+    """What holds an array of which only some rows train, such as `hfusion.Population`."""
+
+    @property
+    def active_rows(self) -> list[int]: ...
+
+    def each(self, fn: Any, *args: Any, rows: int | Sequence[int] | None = None, **kwargs: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Vmapped:
+    """`torch.func.vmap` gives what the loop over members gives."""
+
+
+@dataclass(frozen=True)
+class _Looped:
+    """Calls run member by member, because of ``why``."""
+
+    why: str
+
+
+_TOO_MANY = _Looped(f"what it reads by itself has changed {MAX_STATES} times: pass it as a further argument")
+
+
+class Each:
+    """A function of one member, for all of them; see `each`."""
+
+    def __init__(self, fn: Callable[..., Any], buffers: bool = False) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self._fn, self._buffers = fn, buffers
+        self._name = getattr(fn, "__name__", type(fn).__name__)
+        # By the kind of call, and by what the function reads by itself.
+        self._plans: dict[Any, dict[Any, _Vmapped | _Looped]] = {}
+
+    def __repr__(self) -> str:
+        return f"each({self._name})"
+
+    def __reduce__(self) -> Any:
+        """A copy is of the function alone; one that took the place of the function in its module is found there."""
+        module, path = sys.modules.get(self._fn.__module__ or ""), getattr(self._fn, "__qualname__", "")
+        return path if getattr(module, path, None) is self else (Each, (self._fn, self._buffers))
+
+    def __call__(
+        self,
+        target: FusedModule | nn.Module | Members,
+        *args: Any,
+        rows: int | Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Run the function for the members of ``target``; see `each`."""
+        if isinstance(target, FusedModule):
+            chosen = list(range(len(target))) if rows is None else rows_of(rows, len(target))
+            check_once(chosen)
+            with torch.no_grad():
+                self._run(target, chosen, Arguments.of(args, kwargs))
+        elif isinstance(target, nn.Module):
+            if rows is not None:
+                raise ValueError(f"rows={rows!r}: a {type(target).__name__} is one model and has no rows")
+            with torch.no_grad():
+                self._run_alone(target, args, kwargs)
+        elif isinstance(target, Members):
+            target.each(self, *args, rows=rows, **kwargs)
+        else:
+            raise ValueError(
+                f"{self!r} got a {type(target).__name__}: give what hf.fuse or hf.build gave, a Population, or a model"
+            )
+
+    def step_hook(self, target: FusedModule | Members, *args: Any) -> Callable[..., None]:
+        """Return a hook for ``register_step_pre_hook`` or ``register_step_post_hook`` of the optimizer of ``target``.
+
+        Members that take no step, as their gradients overflowed or they are frozen, are left alone.
+        """
+
+        def hook(optimizer: Any, *_: Any) -> None:
+            held = optimizer.held_members if isinstance(optimizer, FusedOptimizer) else []
+            active = range(len(target)) if isinstance(target, FusedModule) else target.active_rows
+            rows = [row for row in active if row not in held]
+            if rows:
+                self(target, *args, rows=rows)
+
+        return hook
+
+    def report(self) -> FusionReport:
+        """Why calls run in a loop over members; no line where they run by `torch.func.vmap`."""
+        plans = [plan for plans in self._plans.values() for plan in plans.values()]
+        reasons = dict.fromkeys(plan.why for plan in plans if isinstance(plan, _Looped))
+        return FusionReport((), tuple(f"{self._name}: loop over members: {why}" for why in reasons))
+
+    def _run_alone(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        named = dict(model.named_parameters()) | (dict(model.named_buffers()) if self._buffers else {})
+        tensors = {("params", name): tensor.detach() for name, tensor in named.items()}
+        tensors |= {("grads", name): t.grad.detach() for name, t in named.items() if t.grad is not None}
+        call = EachCall((0,), {key: t[None] for key, t in tensors.items()}, frozenset(), Arguments.of(args, kwargs))
+        if any(isinstance(leaf, StackedInput) for leaf in call.arguments.leaves):
+            raise ValueError(f"{self!r} got hf.stacked for a {type(model).__name__}, which is one model: give its own")
+        run_looped(self._fn, self._name, call)
+
+    def _run(self, fused: FusedModule, rows: Sequence[int], arguments: Arguments) -> None:
+        if in_transform():
+            raise FusionError(f"{self!r} writes into an array, which a transform of torch.func cannot follow")
+        if arguments.ragged:
+            raise ValueError(f"{self!r} got rows of different sizes; give stacks [B, ...]")
+        # What somebody assigned to members, their gradients too, is in the stacks from here on.
+        fused._split()
+        settle(fused.parameters())
+        named = dict(fused.named_parameters()) | (dict(fused.named_buffers()) if self._buffers else {})
+        for name, tensor in named.items():
+            self._check_tensor(name, tensor)
+        whole = self._whole(named, arguments, len(fused))
+        groups: dict[frozenset[str], list[int]] = {}
+        absent = {name: _absent(tensor) for name, tensor in named.items()}
+        for row in rows:
+            groups.setdefault(frozenset(n for n, gone in absent.items() if gone is not None and gone[row]), []).append(
+                row
+            )
+        for without, members in groups.items():
+            keys = [key for key in whole.tensors if not (key[0] == "grads" and key[1] in without)]
+            part = EachCall(whole.rows, {k: whole.tensors[k] for k in keys}, whole.shared, whole.arguments)
+            with selected(part, members) as call:
+                self._run_together(call)
+
+    def _check_tensor(self, name: str, tensor: Tensor) -> None:
+        mark = membership(tensor)
+        if mark is not None and mark.padded:
+            raise FusionError(
+                f"{name} is padded, as members' ranks differ, and {self!r} would see the padding: give all members "
+                f"one rank, or call it for each member's own model"
+            )
+        for what, value in ((name, tensor), (f"the gradient of {name}", tensor.grad)):
+            if value is not None and not has_address(value):
+                kind = "sparse" if value.layout is not torch.strided else type(value).__name__
+                raise FusionError(f"{what} is {kind}, of which {self!r} has no rows that it can write")
+
+    def _whole(self, named: Mapping[str, Tensor], arguments: Arguments, members: int) -> EachCall:
+        stacks = {("params", name): tensor.detach() for name, tensor in named.items()}
+        stacks |= {("grads", name): t.grad.detach() for name, t in named.items() if t.grad is not None}
+        marks = {name: membership(tensor) for name, tensor in named.items()}
+        shared = frozenset(key for key in stacks if (mark := marks[key[1]]) is None or not mark.stacked)
+        for leaf in arguments.leaves:
+            if isinstance(leaf, StackedInput) and len(leaf.tensor) != members:
+                raise ValueError(f"hf.stacked of {len(leaf.tensor)} values for {members} members: give one for each")
+        return EachCall(tuple(range(members)), stacks, shared, arguments.mapped(Tensor.detach))
+
+    def _run_together(self, call: EachCall) -> None:
+        if len(call.rows) == 1:
+            run_looped(self._fn, self._name, call)
+            return
+        state = read_state(self._fn)
+        plans = self._plans.setdefault(self._key(call), {})
+        if state not in plans:
+            # One more would be remembered for every call.
+            state = _TOO_MANY if len(plans) >= MAX_STATES else state
+            plans[state] = _TOO_MANY if state is _TOO_MANY else self._choose(call, state)
+        plan = plans[state]
+        if isinstance(plan, _Looped):
+            run_looped(self._fn, self._name, call)
+            return
+        versions = _versions(call)
+        try:
+            run_vmapped(self._fn, self._name, call)
+        except Exception as error:
+            if versions != _versions(call):
+                error.add_note(f"hf.each: {self._name} failed after it had written; tensors may be partly changed")
+                raise
+            # Numbers among its arguments may lead it to operators that vmap does not know.
+            plans[state] = self._choose(call, state)
+            if plans[state] == plan:
+                raise
+            run_looped(self._fn, self._name, call)
+
+    def _key(self, call: EachCall) -> Any:
+        tensors = tuple((key, t.shape[1:], t.dtype, t.device, key in call.shared) for key, t in call.tensors.items())
+        return tensors, call.arguments.numberless_key, torch.get_default_dtype()
+
+    def _choose(self, call: EachCall, state: Any) -> _Vmapped | _Looped:
+        """Compare vmap with the loop on copies of two members. Raises what the function raises."""
+        positions = (0, len(call.rows) - 1)
+        looped, vmapped = call.cloned(positions), call.cloned(positions)
+        with random_states_kept():
+            run_looped(self._fn, self._name, looped)
+        if state is None:
+            return _Looped("it reads more by itself than can be compared on every call")
+        if read_state(self._fn) != state:
+            raise FusionError(
+                f"{self._name} changes, in hf.each, what it reads by itself, which would be once for each member or "
+                "once for all: pass it as a further argument, hf.stacked([B, ...]) where it is each member's own"
+            )
+        try:
+            with random_states_kept():
+                run_vmapped(self._fn, self._name, vmapped)
+        except Exception as error:
+            return _Looped(f"torch.func.vmap: {str(error).splitlines()[0]}")
+        wrong = differs(looped, vmapped)
+        return _Looped(f"torch.func.vmap gives another value for {wrong}") if wrong else _Vmapped()
+
+
+def _versions(call: EachCall) -> list[int]:
+    return [tensor._version for _, tensor in call.written_tensors() if not tensor.is_inference()]
+
+
+def _absent(tensor: Tensor) -> Sequence[bool] | None:
+    """The members that have no gradient of a stack; None if all have one, or the stack has none."""
+    absent = None if tensor.grad is None else absent_rows(tensor.grad)
+    return None if absent is None else absent.tolist()
+
+
+@functools.lru_cache(maxsize=64)
+def as_each(fn: Callable[..., Any] | Each) -> Each:
+    """Return what `each` gives for ``fn``, the same one at the next call."""
+    return fn if isinstance(fn, Each) else each(fn)
+
+
+def each(fn: Callable[..., Any], *, buffers: bool = False) -> Each:
+    """Run a function of one model's parameters and gradients for all members of an array at once.
+
+    For what stands between backward and step, or after a step: unit-norm decoders, projected gradients, weights that
+    are clamped, averages of weights over time.
+
+    Args:
+        fn: ``fn(params, grads, *args, **kwargs)``, written for one model. ``params`` are its parameters by name, as of
+            `torch.nn.Module.named_parameters`, ``grads`` the gradients of those that have one: plain tensors without
+            the dim of members. It runs without gradients and may write into these tensors, put others in their places
+            in the two dicts, or return a dict of new values of parameters. It must be a function of its arguments: it
+            may be called once for all members, once for each, or twice.
+        buffers: let ``params`` hold the buffers, too.
+
+    Returns:
+        A callable ``run(target, *args, rows=None, **kwargs)``. ``target`` is a fused module, a `hfusion.Population`, or
+        one plain model. ``rows`` are the members it is for; by default all, of a population those that train: members
+        that have left or are frozen stay as they are, to the bit. Further tensors are seen by every member, those in
+        `hfusion.stacked` row by row; the function may write into the latter.
+
+        It runs by `torch.func.vmap` where the first call of its kind showed, on copies of two members, that this gives
+        what the loop gives; else member by member, and ``run.report()`` says why.
+
+    Raises:
+        ValueError: when called, ``fn`` returned something else, a name that is none, or another shape or dtype.
+        FusionError: when called, ``fn`` writes into what all members share, or into variables of its own.
+
+    Example:
+        >>> import torch, hfusion as hf
+        >>> fused = hf.build(lambda: torch.nn.Linear(3, 2), seeds=[0, 1])
+        >>> @hf.each
+        ... def unit_norm(params, grads):
+        ...     params["weight"].div_(params["weight"].norm(dim=0, keepdim=True))
+        >>> unit_norm(fused)
+        >>> fused.weight.detach().norm(dim=1).allclose(torch.ones(2, 3))
+        True
+    """
+    if not callable(fn):
+        raise ValueError(f"hf.each expects a function fn(params, grads), got {type(fn).__name__}")
+    return Each(fn, buffers)

@@ -1,0 +1,366 @@
+"""A function of one model runs for all members as in a loop over them: parameters, gradients, arguments, errors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+
+DOUBLE = torch.float64
+Tensors = dict[str, Tensor]
+
+
+def unit_norm(params: Tensors, grads: Tensors) -> None:
+    weight = params["2.weight"]
+    weight.div_(weight.norm(dim=0, keepdim=True))
+
+
+def project(params: Tensors, grads: Tensors) -> None:
+    if "2.weight" in grads:
+        unit = F.normalize(params["2.weight"], dim=0)
+        grads["2.weight"].sub_((grads["2.weight"] * unit).sum(0, keepdim=True) * unit)
+
+
+def replaced(params: Tensors, grads: Tensors) -> None:
+    params["0.bias"] = params["0.bias"].clamp(min=0) + 1
+    for name in grads:
+        grads[name] = grads[name] / (1 + grads[name].norm())
+
+
+def returned(params: Tensors, grads: Tensors) -> Tensors:
+    """Each takes the other's place; the values are read before one is written."""
+    return {"0.weight": params["2.weight"].T, "2.weight": params["0.weight"].T}
+
+
+def views(params: Tensors, grads: Tensors) -> None:
+    params["0.weight"][1:, 0] = 2
+    params["2.weight"].T[torch.tensor([0, 2])] += 1
+
+
+def constant(params: Tensors, grads: Tensors) -> Tensors:
+    return {"0.bias": torch.arange(6, dtype=DOUBLE)}
+
+
+def branches(params: Tensors, grads: Tensors) -> None:
+    if params["0.bias"].sum() > 0:
+        params["0.bias"].neg_()
+
+
+def data(params: Tensors, grads: Tensors) -> None:
+    params["0.bias"].data = params["0.bias"] * 3
+    params["2.bias"].data.add_(1)
+
+
+def spectral(params: Tensors, grads: Tensors) -> None:
+    left, values, right = torch.linalg.svd(params["0.weight"], full_matrices=False)
+    params["0.weight"].copy_(left * values.clamp(max=0.3) @ right)
+
+
+FUNCTIONS = [unit_norm, project, replaced, returned, views, constant, branches, data, spectral]
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)).double()
+
+
+def array(count: int = 5, backward: bool = True) -> tuple[hf.FusedModule, list[nn.Module]]:
+    fused = hf.fuse([model(seed) for seed in range(count)])
+    models = [copy.deepcopy(member) for member in fused.unfuse()]
+    if backward:
+        x = torch.randn(7, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(9))
+        fused(x).square().mean((1, 2)).sum().backward()
+        for member in models:
+            member(x).square().mean().backward()
+    return fused, models
+
+
+def equal(fused: hf.FusedModule, models: list[nn.Module], rtol: float = 1e-12) -> None:
+    for name, stack in fused.named_parameters():
+        for row, member in enumerate(models):
+            own = member.get_parameter(name)
+            torch.testing.assert_close(stack[row], own, rtol=rtol, atol=1e-13, msg=name)
+            if own.grad is not None:
+                assert stack.grad is not None
+                torch.testing.assert_close(stack.grad[row], own.grad, rtol=rtol, atol=1e-13)
+
+
+def loop(fn: Callable[..., Any], members: list[nn.Module]) -> None:
+    """By hand, as without hfusion."""
+    for member in members:
+        named = dict(member.named_parameters())
+        params = {name: p.detach() for name, p in named.items()}
+        grads = {name: p.grad for name, p in named.items() if p.grad is not None}
+        with torch.no_grad():
+            answer = fn(params, grads)
+            for name, value in {**params, **(answer or {})}.items():
+                named[name].copy_(value)
+        for name, grad in grads.items():
+            named[name].grad = grad
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("fn", [fn for fn in FUNCTIONS if fn is not returned])
+def test_equals_the_loop(fn: Callable[..., Any], backward: bool) -> None:
+    fused, models = array(backward=backward)
+    run = hf.each(fn)
+    for _ in range(3):
+        run(fused)
+        loop(fn, models)
+        equal(fused, models)
+    assert bool(run.report().loops) == (fn in (branches, data))
+
+
+def test_values_are_read_before_they_are_written() -> None:
+    fused, models = array()
+    hf.each(returned)(fused)
+    for row, member in enumerate(models):
+        assert torch.equal(fused[row].get_parameter("0.weight"), member.get_parameter("2.weight").T)
+        assert torch.equal(fused[row].get_parameter("2.weight"), member.get_parameter("0.weight").T)
+
+
+@pytest.mark.parametrize("fn", [unit_norm, replaced, branches])
+@pytest.mark.parametrize("rows", [[1], [1, 2, 3], [3, 0], -1])
+def test_other_rows_stay_to_the_bit(fn: Callable[..., Any], rows: Any) -> None:
+    fused, models = array()
+    before = [stack.detach().clone() for stack in fused.parameters()]
+    hf.each(fn)(fused, rows=rows)
+    chosen = [row % 5 for row in (rows if isinstance(rows, list) else [rows])]
+    loop(fn, [models[row] for row in chosen])
+    equal(fused, models)
+    rest = [row for row in range(5) if row not in chosen]
+    for stack, old in zip(fused.parameters(), before, strict=True):
+        assert torch.equal(stack[rest], old[rest])
+
+
+def test_a_plain_model_is_one_member() -> None:
+    fused, models = array()
+    run = hf.each(replaced)
+    run(fused)
+    for member in models:
+        run(member)
+    equal(fused, models)
+    with pytest.raises(ValueError, match="no rows"):
+        run(models[0], rows=[0])
+
+
+def test_slices_and_views_see_it() -> None:
+    fused, models = array()
+    member = fused[2]
+    hf.each(unit_norm)(fused[1:4])
+    loop(unit_norm, models[1:4])
+    equal(fused, models)
+    assert torch.equal(member.get_parameter("2.weight"), fused.get_parameter("2.weight")[2])
+
+
+def test_members_have_the_gradients_that_they_have_alone() -> None:
+    """One that was cleared is not there, and what was assigned to a member is."""
+    fused, models = array()
+    fused[1].get_parameter("2.weight").grad = None
+    fused[3].get_parameter("0.bias").grad = torch.ones(6, dtype=DOUBLE)
+    fused[4].requires_grad_(False)
+    models[1].get_parameter("2.weight").grad = None
+    models[3].get_parameter("0.bias").grad = torch.ones(6, dtype=DOUBLE)
+
+    def count(params: Tensors, grads: Tensors) -> Tensors:
+        return {"0.bias": params["0.bias"] + len(grads)}
+
+    hf.each(count)(fused)
+    loop(count, models)
+    equal(fused, models)
+    hf.each(replaced)(fused)
+    loop(replaced, models)
+    equal(fused, models)
+    assert fused[1].get_parameter("2.weight").grad is None
+
+
+def test_between_backward_and_step() -> None:
+    fused, models = array(4, backward=False)
+    opt = hf.optim.Adam(fused.parameters(), lr=[0.01, 0.02, 0.03, 0.04])
+    projected, normed = hf.each(project), hf.each(unit_norm)
+    opt.register_step_pre_hook(projected.step_hook(fused))
+    opt.register_step_post_hook(normed.step_hook(fused))
+    step = hf.train_step(fused, F.mse_loss, opt, compile=False)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01 * (k + 1)) for k, m in enumerate(models)]
+    for seed in range(5):
+        x = torch.randn(7, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+        step(x, x)
+        for member, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            F.mse_loss(member(x), x).backward()
+            loop(project, [member])
+            optimizer.step()
+            loop(unit_norm, [member])
+    equal(fused, models, rtol=1e-9)
+
+
+def test_members_that_do_not_step_are_left_alone() -> None:
+    fused, _ = array(3)
+    opt = hf.optim.SGD(fused.parameters(), lr=0.1)
+    opt.register_step_post_hook(hf.each(unit_norm).step_hook(fused))
+    before = [stack.detach().clone() for stack in fused.parameters()]
+    with opt.holding(torch.tensor([False, True, False])):
+        opt.step()
+    for stack, old in zip(fused.parameters(), before, strict=True):
+        assert torch.equal(stack[1], old[1])
+        assert not torch.equal(stack[0], old[0])
+
+
+def test_further_arguments() -> None:
+    """Averages of weights over time: a stack that is written, a rate of each member, numbers that change."""
+    fused, models = array(3)
+    average = {"0.weight": fused.get_parameter("0.weight").detach().clone()}
+    alone = [average["0.weight"][row].clone() for row in range(3)]
+    rates = torch.tensor([0.1, 0.2, 0.3], dtype=DOUBLE)
+
+    @hf.each
+    def update(params: Tensors, grads: Tensors, means: Tensors, rate: Tensor, offset: Tensor, *, power: int) -> None:
+        means["0.weight"].add_((params["0.weight"] - means["0.weight"]) * rate**power)
+        params["0.bias"].add_(offset)
+
+    for power in range(1, 30):
+        offset = torch.full((6,), float(power), dtype=DOUBLE)
+        update(fused, hf.stacked(average), hf.stacked(rates), offset, power=power)
+        for row, member in enumerate(models):
+            with torch.no_grad():
+                alone[row].add_((member.get_parameter("0.weight") - alone[row]) * rates[row] ** power)
+                member.get_parameter("0.bias").add_(offset)
+    equal(fused, models)
+    torch.testing.assert_close(average["0.weight"], torch.stack(alone), rtol=1e-12, atol=1e-13)
+    assert update.report().loops == ()
+
+
+def test_buffers() -> None:
+    fused = hf.fuse([nn.BatchNorm1d(3).double() for _ in range(3)])
+
+    def reset(params: Tensors, grads: Tensors) -> None:
+        params["running_mean"].add_(2)
+        params["num_batches_tracked"].add_(7)
+
+    hf.each(reset, buffers=True)(fused)
+    assert bool((fused.running_mean == 2).all())
+    assert fused.num_batches_tracked.tolist() == [7, 7, 7]
+    with pytest.raises(KeyError, match="running_mean"):
+        hf.each(reset)(fused)
+
+
+def test_random_numbers_are_drawn_as_in_the_loop() -> None:
+    fused, models = array(3)
+
+    def noise(params: Tensors, grads: Tensors) -> None:
+        params["0.bias"].add_(torch.randn(6, dtype=DOUBLE))
+
+    torch.manual_seed(3)
+    hf.each(noise)(fused)
+    torch.manual_seed(3)
+    loop(noise, models)
+    equal(fused, models)
+
+
+def test_nothing_crosses_members() -> None:
+    fused, _ = array(3)
+    other, _ = array(3)
+    with torch.no_grad():
+        fused.get_parameter("2.weight")[1] = float("nan")
+    run = hf.each(unit_norm)
+    run(fused)
+    run(other)
+    for row in (0, 2):
+        assert torch.equal(fused.get_parameter("2.weight")[row], other.get_parameter("2.weight")[row])
+
+
+CALLS = [0]
+TOTAL = torch.zeros(())
+
+
+def _global_list(params: Tensors, grads: Tensors) -> None:
+    CALLS[0] += 1
+
+
+def _global_tensor(params: Tensors, grads: Tensors) -> None:
+    TOTAL.add_(1)
+
+
+WRONG: list[tuple[Callable[..., Any], type[Exception], str]] = [
+    (lambda params, grads: 3, ValueError, "returned int"),
+    (lambda params, grads: {"0.weigth": params["0.weight"]}, ValueError, "0.weigth"),
+    (lambda params, grads: {"0.bias": 1.0}, ValueError, "a float"),
+    (lambda params, grads: {"0.bias": params["0.bias"].float()}, ValueError, "float32"),
+    (lambda params, grads: {"0.bias": params["0.bias"].sum()}, ValueError, r"tensor \[\]"),
+    (lambda params, grads: params.pop("0.bias") and None, RuntimeError, "Boolean"),
+    (lambda params, grads: params.clear(), ValueError, "removed"),
+    (lambda params, grads: grads.update(extra=params["0.bias"]), ValueError, "extra"),
+    (lambda params, grads: setattr(params["0.bias"], "grad", params["0.bias"] * 2), ValueError, "grads"),
+    (_global_list, hf.FusionError, "further argument"),
+    (_global_tensor, hf.FusionError, "further argument"),
+]
+
+
+@pytest.mark.parametrize(("fn", "kind", "message"), WRONG)
+def test_refuses(fn: Callable[..., Any], kind: type[Exception], message: str) -> None:
+    fused, models = array(3)
+    with pytest.raises(kind, match=message):
+        hf.each(fn)(fused)
+    equal(fused, models, rtol=0)
+
+
+def test_refuses_what_members_share() -> None:
+    shared = nn.Linear(3, 3)
+    shared.requires_grad_(False)
+    fused = hf.fuse([nn.Sequential(nn.Linear(3, 3), shared) for _ in range(3)])
+    value = torch.zeros(3)
+    with pytest.raises(hf.FusionError, match=r"1\.weight"):
+        hf.each(lambda params, grads: {"0.weight": params["1.weight"].zero_()})(fused)
+    with pytest.raises(hf.FusionError, match=r"1\.weight"):
+        hf.each(lambda params, grads: {"1.weight": params["0.weight"]})(fused)
+    with pytest.raises(hf.FusionError, match="argument"):
+        hf.each(lambda params, grads, x: {"0.bias": x.add_(params["0.bias"])})(fused, value)
+    with pytest.raises(ValueError, match="2 values for 3 members"):
+        hf.each(lambda params, grads, x: None)(fused, hf.stacked(torch.zeros(2, 3)))
+    hf.each(lambda params, grads: {"0.weight": params["1.weight"]})(fused)
+    assert torch.equal(fused[1].get_parameter("0.weight"), shared.weight)
+    with pytest.raises(ValueError, match="expects a function"):
+        hf.each(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got a list"):
+        hf.each(unit_norm)([nn.Linear(3, 3)])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rows are 0 to 2"):
+        hf.each(unit_norm)(fused, rows=[3])
+
+
+def test_follows_what_the_function_reads() -> None:
+    fused, models = array(3)
+    options = {"scale": 1.0}
+
+    def scale(params: Tensors, grads: Tensors) -> None:
+        params["0.bias"].mul_(options["scale"])
+
+    run = hf.each(scale)
+    for number in range(20):
+        options["scale"] = 1 + number / 10
+        run(fused)
+        loop(scale, models)
+    equal(fused, models)
+    assert "has changed" in str(run.report())
+
+
+@hf.each
+def decorated(params: Tensors, grads: Tensors) -> None:
+    """Zero biases."""
+    params["0.bias"].zero_()
+
+
+def test_copies() -> None:
+    assert decorated.__doc__ == "Zero biases."
+    assert pickle.loads(pickle.dumps(decorated)) is decorated
+    fused, _ = array(2)
+    run = copy.deepcopy(hf.each(unit_norm))
+    run(fused)
+    assert repr(run) == "each(unit_norm)"
