@@ -67,6 +67,7 @@ class ChosenRows:
         part.scaler = None if whole.scaler is None else whole.scaler.of_rows(places)
         part._limits = whole._limits.rearranged(places)
         part._on_nonfinite, part._common = whole._on_nonfinite, whole._common
+        part._gradient_hooks = whole._gradient_hooks
         part._updates = whole._updates.of_rows(places, part.fused)
         part._updates.clear(part._roll.free)
         weighs = whole._weighs or part._weighs

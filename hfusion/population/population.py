@@ -210,7 +210,7 @@ class Population(Saving, Enrolled, MemberWeights):
                 self._updates.buffers.put_back(roll.frozen)
             if self.scaler is None:
                 check_common(self.fused)
-        self._run_gradient_hooks(overflown)
+        self._run_gradient_hooks(overflown | ~due)
         self._limits.clip(self.fused)
         with self.optimizer.holding(roll.frozen | ~due):
             if self.scaler is None:

@@ -126,9 +126,9 @@ class MemberWeights:
         self._gradient_hooks[handle.id] = as_each(fn)
         return handle
 
-    def _run_gradient_hooks(self, overflown: Tensor) -> None:
+    def _run_gradient_hooks(self, resting: Tensor) -> None:
         for hook in (self._gradient_hooks or {}).values():
-            if rows := [row for row in self.active_rows if not bool(overflown[row])]:
+            if rows := [row for row in self.active_rows if not bool(resting[row])]:
                 hook(cast("Population", self).fused, rows=rows)
 
 

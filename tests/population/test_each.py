@@ -146,3 +146,29 @@ def test_all_free() -> None:
     pop, _ = population()
     pop.stop([0, 1, 2, 3])
     pop.each(unit_norm)
+
+
+def test_hooks_of_members_that_step_by_themselves() -> None:
+    """Updates of 1 and 2 calls, by some rows at a time; the hook comes after the first step of some rows."""
+    accumulate = [1, 2, 1, 2]
+    pop, models = population(accumulate=accumulate)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=lr) for m, lr in zip(models, RATES, strict=True)]
+    calls, handle = [0] * 4, None
+    for step, rows in enumerate(([0, 1], [1, 0, 2], [3, 1], [0, 1, 2, 3], [3, 2], [2, 0])):
+        if step == 1:
+            handle = pop.register_gradient_hook(project)
+        elif step == 5:
+            assert handle is not None
+            handle.remove()
+        x = batch(step)
+        pop.step(x, x, rows=rows)
+        for row in rows:
+            if calls[row] % accumulate[row] == 0:
+                optimizers[row].zero_grad()
+            (F.mse_loss(models[row](x), x) / accumulate[row]).backward()
+            calls[row] += 1
+            if calls[row] % accumulate[row] == 0:
+                if 1 <= step < 5:
+                    loop(project, [models[row]])
+                optimizers[row].step()
+    equal(pop, models, [0, 1, 2, 3])
