@@ -14,7 +14,15 @@ from hfusion.cluster.cluster import Cluster
 from hfusion.cluster.copies import copy_rows
 from hfusion.cluster.ranks import gather_rows, rows
 from hfusion.core.calls import stacked
-from hfusion.core.errors import CheckpointError, FusionError, HFusionError, NonFiniteError, PlanError, SpillError
+from hfusion.core.errors import (
+    CheckpointError,
+    ForwardsDiffer,
+    FusionError,
+    HFusionError,
+    NonFiniteError,
+    PlanError,
+    SpillError,
+)
 from hfusion.core.ragged import Ragged
 from hfusion.device.machine import Device, Machine
 from hfusion.population.ensemble import Ensemble
@@ -41,6 +49,7 @@ __all__ = [
     "Device",
     "Ensemble",
     "Evaluation",
+    "ForwardsDiffer",
     "FusedModule",
     "FusionError",
     "HFusionError",
@@ -79,8 +88,16 @@ __all__ = [
 ]
 
 
+# Imported when first used: they need Lightning and scikit-learn. `from hfusion import *` leaves them out.
+_LAZY = ("lightning", "sklearn")
+
+
 def __getattr__(name: str) -> Any:
-    """``hf.lightning`` and ``hf.sklearn``, loaded when first used: they need Lightning and scikit-learn."""
-    if name in ("lightning", "sklearn"):
+    """Import ``hf.lightning`` or ``hf.sklearn``."""
+    if name in _LAZY:
         return importlib.import_module(f"hfusion.{name}")
     raise AttributeError(f"module 'hfusion' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_LAZY, "__version__"])

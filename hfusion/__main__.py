@@ -1,8 +1,12 @@
-"""``python -m hfusion run SCRIPT --resume FOLDER``: a script whose sweeps and tasks go on where they were stopped.
+"""Command line of hfusion.
 
+``python -m hfusion run SCRIPT --resume FOLDER`` runs a script whose sweeps and tasks go on where they were stopped.
 Slurm, SkyPilot and Kubernetes end a job by SIGTERM, and start the same command again. Under it each call of hf.sweep
 and hf.train that names no folder of its own is saved in one of FOLDER, by the order of the calls. SIGTERM ends the
 script as Ctrl-C does, with status 143: at most the work since the last save is done again.
+
+``python -m hfusion env`` prints versions, processor, compiler and caches; ``python -m hfusion cache clear`` empties the
+cache; ``python -m hfusion --version`` prints the version.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hfusion import __version__
 from hfusion.core.resuming import resuming
+from hfusion.environment import clear_cache, describe
 
 # What shells say of a process that these ended.
 TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
@@ -36,21 +42,39 @@ def _terminate(come: list[int], number: int, frame: Any) -> NoReturn:
 
 
 def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and what is the script's: what is not known here, and all after ``--``."""
-    parser = argparse.ArgumentParser(prog="python -m hfusion", description=__doc__, allow_abbrev=False)
-    parser.add_argument("command", choices=["run"])
-    parser.add_argument("script", type=Path)
-    parser.add_argument("--resume", metavar="FOLDER", type=Path, help="where to save, and to go on from")
-    place = arguments.index("--") if "--" in arguments else len(arguments)
-    parsed, rest = parser.parse_known_args(arguments[:place])
-    if not parsed.script.is_file():
+    """Return the options, and the script's arguments: those that are not known here, and all after ``--``."""
+    parser = argparse.ArgumentParser(prog="python -m hfusion", description="Tools of hfusion.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"hfusion {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run a script that resumes where it was stopped", allow_abbrev=False)
+    run.add_argument("script", type=Path)
+    run.add_argument("--resume", metavar="FOLDER", type=Path, help="where to save, and to resume from")
+    commands.add_parser("env", help="print versions, processor, compiler and caches")
+    caches = commands.add_parser("cache", help="empty the cache of compiled steps and measurements")
+    caches.add_argument("action", choices=["clear"])
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    parsed, rest = parser.parse_known_args(arguments[:end])
+    if parsed.command == "run" and not parsed.script.is_file():
         parser.exit(2, f"python -m hfusion: there is no script {parsed.script}\n")
-    return parsed, [*rest, *arguments[place + 1 :]]
+    if parsed.command != "run" and len(rest) + len(arguments) > end:
+        parser.error(f"unknown arguments of {parsed.command}: {' '.join([*rest, *arguments[end:]])}")
+    return parsed, [*rest, *arguments[end + 1 :]]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a script as its own main program; its exit status."""
+    """Run one command and return its exit status."""
     parsed, rest = _parsed(arguments)
+    if parsed.command == "env":
+        print(describe(__version__))
+        return 0
+    if parsed.command == "cache":
+        print(clear_cache())
+        return 0
+    return _run(parsed, rest)
+
+
+def _run(parsed: argparse.Namespace, rest: list[str]) -> int:
+    """Run a script as its own main program, and return its exit status."""
     argv, path = sys.argv, list(sys.path)
     sys.argv, sys.path[0] = [str(parsed.script), *rest], str(parsed.script.parent.absolute())
     come: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -74,6 +75,18 @@ def test_the_version_is_told_in_one_place() -> None:
     assert project["dynamic"] == ["version"]
     assert project["license"] == "MIT"
     assert project["authors"][0]["name"] in (ROOT / "LICENSE").read_text()
+
+
+def test_dir_lists_what_is_public() -> None:
+    assert set(dir(hf)) == {*hf.__all__, "lightning", "sklearn", "__version__"}
+
+
+@pytest.mark.parametrize("name", [name for name in hf.__all__ if isinstance(getattr(hf, name), type)])
+def test_errors_are_shown_by_the_name_to_import(name: str) -> None:
+    kind = getattr(hf, name)
+    if issubclass(kind, Exception):
+        assert (kind.__module__, kind.__qualname__) == ("hfusion", name)
+        assert pickle.loads(pickle.dumps(kind)) is kind
 
 
 @pytest.mark.parametrize("name", hf.__all__)

@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import hfusion as hf
 from hfusion.__main__ import main
 from hfusion.core.resuming import resume_folder
 
@@ -99,9 +101,38 @@ def test_an_error_after_sigterm_is_shown_and_ends_as_it(tmp_path: Path, capsys: 
     assert told.endswith("ended by SIGTERM; the same command goes on\n")
 
 
-@pytest.mark.parametrize("arguments", [["run", "nowhere.py"], ["walk", "x.py"], []])
+UNKNOWN = [["run", "nowhere.py"], ["walk", "x.py"], [], ["env", "--", "x"], ["cache"], ["cache", "clear", "all"]]
+
+
+@pytest.mark.parametrize("arguments", UNKNOWN)
 def test_what_cannot_be_run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
     assert "python -m hfusion" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"hfusion {hf.__version__}\n")
+
+
+def test_the_environment_and_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "hfusion"
+    (folder / "inner").mkdir(parents=True, mode=0o700)
+    folder.chmod(0o700)
+    (tmp_path / "other").write_bytes(b"stays")
+    (folder / "inner" / "step-1.so").write_bytes(bytes(1024))
+    (folder / "link").symlink_to("/")
+    assert main(["env"]) == 0
+    output = capsys.readouterr().out
+    assert f"{folder}: 2 files, 1.0KiB, 1.0KiB of it compiled steps" in output
+    assert all(text in output for text in (hf.__version__, torch.__version__, "C compiler", "accelerator"))
+    assert main(["cache", "clear"]) == 0
+    assert capsys.readouterr().out == f"deleted 2 files, 1.0KiB, from {folder}\n"
+    assert [*folder.iterdir()] == []
+    assert (tmp_path / "other").exists()

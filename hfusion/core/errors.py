@@ -31,3 +31,8 @@ class NonFiniteError(HFusionError):
 
 class SpillError(HFusionError):
     """The disk has no room for spilled state, or a spill file is gone."""
+
+
+# Tracebacks show errors under the name by which users import them, such as hfusion.FusionError.
+for _error in (HFusionError, FusionError, ForwardsDiffer, PlanError, CheckpointError, NonFiniteError, SpillError):
+    _error.__module__ = "hfusion"

@@ -14,9 +14,19 @@ from hfusion.schedule.task_plan import TaskPlan
 if TYPE_CHECKING:
     import networkx
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Where in the row of its shard an action lies.
 _HEIGHTS = {"in": 0.15, "compute": 0.5, "out": 0.85}
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of so many inches. Raises ImportError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("draw() needs matplotlib: pip install matplotlib (extra: hfusion[plot])") from error
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def draw_bytes(tasks: Sequence[TaskPlan], devices: Mapping[str, int], axes: Axes) -> None:

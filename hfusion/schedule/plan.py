@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hfusion.core.errors import PlanError
 from hfusion.core.text import aligned, readable
-from hfusion.schedule.drawing import draw_bytes, draw_graph
+from hfusion.schedule.drawing import draw_bytes, draw_graph, new_figure
 from hfusion.schedule.graph import graph, longest_seconds
 from hfusion.schedule.shards import Phase, Shard, Unit
 from hfusion.schedule.task_plan import TaskPlan
@@ -113,13 +113,11 @@ class Plan:
     def draw(self, path: str | Path) -> None:
         """Draw the bytes of each task against the budgets, and below what must come after what, its longest path red.
 
-        That is of the task whose minibatch takes longest. Needs matplotlib.
+        That is of the task whose minibatch takes longest. Raises ImportError without matplotlib.
         """
-        from matplotlib.figure import Figure
-
         longest = max(self.tasks, key=lambda task: longest_seconds(self._graph(task)), default=None)
         heights = [1.6 + 0.35 * len(self.tasks), 1.6 + 0.45 * len(longest.shards if longest else ())]
-        figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+        figure = new_figure(11, sum(heights))
         above, below = figure.subplots(2, height_ratios=heights)
         draw_bytes(self.tasks, self.devices, above)
         if longest is not None:

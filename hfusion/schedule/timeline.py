@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hfusion.core.errors import HFusionError
 from hfusion.schedule.actions import Act
+from hfusion.schedule.drawing import new_figure
 from hfusion.schedule.plan import Phase, Plan, TaskPlan
 from hfusion.schedule.task_plan import PHASES
 
@@ -181,10 +182,10 @@ class Timeline:
     def draw(self, path: str | Path) -> None:
         """Draw a Gantt chart: per device what it computes, coloured by task, and what its links carry below.
 
-        Needs matplotlib.
+        Raises ImportError without matplotlib.
         """
+        figure = new_figure(12, 1.5 + 0.6 * len(self.devices))
         from matplotlib import colormaps
-        from matplotlib.figure import Figure
         from matplotlib.patches import Patch
 
         tasks = list(dict.fromkeys(action.task for action in self.actions))
@@ -196,7 +197,6 @@ class Timeline:
         for action in self.actions:
             key = (rows[action.device], action.act.lane, action.task)
             spans[key].append((action.start, action.end - action.start))
-        figure = Figure(figsize=(12, 1.5 + 0.6 * len(rows)), layout="constrained")
         axes = figure.subplots()
         for (row, lane, task), bars in spans.items():
             low, height = heights[lane]

@@ -53,6 +53,9 @@ _MACHINE = "give hf.Machine.detect(), or hf.Machine([hf.Device(...), ...])"
 class TrainError(HFusionError):
     """A task failed. ``report`` has the results of the tasks that were done before."""
 
+    # As users import it, in tracebacks.
+    __module__ = "hfusion"
+
     def __init__(self, message: str, report: Report) -> None:
         super().__init__(message)
         self.report = report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -161,3 +162,10 @@ def test_perfetto(tmp_path: Path) -> None:
 def test_draw(tmp_path: Path) -> None:
     TIMELINE.draw(tmp_path / "gantt.png")
     assert (tmp_path / "gantt.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_draw_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for drawable in (TIMELINE, PLAN):
+        with pytest.raises(ImportError, match=r"^draw\(\) needs matplotlib: pip install matplotlib"):
+            drawable.draw(tmp_path / "picture.png")
