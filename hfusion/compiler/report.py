@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from hfusion.core import html
 from hfusion.core.program import Program
 from hfusion.ops.lowering import Lowering
 
@@ -65,7 +66,7 @@ class ProgramReport:
         return "\n".join([self.title, *map(str.rstrip, lines), f"  {self.copies} copies between layouts; {self.check}"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FusionReport:
     """``str(report)`` is for people, ``report.parts`` for programs; ``print(part.program)`` shows every node.
 
@@ -79,6 +80,21 @@ class FusionReport:
         if not self.parts and not self.loops:
             return "nothing captured yet: capture happens at the first call"
         return "\n".join([*map(str, self.parts), *self.loops])
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.parts)} programs, {len(self.loops)} parts that run member by member"
+        return f"<FusionReport: {counts}; print() shows the operators>"
+
+    def _repr_html_(self) -> str:
+        if not self.parts and not self.loops:
+            return html.paragraph(str(self))
+        return "".join([*map(_program_html, self.parts), *map(html.paragraph, self.loops)])
+
+
+def _program_html(part: ProgramReport) -> str:
+    rows = ((row.count, *row.cells) for row in part.rows)
+    operators = html.table(("count", "operator", "layout", "runs as", "cost"), rows, len(part.rows))
+    return html.folded(part.title, operators + html.paragraph(f"{part.copies} copies between layouts; {part.check}"))
 
 
 def joined(reports: Sequence[FusionReport]) -> FusionReport:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hfusion.core import html
 from hfusion.core.errors import PlanError
 from hfusion.core.text import aligned, readable
 from hfusion.schedule.drawing import draw_bytes, draw_graph, new_figure
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Phase", "Plan", "Shard", "TaskPlan", "Unit"]
 
+_HEAD = ("task", "mode", "width", "shards", "steps", "s/step", "stays", "device", "of budget", "moved/step")
 # Devices that are named where a plan is printed.
 _SHOWN = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Tasks on devices.
 
@@ -100,15 +102,24 @@ class Plan:
         made: networkx.DiGraph[Any] = networkx.compose_all([networkx.DiGraph(), *map(self._graph, self.tasks)])
         return made
 
-    def __str__(self) -> str:
-        head = ("task", "mode", "width", "shards", "steps", "s/step", "stays", "device", "of budget", "moved/step")
-        largest = max(self.devices.values())
-        rows = [_row(task, largest) for task in self.tasks]
+    def _headline(self) -> str:
         names = ", ".join(f"{name} {readable(budget)}" for name, budget in [*self.devices.items()][:_SHOWN])
         rest = f", and {len(self.devices) - _SHOWN} more" if len(self.devices) > _SHOWN else ""
         rates = f"host to device {readable(self.load_rate)}/s, back {readable(self.evict_rate)}/s"
-        lines = [f"plan  {len(self.tasks)} tasks  {len(self.devices)} devices: {names}{rest}  ({rates})"]
-        return "\n".join([*lines, *aligned([head, *rows], left=2)])
+        return f"plan  {len(self.tasks)} tasks  {len(self.devices)} devices: {names}{rest}  ({rates})"
+
+    def __str__(self) -> str:
+        largest = max(self.devices.values())
+        rows = [_row(task, largest) for task in self.tasks]
+        return "\n".join([self._headline(), *aligned([_HEAD, *rows], left=2)])
+
+    def __repr__(self) -> str:
+        return f"<{self._headline()}>"
+
+    def _repr_html_(self) -> str:
+        largest = max(self.devices.values())
+        rows = (_row(task, largest) for task in self.tasks)
+        return html.folded(self._headline(), html.table(_HEAD, rows, len(self.tasks)), is_open=True)
 
     def draw(self, path: str | Path) -> None:
         """Draw the bytes of each task against the budgets, and below what must come after what, its longest path red.

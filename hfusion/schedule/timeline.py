@@ -15,7 +15,9 @@ from functools import cached_property
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
+from hfusion.core import html
 from hfusion.core.errors import HFusionError
+from hfusion.schedule import gantt
 from hfusion.schedule.actions import Act
 from hfusion.schedule.drawing import new_figure
 from hfusion.schedule.plan import Phase, Plan, TaskPlan
@@ -58,9 +60,12 @@ class Span:
             raise TimelineError(f"cannot read the action {line!r} ({error}): write {form!r}") from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
-    """All actions of a run in order of start, the devices, and the least seconds any schedule needs."""
+    """All actions of a run in order of start, the devices, and the least seconds any schedule needs.
+
+    ``print(timeline)`` shows numbers by device and by task; ``timeline.text()`` has every action.
+    """
 
     actions: tuple[Span, ...]
     devices: tuple[str, ...]
@@ -125,16 +130,34 @@ class Timeline:
             if not (0 <= action.start <= action.end < math.inf and action.bytes >= 0):
                 raise TimelineError(f"time runs backwards or bytes are negative: {action}")
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """Return how busy each device was, its peak memory, and when each task ran: at most ten rows each."""
+        return gantt.summary(self)
+
+    __str__ = summary
+
+    def __repr__(self) -> str:
+        return f"<{gantt.headline(self)}>"
+
+    def _repr_html_(self) -> str:
+        tables = [
+            html.table(rows[0], rows[1:], len(rows) - 1) for rows in (gantt.device_rows(self), gantt.task_rows(self))
+        ]
+        return (
+            html.paragraph(gantt.headline(self)) + gantt.svg(self) + html.folded("devices and tasks", "".join(tables))
+        )
+
+    def text(self) -> str:
+        """Return every action as a line of text, which `parse` reads."""
         head = ["timeline", f"lower_bound {self.lower_bound!r}", " ".join(["devices", *self.devices])]
         return "\n".join([*head, *map(str, self.actions)])
 
     @classmethod
     def parse(cls, text: str) -> Timeline:
-        """The timeline that prints as ``text``, exactly. Raises TimelineError."""
+        """Return the timeline whose `text` this is, exactly. Raises TimelineError."""
         lines = text.strip().split("\n")
         if len(lines) < 3 or lines[0] != "timeline":
-            raise TimelineError(f"no timeline begins with {lines[0]!r}: give the whole text of str(timeline)")
+            raise TimelineError(f"no timeline begins with {lines[0]!r}: give all of timeline.text()")
         bound, devices = lines[1].split(), lines[2].split()
         if len(bound) != 2 or bound[0] != "lower_bound" or devices[:1] != ["devices"]:
             raise TimelineError(f"expected 'lower_bound SECONDS' and 'devices NAMES', not {lines[1:3]}")

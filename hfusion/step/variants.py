@@ -15,6 +15,7 @@ from torch._C._dynamo.guards import TensorGuards
 from hfusion.array.module import FusedModule
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import BoundProgram, Place
+from hfusion.core import html
 from hfusion.step.compiled import StepProgram
 from hfusion.step.parting import Parting, drawing
 from hfusion.step.step_graph import StepCall
@@ -57,7 +58,7 @@ class Seen:
         return all(map(is_, tensors, self.tensors)) and self.guards.check(*self.once) and not any_hooks(self.once)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepReport:
     """``str(report)`` is for people, ``rows`` for programs: one for each kind of call so far."""
 
@@ -65,6 +66,17 @@ class StepReport:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.rows)) or "no step so far"
+
+    def __repr__(self) -> str:
+        compiled = sum(not row.how.startswith("eager") for row in self.rows)
+        return f"<StepReport: {len(self.rows)} kinds of calls, {compiled} compiled; print() shows them>"
+
+    def _repr_html_(self) -> str:
+        if not self.rows:
+            return html.paragraph(str(self))
+        return html.table(
+            ("call", "runs as", "why"), ((row.call, row.how, row.why) for row in self.rows), len(self.rows)
+        )
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hfusion.core import html
 from hfusion.tune.trials import SUGGESTED, as_trained
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # What is printed fits a screen.
 _BEST, _WIDTH = 10, 100
+_HEAD = ("trial", "value", "epochs", "params")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Best:
     model: nn.Module
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SweepResult:
     """The study, and the model of the best trial that the sweep completed. ``print`` shows the best trials.
 
@@ -95,20 +97,34 @@ class SweepResult:
         view._storage = storage
         return view
 
+    def _headline(self, trials: list[FrozenTrial]) -> str:
+        states = [trial.state.name.lower() for trial in trials]
+        counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states))]
+        return f"sweep {self.study.study_name!r}  {len(trials)} trials" + (f": {', '.join(counts)}" if counts else "")
+
+    def _rows(self, trials: list[FrozenTrial]) -> list[tuple[str, str, str, str]]:
+        """The best trials: number, value, epochs, params."""
+        down = self.study.direction.name == "MAXIMIZE"
+        complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
+        ranked = sorted(complete, key=lambda trial: trial.value or 0.0, reverse=down)[:_BEST]
+        return [(str(t.number), f"{t.value:.6g}", str(len(t.intermediate_values)), _params(t)) for t in ranked]
+
     def __str__(self) -> str:
         trials = self.trials
-        states = [one.state.name.lower() for one in trials]
-        counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states))]
-        head = f"sweep {self.study.study_name!r}  {len(trials)} trials" + (f": {', '.join(counts)}" if counts else "")
-        down = self.study.direction.name == "MAXIMIZE"
-        complete = [one for one in trials if one.state.name == "COMPLETE"]
-        ranked = sorted(complete, key=lambda one: one.value or 0.0, reverse=down)[:_BEST]
-        rows = [("trial", "value", "epochs", "params")]
-        for one in ranked:
-            rows.append((str(one.number), f"{one.value:.6g}", str(len(one.intermediate_values)), _params(one)))
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = ["  ".join([*map(str.rjust, row[:3], widths), row[3]]) for row in rows if ranked]
-        return "\n".join([head, *(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..." for line in lines)])
+        rows = self._rows(trials)
+        shown = [_HEAD, *rows] if rows else []
+        widths = [max(len(row[column]) for row in shown) for column in range(3)] if shown else []
+        lines = ["  ".join([*map(str.rjust, row[:3], widths), row[3]]) for row in shown]
+        cut = [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..." for line in lines]
+        return "\n".join([self._headline(trials), *cut])
+
+    def __repr__(self) -> str:
+        return f"<{self._headline(self.trials)}>"
+
+    def _repr_html_(self) -> str:
+        trials = self.trials
+        rows = self._rows(trials)
+        return html.folded(self._headline(trials), html.table(_HEAD, rows, len(rows)), is_open=True)
 
 
 class _TrainedTrials:

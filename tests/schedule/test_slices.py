@@ -79,7 +79,7 @@ def test_spans_are_those_of_the_minibatches(name: str, size: int) -> None:
     told = sorted(slices.spans(found.actions, ran, 0, saved), key=lambda span: span.start)
     timeline = Timeline(tuple(told), found.devices, found.lower_bound)
     timeline.validate(fine)
-    assert Timeline.parse(str(timeline)) == timeline
+    assert Timeline.parse(timeline.text()) == timeline
 
 
 def test_slices_take_no_long_time() -> None:

@@ -26,7 +26,7 @@ LOAD, FORWARD, RECOMPUTE, BACKWARD, STEP, EVALUATE, EVICT, SAVE = Act
 @given(plans())
 def test_text_round_trips(plan: Plan) -> None:
     timeline = simulate(plan)
-    assert Timeline.parse(str(timeline)) == timeline
+    assert Timeline.parse(timeline.text()) == timeline
 
 
 WORDS = st.text("abc0123/:_-", min_size=1)
