@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
+import torch
+
+from docs.benchmarks import speedup
+from tests.test_names import files
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {str(page.relative_to(ROOT)): page for page in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *DOCS.rglob("*.md")]}
-# A block that only prepares the next one may hide in a comment of the page.
-CODE = re.compile(r"^(?:```|<!-- )python\n(.*?)^(?:```|-->)$", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# Of other packages, when they are used as the page shows.
+WARNINGS = (
+    "ignore:.*does not have many workers",
+    "ignore:.*treespec",
+    "ignore:.*LeafSpec",
+    "ignore:.*The number of training batches",
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+)
 LINK = re.compile(r"\]\((?!\w+:|#)([^()#\s]+)(?:#[^()\s]*)?\)")
 
 
@@ -21,9 +34,19 @@ def blocks(page: Path) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, found.start(1)), found[1]) for found in CODE.finditer(text)]
 
 
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Restore torch's threads, which a page may set."""
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.mark.filterwarnings(*WARNINGS)
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("page", [page for page, path in PAGES.items() if blocks(path)])
 def test_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks of a page one after the other, in one module."""
+    """All blocks of a page one after the other, in one module, as they are printed."""
     monkeypatch.chdir(tmp_path)
     space: dict[str, object] = {"__name__": "page"}
     for line, block in blocks(PAGES[page]):
@@ -41,3 +64,44 @@ def test_every_page_is_in_the_navigation() -> None:
     listed = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
     there = [str(page.relative_to(DOCS).with_suffix("")) for page in DOCS.rglob("*.md")]
     assert sorted(["index", *listed]) == sorted(there)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_code_is_hidden(page: str) -> None:
+    assert "<!--" not in PAGES[page].read_text()
+
+
+MEASURED = {
+    "MLP 64-128-128-10, batch 32": "mlp-small",
+    "MLP 784-512-512-10, batch 128": "mlp-large",
+    "CNN with BatchNorm, 28x28": "cnn",
+    "transformer, 2 layers, seq 32": "transformer",
+    "LoRA on one frozen base": "lora",
+    "GRU, seq 32": "gru",
+}
+
+
+def test_figures_of_the_readme_are_those_measured() -> None:
+    text = (ROOT / "README.md").read_text()
+    ratios = [speedup.speedups(members) for members in (16, 64)]
+    for title, model in MEASURED.items():
+        cells = [f"{value:.2f}x" for measured in ratios for value in measured[model]]
+        assert f"| {title} | {' | '.join(cells)} |" in text
+    loop = [geometric_mean(ours for ours, _ in measured.values()) for measured in ratios]
+    best = [geometric_mean(ours / other for ours, other in measured.values()) for measured in ratios]
+    assert len(ratios[0]) == 13
+    assert f"thirteen models is {loop[0]:.2f}x at 16 models and {loop[1]:.2f}x at 64." in text
+    assert f"Over the best other way it is {best[0]:.2f}x and {best[1]:.2f}x." in text
+
+
+def test_every_environment_variable_is_described() -> None:
+    sources = "".join(path.read_text() for path in files())
+    names = set(re.findall(r"\bHFUSION_[A-Z_]+[A-Z]\b", sources))
+    text = (DOCS / "install.md").read_text()
+    assert {name for name in names if f"`{name}" not in text} == set()
+
+
+def test_every_example_is_listed() -> None:
+    text = (DOCS / "examples.md").read_text()
+    scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
+    assert {name for name in scripts if f"(../examples/{name})" not in text} == set()
