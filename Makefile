@@ -50,6 +50,7 @@ test-foreign: $(VENV)/.foreign
 	$(BIN)/python -m pytest -m foreign tests/foreign
 
 docs: $(VENV)/.docs
+	$(BIN)/codespell --ignore-words-list coo --skip '*.json,*.svg,*.png' README.md CONTRIBUTING.md CHANGELOG.md docs ops/README.md
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
 	@echo "build/docs/index.html"
 

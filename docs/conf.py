@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import hfusion
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -25,12 +28,30 @@ SHOWN = {
 
 project = "hfusion"
 author = "the hfusion authors"
-extensions = ["myst_parser"]
+release = hfusion.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx_copybutton"]
 nitpicky = True
+# Names in docstrings and signatures that have no page here, such as torch's.
+nitpick_ignore_regex = [("py:.*", ".*")]
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autosummary_generate = False
+napoleon_google_docstring = True
+# Needed by a class that a page describes, and not by the page.
+autodoc_mock_imports = [name for name in ("lightning", "sklearn") if find_spec(name) is None]
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 html_theme = "furo"
-html_title = "hfusion"
+html_title = f"hfusion {release}"
+html_theme_options = {
+    "source_repository": "https://github.com/hfusion/hfusion/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
@@ -66,6 +87,26 @@ def include(app: Any, path: Path, parent: str, content: list[str]) -> None:
     content[0] = link_from(SHOWN[file], content[0], file.parent)
 
 
+# A word such as clip_grad_norm_, which reStructuredText takes for a link unless it is code.
+_UNDERSCORED = re.compile(r"``.*?``|(?<![`\w.])[\w.]*\w_(?![\w`])")
+
+
+def quote(app: Any, what: str, name: str, holder: object, options: object, lines: list[str]) -> None:
+    """Mark words that end with an underscore in docstrings as code."""
+
+    def quoted(match: re.Match[str]) -> str:
+        return match[0] if match[0].startswith("`") else f"``{match[0]}``"
+
+    lines[:] = [line if ">>>" in line else _UNDERSCORED.sub(quoted, line) for line in lines]
+
+
+def skip(app: Any, what: str, name: str, member: object, is_skipped: bool, options: object) -> bool | None:
+    """Leave out the methods that scikit-learn adds to every estimator."""
+    return True if re.fullmatch(r"set_\w+_request|get_metadata_routing", name) else None
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", quote)
+    app.connect("autodoc-skip-member", skip)
     app.connect("source-read", read)
     app.connect("include-read", include)

@@ -10,6 +10,7 @@ from statistics import geometric_mean
 import pytest
 import torch
 
+import hfusion as hf
 from docs.benchmarks import speedup
 from tests.test_names import files
 
@@ -105,3 +106,14 @@ def test_every_example_is_listed() -> None:
     text = (DOCS / "examples.md").read_text()
     scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert {name for name in scripts if f"(../examples/{name})" not in text} == set()
+
+
+def test_every_public_name_has_an_entry_in_the_reference() -> None:
+    reference = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    entries = set(re.findall(r"^\.\. auto(?:class|function|exception):: hfusion\.([\w.]+)$", reference, re.MULTILINE))
+    schedulers = [f"optim.lr_scheduler.{name}" for name in hf.optim.lr_scheduler.__all__]
+    names = {*hf.__all__, *(f"optim.{name}" for name in hf.optim.__all__), *schedulers} - {
+        "optim",
+        "optim.lr_scheduler",
+    }
+    assert names - entries == set()

@@ -19,7 +19,7 @@ from hfusion.device.generators import draws_kept
 
 
 def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False) -> FusedModule:
-    """One module that computes and trains all ``models``, each exactly as if alone.
+    """Return one module that computes and trains all ``models``, each exactly as if alone.
 
     Args:
         models: B modules of one structure; they stay as they are, their tensors are copied. A frozen tensor that is one
@@ -35,6 +35,11 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False
 
     Raises:
         FusionError: the models differ in more than scalars, or hold what a fused array cannot honour.
+
+    Example:
+        >>> fused = fuse([nn.Linear(3, 2) for _ in range(4)])
+        >>> fused(torch.ones(5, 3)).shape  # every member sees the same input
+        torch.Size([4, 5, 2])
     """
     comparison = compare(models)
     keep_large_blocks()
@@ -79,7 +84,7 @@ def _keep(tensor: Tensor) -> Tensor:
 def build(
     make_model: Callable[[], nn.Module], seeds: Sequence[int], *, verify: bool = True, tune: bool = False
 ) -> FusedModule:
-    """Make the members one at a time, straight into the stack: never more than two of them beside the array.
+    """Construct the members one at a time, directly in the stack: at most two exist in addition to the array.
 
     Args:
         make_model: gives one member; called once per seed after ``torch.manual_seed(seed)``. The caller's random state
@@ -90,6 +95,10 @@ def build(
 
     Raises:
         FusionError: no seeds, or models that cannot be fused with the first.
+
+    Example:
+        >>> len(build(lambda: nn.Linear(3, 2), seeds=range(4)))
+        4
     """
     if len(seeds) == 0:
         raise FusionError("build got no seeds; give it one seed per member")

@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 
 def rows(members: int, rank: int | None = None, world: int | None = None) -> slice:
-    """Which of ``members`` members this rank trains: ``models[hf.rows(len(models))]``.
+    """Return which of ``members`` members this rank trains: ``models[hf.rows(len(models))]``.
 
     Ranks have neighbouring members in the order of the ranks, and as many as each other, or one more. A step of such
     an array needs no other rank.
@@ -21,6 +21,10 @@ def rows(members: int, rank: int | None = None, world: int | None = None) -> sli
 
     Raises:
         ValueError: fewer members than ranks, so that a rank would have none; a rank that is none.
+
+    Example:
+        >>> rows(10, rank=1, world=4)
+        slice(3, 6, None)
     """
     if (rank is None) != (world is None):
         raise ValueError(f"rows({members}, rank={rank}, world={world}): give rank and world both, or neither")

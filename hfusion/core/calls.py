@@ -35,6 +35,10 @@ def stacked(xs: Any) -> Any:
     Raises:
         ValueError: rows of different structures, dtypes, devices or shapes (but for the first size), or a value without
             tensors.
+
+    Example:
+        >>> stacked([torch.zeros(3, 4), torch.zeros(5, 4)]).sizes  # a batch of 3 for member 0, of 5 for member 1
+        (3, 5)
     """
     if isinstance(xs, Ragged):
         return xs

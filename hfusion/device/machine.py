@@ -55,6 +55,10 @@ class Device:
         memory: bytes that may be taken there, as `parse_bytes` reads them.
 
     Raises PlanError for a device that is neither, a name with spaces, and a bad budget.
+
+    Example:
+        >>> Device("cpu:1", memory="2GiB").memory
+        2147483648
     """
 
     device: str
