@@ -24,7 +24,7 @@ from hfusion.tune.folder import SweepFolder
 from hfusion.tune.footprint import Footprint
 from hfusion.tune.forwards import SameForward
 from hfusion.tune.loaders import same_values
-from hfusion.tune.result import Best
+from hfusion.tune.objectives import Best, BestTrials
 from hfusion.tune.rooms import Rooms
 from hfusion.tune.shape_array import Seat, Shape, ShapeArray
 from hfusion.tune.space import ArrayChoices, Maker, Suggestion, TrialModel, check_choices
@@ -77,7 +77,7 @@ class Conductor:
         self.rooms = Rooms(workers, extent.trials, extent.rows, together=extent.pbt is not None)
         self._waiting: tuple[TrialModel, Shape] | None = None
         self._round = 0
-        self.best: Best | None = None
+        self.best = BestTrials(trials.signs)
         self._inputs: list[tuple[Mapping[str, Any], Any]] = []
 
     def run(self) -> None:
@@ -105,19 +105,21 @@ class Conductor:
     def _train(self) -> None:
         """An epoch of all arrays; what their members come to is reported."""
         arrays, seed = self.rooms.arrays, self._extent.seed + self._round
-        found: dict[str, EpochResult] = self._workers.ask({array.name: ("epoch", (seed,)) for array in arrays})
+        # Of several objectives the values after the last epoch alone are told.
+        several = self._recipe.objectives > 1
+        calls = {array.name: ("epoch", (seed, not several or array.any_ends)) for array in arrays}
+        found: dict[str, EpochResult] = self._workers.ask(calls)
         for array in arrays:
             self.rooms.seconds.note(array, found[array.name])
         values = {array.name: found[array.name].values for array in arrays}
-        seats = [(array, array.seats[tag], value) for array in arrays for tag, value in values[array.name].items()]
+        seats = [(array, array.seats[tag], own) for array in arrays for tag, own in values[array.name].items()]
         left: set[int] = set()
-        for array, seat, value in sorted(seats, key=lambda each: each[1].number):
-            seat.epochs += 1
-            last = seat.epochs == seat.suggestion.epochs
-            verdict = self.trials.report(seat.number, value, seat.epochs - 1, last=last)
+        for array, seat, own in sorted(seats, key=lambda each: each[1].number):
+            last, seat.epochs = seat.is_last, seat.epochs + 1
+            verdict = self.trials.report(seat.number, own, seat.epochs - 1, last=last)
             if verdict is not Verdict.GO_ON:
-                best = verdict is Verdict.COMPLETE and self._is_best(seat.number, value)
-                self._leave(array, seat, value if best else None)
+                best = verdict is Verdict.COMPLETE and self.best.takes(seat.number, own)
+                self._leave(array, seat, own if best else None)
                 left.add(array.device)
         for array in arrays:
             self._exploit(array, values[array.name])
@@ -140,13 +142,13 @@ class Conductor:
             there[name].device = device
         self.rooms.seconds.note_move(time.monotonic() - began)
 
-    def _leave(self, array: ShapeArray, seat: Seat, best: float | None) -> None:
-        """A trial's row is free; its model is kept where its value is the ``best``."""
+    def _leave(self, array: ShapeArray, seat: Seat, best: tuple[float, ...] | None) -> None:
+        """A trial's row is free; its model is kept where its values are among the ``best``."""
         del array.seats[seat.tag]
         if best is None:
             self._workers.send(array.name, "leave", seat.tag)
         else:
-            self.best = Best(seat.number, best, self._workers.leave(array.name, self._member(seat)))
+            self.best.add(Best(seat.number, best, self._workers.leave(array.name, self._member(seat))))
 
     def _member(self, seat: Seat) -> TrialModel:
         return TrialModel(seat.number, seat.suggestion, self._maker.models)
@@ -154,14 +156,13 @@ class Conductor:
     def _members(self, array: ShapeArray) -> list[TrialModel]:
         return [self._member(seat) for seat in array.seats.values()]
 
-    def _exploit(self, array: ShapeArray, values: dict[str, float]) -> None:
+    def _exploit(self, array: ShapeArray, values: Mapping[str, tuple[float, ...]]) -> None:
         """Population based training among the trials of an array that go on, after their reports."""
         pbt = self._extent.pbt
         if pbt is None:
             return
-        due = {
-            tag: self.trials.sign * values[tag] for tag, seat in array.seats.items() if not seat.epochs % pbt.interval
-        }
+        (sign,), tags = self.trials.signs, [tag for tag, seat in array.seats.items() if not seat.epochs % pbt.interval]
+        due = {tag: sign * values[tag][0] for tag in tags}
         draw = random.Random(f"{self.trials.base} {self._round} {array.name}")
         pairs = pbt.pairs(due, draw)
         if not pairs:
@@ -193,13 +194,6 @@ class Conductor:
     def _fixed(self, params: dict[str, Any], number: int) -> Suggestion:
         """What the space gives for these values."""
         return self._maker.suggestion(self.trials.optuna.trial.FixedTrial(params, number))
-
-    def _is_best(self, number: int, value: float) -> bool:
-        """As Optuna ranks: of equal values that of the trial that was asked first."""
-        if self.best is None:
-            return True
-        sign = self.trials.sign
-        return (-sign * value, number) < (-sign * self.best.value, self.best.number)
 
     def _refill(self) -> None:
         """Ask for trials while there is room for them, and let them join."""
@@ -318,8 +312,9 @@ class Conductor:
             for array in self.rooms.arrays
         ]
         tensors: dict[str, Tensor] = {}
-        if self.best is not None:
-            tensors = {key: value.detach().clone() for key, value in self.best.model.state_dict().items()}
+        for best in self.best.all:
+            state = best.model.state_dict().items()
+            tensors |= {f"{best.number}.{key}": value.detach().clone() for key, value in state}
         body = {
             "run": self.trials.run,
             "base": self.trials.base,
@@ -331,7 +326,7 @@ class Conductor:
             "stopped": self._extent.trials if self.trials.stopped else None,
             "waiting": None if self._waiting is None else self._waiting[0].number,
             "arrays": arrays,
-            "best": None if self.best is None else [self.best.number, self.best.value],
+            "best": [[best.number, list(best.values)] for best in self.best.all],
         }
         self._folder.write(body, tensors, self._round)
 
@@ -356,9 +351,8 @@ class Conductor:
         if body["waiting"] is not None:
             candidate = self._maker.candidate(body["waiting"], suggestions[body["waiting"]])
             self._waiting = candidate, self._shape(candidate)
-        if body["best"] is not None:
-            number, value = body["best"]
-            self.best = self._kept(number, value, tensors)
+        for number, values in body["best"]:
+            self.best.add(self._kept(number, tuple(values), tensors))
 
     def _copied(self, number: int, params: dict[str, Any] | None) -> Suggestion | None:
         """What a trial has that became a copy of another."""
@@ -384,14 +378,15 @@ class Conductor:
         found = self._workers.ask({name: ("restore", (path.absolute(), members))})
         array.widths, array.width = found[name]
 
-    def _kept(self, number: int, value: float, tensors: Mapping[str, Tensor]) -> Best:
-        """The best trial of before, whose model is made again and written over."""
+    def _kept(self, number: int, values: tuple[float, ...], tensors: Mapping[str, Tensor]) -> Best:
+        """A best trial of before, whose model is made again and written over."""
         trial = next(one for one in self.trials.study.get_trials(deepcopy=False) if one.number == number)
         copies = trial.user_attrs.get(COPIES)
         suggestion = self._known(copies[-1]["params"] if copies else trial.params, number)
         model = self._maker.models.model(number, suggestion).cpu()
         try:
-            model.load_state_dict(dict(tensors))
+            own = {key: value for key, value in tensors.items() if key.startswith(f"{number}.")}
+            model.load_state_dict({key.partition(".")[2]: value for key, value in own.items()})
         except RuntimeError as error:
             raise self._changed(f"make_model gave another model for trial {number}", error) from error
-        return Best(number, value, model)
+        return Best(number, values, model)

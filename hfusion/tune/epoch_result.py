@@ -14,12 +14,13 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True)
 class EpochResult:
-    """A value for each tag. The epoch took ``seconds`` of ``steps`` minibatches, and ``startup`` besides.
+    """Values for each tag, and the ``seconds`` of an epoch of ``steps`` minibatches, and ``startup`` besides.
 
-    ``startup``: what the first minibatches of a size took longer than most, as programs are captured and compiled then.
+    ``values``: none of a member that is fine where no values were asked for. ``startup``: what the first minibatches of
+    a size took longer than most, as programs are captured and compiled then.
     """
 
-    values: dict[str, float]
+    values: dict[str, tuple[float, ...]]
     seconds: float
     startup: float
     steps: int

@@ -22,7 +22,7 @@ except ImportError:  # not on Windows
 from hfusion.checkpoint import files
 from hfusion.core.errors import CheckpointError
 
-VERSION = 1
+VERSION = 2
 _LOCK, _STATE, _ARRAYS = "lock", "state", "arrays"
 # Of the states, and the saves of an array that these name.
 KEEP = 2

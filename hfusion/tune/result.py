@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hfusion.core import html
+from hfusion.tune.objectives import Best
 from hfusion.tune.trials import SUGGESTED, as_trained
 
 if TYPE_CHECKING:
@@ -20,21 +21,14 @@ if TYPE_CHECKING:
 
 # What is printed fits a screen.
 _BEST, _WIDTH = 10, 100
-_HEAD = ("trial", "value", "epochs", "params")
-
-
-@dataclass(frozen=True)
-class Best:
-    """The completed trial of a sweep with the best value, and its model."""
-
-    number: int
-    value: float
-    model: nn.Module
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SweepResult:
-    """The study, and the model of the best trial that the sweep completed. ``print`` shows the best trials.
+    """The study, and the models of the best trials that the sweep completed. ``print`` shows the best trials.
+
+    With several objectives the best are those of the Pareto front, ``best_trials`` and ``best_models``, and
+    ``best_trial``, ``best_params``, ``best_value`` and ``best_model`` raise RuntimeError, as Optuna's do.
 
     ``params`` of trials are those that they were trained with last: with population based training others than they
     suggested, which are in their user attribute ``hfusion:suggested`` and in the ``study``.
@@ -44,7 +38,7 @@ class SweepResult:
 
     study: Study
     numbers: tuple[int, ...]
-    _best: Best | None
+    _best: tuple[Best, ...]
 
     @property
     def trials(self) -> list[FrozenTrial]:
@@ -56,6 +50,11 @@ class SweepResult:
     def best_trial(self) -> FrozenTrial:
         """The best of the study. Raises ValueError where no trial is complete, as Optuna does."""
         return as_trained(self.study.best_trial, self.study)
+
+    @property
+    def best_trials(self) -> list[FrozenTrial]:
+        """The trials of the study that no other one dominates: with several objectives its Pareto front."""
+        return [as_trained(trial, self.study) for trial in self.study.best_trials]
 
     @property
     def best_params(self) -> dict[str, Any]:
@@ -70,9 +69,22 @@ class SweepResult:
     @property
     def best_model(self) -> nn.Module:
         """The model of the best trial that this sweep completed, on the CPU. Raises ValueError where there is none."""
-        if self._best is None:
+        if len(self.study.directions) > 1:
+            raise RuntimeError(
+                f"a sweep of {len(self.study.directions)} objectives has no single best model: use best_models, by the "
+                "numbers of best_trials"
+            )
+        if not self._best:
             raise ValueError("no trial of this sweep is complete, so there is no best model: see print(result)")
-        return self._best.model
+        return self._best[0].model
+
+    @property
+    def best_models(self) -> dict[int, nn.Module]:
+        """The models, on the CPU, of the best trials that this sweep completed, by the trials' numbers.
+
+        With one objective the best alone, with several those that no other trial of the sweep dominates.
+        """
+        return {best.number: best.model for best in sorted(self._best, key=lambda best: best.number)}
 
     def trials_dataframe(self, *args: Any, **kwargs: Any) -> Any:
         """Return the trials of the sweep as optuna.Study.trials_dataframe does, with what they were trained with last.
@@ -102,19 +114,21 @@ class SweepResult:
         counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states))]
         return f"sweep {self.study.study_name!r}  {len(trials)} trials" + (f": {', '.join(counts)}" if counts else "")
 
-    def _rows(self, trials: list[FrozenTrial]) -> list[tuple[str, str, str, str]]:
-        """The best trials: number, value, epochs, params."""
-        down = self.study.direction.name == "MAXIMIZE"
-        complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
-        ranked = sorted(complete, key=lambda trial: trial.value or 0.0, reverse=down)[:_BEST]
-        return [(str(t.number), f"{t.value:.6g}", str(len(t.intermediate_values)), _params(t)) for t in ranked]
+    def _rows(self, trials: list[FrozenTrial]) -> list[list[str]]:
+        """The columns of the best trials."""
+        rows = []
+        for trial in self._ranked(trials)[:_BEST]:
+            values = [f"{value:.6g}" for value in trial.values]
+            epochs = [str(len(trial.intermediate_values))] if len(values) == 1 else []
+            rows.append([str(trial.number), *values, *epochs, _params(trial)])
+        return rows
 
     def __str__(self) -> str:
         trials = self.trials
         rows = self._rows(trials)
-        shown = [_HEAD, *rows] if rows else []
-        widths = [max(len(row[column]) for row in shown) for column in range(3)] if shown else []
-        lines = ["  ".join([*map(str.rjust, row[:3], widths), row[3]]) for row in shown]
+        shown = [self._columns, *rows] if rows else []
+        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+        lines = ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]) for row in shown]
         cut = [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..." for line in lines]
         return "\n".join([self._headline(trials), *cut])
 
@@ -124,7 +138,25 @@ class SweepResult:
     def _repr_html_(self) -> str:
         trials = self.trials
         rows = self._rows(trials)
-        return html.folded(self._headline(trials), html.table(_HEAD, rows, len(rows)), is_open=True)
+        return html.folded(self._headline(trials), html.table(self._columns, rows, len(rows)), is_open=True)
+
+    @property
+    def _columns(self) -> list[str]:
+        count = len(self.study.directions)
+        if count == 1:
+            return ["trial", "value", "epochs", "params"]
+        # As trials_dataframe has them.
+        names = self.study.metric_names or range(count)
+        return ["trial", *(f"values_{name}" for name in names), "params"]
+
+    def _ranked(self, trials: list[FrozenTrial]) -> list[FrozenTrial]:
+        """The complete trials from the best one on; with several objectives those of the Pareto front."""
+        numbers = self.best_models.keys()
+        complete = [one for one in trials if one.state.name == "COMPLETE"]
+        if len(self.study.directions) > 1:
+            return [one for one in complete if one.number in numbers]
+        down = self.study.direction.name == "MAXIMIZE"
+        return sorted(complete, key=lambda one: one.value or 0.0, reverse=down)
 
 
 class _TrainedTrials:

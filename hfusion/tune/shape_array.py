@@ -34,6 +34,11 @@ class Seat:
     def tag(self) -> str:
         return f"trial {self.number}"
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the next epoch is its last one."""
+        return self.epochs + 1 == self.suggestion.epochs
+
 
 class Shape:
     """Models of one shape that do the same in forward, trained with the same choices of all that an array shares.
@@ -98,6 +103,11 @@ class ShapeArray:
     def taken(self) -> int:
         """Rows that are taken, or will be."""
         return len(self.seats) + len(self.joining)
+
+    @property
+    def any_ends(self) -> bool:
+        """Whether the next epoch is the last one of a trial."""
+        return any(seat.is_last for seat in self.seats.values())
 
     def least(self, more: int = 0) -> int:
         """How many rows it has with so many more members, once free rows are given back."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,16 +30,22 @@ def import_optuna() -> Any:
 
 
 def open_study(
-    study: Any, storage: Any, direction: str | None, sampler: Any, pruner: Any, directory: Path | None
+    study: Any,
+    storage: Any,
+    direction: Any,
+    directions: Sequence[Any] | None,
+    sampler: Any,
+    pruner: Any,
+    directory: Path | None,
 ) -> tuple[Study, bool]:
     """The study that is given, or that of a name or folder; and whether it is in the folder, where only we write.
 
-    Raises ValueError for a study of several objectives, and for settings that a study has already.
+    Raises ValueError for settings that a study has already, and for other directions than it has.
     """
     optuna = import_optuna()
+    settings = {"direction": direction, "directions": directions, "sampler": sampler, "pruner": pruner}
     if isinstance(study, optuna.Study):
-        given = {"storage": storage, "direction": direction, "sampler": sampler, "pruner": pruner}
-        for key, value in given.items():
+        for key, value in {"storage": storage, **settings}.items():
             if value is not None:
                 raise ValueError(f"{key}={value!r}: the study has its own; give it when the study is made")
         found, own = study, False
@@ -53,20 +59,18 @@ def open_study(
         found = optuna.create_study(
             study_name=name,
             storage=storage,
-            direction=direction or "minimize",
+            directions=directions or [direction or "minimize"],
             sampler=sampler,
             pruner=pruner,
             load_if_exists=name is not None,
         )
     else:
         raise ValueError(f"study is a {type(study).__name__}: give an optuna.Study, or the name of one")
-    if len(found.directions) > 1:
-        raise ValueError(
-            f"study {found.study_name!r} has {len(found.directions)} objectives, and a sweep reports one value after "
-            "each epoch, which pruners need: make the study with one direction"
-        )
-    if direction is not None and found.direction.name.lower() != str(getattr(direction, "name", direction)).lower():
-        raise ValueError(f"direction={direction!r}: study {found.study_name!r} was made to {found.direction.name}")
+    name, wanted = ("direction", [direction]) if directions is None else ("directions", list(directions))
+    names = [one.name.lower() for one in found.directions]
+    if wanted != [None] and [str(getattr(one, "name", one)).lower() for one in wanted] != names:
+        given = direction if directions is None else directions
+        raise ValueError(f"{name}={given!r}: study {found.study_name!r} was made to {', '.join(names)}")
     return found, own
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from hfusion.tune.conductor import Conductor, Extent
 from hfusion.tune.exploit import PBT
 from hfusion.tune.folder import SweepFolder
 from hfusion.tune.loaders import Loaders
+from hfusion.tune.objectives import check_objectives
 from hfusion.tune.result import SweepResult
 from hfusion.tune.space import MakeModel, Maker, MakeScheduler, Space, SweepDefaults
 from hfusion.tune.study import Draws, check_outlives, import_optuna, listening, open_study
@@ -51,6 +52,7 @@ def sweep(
     metric: Callable[..., Any] | None = None,
     study: Any = None,
     direction: str | None = None,
+    directions: Sequence[str] | None = None,
     sampler: Any = None,
     pruner: Any = None,
     storage: Any = None,
@@ -93,6 +95,8 @@ def sweep(
             epoch's steps.
         study: an optuna.Study, or the name of one; else one is made with ``direction`` ("minimize"), ``sampler``,
             ``pruner`` and ``storage``, Optuna's own by default.
+        directions: of several objectives, in place of ``direction``: ``metric`` returns a value for each. Trials are
+            evaluated after their last epoch alone: as Optuna has it, nothing is reported before, and none is pruned.
         storage: as optuna.create_study takes it. By default a journal in ``directory``, or memory; with a directory
             it must outlive the process.
         machine: on whose largest device the arrays are; never in more bytes than it has there. By default this one.
@@ -121,8 +125,8 @@ def sweep(
 
     Raises:
         ImportError: Optuna is not installed.
-        ValueError: a study of several objectives, one in memory with a directory, or other arguments that do not go
-            together.
+        ValueError: several objectives and what needs one, a study in memory with a directory, or other arguments that
+            do not go together.
         CheckpointError: the directory is in use, damaged, or of another sweep.
         PlanError: a trial that the device has no memory for, a loader that cannot be used, or what cannot go to another
             process.
@@ -138,6 +142,9 @@ def sweep(
         raise ValueError(f'scheduler_interval={scheduler_interval!r}: it is "epoch" or "step"')
     if pbt is not None and scheduler is not None:
         raise ValueError("pbt changes the learning rates that a scheduler would write over: leave one of them out")
+    if direction is not None and directions is not None:
+        raise ValueError(f"direction={direction!r} and directions={directions!r}: give one of them")
+    check_objectives(len(directions or [direction]), metric, pruner, pbt)
     if pbt is not None and pruner is None and study is None:
         pruner = import_optuna().pruners.NopPruner()
     CompileMode.of(compile, None)
@@ -149,7 +156,6 @@ def sweep(
     device = torch.device("cpu") if isinstance(machine, Cluster) else largest(machine).physical
     loaders = Loaders(loader, seed)
     every_step = scheduler_interval == "step"
-    recipe = SweepRecipe(loss, loaders, eval_loader, metric, device, compile, scheduler, every_step)
     defaults = SweepDefaults(optimizer, epochs, clip, accumulate)
     maker = Maker(make_model, space, loss, loaders.function, scheduler, defaults, device)
     with ExitStack() as stack:
@@ -158,7 +164,10 @@ def sweep(
             folder = SweepFolder(Path(directory))
             stack.callback(folder.close)
         root = None if folder is None else folder.root
-        found, own = open_study(study, storage, direction, sampler, pruner, root)
+        found, own = open_study(study, storage, direction, directions, sampler, pruner, root)
+        objectives = len(found.directions)
+        check_objectives(objectives, metric, pruner, pbt)
+        recipe = SweepRecipe(loss, loaders, eval_loader, metric, device, compile, scheduler, every_step, objectives)
         before = None if folder is None else folder.read()
         body = {} if before is None else before[0]
         _check_same(body, extent)
@@ -185,7 +194,7 @@ def sweep(
                 beats.end()
             raise
         beats.end()
-        return SweepResult(found, tuple(asked.asked), conductor.best)
+        return SweepResult(found, tuple(asked.asked), conductor.best.all)
 
 
 def _check_kinds(

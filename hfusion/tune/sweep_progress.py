@@ -49,6 +49,9 @@ class SweepProgress:
             self._bar.close()
 
     def _best(self) -> str:
+        if len(self._study.directions) > 1:
+            count = len(self._study.best_trials)
+            return f"{count} trial{'s' * (count != 1)} on the Pareto front."
         try:
             best = self._study.best_trial
         except ValueError:

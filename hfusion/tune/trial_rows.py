@@ -30,6 +30,7 @@ from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_with
 from hfusion.tune.epoch_result import EpochResult, Stopwatch
 from hfusion.tune.folder import KEEP
 from hfusion.tune.loaders import Loaders
+from hfusion.tune.objectives import MetricValues
 from hfusion.tune.space import ArrayChoices, MakeScheduler, Suggestion, TrialModel
 
 
@@ -38,6 +39,7 @@ class SweepRecipe:
     """What the arrays of a sweep have in common.
 
     Attributes:
+        objectives: how many values a metric returns.
         scheduler: makes a scheduler from the optimizer of one member and the values that its trial chose.
         every_step: schedulers step after each update, not after each epoch.
     """
@@ -50,6 +52,7 @@ class SweepRecipe:
     compile: bool | str
     scheduler: MakeScheduler | None = None
     every_step: bool = False
+    objectives: int = 1
 
     @property
     def evaluates(self) -> bool:
@@ -108,6 +111,7 @@ class TrialRows:
             self._population = Population(
                 models, optimizer=optimizer, tags=tags, scheduler=schedules, **limits, **self._options
             )
+            self._check_schedules()
             return
         pop = self.population
         missing = len(new) - pop.tags.count(None)
@@ -120,6 +124,18 @@ class TrialRows:
         if schedules is not None and pop.scheduler is not None:
             # Schedules begin from the rates that were just written.
             pop.scheduler.restart(rows, schedules)
+            self._check_schedules()
+
+    def _check_schedules(self) -> None:
+        """Raise ValueError for a schedule that watches one value, where there are several."""
+        scheduler, count = self.population.scheduler, self._recipe.objectives
+        if scheduler is None or count == 1 or self._recipe.every_step:
+            return
+        if "ReduceLROnPlateau" in scheduler.kinds:
+            raise ValueError(
+                f"a ReduceLROnPlateau watches one value, and there are {count} objectives: give another scheduler, or "
+                'scheduler_interval="step", where it watches the loss'
+            )
 
     def _write(self, tag: str, hypers: dict[str, Any]) -> None:
         """Give a member hyper-parameters."""
@@ -139,8 +155,11 @@ class TrialRows:
             if suggestion.clip is not None:
                 limit_norms(self.population, [self.population.row(tag)], suggestion.clip)
 
-    def epoch(self, seed: int) -> EpochResult:
-        """Train all members for an epoch under a seed, and evaluate them: a value for each tag; NaN if it went bad."""
+    def epoch(self, seed: int, evaluates: bool = True) -> EpochResult:
+        """Train all members for an epoch under a seed, and evaluate them: values for each tag; NaN if it went bad.
+
+        evaluates: False where no value is needed after this epoch.
+        """
         pop, recipe = self.population, self._recipe
         began, steps, judgements = time.perf_counter(), Stopwatch(), Stopwatch()
         losses = []
@@ -159,20 +178,31 @@ class TrialRows:
         # Nobody needs gradients until the next step; another array may use their memory.
         pop.fused.zero_grad()
         bad = set(pop.frozen)
-        found = trained
-        if recipe.evaluates:
+        values: Sequence[tuple[float, ...]] = [(value,) for value in trained.tolist()]
+        if not evaluates:
+            values = [()] * len(pop)
+        elif recipe.evaluates:
             role, loader = recipe.judged(self._choices)
             with _seeded(loader, seed):
-                batches = judgements.timed(_batches(role, loader, recipe.device))
-                found = pop.evaluate(recipe.metric or self._loss, batches)
+                values = self._evaluated(judgements.timed(_batches(role, loader, recipe.device)))
         if not recipe.every_step:
-            self._schedule(found)
-        values = found.tolist()
-        named = {tag: math.nan if row in bad else values[row] for row, tag in enumerate(pop.tags) if tag is not None}
+            self._schedule(None if recipe.objectives > 1 else torch.tensor(values, dtype=torch.float64).squeeze(1))
+        failed = (math.nan,) * recipe.objectives
+        named = {tag: failed if row in bad else values[row] for row, tag in enumerate(pop.tags) if tag is not None}
         startup = steps.startup + judgements.startup
         return EpochResult(named, time.perf_counter() - began - startup, startup, len(losses))
 
-    def _schedule(self, values: Tensor) -> None:
+    def _evaluated(self, batches: Iterable[Any]) -> list[tuple[float, ...]]:
+        """The values of each row."""
+        metric, count = self._recipe.metric or self._loss, self._recipe.objectives
+        if count == 1:
+            return [(value,) for value in self.population.evaluate(metric, batches).tolist()]
+        values = MetricValues(metric, count)
+        indices = self.population.evaluate(values.metric, batches).tolist()
+        free = (math.nan,) * count
+        return [free if math.isnan(index) else values.noted[int(index)] for index in indices]
+
+    def _schedule(self, values: Tensor | None) -> None:
         """Step the members' schedulers; those that watch a number get ``values``."""
         if self.population.scheduler is not None:
             rows = [row for row, tag in enumerate(self.population.tags) if tag is not None]

@@ -9,13 +9,13 @@ may have been asked or not, and is asked again on what it knew then.
 from __future__ import annotations
 
 import copy
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hfusion.core.errors import CheckpointError
+from hfusion.tune.objectives import any_nan
 from hfusion.tune.study import Draws, exhausted, import_optuna
 
 if TYPE_CHECKING:
@@ -100,9 +100,9 @@ class Trials:
         return self._draws.base
 
     @property
-    def sign(self) -> int:
-        """Of values: times it, more is better."""
-        return 1 if self.study.direction.name == "MAXIMIZE" else -1
+    def signs(self) -> tuple[int, ...]:
+        """Of the values of each objective: times it, more is better."""
+        return tuple(1 if direction.name == "MAXIMIZE" else -1 for direction in self.study.directions)
 
     @property
     def live(self) -> list[int]:
@@ -171,24 +171,33 @@ class Trials:
         if trial.user_attrs.get(ROUND) != at:
             trial.set_user_attr(ROUND, at)
 
-    def report(self, number: int, value: float, step: int, *, last: bool) -> Verdict:
-        """Report what a trial came to after epoch ``step``, and what becomes of it, which is told."""
+    def report(self, number: int, values: Sequence[float], step: int, *, last: bool) -> Verdict:
+        """Report what a trial came to after epoch ``step``, and what becomes of it, which is told.
+
+        With several objectives a trial is told alone, after its last epoch: Optuna knows no reports and no pruning of
+        such.
+        """
+        if len(self.signs) > 1:
+            verdict = self._decided(values, last, lambda: False)
+        else:
+            verdict = self._reported(number, values[0], step, last)
+        self._tell(number, verdict, values)
+        return verdict
+
+    def _reported(self, number: int, value: float, step: int, last: bool) -> Verdict:
+        """Report a value to the pruner, or take the decision that the study has on it."""
         found = self._ahead.get(number)
         if found is None or step not in found.intermediate_values:
             self._live[number].report(value, step)
-            verdict = self._decided(value, last, self._live[number].should_prune)
-        elif found.state.is_finished():
-            self._reports -= 1
-            verdict = _VERDICTS[found.state.name]
-        else:
-            self._reports -= 1
-            settled = self._reports > 0
-            verdict = self._decided(value, last, lambda: not settled and self._asked_again(number))
-        self._tell(number, verdict, value)
-        return verdict
+            return self._decided((value,), last, self._live[number].should_prune)
+        self._reports -= 1
+        if found.state.is_finished():
+            return _VERDICTS[found.state.name]
+        settled = self._reports > 0
+        return self._decided((value,), last, lambda: not settled and self._asked_again(number))
 
-    def _decided(self, value: float, last: bool, prune: Any) -> Verdict:
-        if math.isnan(value):
+    def _decided(self, values: Sequence[float], last: bool, prune: Callable[[], bool]) -> Verdict:
+        if any_nan(values):
             return Verdict.FAILED
         if prune():
             return Verdict.PRUNED
@@ -202,11 +211,11 @@ class Trials:
         view._storage = storage
         return bool(self.study.pruner.prune(view, storage.get_trial(trial_id)))
 
-    def _tell(self, number: int, verdict: Verdict, value: float) -> None:
+    def _tell(self, number: int, verdict: Verdict, values: Sequence[float]) -> None:
         if verdict is Verdict.GO_ON:
             return
         if verdict is Verdict.COMPLETE:
-            self._told(number, self.study.tell(number, value, skip_if_finished=True))
+            self._told(number, self.study.tell(number, list(values), skip_if_finished=True))
         else:
             self.end(number, verdict)
 

@@ -286,12 +286,6 @@ def test_what_is_of_another_kind(name: str, value: Any, message: str) -> None:
         sweep(**{name: value})
 
 
-def test_several_objectives_are_refused() -> None:
-    study = optuna.create_study(directions=["minimize", "maximize"])
-    with pytest.raises(ValueError, match="has 2 objectives, and a sweep reports one value"):
-        sweep(study=study)
-
-
 def test_what_a_study_has_is_not_given_again() -> None:
     with pytest.raises(ValueError, match="direction='maximize': the study has its own"):
         sweep(study=optuna.create_study(), direction="maximize")

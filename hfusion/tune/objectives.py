@@ -1,0 +1,142 @@
+"""Values of several objectives: metrics that give them, and the trials that no other trial is better than."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from hfusion.population.evaluate import number
+from hfusion.tune.exploit import PBT
+
+
+def check_objectives(count: int, metric: Callable[..., Any] | None, pruner: Any, pbt: PBT | None) -> None:
+    """Raise ValueError for what needs one objective, where there are several."""
+    if count == 1:
+        return
+    if metric is None:
+        raise ValueError(
+            f"{count} objectives need a metric that returns {count} values, such as "
+            "lambda outputs, target: (accuracy(outputs, target), F.cross_entropy(outputs, target)); metric is None"
+        )
+    if pruner is not None and type(pruner).__name__ != "NopPruner":
+        raise ValueError(
+            f"pruner={type(pruner).__name__} decides by one value, and there are {count} objectives: leave pruner out, "
+            "or search with one direction"
+        )
+    if pbt is not None:
+        raise ValueError(
+            f"pbt ranks trials by one value, and there are {count} objectives: leave pbt out, or search with one "
+            "direction"
+        )
+
+
+class MetricValues:
+    """Notes all values of a metric of several objectives, in the form of a metric that returns one number.
+
+    The number is the index in ``noted`` of the member's values. So whatever evaluates metrics of numbers serves.
+
+    Args:
+        metric: a function of outputs and targets that returns ``count`` values, or a metric with update and compute.
+    """
+
+    def __init__(self, metric: Callable[..., Any], count: int) -> None:
+        self._metric, self._count = metric, count
+        self.noted: list[tuple[float, ...]] = []
+
+    @property
+    def metric(self) -> Callable[..., Any]:
+        """What to evaluate."""
+        if all(hasattr(self._metric, name) for name in ("reset", "update", "compute")):
+            return _UpdatedMetric(self._metric, self._note)
+        return lambda outputs, target: self._note(self._metric(outputs, target))
+
+    def _note(self, values: Any) -> int:
+        self.noted.append(_numbers(values, self._count))
+        return len(self.noted) - 1
+
+
+class _UpdatedMetric:
+    """A metric that keeps a state; a copy of it notes into the same list."""
+
+    def __init__(self, metric: Any, note: Callable[[Any], int]) -> None:
+        self._metric, self._note = metric, note
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _UpdatedMetric:
+        return _UpdatedMetric(copy.deepcopy(self._metric, memo), self._note)
+
+    def __call__(self, outputs: Any, target: Any) -> Any:
+        return self._metric(outputs, target)
+
+    def reset(self) -> None:
+        self._metric.reset()
+
+    def update(self, outputs: Any, target: Any) -> None:
+        self._metric.update(outputs, target)
+
+    def compute(self) -> int:
+        return self._note(self._metric.compute())
+
+
+def _numbers(values: Any, count: int) -> tuple[float, ...]:
+    """The values of one member. Raises ValueError for another number of them."""
+    if isinstance(values, Tensor | np.ndarray):
+        values = [values] if not values.ndim else [*values]
+    if not isinstance(values, tuple | list):
+        values = [values]
+    if len(values) != count:
+        raise ValueError(
+            f"the metric returned {len(values)} value{'s' * (len(values) != 1)} for one member, and the study has "
+            f"{count} objectives: return one for each direction, in their order"
+        )
+    return tuple(number(value) for value in values)
+
+
+@dataclass(frozen=True, eq=False)
+class Best:
+    """A completed trial of a sweep, and its model."""
+
+    number: int
+    values: tuple[float, ...]
+    model: nn.Module
+
+
+class BestTrials:
+    """The completed trials of a sweep that no other one dominates, as Optuna has it: with one objective the best.
+
+    Args:
+        signs: of each objective 1 where more is better, else -1.
+    """
+
+    def __init__(self, signs: Sequence[int]) -> None:
+        self._signs = tuple(signs)
+        self.all: tuple[Best, ...] = ()
+
+    def takes(self, number: int, values: Sequence[float]) -> bool:
+        """Whether a trial belongs to them. Of equal values of one objective the trial that was asked first is best."""
+        if len(self._signs) == 1:
+            return all((self._costs(values), number) < (self._costs(best.values), best.number) for best in self.all)
+        return not any(self._dominates(best.values, values) for best in self.all)
+
+    def add(self, best: Best) -> None:
+        """Let a trial that belongs to them take the places of those that it is better than."""
+        remaining = self.all if len(self._signs) > 1 else ()
+        dominated = [other for other in remaining if self._dominates(best.values, other.values)]
+        self.all = (*(other for other in remaining if other not in dominated), best)
+
+    def _dominates(self, values: Sequence[float], others: Sequence[float]) -> bool:
+        costs, other_costs = self._costs(values), self._costs(others)
+        return costs != other_costs and all(map(float.__le__, costs, other_costs))
+
+    def _costs(self, values: Sequence[float]) -> tuple[float, ...]:
+        return tuple(-sign * value for sign, value in zip(self._signs, values, strict=True))
+
+
+def any_nan(values: Sequence[float]) -> bool:
+    """Whether a value is NaN, as those of a member that went bad are."""
+    return any(math.isnan(value) for value in values)

@@ -1,0 +1,238 @@
+"""Several objectives: values are those of the trials alone, and what is best is Optuna's Pareto front."""
+
+from __future__ import annotations
+
+import json
+import random
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import hfusion as hf
+from hfusion.tune.objectives import Best, BestTrials
+from tests.tune.cases import EPOCHS, accuracy, alone, loaders
+from tests.tune.killed import at
+from tests.tune.test_sweep import sweep
+
+optuna = pytest.importorskip("optuna")
+
+DIRECTIONS = ["minimize", "maximize"]
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill() -> None:
+    raise Killed
+
+
+def both(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(output, target), accuracy(output, target)
+
+
+class Both:
+    """In the manner of torchmetrics."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.parts: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        self.parts.append((output, target))
+
+    def __call__(self, output: Tensor, target: Tensor) -> Any:
+        raise AssertionError("evaluated by update and compute")
+
+    def compute(self) -> Tensor:
+        output, target = (torch.cat(part) for part in zip(*self.parts, strict=True))
+        return torch.stack(both(output, target))
+
+
+def nsga(seed: int = 2) -> Any:
+    return optuna.samplers.NSGAIISampler(population_size=4, seed=seed)
+
+
+def everything(result: hf.SweepResult) -> list[Any]:
+    trials = [
+        (one.number, one.params, one.state.name, one.values, one.user_attrs["hfusion:round"]) for one in result.trials
+    ]
+    models = {
+        number: [value.tolist() for value in model.state_dict().values()]
+        for number, model in result.best_models.items()
+    }
+    return [trials, [trial.number for trial in result.best_trials], models]
+
+
+@pytest.mark.parametrize("metric", [both, Both()], ids=["function", "updated"])
+def test_values_are_those_of_trials_alone(metric: Any) -> None:
+    result = sweep(14, directions=DIRECTIONS, metric=metric, sampler=nsga())
+    for trial in result.trials:
+        expected = alone(trial.params, trial.number, trial.user_attrs["hfusion:round"], EPOCHS)[-1]
+        assert trial.values == pytest.approx(expected[1:], rel=1e-9)
+        assert not trial.intermediate_values
+    front = result.best_trials
+    assert [trial.number for trial in front] == list(result.best_models)
+    for trial in front:
+        model = result.best_models[trial.number].eval()
+        outputs = torch.cat([model(inputs) for inputs, _ in loaders()["eval_loader"]])
+        target = torch.cat([target for _, target in loaders()["eval_loader"]])
+        assert trial.values == pytest.approx([value.item() for value in both(outputs, target)], rel=1e-12)
+
+
+def test_what_shows_a_sweep(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level("INFO", logger="hfusion"):
+        result = sweep(6, directions=DIRECTIONS, metric=both, progress=True)
+    front = len(result.best_trials)
+    assert f"{front} trial{'s' * (front != 1)} on the Pareto front." in capsys.readouterr().err
+    assert "on the Pareto front" in caplog.text
+    lines = str(result).splitlines()
+    assert lines[0].endswith("6 trials: 6 complete")
+    assert lines[1].split()[:3] == ["trial", "values_0", "values_1"]
+    assert [int(line.split()[0]) for line in lines[2:]] == [trial.number for trial in result.best_trials]
+    for name in ("best_trial", "best_params", "best_value", "best_model"):
+        with pytest.raises(RuntimeError, match="objective"):
+            getattr(result, name)
+    monkeypatch.setattr(
+        import_module("optuna.visualization"), "plot_pareto_front", lambda study: len(study.best_trials)
+    )
+    assert result.plot_pareto_front() == front
+
+
+def stored(folder: Path, reached: Any) -> hf.SweepResult:
+    def space(trial: Any) -> dict[str, Any]:
+        reached("asked")
+        return {
+            "lr": trial.suggest_float("lr", 1e-4, 0.3, log=True),
+            "hidden": trial.suggest_categorical("hidden", [4, 8]),
+            "epochs": trial.suggest_int("epochs", 1, 3),
+        }
+
+    def judged(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        reached("judged")
+        return both(output, target)
+
+    def told(study: Any, trial: Any) -> None:
+        reached("told")
+
+    return sweep(
+        12,
+        directions=DIRECTIONS,
+        metric=judged,
+        space=space,
+        rows=5,
+        sampler=nsga(),
+        directory=folder,
+        callbacks=[told],
+    )
+
+
+def test_killed_again_and_again(tmp_path: Path) -> None:
+    whole = everything(stored(tmp_path / "whole", lambda place: None))
+    for place, count in [("asked", 3), ("asked", 7), ("judged", 2), ("judged", 9), ("told", 1), ("told", 4)]:
+        with pytest.raises(Killed):
+            stored(tmp_path / "killed", at(place, count, kill))
+    assert everything(stored(tmp_path / "killed", lambda place: None)) == whole
+    # After the end there is nothing to do.
+    assert everything(stored(tmp_path / "whole", at("judged", 1, kill))) == whole
+
+
+def test_a_value_that_is_nan_fails_its_trial() -> None:
+    def judged(output: Tensor, target: Tensor) -> tuple[float, float]:
+        loss, hits = both(output, target)
+        return float(loss), float("nan") if hits < 0.5 else float(hits)
+
+    result = sweep(10, directions=DIRECTIONS, metric=judged)
+    states = {trial.state.name for trial in result.trials}
+    assert states == {"COMPLETE", "FAIL"}
+    assert all(trial.values[1] >= 0.5 for trial in result.trials if trial.state.name == "COMPLETE")
+
+
+def test_a_member_that_goes_bad_fails_alone() -> None:
+    def space(trial: Any) -> dict[str, Any]:
+        return {"lr": 1e200 if trial.number == 1 else trial.suggest_float("lr", 1e-3, 0.1), "hidden": 8}
+
+    result = sweep(4, directions=DIRECTIONS, metric=both, space=space, optimizer=hf.optim.SGD)
+    assert [trial.state.name for trial in result.trials] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+
+
+def plateau(optimizer: Any) -> Any:
+    return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+
+def test_schedules_that_watch_the_loss_of_steps_go_on() -> None:
+    options = {"scheduler": plateau, "scheduler_interval": "step"}
+    result = sweep(3, directions=DIRECTIONS, metric=both, **options)
+    assert {trial.state.name for trial in result.trials} == {"COMPLETE"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metric": None}, "2 objectives need a metric that returns 2 values"),
+        ({"pruner": "median"}, "pruner=MedianPruner decides by one value, and there are 2 objectives"),
+        ({"pbt": hf.PBT()}, "pbt ranks trials by one value, and there are 2 objectives"),
+        ({"scheduler": plateau}, "a ReduceLROnPlateau watches one value, and there are 2 objectives"),
+        ({"direction": "minimize"}, "direction='minimize' and directions=.*: give one of them"),
+        ({"metric": accuracy}, "the metric returned 1 value for one member, and the study has 2 objectives"),
+        ({"metric": lambda *args: (1.0, 2.0, 3.0)}, "returned 3 values for one member"),
+        ({"metric": lambda *args: (1.0, "two")}, "the metric gave a str for one member"),
+    ],
+)
+def test_what_needs_one_objective(options: dict[str, Any], message: str) -> None:
+    if options.get("pruner") == "median":
+        options = {"pruner": optuna.pruners.MedianPruner()}
+    with pytest.raises(ValueError, match=message):
+        sweep(2, **{"directions": DIRECTIONS, "metric": both, **options})
+
+
+def test_a_study_says_its_directions() -> None:
+    """As study.optimize does, a sweep asks no pruner of a study of several objectives."""
+    study = optuna.create_study(directions=DIRECTIONS, pruner=optuna.pruners.MedianPruner(n_startup_trials=0))
+    result = sweep(5, study=study, metric=both)
+    assert {trial.state.name for trial in result.trials} == {"COMPLETE"}
+    with pytest.raises(ValueError, match=r"directions=.*: the study has its own"):
+        sweep(1, study=study, metric=both, directions=DIRECTIONS)
+    storage = optuna.storages.InMemoryStorage()
+    optuna.create_study(study_name="stored", storage=storage, directions=DIRECTIONS)
+    with pytest.raises(ValueError, match="study 'stored' was made to minimize, maximize"):
+        sweep(1, study="stored", storage=storage, metric=both, directions=["minimize", "minimize"])
+    with pytest.raises(ValueError, match="study 'stored' was made to minimize, maximize"):
+        sweep(1, study="stored", storage=storage, metric=both, direction="minimize")
+    assert len(sweep(2, study="stored", storage=storage, metric=both).best_models) >= 1
+
+
+def test_one_direction_in_a_list_is_one_objective() -> None:
+    result = sweep(4, directions=["maximize"], metric=accuracy)
+    assert list(result.best_models) == [result.best_trial.number]
+    assert result.best_model is result.best_models[result.best_trial.number]
+    assert len(result.trials[0].intermediate_values) == EPOCHS
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_front_is_that_of_optuna(seed: int) -> None:
+    """Whatever the order and the number of objectives, with values that are equal."""
+    draw = random.Random(seed)
+    count = 1 + seed % 3
+    directions = [draw.choice(DIRECTIONS) for _ in range(count)]
+    study = optuna.create_study(directions=directions)
+    for _ in range(40):
+        values = [float(draw.randint(0, 6)) for _ in range(count)]
+        study.add_trial(optuna.trial.create_trial(values=values))
+    front = BestTrials([1 if direction == "maximize" else -1 for direction in directions])
+    for trial in draw.sample(study.trials, 40):
+        if front.takes(trial.number, trial.values):
+            front.add(Best(trial.number, tuple(trial.values), nn.Identity()))
+    expected = [study.best_trial] if count == 1 else study.best_trials
+    assert sorted(best.number for best in front.all) == [trial.number for trial in expected]
+    json.dumps([[best.number, list(best.values)] for best in front.all])
