@@ -18,7 +18,7 @@ from hfusion.capture.kept import restored
 from hfusion.capture.named import tensors
 from hfusion.capture.opaque import opaque
 from hfusion.capture.own_code import OpaqueCall
-from hfusion.capture.python_reads import GRADIENT_QUESTIONS, STRIDE_QUESTIONS, UNANSWERABLE
+from hfusion.capture.python_reads import CLASSES, GRADIENT_QUESTIONS, STRIDE_QUESTIONS, UNANSWERABLE
 from hfusion.capture.recorded import record
 from hfusion.capture.rehearse import check_reads, twin
 from hfusion.capture.skeleton import is_restrided
@@ -123,7 +123,14 @@ def _with_loops(member: Member, sizes: VaryingSizes, looped: Mapping[Island, str
 def _check_reads(member: Member) -> None:
     """Raise a FusionError where forward asks of tensors what an array cannot answer as the member would alone."""
     restrided = any(is_restrided(tensor) for _, tensor in tensors(member.model))
-    if not names_of([member.model]).isdisjoint(UNANSWERABLE | (STRIDE_QUESTIONS if restrided else frozenset())):
+    names = names_of([member.model])
+    parameters = [k for k, leaf in enumerate(member.leaves) if isinstance(leaf, nn.Parameter)]
+    if parameters and not names.isdisjoint(CLASSES):
+        raise FusionError(
+            f"input {parameters[0]} is an nn.Parameter, which members of an array see as a plain tensor, and forward's "
+            f"code asks for classes ({', '.join(sorted(names & CLASSES))}): give it as a tensor, such as x.view_as(x)"
+        )
+    if not names.isdisjoint(UNANSWERABLE | (STRIDE_QUESTIONS if restrided else frozenset())):
         with restored(member.model):
             check_reads(twin(member.model), member.args, member.kwargs, restrided)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.core.calls import StackedInput, is_stacked
@@ -157,7 +157,7 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
+        return (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, isinstance(leaf, nn.Parameter))
     if isinstance(leaf, StackedInput):
         return (leaf.tensor.shape, leaf.tensor.dtype, leaf.tensor.device, leaf.tensor.requires_grad, True)
     return (type(leaf), leaf)
@@ -166,7 +166,8 @@ def _leaf_key(leaf: Any) -> Any:
 def _loose_key(leaf: Any) -> Any:
     tensor = leaf.tensor if is_stacked(leaf) else leaf
     if isinstance(tensor, Tensor):
-        return (tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad, is_stacked(leaf))
+        is_parameter = isinstance(leaf, nn.Parameter)
+        return (tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad, is_stacked(leaf), is_parameter)
     return (type(leaf), leaf)
 
 

@@ -76,6 +76,9 @@ def copies_in_like_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _like(copied: Tensor, tensor: Tensor) -> Tensor:
+    # Code may ask whether an input is a parameter.
+    if type(tensor) is nn.Parameter:
+        return nn.Parameter(copied, requires_grad=tensor.requires_grad)
     return copied.requires_grad_(tensor.requires_grad)
 
 

@@ -175,3 +175,43 @@ def test_memory_formats_of_parameters_are_not_asked_for() -> None:
         hf.fuse(models)(x)
     converted = [model.to(memory_format=torch.contiguous_format) for model in models]
     assert_alone(converted, x, x.to(memory_format=torch.channels_last), x)
+
+
+CLASS_QUESTIONS: dict[str, Callable[[Tensor], bool]] = {
+    "isinstance": lambda x: isinstance(x, nn.Parameter),
+    "type": lambda x: type(x) is Tensor,
+    "__class__": lambda x: x.__class__ is nn.Parameter,
+}
+
+
+class AsksClass(nn.Module):
+    def __init__(self, question: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.linear, self.question = nn.Linear(3, 2).double(), question
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y * 2 if self.question(x) else y
+
+
+@pytest.mark.parametrize("question", CLASS_QUESTIONS)
+def test_the_class_of_an_input_that_is_a_parameter(question: str) -> None:
+    """After a call with a tensor of the same shape, whose program it must not run."""
+    models = [AsksClass(CLASS_QUESTIONS[question]) for _ in range(3)]
+    fused = hf.fuse(models)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    expected = torch.stack([model(x) for model in models])
+    torch.testing.assert_close(fused(x), expected)
+    with pytest.raises(hf.FusionError, match="input 0 is an nn.Parameter"):
+        fused(nn.Parameter(x))
+    torch.testing.assert_close(fused(nn.Parameter(x).view_as(x)), expected)
+
+
+def test_a_parameter_as_input_of_code_that_does_not_ask() -> None:
+    models = [nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double() for _ in range(3)]
+    fused = hf.fuse(models)
+    image = nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+    fused(image).sum().backward()
+    ours, image.grad = image.grad, None
+    sum(model(image).sum() for model in models).backward()
+    torch.testing.assert_close(ours, image.grad)
