@@ -202,7 +202,7 @@ def test_the_class_of_an_input_that_is_a_parameter(question: str) -> None:
     x = torch.randn(4, 3, dtype=torch.float64)
     expected = torch.stack([model(x) for model in models])
     torch.testing.assert_close(fused(x), expected)
-    with pytest.raises(hf.FusionError, match="input 0 is an nn.Parameter"):
+    with pytest.raises(hf.FusionError, match=r"input 0 is an nn\.Parameter"):
         fused(nn.Parameter(x))
     torch.testing.assert_close(fused(nn.Parameter(x).view_as(x)), expected)
 
