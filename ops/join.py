@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.layout import Layout
-from hfusion.ops.rule import Call, Rule, RuleTable, Site, Value, loop, table
+from hfusion.ops.rule import Call, Rule, RuleTable, Site, Value, has_per_member, loop, table
 from hfusion.ops.shape import normal, of_operator
 
 aten = torch.ops.aten
@@ -19,14 +19,14 @@ def repeat(site: Site, *, self: Value, **repeats: Any) -> Call | None:
     """``repeat`` and ``tile``."""
     (counts,) = repeats.values()
     counts = [1] * (self.rank - len(counts)) + list(counts)
-    if self.layout is Layout.LISTED:
+    if self.layout is Layout.LISTED or has_per_member(counts):
         return loop(of_operator(site, aten.repeat.default), {"self": self, "repeats": counts})
     x = self.to(Layout.STACKED, rank=len(counts))
     return site.call(aten.repeat.default, (x, [1, *counts]), Layout.STACKED, "stacked")
 
 
 def repeat_interleave(site: Site, *, self: Value, repeats: Any, dim: int | None, **rest: Any) -> Call | None:
-    if self.layout is Layout.LISTED or self.rank == 0:
+    if self.layout is Layout.LISTED or self.rank == 0 or has_per_member((repeats, dim)):
         return loop(site, {"self": self, "repeats": repeats, "dim": dim, **rest})
     x = self.to(Layout.STACKED)
     if dim is None:

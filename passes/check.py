@@ -179,6 +179,10 @@ def _number(number: Any) -> Any:
     return 1 if known is None else known
 
 
+def _kind(tensor: Tensor) -> tuple[str, int]:
+    return str(tensor.dtype), tensor.dim()
+
+
 class _Fake(fx.Interpreter):
     """Runs an array's graph on fake tensors, and compares every value with what its node tells."""
 
@@ -202,10 +206,13 @@ class _Fake(fx.Interpreter):
         return value
 
     def _compare(self, node: fx.Node, value: Any, example: Any, layout: Layout) -> None:
-        wanted = [_told(x) for x in leaves(_like(example, layout, self.members), Tensor)]
-        # Members may be nested in parts, or parts in members.
-        found = [_told(x) for x in leaves(value, Tensor)]
-        same = sorted(found) == sorted(wanted) if layout is Layout.LISTED else found == wanted
+        expected = list(leaves(_like(example, layout, self.members), Tensor))
+        values = list(leaves(value, Tensor))
+        wanted, found = [_told(x) for x in expected], [_told(x) for x in values]
+        same = found == wanted
+        if layout is Layout.LISTED:
+            # Members may be nested in parts, or parts in members; and their numbers, as the k of topk, decide on sizes.
+            same = sorted(map(_kind, values)) == sorted(map(_kind, expected))
         _need(same, node, f"gives {found}; {layout.value} of {self.members} members, it must give {wanted}")
 
     def _check_view(self, node: fx.Node, value: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from hfusion.capture.rehearse import apart, runnable
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import is_plain
+from hfusion.core.tree import leaves
 from hfusion.device.backend import active_autocast
 from hfusion.passes.candidates import by_name
 
@@ -154,6 +155,7 @@ class _OperatorRecorder(SchemaCheckMode):
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
         self.calls: list[TracedCall] = []
         self.made: list[Tensor] = []
+        self._made_versions: list[int] = []
         self.looks = False
         # They are kept alive, so that no id is used again.
         self._origins: dict[int, tuple[TensorRef, Tensor]] = {}
@@ -167,7 +169,7 @@ class _OperatorRecorder(SchemaCheckMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = self.referred(by_name(func, args, kwargs or {}))
-        self.looks |= func in _LOOKS
+        self.looks |= func in _LOOKS and not all(map(self._is_constant, leaves((args, kwargs), Tensor)))
         settings = torch.is_grad_enabled(), *(active_autocast() or ())
         results = func(*args, **(kwargs or {}))
         flat = results if isinstance(results, list | tuple) else [results]
@@ -196,8 +198,18 @@ class _OperatorRecorder(SchemaCheckMode):
             if ref is None:
                 ref = TensorRef("made", len(self.made))
                 self.made.append(tensor.detach().clone() if tensor.numel() <= MAX_ELEMENTS else tensor)
+                self._made_versions.append(-1 if tensor.is_inference() else tensor._version)
             self._origins[id(tensor)] = (ref, tensor)
         return self._origins[id(tensor)][0]
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        """Whether the code holds ``tensor`` as it holds a number: unregistered, and never written in this run."""
+        ref = self._origins[id(tensor)][0]
+        if ref.kind != "made" or tensor._version != self._made_versions[ref.place]:
+            return False
+        memory = tensor.untyped_storage().data_ptr()
+        others = (held for origin, held in self._origins.values() if origin.kind in ("own", "input"))
+        return not any(is_plain(held) and held.untyped_storage().data_ptr() == memory for held in others)
 
     def hooked(self) -> bool:
         """Whether the code hung a hook on a tensor, of which no operator tells."""
@@ -211,9 +223,17 @@ def _memory(tensor: Tensor) -> Any:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
+@dataclass(frozen=True)
+class _TensorKind:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
 def _described(result: Any) -> Any:
     if isinstance(result, Tensor):
-        return tuple(result.shape), result.dtype, result.device, result.requires_grad
+        return _TensorKind(tuple(result.shape), result.dtype, result.device, result.requires_grad)
     return None if isinstance(result, int | float | bool) else result
 
 
@@ -235,9 +255,17 @@ def _same_call(mine: TracedCall, other: TracedCall) -> bool:
     return (
         mine.target is other.target
         and mine.settings == other.settings
-        and mine.results == other.results
+        and len(mine.results) == len(other.results)
+        and all(map(_same_result, mine.results, other.results))
         and _same_arguments(mine.arguments, other.arguments)
     )
+
+
+def _same_result(mine: Any, other: Any) -> bool:
+    """Whether two results differ in sizes at most, as where a number of a member, such as the k of topk, decides."""
+    if not (isinstance(mine, _TensorKind) and isinstance(other, _TensorKind)):
+        return bool(mine == other)
+    return len(mine.shape) == len(other.shape) and replace(mine, shape=other.shape) == other
 
 
 def _same_arguments(mine: Any, other: Any) -> bool:

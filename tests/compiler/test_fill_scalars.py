@@ -80,6 +80,12 @@ def _without_gradients(m: Any, x: Tensor) -> Any:
 FLOATS = [0.1 + 0.07 * k for k in range(MEMBERS)]
 INTS = list(range(1, MEMBERS + 1))
 
+
+def _topk(m: Any, x: Tensor) -> Tensor:
+    values, places = x.topk(m.number, -1)
+    return torch.zeros_like(x).scatter(-1, places, values / values.shape[-1])
+
+
 # What is computed, and the numbers of the members.
 CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[Any]]] = {
     "an attribute": (lambda m, x: x * m.number, FLOATS),
@@ -103,6 +109,8 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[Any]]] = {
     "an exponent": (lambda m, x: (x * x + 1) ** m.number, FLOATS),
     "an int exponent": (lambda m, x: x**m.number, INTS),
     "an int shift": (lambda m, x: x.roll(m.number, 1), INTS),
+    "the k of topk": (_topk, [1, 2, 3, 4, 3, 1]),
+    "a repetition": (lambda m, x: x.repeat(1, m.number).view(len(x), -1, 4).sum(1), INTS),
     "a bound": (lambda m, x: x.clamp(max=m.number), INTS),
     "a flag of an operator": (lambda m, x: x.std(0, unbiased=m.number), [True, False] * (MEMBERS // 2)),
     "sizes and a number": (lambda m, x: x * m.number / x.shape[0], FLOATS),
