@@ -31,6 +31,7 @@ STATE = frozenset(
         "_states",
         "_number",
         "_numbers",
+        "_number_buffers",
         "_situations",
         "_place",
         "_on_program",

@@ -68,6 +68,8 @@ class Kin:
             (contents, found)
             for contents, state in reversed(self.fused._states.items())
             if state.compiler is not self.compiler and (found := state.compiler.fitting(modes, arguments)) is not None
+            # Values of buffers belong to rows, and not to what members are besides.
+            if not found.numbers
         ]
         for contents, found in programs:
             if set(self.contents) <= set(contents):

@@ -25,8 +25,9 @@ from hfusion.array.kin import TraceCache
 from hfusion.array.lives import repeat, restore, said
 from hfusion.array.methods import call_method, method_names
 from hfusion.array.modes import own_modes
+from hfusion.array.number_buffers import NumberBuffers, compiler_of
 from hfusion.array.rows import Rows
-from hfusion.array.slices import slice_of
+from hfusion.array.slices import chosen_rows, slice_of
 from hfusion.array.split import Split, check_together
 from hfusion.array.state import Array, ArrayState, mark_tensors, partly_written, row_copy
 from hfusion.array.transformed import plain_stacks, run_members, unserved
@@ -69,6 +70,7 @@ class FusedModule(Rows, Tree):
         self._numbers = itertools.count(1)
         self._number = 0
         self._situations = Situations()
+        self._number_buffers = NumberBuffers()
         self._compiler = self._new_compiler()
         self._views = Views(self)
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
@@ -92,7 +94,8 @@ class FusedModule(Rows, Tree):
         array, looped = self._array, self._situations.looped
         variants, shared = array.comparison.variants, array.comparison.shared
         return Compiler(
-            ArraySpec(self._original, array.members, variants, shared, self._member, tune=array.tune, looped=looped)
+            ArraySpec(self._original, array.members, variants, shared, self._member, tune=array.tune, looped=looped),
+            make_program=compiler_of(self),
         )
 
     def _mark(self) -> None:
@@ -210,7 +213,9 @@ class FusedModule(Rows, Tree):
     def _traced(self, arguments: Arguments) -> Compiled:
         """The program for such a call when Dynamo traces it, checked; Dynamo traces again where modes have changed."""
         check_together(self, "torch.compile")
-        compiled = self._program(arguments)
+        # Dynamo guards modes, and no values of buffers.
+        with self._number_buffers.left_out():
+            compiled = self._program(arguments)
         self._check_once(compiled, arguments)
         self._leave(compiled)
         return compiled
@@ -245,6 +250,9 @@ class FusedModule(Rows, Tree):
             if partly := found.written & self._array.comparison.partly:
                 self._compiler.clear()
                 raise partly_written(min(partly))
+            if self._number_buffers.hold(found.numbers):
+                self._forget()
+                self._compiler.adopt(self._modes(arguments), arguments, found)
             self._on_program(found)
         return found
 
@@ -259,7 +267,8 @@ class FusedModule(Rows, Tree):
         """What programs of one `ArrayState` depend on besides arguments: what code reads, train and eval."""
         if not torch.compiler.is_dynamo_compiling():
             self._situations.look(self._array.skeletons, self._branches, arguments)
-        return (self._situations.number, *[branch.training for branch in self._branches])
+        values = 0 if torch.compiler.is_dynamo_compiling() else self._number_buffers.key(self)
+        return (self._situations.number, values, *[branch.training for branch in self._branches])
 
     def _pattern(self, arguments: Arguments | None = None) -> tuple[Any, ...]:
         """What programs depend on besides arguments: `_modes`, and which `ArrayState` the members are in."""
@@ -317,22 +326,11 @@ class FusedModule(Rows, Tree):
             ValueError: a slice with another step than 1.
         """
         if isinstance(index, slice):
-            return self._some(index)
+            return slice_of(self, index, chosen_rows(index, len(self)))
         members, index = len(self), operator.index(index)
         if not -members <= index < members:
             raise IndexError(f"member {index} of an array of {members}")
         return self._views.get(self, index % members)
-
-    def _some(self, rows: slice) -> FusedModule:
-        chosen = range(*rows.indices(len(self)))
-        if chosen.step != 1:
-            raise ValueError(
-                f"a slice of an array with step {chosen.step}: it must be 1, so that the stacks are contiguous; "
-                "hf.fuse([fused[i] for i in ...]) copies any members"
-            )
-        if not chosen:
-            raise IndexError(f"{rows} takes none of the {len(self)} members of the array")
-        return slice_of(self, rows, chosen)
 
     def _member(self, index: int, stacks: Mapping[str, Tensor] | None = None) -> nn.Module:
         """Member ``index`` around its rows of ``stacks``, the array's own tensors unless given."""

@@ -89,3 +89,16 @@ class SliceViews(Views):
         """The slice is an array of its own from now on."""
         self._whole._views.slices.pop(self._chosen, None)
         fused._views = Views(fused)
+
+
+def chosen_rows(rows: slice, members: int) -> range:
+    """The rows of a slice of an array. Raises ValueError for another step than 1, IndexError where there are none."""
+    chosen = range(*rows.indices(members))
+    if chosen.step != 1:
+        raise ValueError(
+            f"a slice of an array with step {chosen.step}: it must be 1, so that the stacks are contiguous; "
+            "hf.fuse([fused[i] for i in ...]) copies any members"
+        )
+    if not chosen:
+        raise IndexError(f"{rows} takes none of the {members} members of the array")
+    return chosen

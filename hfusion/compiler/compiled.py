@@ -82,6 +82,8 @@ class Compiled:
     modes: Mapping[str, bool] = field(default_factory=dict)
     memory_orders: tuple[Any, ...] | None = None
     """Of the inputs that the program holds for, as of `Arguments.memory_orders`; None where it holds for all."""
+    numbers: frozenset[str] = frozenset()
+    """The keys of the buffers whose values the program holds as constants."""
     origin: object = field(default_factory=object)
     """The same in all programs that were made of one capture, for whichever members."""
     calls: tuple[Any, ...] = ()

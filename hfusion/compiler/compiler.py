@@ -159,6 +159,11 @@ class Compiler:
                 stacklevel=3,
             )
 
+    def adopt(self, training: Any, arguments: Arguments, compiled: Compiled) -> None:
+        """Keep a program that was made under another training pattern, for this one."""
+        self._keep((training, arguments.key), compiled)
+        self.families.setdefault((training, arguments.loose_key), []).append(compiled)
+
     def distrust(self, training: Any, arguments: Arguments, compiled: Compiled, why: str) -> None:
         """Forget a program that foretold other sizes than there are; from here on none is foretold."""
         loose = arguments.loose_key

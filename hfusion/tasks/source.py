@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from hfusion.array.module import FusedModule
+from hfusion.array.number_buffers import held_values
 from hfusion.array.per_model import PerModel
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled import Compiled
@@ -88,7 +89,10 @@ def _rows(values: Any, members: Sequence[int]) -> Any:
 
 
 class CutPrograms(Protocol):
-    """Where the programs of minibatches come from, and their parts."""
+    """Where the programs of minibatches of an ``array`` come from, and their parts."""
+
+    @property
+    def array(self) -> FusedModule: ...
 
     def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
         """For minibatches like this one. Raises FusionError or PlanError."""
@@ -99,15 +103,15 @@ class Trained:
 
     def __init__(self, name: str, array: FusedModule, shards: Sequence[Shard], samples: int) -> None:
         self._name = name
-        self._array = array
+        self.array = array
         self._shards = shards
         self._samples = samples
         self._operators: list[Any] | None = None
 
     def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
         """Captured, and checked against the members."""
-        compiled = self._array.steady(minibatch.arguments)
-        self._array.check(compiled, minibatch.arguments)
+        compiled = self.array.steady(minibatch.arguments)
+        self.array.check(compiled, minibatch.arguments)
         self._check_same(compiled.program)
         return compiled, split(compiled.program, [shard.last for shard in self._shards], self._samples)
 
@@ -179,6 +183,8 @@ class Stream:
         self._reader = Reader(self._items, f"{task.name} reads", lambda: end_workers(self._open))
         self._latest: Minibatch
         self._recipes: dict[Any, Recipe] = {}
+        # The programs of recipes, with the values of buffers that they hold.
+        self._held: dict[Any, tuple[Compiled, Any]] = {}
 
     def next(self, drawing: AbstractContextManager[None] | None = None) -> Batch:
         """The next minibatch. Raises PlanError if an epoch of the loader was not as long as it says."""
@@ -250,7 +256,14 @@ class Stream:
             branching=program.members if compiled.opaque else None,
         )
         self._recipes[minibatch.key] = recipe
+        self._held[minibatch.key] = compiled, held_values(self._programs.array, compiled)
         return recipe
+
+    def forget_stale(self) -> None:
+        """Drop the recipes of programs that hold values of buffers which have changed, as by a checkpoint."""
+        for key, (compiled, values) in list(self._held.items()):
+            if held_values(self._programs.array, compiled) != values:
+                del self._recipes[key], self._held[key]
 
     def _read(self) -> Generator[Minibatch, None, None]:
         said = length(self._loader)

@@ -260,6 +260,8 @@ class _TrainRun:
         stack.callback(state.close)
         seed = int(torch.randint(1 << 62, ())) if one.task.seed is None else one.task.seed
         streams = [stream] if evaluation is None else [stream, evaluation]
+        for each in streams:
+            each.forget_stale()
         training = self._training(index, state, names, streams, limits, seed if kept is None else kept["seed"])
         if index in self._steps:
             stack.callback(self._steps[index].close)

@@ -1,0 +1,234 @@
+"""Small buffers that forward reads in Python, as ``topk(self.k)`` does: programs hold their values as constants.
+
+A graph cannot hold what follows from such a number, but for one value of it. So a program is made for the values that
+the members have, each its own, and the values are read again at every call: another value leads to another program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.capture.member import VaryingSizes
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.compiled import UNKNOWN, ArraySpec, Compiled, compile_array
+from hfusion.core.errors import FusionError
+from hfusion.core.stages import BrokenProgram
+from hfusion.passes.check import check_array
+
+if TYPE_CHECKING:
+    from hfusion.array.module import FusedModule
+
+# Sets of values, of one arrangement of members, for which programs are made.
+MAX_VALUE_SETS = 8
+# The elements of an integer buffer whose values are read.
+MAX_ELEMENTS = 16
+# What stands for values in the keys of programs that read no buffer, or leave that to the members' own code.
+_NONE, _LEFT_OUT = 0, -1
+
+Values: TypeAlias = tuple[tuple[Any, ...], ...]
+"""For each buffer the values of every member, as nested tuples."""
+
+
+class NumberBuffers:
+    """The buffers of an array whose values its programs hold, and a number for each set of values.
+
+    Attributes:
+        names: the keys of the buffers.
+        refusal: why their values are left to the members' own code from now on; empty if they are not.
+    """
+
+    def __init__(self) -> None:
+        self.names: tuple[str, ...] = ()
+        self.refusal = ""
+        self._numbers: dict[Values, int] = {}
+        self._sets = 0
+        self._omitted = False
+
+    def key(self, fused: FusedModule) -> int:
+        """Return the number of the present values, for the keys of programs."""
+        if not self.names:
+            return _NONE
+        values = None if self._omitted or self.refusal else self.values(fused, self.names)
+        if values is None:
+            return _LEFT_OUT
+        number = self._numbers.get(values)
+        if number is None:
+            self._sets += 1
+            if self._sets > MAX_VALUE_SETS:
+                self.refusal = (
+                    f"{', '.join(self.names)}, which forward reads in Python, had more than {MAX_VALUE_SETS} sets of "
+                    "values, and a program holds for one; compute with the tensor, such as by torch.where"
+                )
+                fused._loops[f"{fused._original}: loop over members: {self.refusal}"] = None
+                return _LEFT_OUT
+            number = self._numbers[values] = len(self._numbers) + 1
+        return number
+
+    def values(self, fused: FusedModule, names: Sequence[str]) -> Values | None:
+        """Read the values of the buffers ``names``; None where they cannot be read, as inside of torch.vmap."""
+        try:
+            return tuple(_member_values(fused, name) for name in names)
+        except RuntimeError:
+            return None
+
+    def hold(self, names: frozenset[str]) -> bool:
+        """Let programs hold the values of ``names``, too, from now on; return whether that is new."""
+        if names <= set(self.names):
+            return False
+        self.names = tuple(sorted({*self.names, *names}))
+        self._numbers.clear()
+        self._sets = 0
+        return True
+
+    def restart(self) -> None:
+        """Count the sets of values from zero, since other members are there."""
+        self._sets = 0
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Context manager: programs leave what reads the buffers to the members' own code.
+
+        For callers that do not look at values before every call.
+        """
+        before, self._omitted = self._omitted, True
+        try:
+            yield
+        finally:
+            self._omitted = before
+
+
+def held_values(fused: FusedModule, compiled: Compiled) -> Values:
+    """Read the present values of the buffers whose values a program of ``fused`` holds."""
+    return tuple(_member_values(fused, name) for name in sorted(compiled.numbers))
+
+
+def _member_values(fused: FusedModule, name: str) -> tuple[Any, ...]:
+    path, _, leaf = name.rpartition(".")
+    tensor = fused.get_submodule(path)._buffers[leaf]
+    assert tensor is not None
+    values = _frozen(tensor.tolist())
+    return (values,) * len(fused) if name in fused._array.comparison.shared else values
+
+
+def _frozen(values: Any) -> Any:
+    return tuple(map(_frozen, values)) if isinstance(values, list) else values
+
+
+def compiler_of(fused: FusedModule) -> Callable[[ArraySpec, Arguments, bool, VaryingSizes], Compiled]:
+    """Return what makes the programs of ``fused``, with the values of buffers where forward reads them in Python."""
+
+    def make(subject: ArraySpec, arguments: Arguments, training: bool, sizes: VaryingSizes = UNKNOWN) -> Compiled:
+        buffers = fused._number_buffers
+        if buffers.key(fused) > 0:
+            constant = _running(fused, buffers.names, subject, arguments, training, sizes)
+            return constant or compile_array(subject, arguments, training, sizes)
+        compiled = compile_array(subject, arguments, training, sizes)
+        if buffers.names or not compiled.opaque or not subject.loops:
+            return compiled
+        names = _candidates(fused, compiled)
+        while names:
+            constant = _running(fused, names, subject, arguments, training, sizes)
+            if constant is None:
+                return compiled
+            # Code that runs member by member may write to its buffers, in a branch that was not seen.
+            apart = tuple(name for name in names if not _inside(name, constant))
+            if apart == names:
+                return constant
+            names = apart
+        return compiled
+
+    return make
+
+
+def _running(
+    fused: FusedModule,
+    names: tuple[str, ...],
+    subject: ArraySpec,
+    arguments: Arguments,
+    training: bool,
+    sizes: VaryingSizes,
+) -> Compiled | None:
+    """Return the program of `_with_constants`, None where members differ in more than numbers or it cannot run.
+
+    It cannot where a number decides on a size of an output, which the members' own code names in its error.
+    """
+    try:
+        compiled = _with_constants(fused, names, subject, arguments, training, sizes)
+        check_array(compiled.program.module, len(fused))
+    except (FusionError, BrokenProgram, RuntimeError):
+        return None
+    return compiled
+
+
+def _candidates(fused: FusedModule, compiled: Compiled) -> tuple[str, ...]:
+    """The small buffers that code which runs member by member may have read, and did not write."""
+    written = _written(compiled)
+    shared = fused._array.comparison.shared
+    return tuple(
+        name
+        for name, tensor in fused.named_buffers()
+        if name not in written and _inside(name, compiled) and _is_small(tensor if name in shared else tensor[0])
+    )
+
+
+def _written(compiled: Compiled) -> set[str]:
+    """The keys of the tensors that a run of forward has written; of its own code, those that it was seen to write."""
+    opaque = {f"{call.place}.{key}".strip(".") for call in compiled.opaque for key in call.changing}
+    written = set(compiled.written - opaque)
+    for call in compiled.opaque:
+        written |= {f"{call.place}.{key}".strip(".") for key in call.assigned | call.changed}
+    return written
+
+
+def _inside(name: str, compiled: Compiled) -> bool:
+    """Return whether a tensor belongs to what runs member by member."""
+    return any(not call.place or name.startswith(f"{call.place}.") for call in compiled.opaque)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    if type(tensor) is not Tensor or tensor.is_meta or tensor.is_complex():
+        return False
+    return tensor.numel() == 1 or (not tensor.is_floating_point() and tensor.numel() <= MAX_ELEMENTS)
+
+
+def _with_constants(
+    fused: FusedModule,
+    names: tuple[str, ...],
+    subject: ArraySpec,
+    arguments: Arguments,
+    training: bool,
+    sizes: VaryingSizes,
+) -> Compiled:
+    """The program in which the buffers ``names`` are constants; members of other values are other variants."""
+    values = fused._number_buffers.values(fused, names)
+    if values is None:
+        raise FusionError(f"the values of {', '.join(names)} cannot be read here")
+    numbers: dict[Any, int] = {}
+    kinds = zip(subject.variants, *values, strict=True)
+    variants = tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds)
+
+    def member(index: int) -> nn.Module:
+        return _constant(subject.member(index), names)
+
+    compiled = compile_array(replace(subject, variants=variants, member=member), arguments, training, sizes)
+    if written := compiled.written & compiled.constants.keys():
+        raise FusionError(f"forward writes into {min(written)}, whose value it reads in Python")
+    return replace(compiled, numbers=frozenset(names))
+
+
+@torch.no_grad()
+def _constant(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """``model`` with copies of the buffers ``names`` as attributes, which a capture takes for constants."""
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        holder = model.get_submodule(path)
+        tensor = holder._buffers.pop(leaf, None)
+        if tensor is not None:
+            vars(holder)[leaf] = tensor.detach().clone()
+    return model
