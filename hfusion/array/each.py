@@ -23,7 +23,7 @@ from hfusion.core.membership import membership
 from hfusion.core.memory import has_address
 from hfusion.core.row_gradients import settle
 from hfusion.core.rows import check_once, rows_of
-from hfusion.core.usage import absent_rows
+from hfusion.core.usage import absent_rows, frozen_rows
 from hfusion.device.backend import random_states_kept
 from hfusion.optim import FusedOptimizer
 
@@ -83,7 +83,7 @@ class Each:
     ) -> None:
         """Run the function for the members of ``target``; see `each`."""
         if isinstance(target, FusedModule):
-            chosen = list(range(len(target))) if rows is None else rows_of(rows, len(target))
+            chosen = training_rows(target) if rows is None else rows_of(rows, len(target))
             check_once(chosen)
             with torch.no_grad():
                 self._run(target, chosen, Arguments.of(args, kwargs))
@@ -107,7 +107,7 @@ class Each:
 
         def hook(optimizer: Any, *_: Any) -> None:
             held = optimizer.held_members if isinstance(optimizer, FusedOptimizer) else []
-            active = range(len(target)) if isinstance(target, FusedModule) else target.active_rows
+            active = training_rows(target) if isinstance(target, FusedModule) else target.active_rows
             rows = [row for row in active if row not in held]
             if rows:
                 self(target, *args, rows=rows)
@@ -232,6 +232,17 @@ def _versions(call: EachCall) -> list[int]:
     return [tensor._version for _, tensor in call.written_tensors() if not tensor.is_inference()]
 
 
+def training_rows(fused: FusedModule) -> list[int]:
+    """The members that train a parameter at least; all where none of the array is trained."""
+    # What was said to members is noted on the stacks from here on.
+    fused._split()
+    resting = [frozen_rows(parameter) for parameter in fused.parameters() if parameter.requires_grad]
+    frozen = [rows for rows in resting if rows is not None]
+    if not frozen or len(frozen) < len(resting):
+        return list(range(len(fused)))
+    return [row for row, rests in enumerate(torch.stack(frozen).all(0).tolist()) if not rests]
+
+
 def _absent(tensor: Tensor) -> Sequence[bool] | None:
     """The members that have no gradient of a stack; None if all have one, or the stack has none."""
     absent = None if tensor.grad is None else absent_rows(tensor.grad)
@@ -260,9 +271,9 @@ def each(fn: Callable[..., Any], *, buffers: bool = False) -> Each:
 
     Returns:
         A callable ``run(target, *args, rows=None, **kwargs)``. ``target`` is a fused module, a `hfusion.Population`, or
-        one plain model. ``rows`` are the members it is for; by default all, of a population those that train: members
-        that have left or are frozen stay as they are, to the bit. Further tensors are seen by every member, those in
-        `hfusion.stacked` row by row; the function may write into the latter.
+        one plain model. ``rows`` are the members it is for; by default those that train: members that have left a
+        population, went bad or were frozen by ``fused[b].requires_grad_(False)`` stay as they are, to the bit. Further
+        tensors are seen by every member, those in `hfusion.stacked` row by row; the function may write into the latter.
 
         It runs by `torch.func.vmap` where the first call of its kind showed, on copies of two members, that this gives
         what the loop gives; else member by member, and ``run.report()`` says why.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hfusion.array.each import Each, as_each
+from hfusion.array.each import Each, as_each, training_rows
 from hfusion.capture.named import tensors
 from hfusion.core.rows import check_once, rows_of
 from hfusion.population.average import checked_weights, mean_tensors, write_rows
@@ -86,8 +86,9 @@ class MemberWeights:
     @property
     def active_rows(self) -> list[int]:
         """The rows of members that train: taken, and not frozen."""
-        roll = cast("Population", self)._roll
-        return [row for row in roll.live if not bool(roll.frozen[row])]
+        pop = cast("Population", self)
+        training = set(training_rows(pop.fused))
+        return [row for row in pop._roll.live if row in training and not bool(pop._roll.frozen[row])]
 
     @in_turn
     def each(
@@ -106,7 +107,7 @@ class MemberWeights:
         """
         pop, active = cast("Population", self), self.active_rows
         chosen = active if rows is None else _members(pop, rows)
-        if resting := [row for row in chosen if row not in active]:
+        if resting := [row for row in chosen if bool(pop._roll.frozen[row])]:
             raise ValueError(f"{pop._roll.tag(resting[0])!r} in row {resting[0]} went bad and is frozen: thaw it first")
         if chosen:
             as_each(fn)(pop.fused, *args, rows=chosen, **kwargs)

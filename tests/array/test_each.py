@@ -174,11 +174,17 @@ def test_members_have_the_gradients_that_they_have_alone() -> None:
         return {"0.bias": params["0.bias"] + len(grads)}
 
     hf.each(count)(fused)
-    loop(count, models)
+    loop(count, models[:4])
     equal(fused, models)
     hf.each(replaced)(fused)
-    loop(replaced, models)
+    loop(replaced, models[:4])
     equal(fused, models)
+    assert torch.equal(fused[4].get_parameter("0.bias"), models[4].get_parameter("0.bias"))
+    hf.each(count)(fused, rows=range(5))
+    loop(count, models[:4])
+    # Frozen after its backward, it has its four gradients.
+    with torch.no_grad():
+        assert torch.equal(fused[4].get_parameter("0.bias"), models[4].get_parameter("0.bias") + 4)
     assert fused[1].get_parameter("2.weight").grad is None
 
 
