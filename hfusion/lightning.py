@@ -81,6 +81,22 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._accumulate, self._own = accumulate, own_batches
 
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, **arguments: Any) -> LightningArray:
+        """Return a module with the state of a Lightning checkpoint; ``arguments``: Lightning's and those of the class.
+
+        Raises:
+            TypeError: ``models``, ``loss`` or ``optimizer`` is missing: a checkpoint holds state, not code.
+        """
+        missing = [name for name in ("models", "loss", "optimizer") if name not in arguments]
+        if missing and cls is LightningArray:
+            raise TypeError(
+                f"load_from_checkpoint got no {', '.join(missing)}. A checkpoint holds state, not code: pass the "
+                "arguments of LightningArray, load_from_checkpoint(path, models=..., loss=..., optimizer=...)."
+            )
+        loaded: LightningArray = super().load_from_checkpoint(checkpoint_path, **arguments)
+        return loaded
+
     def __len__(self) -> int:
         return len(self.fused)
 

@@ -200,3 +200,21 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         trainer(tmp_path).fit(module, DataLoader(data(), batch_size=4))
     with pytest.raises(ValueError, match=r"a batch is \(inputs, target\), this one is a Tensor"):
         trainer(tmp_path).fit(copy.deepcopy(array()), DataLoader(data().tensors[0], batch_size=4))
+
+
+def test_a_module_is_loaded_with_its_arguments(tmp_path: Path) -> None:
+    module, path = array(), tmp_path / "array.ckpt"
+    fit = trainer(tmp_path)
+    fit.fit(module, DataLoader(data(), batch_size=4))
+    fit.save_checkpoint(path)
+    with pytest.raises(TypeError, match=r"got no models, optimizer\. A checkpoint holds state, not code"):
+        hf.lightning.LightningArray.load_from_checkpoint(path, loss=F.cross_entropy, weights_only=False)
+    again = hf.lightning.LightningArray.load_from_checkpoint(
+        path,
+        weights_only=False,
+        models=make_models(),
+        loss=F.cross_entropy,
+        optimizer=lambda params: hf.optim.SGD(params, lr=0.1),
+    )
+    for key, value in module.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value)
