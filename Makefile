@@ -8,13 +8,15 @@ STAMP := $(VENV)/.installed
 INDEX ?=
 PIP = $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(INDEX),--extra-index-url $(INDEX))
 
-.PHONY: help demo test lint style types suite test-cluster test-foreign docs bench fuzz ops-sweep clean
+.PHONY: test-matrix dist help demo test lint style types suite test-cluster test-foreign docs bench fuzz ops-sweep clean
 
 help:
 	@echo "make demo   run the main job: an array of CNNs on real handwritten digits"
 	@echo "make test   lint, types, import contracts, tests"
 	@echo "make lint   the same without the tests"
 	@echo "make test-cluster  the tests that start Ray, or many processes, on this machine"
+	@echo "make test-matrix   a smoke selection for PYTHONS and TORCHES"
+	@echo "make dist   build the wheel and the sdist, and check them"
 	@echo "make test-foreign  models of other packages, trained fused and alone"
 	@echo "make docs   the pages as a site in build/docs; warnings are errors"
 	@echo "make bench  compare fused and unfused training (ARGS='--quick' passes arguments on)"
@@ -48,6 +50,26 @@ test-cluster: $(VENV)/.cluster
 
 test-foreign: $(VENV)/.foreign
 	$(BIN)/python -m pytest -m foreign tests/foreign
+
+# PYTHONS="python3.11 python3.12" TORCHES="2.11.0 2.13.0": a smoke selection in an environment of its own for each pair.
+PYTHONS ?= $(PYTHON)
+TORCHES ?= 2.11.0 2.13.0
+SMOKE := tests/test_training.py tests/schedule tests/core/test_errors.py
+test-matrix:
+	@set -e; for python in $(PYTHONS); do for torch in $(TORCHES); do \
+		echo "== $$python, torch $$torch"; \
+		folder=build/matrix/$$python-$$torch; \
+		$$python -m venv $$folder; \
+		$$folder/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX)) \
+			--editable . "torch==$$torch" pytest hypothesis expecttest; \
+		$$folder/bin/python -m pytest -q $(SMOKE); \
+	done; done
+
+dist: $(STAMP)
+	$(BIN)/python -m pip install --quiet build twine
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
 
 docs: $(VENV)/.docs
 	$(BIN)/codespell --ignore-words-list coo --skip '*.json,*.svg,*.png' README.md CONTRIBUTING.md CHANGELOG.md docs ops/README.md

@@ -72,6 +72,26 @@ def test_no_code_is_hidden(page: str) -> None:
     assert "<!--" not in PAGES[page].read_text()
 
 
+PROSE = [page for page in PAGES if page == "README.md" or page.startswith("docs/")]
+MAX_SENTENCES, MAX_ITEM_SENTENCES = 5, 3
+
+
+def prose(page: Path) -> list[tuple[bool, str]]:
+    """The paragraphs and list items of a page, each with whether it is an item."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^(#|\|).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^\s*(?=(?:[-*]|\d+\.) )", "\n", text, flags=re.MULTILINE)
+    blocks = [re.sub(r"`[^`]*`|\]\([^)]*\)", "x", block.strip()) for block in re.split(r"\n\s*\n", text)]
+    return [(bool(re.match(r"[-*] |\d+\. ", block)), block) for block in blocks if block]
+
+
+@pytest.mark.parametrize("page", PROSE)
+def test_paragraphs_and_list_items_are_short(page: str) -> None:
+    for is_item, block in prose(PAGES[page]):
+        sentences = re.split(r"(?<=[.!?])\s+(?=[A-Zx*\[])", re.sub(r"^\d+\. ", "", block))
+        assert len(sentences) <= (MAX_ITEM_SENTENCES if is_item else MAX_SENTENCES), block
+
+
 MEASURED = {
     "MLP 64-128-128-10, batch 32": "mlp-small",
     "MLP 784-512-512-10, batch 128": "mlp-large",
