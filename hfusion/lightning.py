@@ -23,7 +23,7 @@ try:
     import lightning
     from lightning.pytorch.callbacks import LearningRateMonitor
 except ImportError as error:
-    raise ImportError("hfusion.lightning needs Lightning: pip install 'hfusion[lightning]'") from error
+    raise ImportError("hfusion.lightning needs Lightning: pip install lightning (extra: hfusion[lightning])") from error
 
 
 class LightningArray(lightning.LightningModule):  # type: ignore[misc]

@@ -32,7 +32,7 @@ try:
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
 except ImportError as error:
-    raise ImportError("hfusion.sklearn needs scikit-learn: pip install 'hfusion[sklearn]'") from error
+    raise ImportError("hf.sklearn needs scikit-learn: pip install scikit-learn (extra: hfusion[sklearn])") from error
 
 MakeModule = Callable[[int, int], nn.Module]
 

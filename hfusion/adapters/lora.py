@@ -260,9 +260,7 @@ def _check_peft() -> None:
     try:
         import peft  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            "hf.lora makes adapters by peft, which is not installed: pip install 'hfusion[lora]'"
-        ) from error
+        raise ImportError("hf.lora needs peft: pip install peft (extra: hfusion[lora])") from error
 
 
 def _check_base(base: nn.Module) -> None:

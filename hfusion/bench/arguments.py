@@ -128,7 +128,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     _check_paths(made, parsed)
     parsed.kept = _or_error(made, lambda: [row for path in parsed.earlier or [] for row in kept_rows(path)])
     if parsed.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        made.error("--plot needs matplotlib: pip install 'hfusion[examples]', or leave --plot out")
+        made.error("--plot needs matplotlib: pip install matplotlib (extra: hfusion[plot]), or leave --plot out")
     cases, entrants = ENTRANTS.get(parsed.benchmark, (CASES, CONTENDERS))
     parsed.cases = _or_error(made, lambda: choose("model", parsed.models, cases))
     parsed.entrants = _or_error(made, lambda: choose("contender", parsed.contenders, entrants))

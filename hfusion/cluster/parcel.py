@@ -16,7 +16,7 @@ def _cloudpickle() -> Any:
     try:
         import cloudpickle
     except ImportError as error:
-        raise ImportError("hf.Cluster sends functions to other processes: pip install 'hfusion[cluster]'") from error
+        raise ImportError("hf.Cluster needs cloudpickle: pip install cloudpickle (extra: hfusion[cluster])") from error
     return cloudpickle
 
 

@@ -75,7 +75,7 @@ class RayExecutor:
         try:
             import ray
         except ImportError as error:
-            raise ImportError("hf.Cluster runs on Ray: pip install 'hfusion[cluster]'") from error
+            raise ImportError("hf.Cluster needs Ray: pip install ray cloudpickle (extra: hfusion[cluster])") from error
         self._ray: Any = ray
         self._own = not ray.is_initialized()
         self._options = {name: value for name, value in options.items() if value is not None}
