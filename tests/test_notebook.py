@@ -111,3 +111,8 @@ def test_what_a_summary_of_a_timeline_says() -> None:
     assert rows[1] == ["device", "computing", "loading", "evicting", "peak"]
     assert rows[2][:2] == ["d", f"{timeline.utilisation:.0%}"]
     assert rows[4][0] == "a"
+
+
+def test_what_runs_member_by_member_is_counted() -> None:
+    assert "member by member 0" in repr(array(lambda: nn.Linear(4, 3)).report())
+    assert "member by member 1" in repr(array(Halved).report())

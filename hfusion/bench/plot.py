@@ -50,7 +50,8 @@ def _draw_model(panel: Any, model: str, chosen: Sequence[FuseRow], contenders: S
         if contender != BASELINE:
             ours = contender in OURS
             style = {"linewidth": 2.5 if ours else 1.2, "zorder": 3 if ours else 2, "color": colours[contender]}
-            panel.plot(*_line(chosen, contender), marker="o", markersize=5, label=contender, **style)
+            label = contender + _cores(chosen, contender)
+            panel.plot(*_line(chosen, contender), marker="o", markersize=5, label=label, **style)
     panel.set(title=model, xlabel="members", xscale="log", yscale="log")
     ticks = sorted({row.members for row in chosen})
     panel.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -58,6 +59,12 @@ def _draw_model(panel: Any, model: str, chosen: Sequence[FuseRow], contenders: S
     panel.set_yticks(LEVELS, [f"{level:g}x" for level in LEVELS])
     panel.set_yticks([], minor=True)
     panel.grid(axis="y", alpha=0.3)
+
+
+def _cores(rows: Sequence[FuseRow], contender: str) -> str:
+    """Return how many processes a contender uses, for the legend; nothing for one."""
+    cores = max((row.cores for row in rows if row.contender == contender), default=1)
+    return f" ({cores} cores)" if cores > 1 else ""
 
 
 def _line(rows: Sequence[FuseRow], contender: str) -> tuple[list[int], list[float]]:

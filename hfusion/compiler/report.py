@@ -82,8 +82,8 @@ class FusionReport:
         return "\n".join([*map(str, self.parts), *self.loops])
 
     def __repr__(self) -> str:
-        counts = f"{len(self.parts)} programs, {len(self.loops)} parts that run member by member"
-        return f"<FusionReport: {counts}; print() shows the operators>"
+        eager = sum(row.count for part in self.parts for row in part.rows if "opaque" in row.operator) + len(self.loops)
+        return f"<FusionReport: programs {len(self.parts)}, member by member {eager}; print() shows the operators>"
 
     def _repr_html_(self) -> str:
         if not self.parts and not self.loops:

@@ -69,7 +69,7 @@ class StepReport:
 
     def __repr__(self) -> str:
         compiled = sum(not row.how.startswith("eager") for row in self.rows)
-        return f"<StepReport: {len(self.rows)} kinds of calls, {compiled} compiled; print() shows them>"
+        return f"<StepReport: kinds of calls {len(self.rows)}, compiled {compiled}; print() shows them>"
 
     def _repr_html_(self) -> str:
         if not self.rows:
