@@ -61,7 +61,7 @@ test-matrix:
 		folder=build/matrix/$$python-$$torch; \
 		$$python -m venv $$folder; \
 		$$folder/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX)) \
-			--editable . "torch==$$torch" pytest hypothesis expecttest; \
+			--editable . "torch==$$torch" pytest hypothesis expecttest matplotlib; \
 		$$folder/bin/python -m pytest -q $(SMOKE); \
 	done; done
 

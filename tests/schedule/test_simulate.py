@@ -149,7 +149,7 @@ def test_the_optimizer_steps_when_its_gradients_are_there(settings: dict[str, An
 def test_a_clipped_spilled_task_as_text() -> None:
     made = task("a", 1, resident=False, clipped=True, weights=4, frozen=2, optimizer=2, activations=3, workspace=0)
     plan = Plan((made,), {"d": 9}, 4.0, 4.0)
-    assert str(simulate(plan)) == CLIPPED
+    assert simulate(plan).text() == CLIPPED
 
 
 CLIPPED = """\
