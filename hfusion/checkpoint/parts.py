@@ -18,7 +18,7 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.named import tensors as tensors_of
 from hfusion.checkpoint.tree import encode
 from hfusion.core.errors import CheckpointError
-from hfusion.core.membership import membership
+from hfusion.core.membership import Membership, membership
 from hfusion.device.backend import backend
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.group import membership_of
@@ -67,6 +67,13 @@ class SaveWriter:
         """Keep a tensor of all members; a copy on the CPU."""
         self.tensors[key] = tensor.detach().cpu().clone()
 
+    def _keep(self, key: str, tensor: Tensor, found: Membership | None) -> None:
+        """Keep a tensor, or a state of it, as its membership says; that of a member in no array as its only row."""
+        if found is None or not found.is_own:
+            self.common(key, tensor)
+        else:
+            self.own(key, tensor if found.stacked else tensor.unsqueeze(0))
+
     def tree(self, key: str, value: Any) -> Any:
         """A nest of plain values and tensors as JSON, the tensors kept."""
         found: dict[str, Tensor] = {}
@@ -81,8 +88,8 @@ class SaveWriter:
         names = {}
         for name, tensor in tensors_of(fused):
             found = membership(tensor)
-            names[name] = found is not None and found.stacked
-            (self.own if names[name] else self.common)(f"module/{name}", tensor)
+            names[name] = found is not None and found.is_own
+            self._keep(f"module/{name}", tensor, found)
         self.body["module"] = {"class": fused._original, "stacked": names}
 
     def optimizer(self, optimizer: FusedOptimizer) -> None:
@@ -95,9 +102,8 @@ class SaveWriter:
             options = self.tree(f"optimizer/{number}/options", {key: group[key] for key in optimizer.options})
             groups.append({"params": names, "options": options})
             for param, name in zip(group["params"], names, strict=True):
-                keep = self.own if membership_of(param).stacked else self.common
                 for entry, value in optimizer.state.get(param, {}).items():
-                    keep(f"optimizer/state/{name}/{entry}", value)
+                    self._keep(f"optimizer/state/{name}/{entry}", value, membership_of(param))
         kind = type(optimizer).__name__
         self.body["optimizer"] = {"class": kind, "groups": groups, "begun": encode(optimizer.begun, {}, "begun")}
 

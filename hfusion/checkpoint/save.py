@@ -213,9 +213,14 @@ def in_thread(write: Callable[[], Path]) -> Writing:
 
 def read(root: Root | Saved | Sequence[Root], names: str | Sequence[str] | None) -> SaveReader:
     """The members ``names`` of the latest saves under one root or several, or of one. Raises CheckpointError."""
+    return SaveReader.of(saves_of(root), [names] if isinstance(names, str) else names)
+
+
+def saves_of(root: Root | Saved | Sequence[Root]) -> list[Saved]:
+    """The latest saves under one root or several, or the one that is given. Raises CheckpointError."""
     if isinstance(root, Saved):
-        return SaveReader.of([root], [names] if isinstance(names, str) else names)
+        return [root]
     roots = [root] if isinstance(root, str | os.PathLike) else list(root)
     if not roots:
         raise CheckpointError("no folder was given: give the one that a checkpoint was saved to, or several")
-    return SaveReader.of([files.read(one) for one in roots], [names] if isinstance(names, str) else names)
+    return [files.read(each) for each in roots]

@@ -11,8 +11,9 @@ from torch import distributed as dist
 
 from hfusion.checkpoint.parts import member_stacks
 from hfusion.core.rows import pairs
+from hfusion.population.any_models import Population
 from hfusion.population.members import What
-from hfusion.population.population import Population
+from hfusion.population.population import ArrayGroup
 
 
 def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
@@ -27,6 +28,7 @@ def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int
     if not (dist.is_available() and dist.is_initialized()):
         pop.copy(src, dst)
         return
+    array = pop.array
     widths: list[Any] = [0] * dist.get_world_size()
     dist.all_gather_object(widths, len(pop))
     starts = [sum(widths[:rank]) for rank in range(len(widths) + 1)]
@@ -38,7 +40,7 @@ def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int
     moves = [(owner(one), one, owner(other), other) for one, other in pairs(src, dst, starts[-1])]
     crossing = [move for move in moves if move[0] != move[2]]
     # All are read before one is written; each rank takes its part in the same order, so that none waits for ever.
-    given = {one: _taken(pop, one - starts[rank]) for from_rank, one, _, _ in crossing if from_rank == rank}
+    given = {one: _taken(array, one - starts[rank]) for from_rank, one, _, _ in crossing if from_rank == rank}
     got: list[tuple[int, Any]] = []
     for from_rank, one, to_rank, other in crossing:
         if from_rank == rank:
@@ -51,10 +53,10 @@ def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int
     if own:
         pop.copy(*map(list, zip(*own, strict=True)))
     for row, member in got:
-        _put(pop, row, member)
+        _put(array, row, member)
 
 
-def _taken(pop: Population, row: int) -> dict[str, Any]:
+def _taken(pop: ArrayGroup, row: int) -> dict[str, Any]:
     """All that is the member's own. A free or frozen row gives what says so."""
     roll = pop._roll
     if roll.tags[row] is None or bool(roll.frozen[row]):
@@ -70,7 +72,7 @@ def _taken(pop: Population, row: int) -> dict[str, Any]:
     }
 
 
-def _put(pop: Population, row: int, member: dict[str, Any]) -> None:
+def _put(pop: ArrayGroup, row: int, member: dict[str, Any]) -> None:
     if "error" in member:
         raise ValueError(member["error"])
     stacks = _stacks(pop)
@@ -100,7 +102,7 @@ def _put(pop: Population, row: int, member: dict[str, Any]) -> None:
     roll.ages[row], roll.keys[row], roll.frozen[row] = member["age"], member["key"], False
 
 
-def _stacks(pop: Population) -> dict[str, Tensor]:
+def _stacks(pop: ArrayGroup) -> dict[str, Tensor]:
     """The tensors with a row for each member, which can be written."""
     pop.optimizer.initialise()
     found = member_stacks(pop.fused, pop.optimizer)

@@ -23,13 +23,25 @@ class Membership:
     """What a tensor of a fused module is: ``name`` its key in the state dict, ``members`` B.
 
     ``stacked``: the first dimension is the member; otherwise the tensor is one object for all members. ``padded``:
-    members' own may be smaller, and are filled up with zeros.
+    members' own may be smaller, and are filled up with zeros. ``alone``: the tensor is that of one model, which is in
+    no array; ``members`` is 1, and there is no dimension for it.
     """
 
     name: str
     members: int
     stacked: bool
     padded: bool = False
+    alone: bool = False
+
+    @property
+    def is_own(self) -> bool:
+        """Whether each member has values of its own in the tensor."""
+        return self.stacked or self.alone
+
+
+def member_rows(tensor: torch.Tensor, mark: Membership) -> torch.Tensor:
+    """A tensor, or a state or gradient of it, as ``[B, *shape]``: that of a model in no array as its only row."""
+    return tensor if mark.stacked else tensor.unsqueeze(0)
 
 
 arrays: WeakSet[torch.nn.Module] = WeakSet()

@@ -301,7 +301,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     def _check_shared(self, params: Sequence[Tensor], settings: Settings) -> None:
         for param in params:
             found = membership_of(param)
-            if not found.stacked:
+            if not found.is_own:
                 columns = zip(self.hypers, settings.columns, strict=True)
                 hyper, column = next((h, c) for h, c in columns if len(set(c)) > 1)
                 raise ValueError(

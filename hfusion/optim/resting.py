@@ -32,7 +32,8 @@ def without_gradient(params: Iterable[Tensor]) -> Resting:
 
 def of_members(params: Iterable[Tensor], members: Tensor) -> Resting:
     """``members``, bool ``[B]``, with all their parameters; those that all members share rest by themselves."""
-    return {param: members for param in params if membership_of(param).stacked}
+    own = {param: membership_of(param) for param in params}
+    return {param: members if found.stacked else members.reshape(()) for param, found in own.items() if found.is_own}
 
 
 def together(*several: Resting) -> Resting:

@@ -41,9 +41,14 @@ def mean_tensors(fused: FusedModule, shares: dict[int, float]) -> Iterator[tuple
             yield name, stack, stack[rows[-1]].clone()
             continue
         values = stack if rows == list(range(len(stack))) else stack[torch.tensor(rows, device=stack.device)]
-        values = values.float() if stack.dtype.itemsize < 4 else values
-        mean = torch.tensordot(share.to(values), values, 1)
-        yield name, stack, mean.to(stack.dtype)
+        yield name, stack, weighted_mean(values, share)
+
+
+def weighted_mean(values: Tensor, shares: Tensor) -> Tensor:
+    """The mean over the first dim, whose ``shares`` sum to 1; halves are averaged in float32."""
+    wide = values.float() if values.dtype.itemsize < 4 else values
+    mean: Tensor = torch.tensordot(shares.to(wide), wide, 1)
+    return mean.to(values.dtype)
 
 
 @torch.no_grad()

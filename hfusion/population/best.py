@@ -15,12 +15,12 @@ from hfusion.capture.named import tensors
 from hfusion.checkpoint.parts import OWN, SaveWriter
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.core.errors import CheckpointError
-from hfusion.core.membership import membership
+from hfusion.core.membership import member_rows, membership
 from hfusion.core.rows import rows_of
 from hfusion.population.members import Roll, apart
 
 if TYPE_CHECKING:
-    from hfusion.population.population import Population
+    from hfusion.population.population import ArrayGroup
 
 _SAVED = "population/best"
 
@@ -62,16 +62,16 @@ def member_tensors(fused: FusedModule) -> Iterator[tuple[str, Tensor]]:
     visited: set[int] = set()
     for name, tensor in tensors(fused):
         mark = membership(tensor)
-        if mark is not None and mark.stacked and id(tensor) not in visited:
+        if mark is not None and mark.is_own and id(tensor) not in visited:
             visited.add(id(tensor))
-            yield name, tensor.detach()
+            yield name, member_rows(tensor.detach(), mark)
 
 
 def check_independent(fused: FusedModule, action: str) -> None:
     """Raise a ValueError if members train a tensor together, so that ``action`` on one would be on all of them."""
     for name, parameter in fused.named_parameters():
         mark = membership(parameter)
-        if parameter.requires_grad and mark is not None and not mark.stacked:
+        if parameter.requires_grad and mark is not None and not mark.is_own:
             raise ValueError(
                 f"{action}: {name} is one tensor that all members train. Freeze it, or give each member its own by "
                 "copy.deepcopy"
@@ -88,7 +88,7 @@ class BestMembers:
         >>> # pop.best.restore()  # members are what they were at their best
     """
 
-    def __init__(self, population: Population) -> None:
+    def __init__(self, population: ArrayGroup) -> None:
         self._population, self._records = population, population._best
 
     @property
@@ -173,12 +173,17 @@ class BestMembers:
             tag = pop._roll.tag(index)
             weights = self._record(tag).weights
             if weights is None:
-                raise ValueError(f"{tag!r} in row {index} has no best weights: call pop.best.update(metrics) before")
+                raise no_best(tag, index)
             model = apart(pop.fused, index)
             own = dict(tensors(model))
             for name, value in weights.items():
                 own[name].detach().copy_(value)
             return model
+
+
+def no_best(tag: str, row: int) -> ValueError:
+    """The error for a member without a record."""
+    return ValueError(f"{tag!r} in row {row} has no best weights: call pop.best.update(metrics) before")
 
 
 def copy_records(records: dict[str, BestRecord], pairs: Sequence[tuple[str, str]]) -> None:

@@ -19,26 +19,26 @@ from hfusion.optim.gathered_state import GatheredState
 from hfusion.population.sample_weights import check_keyword
 
 if TYPE_CHECKING:
-    from hfusion.population.population import Population
+    from hfusion.population.population import ArrayGroup
 
 
 @dataclass(eq=False)
 class ChosenRows:
     """The small population ``part`` that computes for some members of ``whole``, filled anew for each step."""
 
-    whole: Population
-    part: Population
+    whole: ArrayGroup
+    part: ArrayGroup
     array: GatheredRows
     state: GatheredState
 
     @staticmethod
-    def of(whole: Population, places: Sequence[int]) -> ChosenRows:
+    def of(whole: ArrayGroup, places: Sequence[int]) -> ChosenRows:
         """Raises FusionError where rows cannot be stepped apart."""
         array = GatheredRows.of(whole.fused, places)
         small = dict(array.array.named_parameters())
         params: dict[Tensor, Tensor] = {param: small[name] for name, param in whole.fused.named_parameters()}
         state = GatheredState.of(whole.optimizer, params, places)
-        part: Population = object.__new__(type(whole))
+        part: ArrayGroup = object.__new__(type(whole))
         vars(part).update(vars(whole))
         vars(part).pop("_chosen", None)
         part.fused, part.optimizer, part.scheduler = array.array, state.part, None
@@ -87,7 +87,7 @@ class ChosenRows:
         whole._roll.put_rows(rows, part._roll)
 
 
-def step_rows(pop: Population, rows: Any, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
+def step_rows(pop: ArrayGroup, rows: Any, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
     """The step of members ``rows``; see `Population.step`."""
     check_keyword(pop, "rows")
     chosen = rows_of(rows, len(pop))
@@ -109,15 +109,19 @@ def step_rows(pop: Population, rows: Any, inputs: Any, target: Any, keywords: di
     width = len(chosen) if pop._common else pop._widths.of(len(chosen))
     small = _small_population(pop, chosen, width)
     given = pytree.tree_map(lambda leaf: _filled(leaf, width), given, is_leaf=is_stacked)
+    deferred = small.part._deferred = pop._deferred
     losses = small.part._step_all(*given)
     pop._drop_gradients()
-    small.store(chosen)
+    if deferred is None:
+        small.store(chosen)
+    else:
+        deferred.finish(lambda: small.store(chosen))
     found = losses.new_full((len(pop),), math.nan)
     found[torch.tensor(chosen, device=losses.device)] = losses[: len(chosen)]
     return found
 
 
-def _small_population(pop: Population, rows: Sequence[int], width: int) -> ChosenRows:
+def _small_population(pop: ArrayGroup, rows: Sequence[int], width: int) -> ChosenRows:
     chosen: ChosenRows | None = vars(pop).get("_chosen")
     if chosen is None or not chosen.fits():
         chosen = ChosenRows.of(pop, [*rows, *list(rows[:1]) * (width - len(rows))])

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
+from hfusion.population.any_models import Population
 from hfusion.population.members import apart
-from hfusion.population.population import Population
 
 _SMALL = (torch.float16, torch.bfloat16)
 

@@ -24,11 +24,23 @@ def evaluate(
     fused: FusedModule, metric: Callable[..., Any], loader: Iterable[Any], members: Mapping[int, str]
 ) -> dict[int, float]:
     """``metric`` of each of ``members`` by row, over all batches ``(inputs, target)`` of ``loader``, in eval mode."""
+    return member_metrics(_batches(fused, loader), metric, members)
+
+
+def member_metrics(
+    batches: Sequence[tuple[Any, Any]],
+    metric: Callable[..., Any],
+    members: Mapping[int, str],
+    rows: Mapping[int, int] | None = None,
+) -> dict[int, float]:
+    """``metric`` of each of ``members`` by row, from the outputs of all batches, ``[rows, ...]``, and the targets.
+
+    ``rows``: the row that errors name for each; by default the row of the outputs.
+    """
+    check_batches(batches)
     updated = all(hasattr(metric, name) for name in ("reset", "update", "compute"))
-    parts = _batches(fused, loader)
-    apart = not updated and _any_ragged(parts)
-    if not (updated or apart):
-        parts = [_joined_batches(parts)]
+    apart = not updated and _any_ragged(batches)
+    parts = batches if updated or apart else [joined_batches(batches)]
     found = {}
     for row, tag in members.items():
         own = [_of_member(part, row) for part in parts]
@@ -37,7 +49,7 @@ def evaluate(
         try:
             found[row] = number(_updated(metric, own) if updated else metric(*own[0]))
         except Exception as error:
-            error.add_note(f"This is of the metric of member {tag!r} in row {row}.")
+            error.add_note(f"This is of the metric of member {tag!r} in row {(rows or {}).get(row, row)}.")
             raise
     return found
 
@@ -48,27 +60,34 @@ def outputs(fused: FusedModule, loader: Iterable[Any]) -> tuple[Any, Any]:
 
     Raises ValueError for a loader without batches, and for batches that cannot be joined.
     """
-    return _joined_batches(_batches(fused, loader))
+    return joined_batches(_batches(fused, loader))
 
 
-def _joined_batches(batches: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+def joined_batches(batches: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Outputs ``[rows, N, ...]`` and targets of all batches. Raises ValueError."""
+    check_batches(batches)
     return _joined([output for output, _ in batches], 1), _joined([target for _, target in batches], 0)
 
 
 def _batches(fused: FusedModule, loader: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """The members' outputs and the target of each batch. Raises ValueError where there is none."""
+    """The members' outputs and the target of each batch."""
     batches = []
     with fused.evaluating():
         for batch in loader:
-            inputs, target = _pair(batch)
+            inputs, target = pair_of(batch)
             args, kwargs = call_arguments(inputs, {})
             batches.append((fused(*args, **kwargs), target))
-    if not batches:
-        raise ValueError("the loader gave no batch, so that there is nothing to evaluate")
     return batches
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
+def check_batches(batches: Sequence[Any]) -> None:
+    """Raise a ValueError where there is none."""
+    if not batches:
+        raise ValueError("the loader gave no batch, so that there is nothing to evaluate")
+
+
+def pair_of(batch: Any) -> tuple[Any, Any]:
+    """Inputs and target of a batch. Raises ValueError."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         many = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
         raise ValueError(

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from hfusion.array.module import FusedModule
 from hfusion.core.calls import stacked
+from hfusion.core.membership import member_rows
 from hfusion.core.usage import absent_rows, mark_absent
 from hfusion.optim import GradScaler
+from hfusion.optim.group import membership_of
 
 
 def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +57,7 @@ class GradientSums:
         for name, param in fused.named_parameters():
             if param.grad is None:
                 continue
-            grad, absent = param.grad, absent_rows(param.grad)
+            grad, absent = member_rows(param.grad, membership_of(param)), absent_rows(param.grad)
             if name not in self.sums:
                 # A step that is replayed has its gradients in the same memory again.
                 self.sums[name], self.absent[name] = grad.clone(), absent
@@ -69,11 +71,15 @@ class GradientSums:
         """Let the parameters have those of members ``due``, bool ``[rows]``, whose next call is the first again."""
         everybody = bool(due.all())
         for name, param in fused.named_parameters():
-            param.grad = self.sums.get(name)
-            if param.grad is None:
+            param.grad = None
+            if name not in self.sums:
                 continue
             absent = self.absent[name]
+            if membership_of(param).alone:
+                param.grad = None if absent is not None and bool(absent) else self.sums[name][0]
+                continue
             if everybody:
+                param.grad = self.sums[name]
                 mark_absent(param.grad, absent)
                 continue
             others = ~due

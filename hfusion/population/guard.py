@@ -13,7 +13,7 @@ from hfusion.array.module import FusedModule
 from hfusion.array.rows import written_keys
 from hfusion.capture.named import tensors
 from hfusion.core.errors import FusionError
-from hfusion.core.membership import membership
+from hfusion.core.membership import member_rows, membership
 from hfusion.optim import clip_grad_norm_, clip_grad_value_
 from hfusion.optim.hyper import HyperValue, member_vector, plain
 from hfusion.optim.scaler import not_finite
@@ -108,18 +108,29 @@ def _checked(name: str, value: HyperValue | None, rows: int) -> Tensor:
 
 
 def stacked(tensor: Tensor) -> bool:
-    """Whether every member has a row of it."""
+    """Whether every member has a row of it, or it is that of a member in no array."""
     found = membership(tensor)
-    return found is not None and found.stacked
+    return found is not None and found.is_own
 
 
 def bad_rows(fused: FusedModule, losses: Tensor) -> Tensor:
     """The members whose loss or gradients are not all finite: bool ``[rows]``, on the CPU."""
     bad = ~losses.detach().isfinite().cpu()
+    if len(fused) == 1 and _all_finite([param.grad for param in fused.parameters() if param.grad is not None]):
+        return bad
     for param in fused.parameters():
         if param.grad is not None and stacked(param):
             bad = bad | not_finite(param.grad, len(fused))
     return bad
+
+
+def _all_finite(grads: Sequence[Tensor]) -> bool:
+    """Whether every value is finite, from one call for all; False if there is no such call for these tensors."""
+    if not grads or len({(grad.dtype, grad.device, grad.layout) for grad in grads}) > 1:
+        return not grads
+    if grads[0].layout is not torch.strided or not all(grad.numel() for grad in grads):
+        return False
+    return bool(torch.stack(torch._foreach_norm(list(grads), float("inf"))).isfinite().all())
 
 
 def check_common(fused: FusedModule) -> None:
@@ -148,7 +159,12 @@ class Buffers:
             self._keep((name, tensor) for name, tensor in tensors(self._fused) if name in further)
 
     def _keep(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        self._before |= {name: (t, t.detach().clone()) for name, t in named if stacked(t)}
+        # A view of each, in which writing writes to the tensor itself.
+        for name, tensor in named:
+            mark = membership(tensor)
+            if mark is not None and mark.is_own:
+                rows = member_rows(tensor.detach(), mark)
+                self._before[name] = rows, rows.clone()
 
     @property
     def before(self) -> dict[str, Tensor]:
@@ -159,7 +175,7 @@ class Buffers:
         """Hold what members ``rows``, bool ``[rows]``, have now."""
         for tensor, before in self._before.values():
             places = rows.nonzero().reshape(-1).to(tensor.device)
-            before[places] = tensor.detach()[places]
+            before[places] = tensor[places]
 
     def of_rows(self, rows: Sequence[int], part: FusedModule) -> Buffers:
         """What is held of members ``rows``, for an array ``part`` of them."""

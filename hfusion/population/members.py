@@ -305,4 +305,4 @@ def apart(fused: FusedModule, row: int) -> nn.Module:
 
 def _of_members(parameter: Tensor) -> bool:
     found = membership(parameter)
-    return found is not None and found.stacked
+    return found is not None and found.is_own

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from hfusion.optim.hyper import HyperValue
-
-if TYPE_CHECKING:
-    from hfusion.population.population import Population
+from hfusion.population.any_models import Population
+from hfusion.population.group_options import value_of
+from hfusion.population.group_updates import GroupUpdates
+from hfusion.population.member_layout import PlacedGroup
+from hfusion.population.population import ArrayGroup
 
 
 def flush(population: Population) -> bool:
@@ -18,21 +19,45 @@ def flush(population: Population) -> bool:
 
     Their gradients stay divided by ``accumulate``, as in the last group of an epoch of `hfusion.Task`.
     """
-    with population._lock:
-        updates = population._updates
+    members = population._members
+    if isinstance(members, ArrayGroup):
+        return _flush_array(members)
+    with members._lock, members.updates() as updates:
+        made = [_flush_group(group, updates) for group in members.groups]
+        return any(made)
+
+
+def _flush_group(group: PlacedGroup, updates: GroupUpdates) -> bool:
+    with updates.of_group(group.members, group.rows):
+        return _flush_array(group.members)
+
+
+def _flush_array(array: ArrayGroup) -> bool:
+    with array._lock:
+        updates = array._updates
         if not updates.underway:
             return False
         due = updates.done > 0
-        if not population._common:
-            updates.sums.take(population.fused, due)
+        if not array._common:
+            updates.sums.take(array.fused, due)
         # Losses that are not finite were noted at each call.
-        population._update(torch.zeros(len(population)), due)
+        array._update(torch.zeros(len(array)), due)
         return True
 
 
 def limit_norms(population: Population, rows: Sequence[int], norms: HyperValue) -> None:
     """Set the largest gradient norms of members, from the next update on. Raises ValueError for one below 0."""
-    with population._lock:
-        limits = population._limits
+    members = population._members
+    if isinstance(members, ArrayGroup):
+        _limit_array(members, rows, norms)
+        return
+    for index, row in enumerate(rows):
+        group, local = members.layout.place(row)
+        _limit_array(group.members, [local], value_of("norms", norms, index, len(rows)))
+
+
+def _limit_array(array: ArrayGroup, rows: Sequence[int], norms: HyperValue) -> None:
+    with array._lock:
+        limits = array._limits
         values = None if limits.value is None else limits.value.values[list(rows)]
-        population._limits = limits.with_rows(rows, norms, values)
+        array._limits = limits.with_rows(rows, norms, values)

@@ -11,7 +11,7 @@ from torch import Tensor
 from hfusion.population.best import is_better, numbers
 
 if TYPE_CHECKING:
-    from hfusion.population.population import Population
+    from hfusion.population.any_models import Population
 
 
 class Patience:

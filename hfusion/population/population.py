@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,11 @@ from hfusion.population.best import BestRecord, copy_records
 from hfusion.population.chosen_rows import step_rows
 from hfusion.population.evaluate import evaluate
 from hfusion.population.gradients import weighed, weighted
+from hfusion.population.group_updates import GroupUpdates
 from hfusion.population.guard import Limits, OnNonfinite, bad_rows, check_common, stacked
 from hfusion.population.hparams import Hparams
 from hfusion.population.members import Enrolled, Roll, What, apart, freeze, listed
+from hfusion.population.plain_module import PlainModule
 from hfusion.population.sample_weights import sample_weighted, weigh_samples
 from hfusion.population.saving import Saving, in_turn
 from hfusion.population.shared_training import step_together
@@ -36,34 +38,14 @@ from hfusion.population.widths import Widths
 from hfusion.step.train_step import train_step
 
 
-class Population(Saving, Enrolled, MemberWeights):
+class ArrayGroup(Saving, Enrolled, MemberWeights):
     """B members that train, leave, join and are copied as one array; each exactly as if alone.
 
-    A row is taken by a member or free. A free row gives NaN, and `compact` gives its memory and time back.
-
-    Args:
-        models: what members start as, see `hfusion.fuse`; or a fused module.
-        optimizer: gives an optimizer of hf.optim for the parameters that it gets.
-        loss: any functional loss, see `hfusion.per_model`.
-        scheduler: gives a scheduler of torch.optim.lr_scheduler for an optimizer of one member, or a list of such
-            functions, see `hfusion.optim.lr_scheduler.PerMember`; ``pop.scheduler.step()`` steps it.
-        scaler: scales the losses, each member's by its own scale.
-        clip_norm, clip_value: limits of the gradients, one or one per member; by value first.
-        accumulate: so many calls of `step` make one update, of the mean of their gradients; one, or one per member.
-        on_nonfinite: what happens to a member whose loss or gradient is not finite. ``"freeze"``: it stays as it was
-            before that step until it is stopped, copied over or thawed; ``"raise"``: a NonFiniteError that names it,
-            and the array is as before the step; ``"ignore"``: nothing, and it goes on with what it has. Others are
-            never touched.
-        tags: the members' names, by which checkpoints know them; made up where not given.
-        compile: as of `hfusion.train_step`; ``"auto"`` where nobody knows how long members stay. Where members train a
-            parameter together, steps run eagerly.
-
-    Raises:
-        FusionError: models that cannot be fused.
-        ValueError: options that do not go together, or an optimizer that is none of hf.optim.
+    Its arguments and methods are those of `hfusion.Population`, for models that share an array.
     """
 
     _samples = False  # whether the loss weighs samples
+    _deferred: GroupUpdates | None = None  # makes the updates, where they wait for those of other groups
 
     def __init__(
         self,
@@ -75,14 +57,14 @@ class Population(Saving, Enrolled, MemberWeights):
         scaler: GradScaler | None = None,
         clip_norm: HyperValue | None = None,
         clip_value: HyperValue | None = None,
-        accumulate: int | Sequence[int] = 1,
+        accumulate: int | Sequence[int] | Tensor = 1,
         on_nonfinite: OnNonfinite = "freeze",
         tags: Sequence[str] | None = None,
         compile: bool | str = True,
     ) -> None:
         if on_nonfinite not in ("freeze", "raise", "ignore"):
             raise ValueError(f'on_nonfinite={on_nonfinite!r}: it is "freeze", "raise" or "ignore"')
-        self.fused = models if isinstance(models, FusedModule) else fuse(models)
+        self.fused: FusedModule = cast(Any, models) if isinstance(models, FusedModule | PlainModule) else fuse(models)
         self.optimizer = optimizer(self.fused.parameters())
         if not isinstance(self.optimizer, FusedOptimizer):
             name = type(self.optimizer).__name__
@@ -131,21 +113,7 @@ class Population(Saving, Enrolled, MemberWeights):
     def step(
         self, inputs: Any, target: Any, *, rows: Sequence[int] | None = None, weights: Any = None, **keywords: Any
     ) -> Tensor:
-        """One step of every member, or of ``rows`` alone: losses ``[rows]``, NaN where a row is free or does not step.
-
-        Args:
-            inputs, target, keywords: see `hfusion.train_step`; stacked ones have a row for each member that steps, in
-                the order of ``rows``.
-            rows: the members that step, each once. The others stay as they are, to the bit, and so do their moments,
-                counts, schedules and scales.
-            weights: how often each sample counts in the loss, ``[N]`` for all members or one row for each; 0 removes
-                it. Needs a loss with ``reduction=``, such as torch's, or of values ``[N]``.
-
-        Raises:
-            ValueError: rows that are none, are free, or come twice; a stacked argument of another number of members;
-                weights below 0, all 0 for a member, or for a loss that has no values of single samples.
-            FusionError: a step of some rows where a hook, or a parameter that members train together, takes all.
-        """
+        """See `hfusion.Population.step`."""
         self._roll.check_width(len(self.fused))
         if weights is not None or self._samples:
             target = weigh_samples(self, target, weights, rows)
@@ -185,27 +153,37 @@ class Population(Saving, Enrolled, MemberWeights):
 
     def _update(self, losses: Tensor, due: Tensor) -> None:
         """Update members ``due``; where that fails, the next step begins an update of all from scratch."""
-        ended = ~self._none()
+        if self._deferred is not None:
+            self._deferred.add(self, losses, due)
+            return
         try:
             self._apply(losses, due)
-            ended = due
         except BaseException:
-            if self._updates.buffers is not None:
-                self._updates.buffers.put_back(ended)
-            if self.scaler is not None:
-                self.scaler.forget()
+            self._give_up()
             raise
-        finally:
-            self._updates.end(ended)
+        self._updates.end(due)
+
+    def _give_up(self) -> None:
+        """Let the next step begin an update of all from scratch, with buffers as before this one."""
+        everybody = ~self._none()
+        if self._updates.buffers is not None:
+            self._updates.buffers.put_back(everybody)
+        if self.scaler is not None:
+            self.scaler.forget()
+        self._updates.end(everybody)
+
+    def _bad(self, losses: Tensor, due: Tensor) -> Tensor:
+        """Who of ``due`` goes bad in this update, bool ``[rows]``."""
+        # Who overflows under a scaler skips a step, and has a smaller scale at the next.
+        bad = self._updates.spoilt | (self._none() if self.scaler is not None else bad_rows(self.fused, losses))
+        return bad & due & self._roll.alive & ~self._roll.frozen
 
     def _apply(self, losses: Tensor, due: Tensor) -> None:
         """Unscale, look at the gradients, clip, update."""
         roll = self._roll
         overflown = self._none() if self.scaler is None else self.scaler.unscale_(self.optimizer)
         if self._on_nonfinite != "ignore":
-            # Who overflows under a scaler skips a step, and has a smaller scale at the next.
-            found = self._updates.spoilt | (self._none() if self.scaler is not None else bad_rows(self.fused, losses))
-            freeze(roll, found & due & roll.alive & ~roll.frozen, self._on_nonfinite == "raise")
+            freeze(roll, self._bad(losses, due), self._on_nonfinite == "raise")
             if self._updates.buffers is not None and bool(roll.frozen.any()):
                 self._updates.buffers.put_back(roll.frozen)
             if self.scaler is None:
@@ -226,13 +204,7 @@ class Population(Saving, Enrolled, MemberWeights):
 
     @in_turn
     def stop(self, row: int | Sequence[int]) -> Any:
-        """A member leaves: the model, or a list of them for several rows; the rows are free from here on.
-
-        The model has copies of its own tensors; a frozen base of all members stays the one that they have.
-
-        Raises:
-            ValueError: a row that is none, is free, or comes twice.
-        """
+        """See `hfusion.Population.stop`."""
         single, rows = is_row(row), rows_of(row, len(self))
         check_once(rows)
         tags = [self._roll.tag(one) for one in rows]
@@ -256,19 +228,7 @@ class Population(Saving, Enrolled, MemberWeights):
         accumulate: int | Sequence[int] | None = None,
         **hypers: Any,
     ) -> Any:
-        """A model joins in a free row, at its own step 0: the row. The model stays as it is, its tensors are copied.
-
-        Args:
-            row: a free row; None for the first that is free, or a new one. Several rows take as many models, tags, and
-                one value for all or one for each of what follows.
-            hypers: its hyper-parameters; those that all members began with alike need not be given.
-            scheduler, clip_norm, clip_value, accumulate: of the member; what all began with alike need not be given.
-
-        Raises:
-            ValueError: a row that is taken, a tag that another member has, what is missing because members began with
-                different ones, or a value that is wrong.
-            FusionError: a model that cannot be fused with the members.
-        """
+        """See `hfusion.Population.start`. Raises FusionError for a model that cannot be fused with the members."""
         models = listed("model", model, nn.Module)
         tags = [None] * len(models) if tag is None else listed("tag", tag, str)
         self._check_between()
@@ -311,14 +271,7 @@ class Population(Saving, Enrolled, MemberWeights):
 
     @in_turn
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
-        """Let members ``dst`` be what ``src`` are: weights, moments, counts, schedule, hyper-parameters, scale.
-
-        ``src`` is one row or as many as ``dst``; all are read before one is written. A taken row keeps its tag, a free
-        one gets a new one.
-
-        Raises:
-            ValueError: ``src`` is free, or frozen; rows that are none, or are written twice.
-        """
+        """See `hfusion.Population.copy`."""
         roll = self._roll
         found = [(one, other) for one, other in pairs(src, dst, len(self)) if one != other]
         for one, _ in found:
@@ -344,10 +297,9 @@ class Population(Saving, Enrolled, MemberWeights):
 
     @in_turn
     def compact(self) -> list[int]:
-        """Give back the time and memory of free rows, but for a few: the members that are left move up.
+        """See `hfusion.Population.compact`.
 
-        Rows come in blocks, so that no program is compiled for every number of members. Returns the old row of each
-        member that is left, in their new order.
+        Rows come in blocks, so that no program is compiled for every number of members.
         """
         live, free = self._roll.live, self._roll.free
         width = self._widths.of(len(live))
@@ -389,11 +341,6 @@ class Population(Saving, Enrolled, MemberWeights):
 
     @in_turn
     def evaluate(self, metric: Callable[..., Any], loader: Iterable[Any]) -> Tensor:
-        """A metric of every member over all batches ``(inputs, target)``, in eval mode: float64 ``[rows]``.
-
-        ``metric(output, target)`` gets one member's outputs of all batches, joined, and gives a number: a loss, a
-        function of torchmetrics.functional, any function. A metric with ``update`` and ``compute`` gets batch by batch.
-        A free row has NaN.
-        """
+        """See `hfusion.Population.evaluate`."""
         found = evaluate(self.fused, metric, loader, {row: self._roll.tag(row) for row in self._roll.live})
         return torch.tensor([found.get(row, math.nan) for row in range(len(self))], dtype=torch.float64)

@@ -14,18 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hfusion.array.module import FusedModule
 from hfusion.core.calls import StackedInput, is_stacked, stacked
 from hfusion.core.ragged import Ragged
+from hfusion.population.plain_module import PlainModule
 
 if TYPE_CHECKING:
-    from hfusion.population.population import Population
+    from hfusion.population.population import ArrayGroup
 
 # Their mean is over the weights of the targets' classes, without targets that are ignored.
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)
 _CLASS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
-def weigh_samples(pop: Population, target: Any, weights: Any, rows: Sequence[int] | None) -> dict[str, Any]:
+def weigh_samples(pop: ArrayGroup, target: Any, weights: Any, rows: Sequence[int] | None) -> dict[str, Any]:
     """Return ``target`` with the weights of its samples, for the loss of `sample_weighted`, which the population has
     from then on. ``weights`` None: all samples count as 1.
 
@@ -41,14 +43,14 @@ def weigh_samples(pop: Population, target: Any, weights: Any, rows: Sequence[int
         return {"target": target, "samples": None}
     check_keyword(pop, "weights")
     members = list(range(len(pop))) if rows is None else list(rows)
-    given = _per_member(weights)
-    _check_weights(pop, given, members)
+    given = rows_of_weights(weights)
+    check_weights(given, members, pop._roll.free)
     return {"target": target, "samples": given}
 
 
-def check_keyword(pop: Population, name: str) -> None:
+def check_keyword(pop: ArrayGroup, name: str) -> None:
     """Raise ValueError if the members' forward takes a keyword that `Population.step` takes itself."""
-    forward = type(pop.fused._array.skeletons[0]).forward
+    forward = _model_class(pop.fused).forward
     if name in _parameters(forward):
         raise ValueError(
             f"{name}= is for step, and forward of {pop.fused._original} has a parameter of that name: give it by "
@@ -56,7 +58,12 @@ def check_keyword(pop: Population, name: str) -> None:
         )
 
 
-def _per_member(weights: Any) -> Any:
+def _model_class(fused: FusedModule | PlainModule) -> type[nn.Module]:
+    return type(fused.model if isinstance(fused, PlainModule) else fused._array.skeletons[0])
+
+
+def rows_of_weights(weights: Any) -> Any:
+    """Weights that are marked as one row per member, unless they are ``[N]`` for all. Raises ValueError."""
     if isinstance(weights, StackedInput | Ragged):
         return weights
     if not isinstance(weights, Tensor) and isinstance(weights, list | tuple) and len(weights):
@@ -71,7 +78,8 @@ def _per_member(weights: Any) -> Any:
     return weights if weights.dim() == 1 else stacked(weights)
 
 
-def _check_weights(pop: Population, weights: Any, rows: Sequence[int]) -> None:
+def check_weights(weights: Any, rows: Sequence[int], free: Sequence[int]) -> None:
+    """Raise a ValueError unless there are weights for each of ``rows``, and those of members can be used."""
     if isinstance(weights, Tensor):
         per_row = [weights] * len(rows)
     else:
@@ -79,7 +87,7 @@ def _check_weights(pop: Population, weights: Any, rows: Sequence[int]) -> None:
     if len(per_row) != len(rows):
         raise ValueError(f"weights have {len(per_row)} rows for {len(rows)} members: give one for each, in their order")
     for row, values in zip(rows, per_row, strict=True):
-        if row in pop._roll.free:
+        if row in free:
             continue
         values = values.detach()
         if not bool(((values >= 0) & values.isfinite()).all()):

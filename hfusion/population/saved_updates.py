@@ -11,18 +11,20 @@ from torch import Tensor
 from hfusion.checkpoint.parts import OWN, SaveWriter
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.core.errors import CheckpointError
+from hfusion.core.membership import member_rows
+from hfusion.optim.group import membership_of
 from hfusion.population.accumulation import Accumulation
 from hfusion.population.gradients import GradientSums
 from hfusion.population.guard import Buffers
 
 if TYPE_CHECKING:
-    from hfusion.population.population import Population
+    from hfusion.population.population import ArrayGroup
 
 _CALLS, _DONE, _SPOILT = (f"population/{name}" for name in ("accumulate", "calls made", "spoilt"))
 _SUM, _ABSENT, _BEFORE = (f"population/{name}/" for name in ("sums", "absent", "before"))
 
 
-def save_updates(writer: SaveWriter, pop: Population) -> None:
+def save_updates(writer: SaveWriter, pop: ArrayGroup) -> None:
     """Keep where the members are in their updates, with sums of gradients where they are in the midst of one."""
     updates = pop._updates
     writer.own(_CALLS, updates.calls)
@@ -39,7 +41,7 @@ def save_updates(writer: SaveWriter, pop: Population) -> None:
             writer.own(_BEFORE + name, value)
 
 
-def load_updates(wide: SaveReader, pop: Population, free: Sequence[int], given: bool) -> Accumulation:
+def load_updates(wide: SaveReader, pop: ArrayGroup, free: Sequence[int], given: bool) -> Accumulation:
     """Where the members of a save are in their updates, for a population whose tensors are read already.
 
     ``given``: whether the user says how many calls make an update.
@@ -69,11 +71,12 @@ def load_updates(wide: SaveReader, pop: Population, free: Sequence[int], given: 
     return updates
 
 
-def _sums(wide: SaveReader, pop: Population, members: int) -> GradientSums:
+def _sums(wide: SaveReader, pop: ArrayGroup, members: int) -> GradientSums:
     sums = GradientSums(members)
     for name, param in pop.fused.named_parameters():
         if any(OWN + _SUM + name in saved.tensors for saved, _ in wide.parts):
-            sums.sums[name] = _own(wide, _SUM + name, torch.zeros_like(param.detach())).to(param.device)
+            like = torch.zeros_like(member_rows(param.detach(), membership_of(param)))
+            sums.sums[name] = _own(wide, _SUM + name, like).to(param.device)
             sums.absent[name] = _own(wide, _ABSENT + name, torch.ones(members, dtype=torch.bool))
     return sums
 

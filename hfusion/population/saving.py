@@ -1,4 +1,4 @@
-"""A population on disk and back: all of it, some members, or the members of several."""
+"""An array of members on disk and back: all of it, some members, or the members of several."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.checkpoint import files
-from hfusion.checkpoint.files import Saved, told
-from hfusion.checkpoint.packed import PackedSave
+from hfusion.checkpoint.files import told
 from hfusion.checkpoint.parts import SaveWriter
 from hfusion.checkpoint.reader import SaveReader
-from hfusion.checkpoint.save import Root, Writing, gather, in_thread, read, writing
+from hfusion.checkpoint.save import Root, Writing, gather, in_thread, writing
 from hfusion.checkpoint.tree import encode
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import CheckpointError
-from hfusion.optim import FusedOptimizer
 from hfusion.optim.lr_scheduler import Make
 from hfusion.population.best import read_records, write_records
 from hfusion.population.guard import Limit
@@ -33,7 +31,7 @@ from hfusion.population.saved_updates import load_updates, save_updates
 from hfusion.population.widths import Widths
 
 if TYPE_CHECKING:
-    from hfusion.population.population import Population
+    from hfusion.population.population import ArrayGroup
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -43,7 +41,7 @@ def in_turn(method: Method) -> Method:
     """One thread at a time: whoever saves a population that another thread trains sees it between two calls."""
 
     @wraps(method)
-    def called(population: Population, *args: Any, **kwargs: Any) -> Any:
+    def called(population: Any, *args: Any, **kwargs: Any) -> Any:
         with population._lock:
             return method(population, *args, **kwargs)
 
@@ -57,14 +55,20 @@ class Saving:
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickle and copy.deepcopy keep: what computes is made anew."""
-        pop = cast("Population", self)
+        pop = cast("ArrayGroup", self)
         dropped = {"_lock", "_loss", "_step", "_saving", "_chosen"}
         kept = {name: value for name, value in vars(self).items() if name not in dropped}
         return {**kept, "known": sorted(pop._step.known_calls)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update({name: value for name, value in state.items() if name != "known"})
-        cast("Population", self)._prepare(state["known"])
+        cast("ArrayGroup", self)._prepare(state["known"])
+
+    def check_saved(self) -> None:
+        """Raise a CheckpointError in the midst of an update that members make together."""
+        pop = cast("ArrayGroup", self)
+        if pop._common and pop._updates.underway:
+            raise CheckpointError("members train a parameter together, and are amid an update: save after it")
 
     def save(
         self,
@@ -81,14 +85,13 @@ class Saving:
         ``wait=False``: only the copies are made now, and another thread writes them; the result of what is returned is
         the folder, or the error. A save waits for the one before, and tells its error where nobody asked for it.
         """
-        pop = cast("Population", self)
+        pop = cast("ArrayGroup", self)
         keep, score = files.checked(keep, score)
         before, self._saving = self._saving, None
         if before is not None:
             before.settle()
         with pop._lock:
-            if pop._common and pop._updates.underway:
-                raise CheckpointError("members train a parameter together, and are amid an update: save after it")
+            self.check_saved()
             writer, steps = gathered(pop, loader, extra), pop.steps
         write = partial(files.write, root, writer.body, writer.tensors, step=steps, keep=keep, score=score)
         self._saving = saving = in_thread(write)
@@ -96,66 +99,8 @@ class Saving:
             saving.result()
         return saving
 
-    @classmethod
-    def load(
-        cls,
-        root: Root | Saved | Sequence[Root],
-        make_model: Callable[..., nn.Module],
-        *,
-        optimizer: Callable[[Any], FusedOptimizer],
-        loss: Callable[..., Any],
-        names: str | Sequence[str] | None = None,
-        scheduler: Make | Sequence[Make] | Mapping[str, Make] | None = None,
-        loader: Any = None,
-        random: bool = True,
-        **options: Any,
-    ) -> Population:
-        """The population of the latest save under ``root``, or under several, as it was; or ``names`` of its members.
 
-        Args:
-            make_model: gives a model of each member; its tensors are written over. It may take the member's name.
-            optimizer: as when it was made; give one value of each hyper-parameter for all, what was saved is written
-                over it. So with ``scaler``, ``clip_norm`` and ``clip_value``.
-            options: others of the population; ``accumulate`` and ``on_nonfinite`` are by default as they were.
-            scheduler: as when it was made; where members have different ones, by their names.
-            loader: goes on from where the saved one was.
-            random: whether the random generators go on from where they were.
-
-        Raises:
-            CheckpointError: there is none, a file is damaged, or it is of other models.
-        """
-        reader = read(root, names)
-        rows = rows_of(reader, names)
-        given = "accumulate" in options
-        calls = {saved.body["population"].get("accumulate") for saved, _ in reader.parts}
-        options.setdefault("accumulate", next(iter(calls)) if len(calls) == 1 and None not in calls else 1)
-        if "on_nonfinite" not in options and (value := _agreed(reader, "on_nonfinite")) is not None:
-            options["on_nonfinite"] = value
-        models = models_of(make_model, rows)
-        makes = makes_of(scheduler, rows) if isinstance(scheduler, Mapping) else scheduler
-        pop: Population = cast(Any, cls)(models, optimizer=optimizer, loss=loss, scheduler=makes, **options)
-        restore(pop, reader, rows, loader, random, given)
-        return pop
-
-
-def _agreed(reader: SaveReader, name: str) -> Any:
-    """An option of the populations that were saved; None in saves of before. Raises CheckpointError."""
-    values = {saved.body["population"].get(name) for saved, _ in reader.parts}
-    if len(values) > 1:
-        raise CheckpointError(
-            f"{name} was not the same in the populations that are merged, {sorted(map(str, values))}: give {name}=..."
-        )
-    return values.pop()
-
-
-def packed(pop: Population) -> PackedSave:
-    """What a save of ``pop`` holds, for `load` in another process."""
-    with pop._lock:
-        writer = gathered(pop, None, None)
-        return PackedSave.of(writer.body, writer.tensors, pop.steps)
-
-
-def gathered(pop: Population, loader: Any, extra: Any) -> SaveWriter:
+def gathered(pop: ArrayGroup, loader: Any, extra: Any) -> SaveWriter:
     """Copies of all that a save of ``pop`` holds."""
     roll, limits = pop._roll, pop._limits
     if not roll.live:
@@ -237,7 +182,7 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def restore(
-    pop: Population, reader: SaveReader, rows: Sequence[str | None], loader: Any, random: bool, counted: bool
+    pop: ArrayGroup, reader: SaveReader, rows: Sequence[str | None], loader: Any, random: bool, counted: bool
 ) -> None:
     """Let ``pop``, just made of models for ``rows``, be what was saved; ``counted``: but for its ``accumulate``.
 

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.core.calls import is_stacked
+from hfusion.population.any_models import Population
 from hfusion.population.evaluate import number, outputs
-from hfusion.population.population import Population
 
 Score = Callable[[Any, Any], Any]
 

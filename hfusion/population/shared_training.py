@@ -10,10 +10,10 @@ from torch import Tensor
 from hfusion.step.train_step import call_arguments, check_losses
 
 if TYPE_CHECKING:
-    from hfusion.population.population import Population
+    from hfusion.population.population import ArrayGroup
 
 
-def step_together(pop: Population, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
+def step_together(pop: ArrayGroup, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
     """Make a step eagerly, with the losses of members that are in no free or frozen row; losses ``[rows]``."""
     updates = pop._updates
     if not updates.underway:

@@ -12,13 +12,14 @@ from torch.utils.hooks import RemovableHandle
 from hfusion.array.each import Each, as_each, training_rows
 from hfusion.capture.named import tensors
 from hfusion.core.rows import check_once, rows_of
+from hfusion.population.accumulation import Accumulation
 from hfusion.population.average import checked_weights, mean_tensors, write_rows
-from hfusion.population.best import BestMembers, BestRecord
+from hfusion.population.best import BestRecord
 from hfusion.population.members import apart
 from hfusion.population.saving import in_turn
 
 if TYPE_CHECKING:
-    from hfusion.population.population import Population
+    from hfusion.population.population import ArrayGroup
 
 
 class MemberWeights:
@@ -26,11 +27,6 @@ class MemberWeights:
 
     _best: dict[str, BestRecord]
     _gradient_hooks: OrderedDict[int, Each] | None = None
-
-    @property
-    def best(self) -> BestMembers:
-        """Each member's best weights, to update, restore and copy: see `hfusion.population.best.BestMembers`."""
-        return BestMembers(cast("Population", self))
 
     @in_turn
     def average(
@@ -41,25 +37,8 @@ class MemberWeights:
         into: int | Sequence[int] | Literal["all"] | None = None,
         optimizer: Literal["keep", "reset"] = "keep",
     ) -> nn.Module | None:
-        """Average members: parameters and floating-point buffers, weighted.
-
-        Other buffers, such as BatchNorm's count of batches, are those of the last of ``rows`` with a weight, as
-        `torch.optim.swa_utils.AveragedModel` has those of the model that it got last. Halves are averaged in float32.
-
-        Args:
-            rows: the members that are averaged; None: all.
-            weights: one for each of them, at least 0, of any sum above 0, such as numbers of samples. Who has 0 is left
-                out. None: all alike.
-            into: the rows that the average is written into, ``"all"`` of the members, as a server of federated
-                averaging sends it to its clients. None: it is returned as a model, a copy of the first of ``rows``, and
-                members stay as they are.
-            optimizer: what members that are written have of the optimizer: ``"keep"`` their own moments and counts,
-                or ``"reset"``, as if they began. Rates and schedules stay.
-
-        Raises:
-            ValueError: a row that is none, is free or comes twice, or weights that are none.
-        """
-        pop = cast("Population", self)
+        """See `hfusion.Population.average`."""
+        pop = cast("ArrayGroup", self)
         if optimizer not in ("keep", "reset"):
             raise ValueError(f'optimizer={optimizer!r}: it is "keep" or "reset"')
         sources = _members(pop, rows)
@@ -71,12 +50,8 @@ class MemberWeights:
                 held[name].detach().copy_(mean)
             return model
         targets = _members(pop, None if isinstance(into, str) and into == "all" else into)
-        if midst := [row for row in pop._updates.underway if row in targets]:
-            made, calls = int(pop._updates.done[midst[0]]), int(pop._updates.calls[midst[0]])
-            raise ValueError(
-                f"{made} of {calls} steps of an update of row {midst[0]} are made, with gradients at its present "
-                "weights: average into members between their updates"
-            )
+        for row in targets:
+            check_not_underway(pop._updates, row, row)
         for _, stack, mean in mean_tensors(pop.fused, shares):
             write_rows(stack, targets, mean)
         if optimizer == "reset":
@@ -86,7 +61,7 @@ class MemberWeights:
     @property
     def active_rows(self) -> list[int]:
         """The rows of members that train: taken, and not frozen."""
-        pop = cast("Population", self)
+        pop = cast("ArrayGroup", self)
         training = set(training_rows(pop.fused))
         return [row for row in pop._roll.live if row in training and not bool(pop._roll.frozen[row])]
 
@@ -94,33 +69,17 @@ class MemberWeights:
     def each(
         self, fn: Callable[..., Any] | Each, *args: Any, rows: int | Sequence[int] | None = None, **kwargs: Any
     ) -> None:
-        """Run a function of one member's parameters and gradients for all members at once: see `hfusion.each`.
-
-        Args:
-            fn: the function, or what `hfusion.each` gave for it.
-            rows: the members it is for; None: all that train. Free rows and frozen members stay as they are, to the
-                bit.
-            args, kwargs: passed on; values in `hfusion.stacked` have a row for each row of the population.
-
-        Raises:
-            ValueError: a row that is free, frozen or comes twice; and as `hfusion.each`.
-        """
-        pop, active = cast("Population", self), self.active_rows
+        """See `hfusion.Population.each`."""
+        pop, active = cast("ArrayGroup", self), self.active_rows
         chosen = active if rows is None else _members(pop, rows)
         if resting := [row for row in chosen if bool(pop._roll.frozen[row])]:
             raise ValueError(f"{pop._roll.tag(resting[0])!r} in row {resting[0]} went bad and is frozen: thaw it first")
         if chosen:
-            as_each(fn)(pop.fused, *args, rows=chosen, **kwargs)
+            self._run_each(as_each(fn), chosen, *args, **kwargs)
 
     @in_turn
     def register_gradient_hook(self, fn: Callable[..., Any] | Each) -> RemovableHandle:
-        """Let `step` run a function between backward and update, before gradients are clipped.
-
-        It is called as by `each`, once for each update, with gradients that are summed over ``accumulate`` calls and
-        unscaled; for members that make this update only. Saves do not hold it.
-
-        Returns: a handle whose ``remove()`` ends it.
-        """
+        """See `hfusion.Population.register_gradient_hook`."""
         if self._gradient_hooks is None:
             self._gradient_hooks = OrderedDict()
         handle = RemovableHandle(self._gradient_hooks)
@@ -130,13 +89,25 @@ class MemberWeights:
     def _run_gradient_hooks(self, resting: Tensor) -> None:
         for hook in (self._gradient_hooks or {}).values():
             if rows := [row for row in self.active_rows if not bool(resting[row])]:
-                hook(cast("Population", self).fused, rows=rows)
+                self._run_each(hook, rows)
+
+    def _run_each(self, fn: Each, rows: list[int], *args: Any, **kwargs: Any) -> None:
+        fn(cast("ArrayGroup", self).fused, *args, rows=rows, **kwargs)
 
 
-def _members(pop: Population, rows: int | Sequence[int] | None) -> list[int]:
+def _members(pop: ArrayGroup, rows: int | Sequence[int] | None) -> list[int]:
     """Rows with members; None for all. Raises ValueError."""
     chosen = pop._roll.live if rows is None else rows_of(rows, len(pop))
     check_once(chosen)
     for row in chosen:
         pop._roll.tag(row)
     return chosen
+
+
+def check_not_underway(updates: Accumulation, index: int, row: int) -> None:
+    """Raise a ValueError for the member at ``index``, in ``row`` of the population, in the midst of an update."""
+    if int(updates.done[index]):
+        raise ValueError(
+            f"{int(updates.done[index])} of {int(updates.calls[index])} steps of an update of row {row} are made, with "
+            "gradients at its present weights: average into members between their updates"
+        )

@@ -20,9 +20,9 @@ from hfusion.checkpoint.packed import PackedSave
 from hfusion.core.errors import PlanError
 from hfusion.device.generators import draws_kept
 from hfusion.optim.lr_scheduler import Make
+from hfusion.population.any_models import Population
+from hfusion.population.mixed_saving import packed
 from hfusion.population.partial_update import flush, limit_norms
-from hfusion.population.population import Population
-from hfusion.population.saving import packed
 from hfusion.population.widths import Widths
 from hfusion.tasks.reading import generators, reading, restart_workers
 from hfusion.tasks.task import length
@@ -176,7 +176,7 @@ class TrialRows:
                 self._schedule(losses[-1])
         trained = torch.stack(losses).double().mean(0)
         # Nobody needs gradients until the next step; another array may use their memory.
-        pop.fused.zero_grad()
+        pop.clear_gradients()
         bad = set(pop.frozen)
         values: Sequence[tuple[float, ...]] = [(value,) for value in trained.tolist()]
         if not evaluates:
@@ -245,7 +245,7 @@ class TrialRows:
             clip_norm=members[0].suggestion.clip,
             **self._options,
         )
-        return self.population._widths, len(self.population)
+        return self.population.widths, len(self.population)
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import torch
 import hfusion as hf
 from hfusion.checkpoint import files
 from hfusion.checkpoint.packed import PackedSave
-from hfusion.population.saving import gathered, packed
+from hfusion.population.mixed_saving import packed
+from hfusion.population.saving import gathered
 from tests.checkpoint.living import OPTIONS, Net
 
 

@@ -237,7 +237,7 @@ def test_who_goes_bad_among_some_rows_is_named_and_nothing_is_changed() -> None:
     with pytest.raises(hf.NonFiniteError, match=r"'member 2' \(row 2\)"):
         pop.step(hf.stacked(xs), hf.stacked(ys), rows=[3, 2])
     assert all(torch.equal(before[name], tensor) for name, tensor in pop.fused.state_dict().items())
-    pop._on_nonfinite = "freeze"
+    pop.array._on_nonfinite = "freeze"
     pop.step(hf.stacked(xs), hf.stacked(ys), rows=[3, 2])
     assert (pop.frozen, pop.ages.tolist(), pop.lineage[-1].tag) == ([2], [0, 0, 0, 1], "member 2")
 

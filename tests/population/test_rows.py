@@ -75,7 +75,6 @@ def test_no_rows(rows: Any) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[hf.Population], object], str]] = {
-    "shape": (lambda pop: pop.start(None, net(5)), "make them equal"),
     "rate": (lambda pop: pop.start(None, net(), lr=-1.0), "lr of member 4 is -1.0"),
     "tag": (lambda pop: pop.start(None, net(), tag="member 0"), "is the name of the member in row 0"),
     "surrogate": (lambda pop: pop.start(None, net(), tag="\ud800"), "letters that no file can hold"),

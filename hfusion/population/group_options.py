@@ -1,0 +1,184 @@
+"""What the groups of a population have in common, and how a group is made of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.optim import FusedOptimizer, GradScaler
+from hfusion.optim.hyper import HyperValue
+from hfusion.optim.lr_scheduler import Make, PerMember
+from hfusion.optim.rows import rearrange as rearrange_optimizer
+from hfusion.population.accumulation import Accumulation
+from hfusion.population.guard import Limits, OnNonfinite
+from hfusion.population.moving import MemberState, group_optimizer, put
+from hfusion.population.plain_member import PlainMember
+from hfusion.population.plain_module import PlainModule
+from hfusion.population.population import ArrayGroup
+
+
+@dataclass(frozen=True, eq=False)
+class GroupOptions:
+    """The arguments of a population of any models.
+
+    Attributes:
+        total: how many members it began with; what the optimizer has a value of for each has so many.
+        schedules: what makes the scheduler of each of these; None for a population without.
+        scaler: with the scales that they began with.
+        limits: the bounds of gradients that they began with.
+        updates: of how many calls their updates began to be.
+        begun: the hyper-parameters of each param group that members began with before a save was loaded; None: those
+            that ``optimizer`` gives.
+        others: see `hfusion.Population`.
+    """
+
+    total: int
+    optimizer: Callable[[Any], FusedOptimizer]
+    loss: Callable[..., Any]
+    schedules: tuple[Make, ...] | None
+    scaler: GradScaler | None
+    limits: Limits
+    updates: Accumulation
+    on_nonfinite: OnNonfinite
+    compile: bool | str
+    begun: tuple[Mapping[str, float | None], ...] | None = None
+
+    @staticmethod
+    def of_arguments(
+        total: int,
+        *,
+        optimizer: Callable[[Any], FusedOptimizer],
+        loss: Callable[..., Any],
+        scheduler: Make | Sequence[Make] | None = None,
+        scaler: GradScaler | None = None,
+        clip_norm: HyperValue | None = None,
+        clip_value: HyperValue | None = None,
+        accumulate: int | Sequence[int] = 1,
+        on_nonfinite: OnNonfinite = "freeze",
+        compile: bool | str = True,
+    ) -> GroupOptions:
+        """Raises ValueError for a list of another length than ``total``."""
+        schedules = None
+        if scheduler is not None:
+            schedules = (scheduler,) * total if callable(scheduler) else tuple(scheduler)
+            if len(schedules) != total:
+                raise ValueError(
+                    f"{len(schedules)} functions that make schedulers for {total} members: give one, or {total}"
+                )
+        begun = copy.deepcopy(scaler)
+        if begun is not None:
+            begun.begin(total)
+        limits = Limits.of(clip_norm, clip_value, total)
+        updates = Accumulation.of(accumulate, total)
+        return GroupOptions(total, optimizer, loss, schedules, begun, limits, updates, on_nonfinite, compile)
+
+    def with_begun(self, group: ArrayGroup) -> GroupOptions:
+        """Return the options of a population whose members began with what those of ``group`` did."""
+        limits = self.limits
+        for name in ("norm", "value"):
+            ours, theirs = getattr(limits, name), getattr(group._limits, name)
+            if ours is not None and theirs is not None:
+                limits = replace(limits, **{name: replace(ours, begun=theirs.begun)})
+        scaler = copy.deepcopy(self.scaler)
+        if scaler is not None and group.scaler is not None:
+            scaler.begun = dict(group.scaler.begun)
+        updates = replace(self.updates, begun=group._updates.begun)
+        begun = tuple(map(dict, group.optimizer.begun))
+        return replace(self, limits=limits, scaler=scaler, updates=updates, begun=begun)
+
+    def _begin(self, group: ArrayGroup) -> None:
+        """Let a group know what members began with."""
+        group._updates.begun = self.updates.begun
+        if self.begun is not None and len(self.begun) == len(group.optimizer.begun):
+            group.optimizer.begun = [dict(values) for values in self.begun]
+
+    def schedule_of_new(self, given: Make | None) -> Make | None:
+        """What makes the scheduler of a member that joins. Raises ValueError where it is to be given, or not."""
+        if self.schedules is None:
+            if given is not None:
+                raise ValueError("scheduler: this population has none; give it one when it is made")
+            return None
+        if given is None and any(make is not self.schedules[0] for make in self.schedules):
+            raise ValueError("the members' schedules differ: say what those of members that join are, scheduler=...")
+        return given or self.schedules[0]
+
+    def array(self, models: Sequence[nn.Module] | PlainModule, rows: Sequence[int]) -> ArrayGroup:
+        """A group of models that the population begins with in ``rows``."""
+        kind = PlainMember if isinstance(models, PlainModule) else ArrayGroup
+        group = kind(
+            cast(Any, models),
+            optimizer=group_optimizer(self.optimizer, self.total, rows),
+            loss=self.loss,
+            scheduler=None if self.schedules is None else [self.schedules[row] for row in rows],
+            scaler=self._scaler(rows),
+            accumulate=self.updates.calls[list(rows)],
+            on_nonfinite=self.on_nonfinite,
+            compile=self.compile,
+        )
+        group._limits = self.limits.rearranged(rows)
+        self._begin(group)
+        return group
+
+    def _scaler(self, rows: Sequence[int]) -> GradScaler | None:
+        scaler = copy.deepcopy(self.scaler)
+        if scaler is not None:
+            scaler.rearrange(rows)
+        return scaler
+
+    def joining(
+        self,
+        model: nn.Module,
+        shared: Collection[int],
+        make: Make | None,
+        clips: tuple[HyperValue | None, HyperValue | None],
+        accumulate: int | None,
+        hypers: Mapping[str, Any],
+    ) -> PlainMember:
+        """A member that joins later. Raises ValueError where a value is wrong, or is missing as members differ."""
+        limits = self.limits.with_rows([0], *clips).rearranged([0])
+        calls = self.updates.restart([0], accumulate).calls[:1]
+        scaler = copy.deepcopy(self.scaler)
+        if scaler is not None and scaler.state_dict():
+            scaler.append(1)
+            scaler.keep([self.total])
+        member = PlainMember(
+            cast(Any, PlainModule(model, shared)),
+            optimizer=group_optimizer(self.optimizer, self.total, None),
+            loss=self.loss,
+            scaler=scaler,
+            accumulate=calls,
+            on_nonfinite=self.on_nonfinite,
+            compile=self.compile,
+        )
+        self._begin(member)
+        rearrange_optimizer(member.optimizer, [None], hypers)
+        make = self.schedule_of_new(make)
+        member.scheduler = None if make is None else PerMember(member.optimizer, make)
+        member._limits = limits
+        return member
+
+    def group_of(self, members: Sequence[MemberState], shared: Collection[int]) -> ArrayGroup:
+        """A group of members that have trained: an array, or one plain member. Raises FusionError."""
+        models = [member.model for member in members]
+        placeholders = [0] * len(members)
+        group = self.array(PlainModule(models[0], shared) if len(models) == 1 else models, placeholders)
+        for row, member in enumerate(members):
+            put(group, row, member)
+        return group
+
+
+def value_of(name: str, value: Any, index: int, count: int, *, pair: bool = False) -> Any:
+    """What one of ``count`` members that join is given: ``value`` of all, or its own of a list. Raises ValueError."""
+    if pair and isinstance(value, tuple | list) and len(value) == 2:
+        return tuple(value_of(name, item, index, count) for item in value)
+    several = isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.dim() > 0)
+    if not several:
+        return value
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} values for {count} members that join: give one value, or {count}")
+    return float(value[index]) if isinstance(value[index], torch.Tensor) else value[index]

@@ -1,0 +1,152 @@
+"""Which member of a population of several groups is where: rows of the population, and rows within groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.core.calls import StackedInput, is_stacked, stacked
+from hfusion.core.ragged import Ragged
+from hfusion.population.grouping import PopulationGroup, signature
+from hfusion.population.members import key_of
+from hfusion.population.plain_member import PlainMember
+from hfusion.population.population import ArrayGroup
+
+
+@dataclass(eq=False)
+class PlacedGroup:
+    """Members that are computed together.
+
+    Attributes:
+        members: an array, or one plain member.
+        rows: the population's row of each row of ``members``; None where nobody is.
+        number: of this group, never used again.
+        why: why it is a group of its own.
+        key: what its random numbers depend on.
+    """
+
+    members: ArrayGroup
+    rows: list[int | None]
+    number: int
+    why: str
+    key: int = field(init=False)
+    signature: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = key_of(next(tag for tag in self.members._roll.tags if tag is not None))
+        self.signature = signature(self.model)
+
+    @property
+    def is_plain(self) -> bool:
+        return isinstance(self.members, PlainMember)
+
+    @property
+    def model(self) -> nn.Module:
+        """One of the members, as a module around its tensors."""
+        return self.members.fused._member(0)
+
+    @property
+    def live(self) -> list[int]:
+        """The population's rows of the members, in the order of the group."""
+        return [row for row in self.rows if row is not None]
+
+    def described(self) -> PopulationGroup:
+        return PopulationGroup(tuple(sorted(self.live)), "plain" if self.is_plain else "array", self.why)
+
+    def entries(self, by_row: Mapping[int, int] | None = None) -> list[int]:
+        """Which entry of what is stacked each row of the group has; by default that of its row of the population."""
+        # What a free row of the group is given does not count.
+        first = self.live[0]
+        rows = [first if row is None else row for row in self.rows]
+        return rows if by_row is None else [by_row[row] for row in rows]
+
+
+def take_entries(value: Any, entries: Sequence[int]) -> Any:
+    """``value``, any nest, with these entries of what is stacked in it."""
+    if isinstance(value, Tensor):
+        return value
+    return pytree.tree_map(lambda leaf: _entries_of(leaf, entries), value, is_leaf=is_stacked)
+
+
+def _entries_of(leaf: Any, entries: Sequence[int]) -> Any:
+    if isinstance(leaf, Ragged):
+        return stacked([leaf[entry] for entry in entries])
+    if not isinstance(leaf, StackedInput):
+        return leaf
+    if list(entries) == list(range(entries[0], entries[0] + len(entries))):
+        return StackedInput(leaf.tensor[entries[0] : entries[0] + len(entries)])
+    return StackedInput(leaf.tensor[torch.tensor(entries, device=leaf.tensor.device)])
+
+
+def check_entries(values: Any, rows: int) -> None:
+    """Raise a ValueError unless what is stacked in ``values``, any nest, has an entry for each row."""
+    for leaf in pytree.tree_leaves(values, is_leaf=is_stacked):
+        if isinstance(leaf, StackedInput | Ragged):
+            entries = len(leaf.tensor) if isinstance(leaf, StackedInput) else len(leaf)
+            if entries != rows:
+                raise ValueError(
+                    f"a stacked argument has {entries} entries for a population of {rows} rows: give one for each row"
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class MemberLayout:
+    """The places of all rows.
+
+    Attributes:
+        places: of each row of the population the group and the row there; None where nobody is.
+        order: what picks the rows of the population from those of all groups, one group after the other, and a last
+            one for the free.
+    """
+
+    places: tuple[tuple[PlacedGroup, int] | None, ...]
+    order: Tensor
+
+    @staticmethod
+    def of(groups: Sequence[PlacedGroup], size: int) -> MemberLayout:
+        places: list[tuple[PlacedGroup, int] | None] = [None] * size
+        total = sum(len(group.rows) for group in groups)
+        order = torch.full((size,), total)
+        start = 0
+        for group in groups:
+            for local, row in enumerate(group.rows):
+                if row is not None:
+                    places[row] = group, local
+                    order[row] = start + local
+            start += len(group.rows)
+        return MemberLayout(tuple(places), order)
+
+    @property
+    def live(self) -> list[int]:
+        return [row for row, place in enumerate(self.places) if place is not None]
+
+    @property
+    def free(self) -> list[int]:
+        return [row for row, place in enumerate(self.places) if place is None]
+
+    @property
+    def tags(self) -> list[str | None]:
+        """The members' names by row."""
+        return [None if place is None else place[0].members._roll.tags[place[1]] for place in self.places]
+
+    def place(self, row: int) -> tuple[PlacedGroup, int]:
+        """Where a member is. Raises ValueError for a free row."""
+        place = self.places[row]
+        if place is None:
+            raise ValueError(f"row {row} is free; members are in rows {self.live}")
+        return place
+
+    def collected(self, values: Sequence[Tensor]) -> Tensor:
+        """``[rows]`` from one tensor ``[rows of the group]`` of each group; NaN, or 0, where nobody is."""
+        first = values[0]
+        dtype = first.dtype
+        for value in values[1:]:
+            dtype = torch.promote_types(dtype, value.dtype)
+        empty = torch.full((1,), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=first.device)
+        joined = torch.cat([*(value.to(first.device, dtype) for value in values), empty])
+        return joined[self.order.to(first.device)]

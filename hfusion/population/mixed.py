@@ -1,0 +1,372 @@
+"""A population of several groups: arrays of members that are alike, and plain members that are like no other."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.array.each import Each
+from hfusion.checkpoint.save import Writing
+from hfusion.core.errors import ForwardsDiffer
+from hfusion.core.exclusive import FairLock
+from hfusion.core.rows import check_once, is_row, pairs, rows_of
+from hfusion.optim.hyper import HyperValue
+from hfusion.optim.lr_scheduler import Make
+from hfusion.population.best import BestRecord
+from hfusion.population.chosen_rows import check_stacked
+from hfusion.population.group_draws import GroupDraws
+from hfusion.population.group_options import GroupOptions, value_of
+from hfusion.population.group_updates import GroupUpdates
+from hfusion.population.grouping import TWINS, Candidates, grouped, shared_frozen
+from hfusion.population.member_layout import MemberLayout, PlacedGroup, check_entries, take_entries
+from hfusion.population.members import Event, Roll, What, listed
+from hfusion.population.mixed_evaluation import evaluate_mixed
+from hfusion.population.moving import MemberState, taken
+from hfusion.population.plain_module import PlainModule
+from hfusion.population.population import ArrayGroup
+from hfusion.population.regroup import part, settle
+from hfusion.population.sample_weights import check_keyword, check_weights, rows_of_weights
+from hfusion.population.saving import in_turn
+
+
+class MixedMembers:
+    """The members of a `hfusion.Population` that are not one array; its methods are those of the population.
+
+    Attributes:
+        groups: in the order in which they are stepped.
+        size: the number of rows, free ones too.
+        lineage: what happened to whom, of all groups.
+        steps: how many updates there were.
+        made: how many names were made up.
+        apart: pairs of numbers of groups whose members look alike, and whose forwards differ.
+        best: the best weights that members have had, by name; of all groups.
+        hooks: functions of the gradients, of all groups.
+        pairs: hyper-parameters that are pairs, such as betas.
+        unsettled: plain members that came of a group, and may join another before the next step.
+    """
+
+    def __init__(self, options: GroupOptions) -> None:
+        self.options = options
+        self.groups: list[PlacedGroup] = []
+        self.size = self.steps = self.made = self.numbers = 0
+        self.lineage: list[Event] = []
+        self.apart: set[frozenset[int]] = set()
+        self.unsettled: list[PlacedGroup] = []
+        self.pairs: set[str] = set()
+        self.best: dict[str, BestRecord] = {}
+        self.hooks: OrderedDict[int, Each] = OrderedDict()
+        self.saving: Writing | None = None
+        self._layout: MemberLayout | None = None
+        self._lock = FairLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_layout", "saving")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._layout, self._lock, self.saving = None, FairLock(), None
+
+    @staticmethod
+    def of_models(
+        models: Sequence[nn.Module],
+        candidates: Sequence[Candidates],
+        options: GroupOptions,
+        tags: Sequence[str] | None,
+    ) -> MixedMembers:
+        """The members that a population begins with."""
+        mixed = MixedMembers(options)
+        # Checks the names, and makes up those that are not given.
+        roll = Roll.of(len(models), tags)
+        shared = shared_frozen(models)
+        mixed.size, mixed.made, mixed.lineage = len(models), roll.made, roll.lineage
+        for candidate in candidates:
+            rows = list(candidate.models)
+            of_group = [models[row] for row in rows]
+            members = options.array(of_group if len(rows) > 1 else PlainModule(of_group[0], shared), rows)
+            for local, row in enumerate(rows):
+                members._roll.tags[local], members._roll.keys[local] = roll.tags[row], roll.keys[row]
+            mixed.add(members, list(rows), candidate.why)
+        return mixed
+
+    @staticmethod
+    def of_array(array: ArrayGroup, options: GroupOptions) -> MixedMembers:
+        """The members of a population that was one array so far."""
+        mixed = MixedMembers(options.with_begun(array))
+        if array._gradient_hooks is not None:
+            mixed.hooks = array._gradient_hooks
+        roll = array._roll
+        mixed.size, mixed.steps, mixed.made, mixed.lineage = len(array), roll.step, roll.made, roll.lineage
+        if roll.live:
+            mixed.add(array, [row if tag is not None else None for row, tag in enumerate(roll.tags)], TWINS)
+        return mixed
+
+    def add(self, members: ArrayGroup, rows: list[int | None], why: str, index: int | None = None) -> PlacedGroup:
+        """Let a group that was made be one of the population's."""
+        members._roll.lineage, members._roll.step = self.lineage, self.steps
+        self.best |= members._best
+        members._best, members._gradient_hooks = self.best, self.hooks
+        self.pairs |= {hyper.key for hyper in members.optimizer.hypers if hyper.index is not None}
+        self.numbers += 1
+        group = PlacedGroup(members, rows, self.numbers, why)
+        self.groups.insert(len(self.groups) if index is None else index, group)
+        self._layout = None
+        return group
+
+    def changed(self) -> None:
+        """Look again where the members are; groups without any are gone."""
+        self.groups = [group for group in self.groups if group.live]
+        self._layout = None
+
+    @property
+    def layout(self) -> MemberLayout:
+        if self._layout is None:
+            self._layout = MemberLayout.of(self.groups, self.size)
+        return self._layout
+
+    def __len__(self) -> int:
+        return self.size
+
+    def collected(self, of_group: Callable[[ArrayGroup], Tensor], empty: Tensor) -> Tensor:
+        """A number of every member; ``empty`` where there is none at all."""
+        return self.layout.collected([of_group(group.members) for group in self.groups]) if self.groups else empty
+
+    @in_turn
+    def step(
+        self, inputs: Any, target: Any, *, rows: Sequence[int] | None = None, weights: Any = None, **keywords: Any
+    ) -> Tensor:
+        """One step of every group in its turn: losses ``[rows]``, see `hfusion.Population.step`."""
+        self._settle()
+        stepping = self._stepping(rows, (inputs, target, keywords))
+        if weights is not None:
+            keywords["weights"] = rows_of_weights(weights)
+            check_weights(keywords["weights"], stepping, self.layout.free)
+        if not self.groups:
+            return torch.full((self.size,), math.nan)
+        entries = {row: entry for entry, row in enumerate(stepping)}
+        losses: dict[int, Tensor] = {}
+        queue = deque(self.groups)
+        with GroupDraws(self._device) as draws, self.updates() as updates:
+            while queue:
+                group = queue.popleft()
+                chosen = [local for local, row in enumerate(group.rows) if row in entries]
+                if not chosen:
+                    continue
+                whole = len(chosen) == len(group.live)
+                places = group.entries(entries) if whole else [entries[group.rows[local] or 0] for local in chosen]
+                of_group = [take_entries(value, places) for value in (inputs, target)]
+                given = {name: take_entries(value, places) for name, value in keywords.items()}
+                given |= {} if whole else {"rows": chosen}
+                try:
+                    with draws.of_group(group.key), updates.of_group(group.members, group.rows, whole):
+                        losses[group.number] = group.members.step(*of_group, **given)
+                except ForwardsDiffer as error:
+                    queue.extendleft(reversed(part(self, group, error, None if whole else chosen)))
+        like = next(iter(losses.values()))
+        nobody = torch.full((1,), math.nan, dtype=like.dtype, device=like.device)
+        return self.layout.collected([losses.get(g.number, nobody.expand(len(g.rows))) for g in self.groups])
+
+    def _stepping(self, rows: Sequence[int] | None, given: Any) -> list[int]:
+        """The rows that have entries in stacked arguments, in their order. Raises ValueError."""
+        if rows is None:
+            check_entries(given, self.size)
+            return list(range(self.size))
+        chosen = rows_of(rows, self.size)
+        check_once(chosen)
+        if not chosen:
+            raise ValueError("rows=[] names nobody: give the rows of one member or more")
+        for row in chosen:
+            self.layout.place(row)
+        for group in self.groups:
+            check_keyword(group.members, "rows")
+        check_stacked(given, chosen)
+        return chosen
+
+    @contextmanager
+    def updates(self) -> Iterator[GroupUpdates]:
+        """Inside, groups make updates; those that wait for all are made at the end, and all count as one."""
+        updates = GroupUpdates(self.options.on_nonfinite == "raise")
+        for group in self.groups:
+            group.members._roll.step = self.steps
+        yield updates
+        updates.make()
+        self.steps = max([self.steps, *(group.members._roll.step for group in self.groups)])
+
+    def _settle(self) -> None:
+        if self.unsettled and not any(g.members._common and g.members._updates.underway for g in self.groups):
+            waiting, self.unsettled = [group for group in self.unsettled if group in self.groups], []
+            settle(self, waiting)
+
+    @property
+    def _device(self) -> torch.device:
+        devices = [p.device for group in self.groups for p in group.members.fused.parameters()]
+        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+    @in_turn
+    def stop(self, row: int | Sequence[int]) -> Any:
+        single, rows = is_row(row), rows_of(row, self.size)
+        check_once(rows)
+        places = [self.layout.place(each) for each in rows]
+        models = []
+        for group, local in places:
+            models.append(group.members.stop(local))
+            group.rows[local] = None
+        self.changed()
+        return models[0] if single else models
+
+    @in_turn
+    def start(
+        self,
+        row: int | Sequence[int] | None,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        tag: str | Sequence[str] | None = None,
+        scheduler: Make | Sequence[Make] | None = None,
+        clip_norm: HyperValue | None = None,
+        clip_value: HyperValue | None = None,
+        accumulate: int | Sequence[int] | None = None,
+        **hypers: Any,
+    ) -> Any:
+        models = listed("model", model, nn.Module)
+        tags = [None] * len(models) if tag is None else listed("tag", tag, str)
+        self.check_between()
+        rows = (self.layout.free or [self.size])[:1] if row is None else rows_of(row, self.size)
+        names = self.names_of(rows, tags, len(models))
+        grouped(models)
+        makes = [scheduler] * len(models) if scheduler is None or callable(scheduler) else list(scheduler)
+        if len(makes) != len(models):
+            raise ValueError(
+                f"{len(makes)} functions that make schedulers for {len(models)} members: give one, or one each"
+            )
+        shared = shared_frozen(models, [group.model for group in self.groups])
+        count, joining = len(models), []
+        for index, each in enumerate(models):
+            clips = tuple(None if v is None else value_of("clip", v, index, count) for v in (clip_norm, clip_value))
+            given = {key: value_of(key, value, index, count, pair=key in self.pairs) for key, value in hypers.items()}
+            calls = value_of("accumulate", accumulate, index, count)
+            joining.append(self.options.joining(each, shared, makes[index], (clips[0], clips[1]), calls, given))
+        self.size = max(self.size, *(each + 1 for each in rows))
+        new = []
+        for place, name, member in zip(rows, names, joining, strict=True):
+            member._roll = Roll.of(1, [name])
+            new.append(self.add(member, [place], ""))
+            self.lineage.append(Event(self.steps, name, What.START))
+        settle(self, new)
+        return rows[0] if row is None or is_row(row) else rows
+
+    def names_of(self, rows: Sequence[int], tags: Sequence[str | None], models: int) -> list[str]:
+        """The names of members that start. Raises ValueError, as for an array."""
+        nobody = torch.zeros(max(self.size, *(row + 1 for row in rows)), dtype=torch.int64)
+        known = [*self.layout.tags, *[None] * (len(nobody) - self.size)]
+        roll = Roll(known, nobody, nobody.bool(), nobody.clone(), made=self.made)
+        roll.check_start(rows, tags, models)
+        for row, tag in zip(rows, tags, strict=True):
+            roll.enter(row, tag)
+        self.made = roll.made
+        return [roll.tag(row) for row in rows]
+
+    @in_turn
+    def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
+        moves = [(one, other) for one, other in pairs(src, dst, self.size) if one != other]
+        if not moves:
+            return
+        self.check_between()
+        for one, _ in moves:
+            group, local = self.layout.place(one)
+            if bool(group.members._roll.frozen[local]):
+                tag = group.members._roll.tag(local)
+                raise ValueError(f"{tag!r} in row {one} went bad and is frozen: copy a healthy member")
+        within: dict[int, tuple[PlacedGroup, list[int], list[int]]] = {}
+        across: list[tuple[int, MemberState]] = []
+        for one, other in moves:
+            group, local = self.layout.place(one)
+            target = self.layout.places[other]
+            if target is not None and target[0] is group:
+                _, sources, targets = within.setdefault(group.number, (group, [], []))
+                sources.append(local)
+                targets.append(target[1])
+            else:
+                across.append((other, taken(group.members, local)))
+        records = dict(self.best)
+        for group, sources, targets in within.values():
+            group.members._roll.step = self.steps
+            group.members.copy(sources, targets)
+        self._replace(across, records)
+
+    def _replace(self, copies: Sequence[tuple[int, MemberState]], records: dict[str, BestRecord]) -> None:
+        """Let members of other groups, or nobody, be copies: each with its own name, or a new one.
+
+        ``records``: the best weights of the members that are copied.
+        """
+        names = dict(zip(range(self.size), self.layout.tags, strict=True))
+        free = [row for row, _ in copies if names[row] is None]
+        names |= dict(zip(free, self.names_of(free, [None] * len(free), len(free)), strict=True)) if free else {}
+        for row, _ in copies:
+            place = self.layout.places[row]
+            if place is not None:
+                place[0].members._roll.tags[place[1]] = None
+                place[0].members._roll._alive = None
+                place[0].rows[place[1]] = None
+        self.changed()
+        new = []
+        for row, state in copies:
+            name = names[row]
+            assert name is not None
+            shared = shared_frozen([state.model], [group.model for group in self.groups])
+            members = self.options.group_of([state], shared)
+            members._roll.tags[0] = name
+            new.append(self.add(members, [row], ""))
+            self.best.pop(name, None)
+            if state.tag in records:
+                self.best[name] = records[state.tag]
+            self.lineage.append(Event(self.steps, name, What.COPY, state.tag))
+        settle(self, new)
+
+    @in_turn
+    def thaw(self, row: int | Sequence[int]) -> None:
+        for each in rows_of(row, self.size):
+            group, local = self.layout.place(each)
+            group.members._roll.step = self.steps
+            group.members.thaw(local)
+
+    @in_turn
+    def compact(self) -> list[int]:
+        live = self.layout.live
+        for group in self.groups:
+            before = len(group.members)
+            left = group.members.compact()
+            if len(group.members) < before:
+                rows = [group.rows[local] for local in left]
+                group.rows = [*rows, *[None] * (len(group.members) - len(rows))]
+        moved = {row: index for index, row in enumerate(live)}
+        for group in self.groups:
+            group.rows = [None if row is None else moved[row] for row in group.rows]
+        self.size = max(1, len(live))
+        self.changed()
+        return live
+
+    @in_turn
+    def grow(self, count: int) -> None:
+        if not is_row(count) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"grow by {count!r}: a whole number of rows, one at least")
+        self.check_between()
+        self.size += int(count)
+        self.changed()
+
+    def check_between(self) -> None:
+        """Raise a ValueError in the midst of an update."""
+        for group in self.groups:
+            group.members._check_between()
+
+    @in_turn
+    def evaluate(self, metric: Callable[..., Any], loader: Iterable[Any]) -> Tensor:
+        """See `hfusion.Population.evaluate`; the loader is read once for all groups."""
+        values = torch.full((self.size,), math.nan, dtype=torch.float64)
+        for row, number in evaluate_mixed(self, metric, loader).items():
+            values[row] = number
+        return values

@@ -1,0 +1,92 @@
+"""Metrics of the members of several groups, from one reading of the data."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.errors import ForwardsDiffer
+from hfusion.core.ragged import Ragged
+from hfusion.population.evaluate import member_metrics, pair_of
+from hfusion.population.member_layout import PlacedGroup, check_entries, take_entries
+from hfusion.population.regroup import part
+from hfusion.step.train_step import call_arguments
+
+if TYPE_CHECKING:
+    from hfusion.population.mixed import MixedMembers
+
+Outputs = list[tuple[Any, Any]]
+"""Of each batch the outputs of a group, with a leading dim of its rows, and the targets."""
+
+
+@torch.no_grad()
+def evaluate_mixed(mixed: MixedMembers, metric: Callable[..., Any], loader: Iterable[Any]) -> dict[int, float]:
+    """``metric`` of each member by its row of the population; every batch is read once."""
+    outputs: dict[int, Outputs] = {group.number: [] for group in mixed.groups}
+    modes: dict[int, ExitStack] = {}
+    try:
+        for batch in loader:
+            inputs, target = pair_of(batch)
+            check_entries((inputs, target), len(mixed))
+            queue = deque(mixed.groups)
+            while queue:
+                group = queue.popleft()
+                if group.number not in modes:
+                    modes[group.number] = ExitStack()
+                    modes[group.number].enter_context(group.members.fused.evaluating())
+                args, kwargs = call_arguments(take_entries(inputs, group.entries()), {})
+                try:
+                    output = group.members.fused(*args, **kwargs)
+                except ForwardsDiffer as error:
+                    # Members are copied in the modes that they train in.
+                    modes.pop(group.number).close()
+                    queue.extendleft(reversed(_parted(mixed, group, error, outputs)))
+                    continue
+                outputs[group.number].append((output, take_entries(target, group.entries())))
+    finally:
+        for stack in modes.values():
+            stack.close()
+    values: dict[int, float] = {}
+    for group in mixed.groups:
+        names = {local: group.members._roll.tag(local) for local, row in enumerate(group.rows) if row is not None}
+        rows = {local: row for local, row in enumerate(group.rows) if row is not None}
+        numbers = member_metrics(outputs[group.number], metric, names, rows)
+        values |= {rows[local]: number for local, number in numbers.items()}
+    return values
+
+
+def _parted(
+    mixed: MixedMembers, group: PlacedGroup, error: ForwardsDiffer, outputs: dict[int, Outputs]
+) -> list[PlacedGroup]:
+    """The groups that come of one, with what its rows gave for the batches before."""
+    rows, before = list(group.rows), outputs.pop(group.number)
+    parts = part(mixed, group, error)
+    for new in parts:
+        outputs[new.number] = [_rows_of(batch, [rows.index(row) for row in new.rows]) for batch in before]
+    return parts
+
+
+def _rows_of(batch: tuple[Any, Any], rows: list[int]) -> tuple[Any, Any]:
+    """Rows of the outputs, and of what is stacked of the target."""
+    outputs, target = batch
+    chosen = pytree.tree_map(lambda leaf: _leaf_rows(leaf, rows), outputs)
+    return chosen, pytree.tree_map(
+        lambda leaf: _leaf_rows(leaf, rows) if isinstance(leaf, StackedInput | Ragged) else leaf,
+        target,
+        is_leaf=is_stacked,
+    )
+
+
+def _leaf_rows(leaf: Any, rows: list[int]) -> Any:
+    if isinstance(leaf, Ragged):
+        return Ragged([leaf[row] for row in rows])
+    if isinstance(leaf, StackedInput):
+        return StackedInput(leaf.tensor[rows])
+    return leaf[rows] if isinstance(leaf, Tensor) else leaf

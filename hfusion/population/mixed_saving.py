@@ -1,0 +1,231 @@
+"""A population of several groups on disk and back: each group as an array of its own, in one save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from hfusion.checkpoint import files
+from hfusion.checkpoint.files import Saved, told
+from hfusion.checkpoint.packed import PackedSave
+from hfusion.checkpoint.parts import SaveWriter
+from hfusion.checkpoint.reader import SaveReader
+from hfusion.checkpoint.save import Root, Writing, in_thread
+from hfusion.core.errors import CheckpointError
+from hfusion.population.group_options import GroupOptions
+from hfusion.population.grouping import Candidates, grouped, shared_frozen
+from hfusion.population.members import Event, What
+from hfusion.population.mixed import MixedMembers
+from hfusion.population.plain_module import PlainModule
+from hfusion.population.saving import gathered, restore
+
+if TYPE_CHECKING:
+    from hfusion.population.any_models import Population
+
+_GROUP = "groups/"
+
+
+def save_mixed(
+    mixed: MixedMembers, root: Root, loader: Any, extra: Any, keep: int, score: float | None, wait: bool
+) -> Writing:
+    """See `hfusion.Population.save`."""
+    keep, score = files.checked(keep, score)
+    before, mixed.saving = mixed.saving, None
+    if before is not None:
+        before.settle()
+    with mixed._lock:
+        writer = gathered_mixed(mixed, loader, extra)
+    write = partial(files.write, root, writer.body, writer.tensors, step=mixed.steps, keep=keep, score=score)
+    mixed.saving = saving = in_thread(write)
+    if wait:
+        saving.result()
+    return saving
+
+
+def gathered_mixed(mixed: MixedMembers, loader: Any, extra: Any) -> SaveWriter:
+    """Copies of all that a save holds. Raises CheckpointError in the midst of an update, or where nobody is."""
+    if not mixed.groups:
+        raise CheckpointError("every row of the population is free: there is nobody to save")
+    bodies: list[Any] = []
+    tensors: dict[str, Tensor] = {}
+    names: list[str] = []
+    for number, group in enumerate(mixed.groups):
+        group.members.check_saved()
+        # The lineage is of all groups, and is saved once.
+        lineage, group.members._roll.lineage = group.members._roll.lineage, []
+        try:
+            writer = gathered(group.members, None if number else loader, None if number else extra)
+        finally:
+            group.members._roll.lineage = lineage
+        bodies.append(writer.body)
+        tensors |= {f"{_GROUP}{number}/{key}": tensor for key, tensor in writer.tensors.items()}
+        names += writer.body["members"]
+    index = {group.number: place for place, group in enumerate(mixed.groups)}
+    apart = sorted(sorted(index[n] for n in pair) for pair in mixed.apart if all(n in index for n in pair))
+    body = {
+        "members": names,
+        "groups": bodies,
+        "mixed": {
+            "rows": mixed.layout.tags,
+            "why": [group.why for group in mixed.groups],
+            "apart": apart,
+            "step": mixed.steps,
+            "made": mixed.made,
+            "lineage": [[one.step, one.tag, one.what.value, one.source] for one in mixed.lineage],
+        },
+    }
+    return SaveWriter([], body, tensors)
+
+
+def is_mixed(saved: Saved) -> bool:
+    """Whether a save is of a population of several groups."""
+    return isinstance(saved.body, dict) and "mixed" in saved.body
+
+
+@dataclass(frozen=True, eq=False)
+class SavedGroup:
+    """A group of a save, as if it had been saved by itself.
+
+    Attributes:
+        save: the place of the save among those that are loaded.
+        number: of the group in it.
+        apart: numbers of groups of the save that look alike, and whose forwards differ.
+    """
+
+    saved: Saved
+    save: int
+    number: int
+    apart: frozenset[tuple[int, int]] = frozenset()
+
+
+def groups_of(saves: Sequence[Saved]) -> list[SavedGroup]:
+    """The groups of some saves; what is of one array is one group."""
+    found = []
+    for place, saved in enumerate(saves):
+        if not is_mixed(saved):
+            found.append(SavedGroup(saved, place, 0))
+            continue
+        with told(saved.path):
+            for number, body in enumerate(saved.body["groups"]):
+                prefix = f"{_GROUP}{number}/"
+                tensors = {k.removeprefix(prefix): t for k, t in saved.tensors.items() if k.startswith(prefix)}
+                found.append(SavedGroup(replace(saved, body=body, tensors=tensors), place, number, _pairs(saved)))
+    return found
+
+
+def _pairs(saved: Saved) -> frozenset[tuple[int, int]]:
+    return frozenset((int(a), int(b)) for a, b in saved.body["mixed"]["apart"])
+
+
+def rows_of_saves(saves: Sequence[Saved], names: Sequence[str] | None) -> list[str | None]:
+    """Who is in which row; see `hfusion.population.saving.rows_of`. Raises CheckpointError."""
+    held: list[str] = [name for saved in saves for name in saved.body["members"]]
+    for wanted in held if names is None else names:
+        count = held.count(wanted)
+        if count != 1:
+            where = " and ".join(str(saved.path) for saved in saves)
+            shown = f"is no member in {where}: it holds {held}" if count == 0 else f"is a member twice in {where}"
+            raise CheckpointError(f"{wanted!r} {shown}")
+    if names is not None:
+        if not names or len(set(names)) < len(names):
+            raise CheckpointError(f"names={list(names)}: name at least one member, and each once")
+        return list(names)
+    if len(saves) == 1:
+        body = saves[0].body
+        rows: list[str | None] = list((body["mixed"] if is_mixed(saves[0]) else body["population"])["rows"])
+        return rows
+    return list(held)
+
+
+def load_mixed(
+    groups: Sequence[SavedGroup],
+    rows: Sequence[str | None],
+    models: Mapping[int, nn.Module],
+    options: GroupOptions,
+    loader: Any,
+    random: bool,
+    counted: bool,
+) -> MixedMembers:
+    """Members of saves, each in its row of ``rows`` with a model of ``models``; ``counted``: see `restore`.
+
+    Raises CheckpointError.
+    """
+    mixed = MixedMembers(options)
+    mixed.size = len(rows)
+    live = list(models)
+    where = {name: group for group in groups for name in group.saved.body["members"]}
+    candidates = [
+        part
+        for candidate in grouped([models[row] for row in live])
+        for part in _as_saved(candidate, [where[str(rows[row])] for row in live])
+    ]
+    shared = shared_frozen(list(models.values()))
+    for candidate in candidates:
+        places = [live[index] for index in candidate.models]
+        of_group = [models[row] for row in places]
+        names = [str(rows[row]) for row in places]
+        members = options.array(of_group if len(places) > 1 else PlainModule(of_group[0], shared), places)
+        holders = list(dict.fromkeys(where[name] for name in names))
+        reader = SaveReader.of([holder.saved for holder in holders], names)
+        restore(members, reader, names, None, False, counted)
+        members._updates.begun = options.updates.begun
+        if not mixed.groups:
+            mixed.options = mixed.options.with_begun(members)
+        mixed.add(members, list(places), candidate.why)
+    first = SaveReader([(groups[0].saved, [0])])
+    with told(first.path):
+        if loader is not None:
+            if (position := first.value("loader")) is None:
+                raise CheckpointError(f"{first.path} holds no position of a loader")
+            loader.load_state_dict(position)
+        if random:
+            for group in mixed.groups:
+                first.random(group.members.fused)()
+    return mixed
+
+
+def history(mixed: MixedMembers, saves: Iterable[Saved]) -> None:
+    """Let the members have the past that was saved. Raises CheckpointError."""
+    bodies = []
+    for saved in saves:
+        with told(saved.path):
+            body = saved.body["mixed"] if is_mixed(saved) else saved.body["population"]
+            mixed.lineage += [Event(int(s), str(t), What(w), o) for s, t, w, o in body["lineage"]]
+            bodies.append((int(body["step"]), int(body["made"])))
+    mixed.steps, mixed.made = (max(values) for values in zip(*bodies, strict=True))
+    for group in mixed.groups:
+        group.members._roll.lineage, group.members._roll.step = mixed.lineage, mixed.steps
+
+
+def _as_saved(candidate: Candidates, holders: Sequence[SavedGroup]) -> list[Candidates]:
+    """Models that look alike, without those that were found to do something else in forward before the save."""
+    by_group: dict[tuple[int, int], list[int]] = {}
+    for index in candidate.models:
+        holder = holders[index]
+        by_group.setdefault((holder.save, holder.number), []).append(index)
+    parts: list[tuple[set[tuple[int, int]], list[int]]] = []
+    apart = {frozenset(((holder.save, a), (holder.save, b))) for holder in holders for a, b in holder.apart}
+    for group, indices in by_group.items():
+        for known, members in parts:
+            if not any(frozenset((group, other)) in apart for other in known):
+                known.add(group)
+                members += indices
+                break
+        else:
+            parts.append(({group}, list(indices)))
+    return [Candidates(tuple(sorted(members)), candidate.why) for _, members in parts]
+
+
+def packed(population: Population) -> PackedSave:
+    """What a save of a population holds, for its ``load`` in another process."""
+    members = population._members
+    with members._lock:
+        if isinstance(members, MixedMembers):
+            writer = gathered_mixed(members, None, None)
+        else:
+            writer = gathered(members, None, None)
+        return PackedSave.of(writer.body, writer.tensors, members.steps)

@@ -1,0 +1,71 @@
+"""A member that is in no array: plain torch, with all that a member of a population has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from hfusion.device.backend import active_autocast
+from hfusion.optim import FusedOptimizer
+from hfusion.population.gradients import weighted
+from hfusion.population.plain_module import PlainModule, of_row
+from hfusion.population.population import ArrayGroup
+from hfusion.population.sample_weights import sample_weighted
+from hfusion.step.train_step import call_arguments
+
+
+class PlainStep:
+    """A training step of a `PlainModule` by autograd, with the interface of `hfusion.train_step`'s steps."""
+
+    compilations = 0
+
+    def __init__(self, module: PlainModule, loss: Callable[..., Any], optimizer: FusedOptimizer) -> None:
+        self._module, self._loss, self._optimizer = module, loss, optimizer
+        self.update: Callable[[Tensor], object] = lambda losses: optimizer.step()
+        self.expected_calls: set[str] = set()
+        self.known_calls: set[str] = set()
+        self.keys: Tensor | None = None
+        self.idle: frozenset[int] = frozenset()
+        self.at_once: int | None = None
+
+    def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
+        """Losses ``[1]`` of one step. Raises ValueError for a loss that is no single number."""
+        args, kwargs = call_arguments(inputs, keywords)
+        if not isinstance(inputs, Tensor) or kwargs:
+            args, kwargs = of_row(args), of_row(kwargs)
+        if not isinstance(target, Tensor):
+            target = of_row(target)
+        self._module.zero_grad()
+        with torch.enable_grad():
+            loss = self._loss(self._module.model(*args, **kwargs), target)
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.dim() > 0:
+                shown = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise ValueError(f"the loss must give one number for a member, it gave {shown}; take its mean")
+            with ExitStack() as stack:
+                # As torch advises: an autocast is for forward and loss.
+                for kind, _ in active_autocast() or ():
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+                if loss.requires_grad:
+                    loss.backward()
+        losses = loss.detach().reshape(1)
+        self.update(losses)
+        return losses
+
+
+class PlainMember(ArrayGroup):
+    """A population of one member that is never captured, checked or compiled.
+
+    Its optimizer is one of hf.optim over the parameters of the model, which takes less time for one model than the
+    fused optimizers of torch; so its state is that of a row of an array, to the bit.
+    """
+
+    def _make_step(self, known: Iterable[str]) -> None:
+        function = sample_weighted(self._function) if self._samples else self._function
+        loss = weighted(function) if self._weighs else function
+        step = PlainStep(cast(PlainModule, self.fused), loss, self.optimizer)
+        step.update = self._computed
+        self._step = cast(Any, step)

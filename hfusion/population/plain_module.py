@@ -1,0 +1,121 @@
+"""One model that runs as plain torch where an array of models would be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.array.methods import method_names
+from hfusion.capture.named import tensors
+from hfusion.compiler.arguments import row_of_leaf
+from hfusion.core.calls import is_stacked
+from hfusion.core.copies import module_copy
+from hfusion.core.membership import Membership, mark
+
+
+class _NoViews:
+    """The views of an array's members; the model of a plain module is the member itself."""
+
+    def __init__(self) -> None:
+        self.members: dict[int, Any] = {}
+
+    def settle(self) -> None:
+        """Do nothing: nobody has said anything to a view."""
+
+
+class PlainModule:
+    """A copy of ``model`` with the interface of a `FusedModule` of one member; its own code runs, nothing is captured.
+
+    Args:
+        model: stays as it is.
+        shared: ids of the frozen parameters that other members hold, too. They stay in the memory in which they lie.
+    """
+
+    def __init__(self, model: nn.Module, shared: Collection[int] = ()) -> None:
+        around = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters() if id(p) in shared}
+        bases = set(map(id, around.values()))
+        self.model = module_copy(model, dict(around))
+        self._original = type(model).__name__
+        self._views = _NoViews()
+        self._on_program: Callable[[Any], object] = lambda program: None
+        for name, tensor in tensors(self.model):
+            mark(tensor, Membership(name, 1, stacked=False, alone=id(tensor) not in bases))
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, row: int) -> nn.Module:
+        if row not in (0, -1):
+            raise IndexError(f"member {row} of one")
+        return self.model
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "model" not in vars(self) or name not in method_names(self.model):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return with_row(getattr(self.model, name)(*of_row(args), **of_row(kwargs)))
+
+        return method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Outputs of the member with a leading dim of 1."""
+        return with_row(self.model(*of_row(args), **of_row(kwargs)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        frozen = [name for name, tensor in tensors(self.model) if not tensor._hfusion_membership.alone]  # type: ignore[attr-defined]
+        return {"model": self.model, "frozen": frozen}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.model, self._original, self._views = state["model"], type(state["model"]).__name__, _NoViews()
+        self._on_program = lambda program: None
+        # A copy of a Parameter has lost its mark.
+        for name, tensor in tensors(self.model):
+            mark(tensor, Membership(name, 1, stacked=False, alone=name not in state["frozen"]))
+
+    def _member(self, row: int) -> nn.Module:
+        return self[row]
+
+    def _compilers(self) -> list[Any]:
+        return []
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.model.parameters()
+
+    def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.model.named_parameters(remove_duplicate=remove_duplicate)
+
+    def named_buffers(self, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return self.model.named_buffers(remove_duplicate=remove_duplicate)
+
+    def zero_grad(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, the model is in eval mode."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def of_row(value: Any) -> Any:
+    """The only row of what is stacked in ``value``, any nest; the rest as it is."""
+    return pytree.tree_map(lambda leaf: row_of_leaf(leaf, 0), value, is_leaf=is_stacked)
+
+
+def with_row(value: Any) -> Any:
+    """``value`` with a leading dim of 1 in every tensor."""
+    if isinstance(value, torch.Tensor):
+        return value.unsqueeze(0)
+    return pytree.tree_map(lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, value)

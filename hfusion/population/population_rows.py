@@ -1,0 +1,158 @@
+"""What a population shows of its members, row by row, whether they are one array or several groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from hfusion.array.each import Each, as_each
+from hfusion.core.rows import row_of
+from hfusion.optim.lr_scheduler import PerMember
+from hfusion.population.best import BestMembers
+from hfusion.population.grouping import TWINS, PopulationGroup
+from hfusion.population.hparams import Hparams
+from hfusion.population.members import Models
+from hfusion.population.mixed import MixedMembers
+from hfusion.population.mixed_views import MixedHparams, MixedModels, MixedScheduler
+from hfusion.population.mixed_weights import MixedBest, active_mixed, each_mixed
+from hfusion.population.population import ArrayGroup
+from hfusion.population.widths import Widths
+
+
+class PopulationRows:
+    """The members of a population by row: what they are called, how old they are, their models and numbers."""
+
+    _members: ArrayGroup | MixedMembers
+
+    @property
+    def widths(self) -> Widths:
+        """How many rows there are for how many members; several groups have as many as there were at most."""
+        return self._members._widths if isinstance(self._members, ArrayGroup) else Widths(len(self._members))
+
+    def clear_gradients(self) -> None:
+        """Give the memory of the gradients of all members back, which nobody needs between updates."""
+        members = self._members
+        for array in [members] if isinstance(members, ArrayGroup) else [group.members for group in members.groups]:
+            array.fused.zero_grad()
+
+    @property
+    def groups(self) -> tuple[PopulationGroup, ...]:
+        """Who is computed together, as what, and why."""
+        if isinstance(self._members, ArrayGroup):
+            return (PopulationGroup(tuple(self._members._roll.live), "array", TWINS),)
+        return tuple(group.described() for group in self._members.groups)
+
+    def __len__(self) -> int:
+        """The number of rows, free ones too."""
+        return len(self._members)
+
+    @property
+    def hparams(self) -> Hparams | MixedHparams:
+        """The hyper-parameters by name, vectors ``[rows]`` to read and write: ``pop.hparams["lr"][rows] *= 1.2``."""
+        return self._members.hparams if isinstance(self._members, ArrayGroup) else MixedHparams(self._members)
+
+    @property
+    def models(self) -> Models | MixedModels:
+        """The members by row, as modules that are live views; None where a row is free."""
+        return self._members.models if isinstance(self._members, ArrayGroup) else MixedModels(self._members)
+
+    @property
+    def scheduler(self) -> PerMember | MixedScheduler | None:
+        """The members' schedules; None without."""
+        if isinstance(self._members, ArrayGroup):
+            return self._members.scheduler
+        return MixedScheduler(self._members) if self._members.options.schedules is not None else None
+
+    @scheduler.setter
+    def scheduler(self, scheduler: PerMember | None) -> None:
+        if not isinstance(self._members, ArrayGroup):
+            raise AttributeError(
+                f"the members are {len(self._members.groups)} groups, each with schedulers of its own: give scheduler= "
+                "when the population is made, or restart a member's, pop.scheduler.restart(rows, make)"
+            )
+        self._members.scheduler = scheduler
+
+    @property
+    def best(self) -> BestMembers | MixedBest:
+        """Each member's best weights, to update, restore and copy: see `hfusion.population.best.BestMembers`."""
+        return BestMembers(self._members) if isinstance(self._members, ArrayGroup) else MixedBest(self._members)
+
+    @property
+    def tags(self) -> list[str | None]:
+        """The members' names by row; None where a row is free."""
+        return self._members.tags if isinstance(self._members, ArrayGroup) else self._members.layout.tags
+
+    @property
+    def ages(self) -> Tensor:
+        """How many updates the members in the rows have had: int64 ``[rows]``."""
+        if isinstance(self._members, ArrayGroup):
+            return self._members.ages
+        return self._members.collected(lambda group: group.ages, torch.zeros(len(self), dtype=torch.int64))
+
+    @property
+    def frozen(self) -> list[int]:
+        """The rows of members that went bad and wait; see ``on_nonfinite``."""
+        if isinstance(self._members, ArrayGroup):
+            return self._members.frozen
+        rows = self._members.collected(lambda group: group._roll.frozen, torch.zeros(len(self), dtype=torch.bool))
+        frozen: list[int] = rows.nonzero().reshape(-1).tolist()
+        return frozen
+
+    @property
+    def lineage(self) -> tuple[Any, ...]:
+        """What happened to whom, in order: each with ``step``, ``tag``, ``what``, ``source``."""
+        return tuple(self._members.lineage)
+
+    @property
+    def steps(self) -> int:
+        """How many updates the population has made."""
+        return self._members.steps
+
+    def row(self, tag: str) -> int:
+        """Where the member of this name is. Raises KeyError."""
+        tags = self.tags
+        if tag not in tags:
+            raise KeyError(f"{tag!r} is no member; members are {[t for t in tags if t is not None]}")
+        return row_of(tags.index(tag), len(tags))
+
+    @property
+    def active_rows(self) -> list[int]:
+        """The rows of members that train: taken, and not frozen."""
+        return self._members.active_rows if isinstance(self._members, ArrayGroup) else active_mixed(self._members)
+
+    def each(
+        self, fn: Callable[..., Any] | Each, *args: Any, rows: int | Sequence[int] | None = None, **kwargs: Any
+    ) -> None:
+        """Run a function of one member's parameters and gradients for all members at once: see `hfusion.each`.
+
+        Args:
+            fn: the function, or what `hfusion.each` gave for it.
+            rows: the members it is for; None: all that train. Free rows and frozen members stay as they are, to the
+                bit.
+            args, kwargs: passed on; values in `hfusion.stacked` have a row for each row of the population.
+
+        Raises:
+            ValueError: a row that is free, frozen or comes twice; and as `hfusion.each`.
+        """
+        if isinstance(self._members, ArrayGroup):
+            self._members.each(fn, *args, rows=rows, **kwargs)
+        else:
+            each_mixed(self._members, as_each(fn), args, rows, kwargs)
+
+    def register_gradient_hook(self, fn: Callable[..., Any] | Each) -> RemovableHandle:
+        """Let `step` run a function between backward and update, before gradients are clipped.
+
+        It is called as by `each`, once for each update, with gradients that are summed over ``accumulate`` calls and
+        unscaled; for members that make this update only. Saves do not hold it.
+
+        Returns: a handle whose ``remove()`` ends it.
+        """
+        if isinstance(self._members, ArrayGroup):
+            return self._members.register_gradient_hook(fn)
+        handle = RemovableHandle(self._members.hooks)
+        self._members.hooks[handle.id] = as_each(fn)
+        return handle

@@ -1,0 +1,172 @@
+"""Members of a population that come together in an array, or part, as their forwards turn out to differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from hfusion.capture.contents import fingerprint
+from hfusion.capture.differences import differing_attributes
+from hfusion.core.errors import ForwardsDiffer, FusionError
+from hfusion.population.grouping import TWINS, UNIQUE, may_share, shared_frozen, shortened
+from hfusion.population.member_layout import PlacedGroup
+from hfusion.population.moving import MemberState, put, taken
+
+if TYPE_CHECKING:
+    from hfusion.population.mixed import MixedMembers
+
+
+# Members of a group that are compared with those of another.
+_COMPARED = 8
+
+
+def settle(mixed: MixedMembers, new: Sequence[PlacedGroup]) -> None:
+    """Let plain members that have just come join those that they are like, with their state."""
+    joining: dict[int, tuple[PlacedGroup, list[PlacedGroup]]] = {}
+    # Who is in here joins another, or may yet do so: nobody joins it.
+    moving = {group.number for group in new}
+    for group in new:
+        target = _target(mixed, group, moving)
+        if target is None:
+            moving.remove(group.number)
+            group.why = group.why or UNIQUE
+            continue
+        joining.setdefault(target.number, (target, []))[1].append(group)
+    for target, groups in joining.values():
+        _unite(mixed, target, groups)
+
+
+def _target(mixed: MixedMembers, group: PlacedGroup, moving: set[int]) -> PlacedGroup | None:
+    """The group that a plain member joins: of several that it looks like, one with a member that reads the same."""
+    model = group.model
+    candidates = [
+        other
+        for other in mixed.groups
+        if other.number not in moving
+        and other.signature == group.signature
+        and frozenset((other.number, group.number)) not in mixed.apart
+        and may_share(other.model, model)
+    ]
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
+    ours = fingerprint(model)
+    return next((other for other in candidates if ours in _fingerprints(other)), candidates[0])
+
+
+def _fingerprints(group: PlacedGroup) -> list[object]:
+    fused, rows = group.members.fused, range(len(group.members))
+    return [fingerprint(fused._member(row)) for row in rows if group.rows[row] is not None]
+
+
+def _unite(mixed: MixedMembers, target: PlacedGroup, groups: Sequence[PlacedGroup]) -> None:
+    """Make one array of a group and plain members; where that fails they stay as they are, and say why."""
+    rows = [group.live[0] for group in groups]
+    states = [taken(group.members, 0) for group in groups]
+    try:
+        if target.is_plain:
+            index = mixed.groups.index(target)
+            members = mixed.options.group_of([taken(target.members, 0), *states], ())
+            united = mixed.add(members, [target.live[0], *rows], TWINS, index)
+            _inherit(mixed, target, united)
+            target.rows = [None]
+        else:
+            _receive(target, states, rows)
+    except FusionError as error:
+        for group in groups:
+            group.why = shortened(str(error))
+        return
+    for group in groups:
+        group.rows = [None]
+    mixed.changed()
+
+
+def _receive(target: PlacedGroup, states: Sequence[MemberState], rows: Sequence[int]) -> None:
+    """Let members join an array, in its free rows or in new ones. Raises FusionError; they are in no row then."""
+    array = target.members
+    missing = len(states) - len(array._roll.free)
+    if missing > 0:
+        array.grow(missing)
+        target.rows = [*target.rows, *[None] * (len(array) - len(target.rows))]
+    places = array._roll.free[: len(states)]
+    array._drop_gradients()
+    array.fused.put(places, [state.model for state in states])
+    for place, row, state in zip(places, rows, states, strict=True):
+        put(array, place, state)
+        target.rows[place] = row
+
+
+def part(
+    mixed: MixedMembers, group: PlacedGroup, error: ForwardsDiffer, chosen: Sequence[int] | None = None
+) -> list[PlacedGroup]:
+    """Make a group of each set of members that do the same in forward; these groups, in the place of the one.
+
+    ``chosen``: the rows of the group that the error is of; None: all. Others go with a member that reads the same.
+    Raises the error itself where it does not say who is who.
+    """
+    group.members._check_between()
+    live = [local for local, row in enumerate(group.rows) if row is not None]
+    if chosen is None:
+        parts = [rows for of_graph in error.groups if (rows := [local for local in of_graph if local in live])]
+    else:
+        places = [[chosen[place] for place in of_graph if place < len(chosen)] for of_graph in error.groups]
+        parts = _with_others(group, [rows for rows in places if rows], [local for local in live if local not in chosen])
+    if sorted(local for rows in parts for local in rows) != live:
+        raise error
+    index, old_rows = mixed.groups.index(group), list(group.rows)
+    reasons = _reasons(group, parts, error)
+    states = [[taken(group.members, local) for local in rows] for rows in parts]
+    shared = shared_frozen([state.model for of_part in states for state in of_part])
+    made: list[PlacedGroup] = []
+    for number, (rows, of_part, why) in enumerate(zip(parts, states, reasons, strict=True)):
+        members = mixed.options.group_of(of_part, shared)
+        new = mixed.add(members, [old_rows[local] for local in rows], why, index + number)
+        _inherit(mixed, group, new)
+        made.append(new)
+    mixed.apart |= {frozenset((one.number, other.number)) for one, other in combinations(made, 2)}
+    group.rows = [None] * len(group.rows)
+    mixed.changed()
+    # Not now: another group that they may join may have made this step already.
+    mixed.unsettled += [new for new in made if new.is_plain]
+    return made
+
+
+def _with_others(group: PlacedGroup, parts: Sequence[list[int]], others: Sequence[int]) -> list[list[int]]:
+    """The parts of a group with its other members, each where a member reads the same in forward."""
+    by_content: dict[object, list[int]] = {}
+    for rows in parts:
+        for local in rows:
+            by_content[fingerprint(group.members.fused._member(local))] = rows
+    divided = list(parts)
+    for local in others:
+        content = fingerprint(group.members.fused._member(local))
+        if content not in by_content:
+            by_content[content] = []
+            divided.append(by_content[content])
+        by_content[content].append(local)
+    return divided
+
+
+def _reasons(group: PlacedGroup, parts: Sequence[Sequence[int]], error: ForwardsDiffer) -> list[str]:
+    """Why each part is a group of its own: the attributes in which its members differ from those of another part."""
+    models = [[group.members.fused._member(local) for local in rows[:_COMPARED]] for rows in parts]
+    reasons = []
+    for number, rows in enumerate(parts):
+        other = int(number == 0)
+        names = f"row {group.rows[rows[0]]}", f"row {group.rows[parts[other][0]]}"
+        difference = differing_attributes(models[number], models[other], names)
+        reasons.append(shortened(f"its members do something else in forward: {difference or _message(error, group)}"))
+    return reasons
+
+
+def _message(error: ForwardsDiffer, group: PlacedGroup) -> str:
+    """The error with the population's rows for those of the group."""
+    text = str(error).split(". Fuse ")[0]
+    return re.sub(r"\bmodel (\d+)", lambda match: f"row {group.rows[int(match[1])]}", text)
+
+
+def _inherit(mixed: MixedMembers, old: PlacedGroup, new: PlacedGroup) -> None:
+    """Let a group be apart from those that the group before it was apart from."""
+    others = [next(iter(pair - {old.number})) for pair in mixed.apart if old.number in pair]
+    mixed.apart |= {frozenset((other, new.number)) for other in others}
