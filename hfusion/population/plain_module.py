@@ -45,6 +45,12 @@ class PlainModule:
         self._on_program: Callable[[Any], object] = lambda program: None
         for name, tensor in tensors(self.model):
             mark(tensor, Membership(name, 1, stacked=False, alone=id(tensor) not in bases))
+        self._list_parameters()
+
+    def _list_parameters(self) -> None:
+        """Note the parameters: a step asks for them five times, and to walk the modules took half its overhead."""
+        self._named = tuple(self.model.named_parameters())
+        self._all_names = tuple(self.model.named_parameters(remove_duplicate=False))
 
     def __len__(self) -> int:
         return 1
@@ -77,6 +83,7 @@ class PlainModule:
         # A copy of a Parameter has lost its mark.
         for name, tensor in tensors(self.model):
             mark(tensor, Membership(name, 1, stacked=False, alone=name not in state["frozen"]))
+        self._list_parameters()
 
     def _member(self, row: int) -> nn.Module:
         return self[row]
@@ -85,16 +92,16 @@ class PlainModule:
         return []
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        return self.model.parameters()
+        return (parameter for _, parameter in self._named)
 
     def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.model.named_parameters(remove_duplicate=remove_duplicate)
+        return iter(self._named if remove_duplicate else self._all_names)
 
     def named_buffers(self, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
         return self.model.named_buffers(remove_duplicate=remove_duplicate)
 
     def zero_grad(self) -> None:
-        for parameter in self.model.parameters():
+        for _, parameter in self._named:
             parameter.grad = None
 
     @contextmanager
