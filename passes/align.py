@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -13,6 +14,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.tree import leaves
 from hfusion.ops.rule import MemberScalars
 from hfusion.passes.candidates import by_name
+from hfusion.passes.gather import GATHER, PUT, has_variants, rows_of, width
 
 
 def align(graphs: Sequence[fx.Graph], variants: Sequence[int]) -> fx.Graph:
@@ -84,6 +86,8 @@ def _merge(
 
 def select(graph: fx.Graph, member: int) -> fx.Graph:
     """The graph of one member: an aligned graph with the member's own scalars."""
+    if has_variants(graph):
+        graph, member = select_rows(graph, [member]), 0
     result = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -103,12 +107,59 @@ def select_rows(graph: fx.Graph, rows: Sequence[int]) -> fx.Graph:
     result = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
+        own = rows_of(node)
+        left = [(place, row) for place, row in enumerate(rows) if own is None or row in own]
+        if not left:
+            continue
+        if node.target is GATHER:
+            env[node] = _gathered(result, node, left, rows, env)
+            continue
         new = env[node] = result.node_copy(node, env.__getitem__)
+        if own is not None:
+            _note_rows(new, left, rows)
+        if node.target is PUT:
+            new.args = (*new.args[:2], [place for place, _ in left])
         if "arguments" in node.meta:
             every = node.meta.get("members", node.meta["arguments"])
-            new.meta["members"] = map_aggregate(every, lambda item: _rows(item, rows, env))
+            picked = [row if own is None else own.index(row) for _, row in left]
+            new.meta["members"] = map_aggregate(every, partial(_rows, rows=picked, env=env))
             new.meta["arguments"] = map_aggregate(new.meta["members"], _plain)
     return result
+
+
+def _note_rows(node: fx.Node, left: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:
+    node.meta.pop("rows", None)
+    if len(left) < len(rows):
+        node.meta["rows"] = tuple(place for place, _ in left)
+
+
+def _gathered(
+    graph: fx.Graph,
+    node: fx.Node,
+    left: Sequence[tuple[int, int]],
+    rows: Sequence[int],
+    env: dict[fx.Node, fx.Node],
+) -> fx.Node:
+    """What `GATHER` takes for the members that are ``left``: pairs of a row now, and the row before."""
+    sources, _, picks, written = node.args
+    before = rows_of(node)
+    pairs = list(zip(picks[::2], picks[1::2], strict=True))  # type: ignore[index, arg-type]
+    found: list[tuple[fx.Node, int]] = []
+    for place, row in left:
+        number, _ = pairs[row if before is None else before.index(row)]
+        source = env[sources[number]]  # type: ignore[index]
+        held = rows_of(source)
+        found.append((source, place if held is None else held.index(place)))
+    own = list(dict.fromkeys(source for source, _ in found))
+    if not written and len(own) == 1 and [position for _, position in found] == list(range(width(own[0], len(rows)))):
+        return own[0]
+    new = graph.call_function(
+        GATHER,
+        (own, [width(source, len(rows)) for source in own], [n for s, p in found for n in (own.index(s), p)], written),
+    )
+    new.meta.update(node.meta)
+    _note_rows(new, left, rows)
+    return new
 
 
 def _rows(item: Any, rows: Sequence[int], env: dict[fx.Node, fx.Node]) -> Any:
@@ -125,10 +176,19 @@ def _plain(item: Any) -> Any:
     return first if all(type(value) is type(first) and repr(value) == repr(first) for value in item.values) else item
 
 
-def scalars(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    """The scalars of an aligned graph that may differ between members: for each of them the members' values."""
-    found = (node.meta.get("members", node.meta.get("arguments")) for node in graph.nodes)
-    return [scalar.values for nest in found for scalar in leaves(nest, MemberScalars)]
+def scalars(graph: fx.Graph, members: int = 0) -> list[tuple[Any, ...]]:
+    """What may differ between ``members`` of an aligned graph, scalars and who computes a node: the members' values."""
+    found: list[tuple[Any, ...]] = []
+    for node in graph.nodes:
+        rows, nest = rows_of(node), node.meta.get("members", node.meta.get("arguments"))
+        values = [scalar.values for scalar in leaves(nest, MemberScalars)]
+        if rows is not None:
+            # Who computes it, and what those.
+            every = range(members)
+            found.append(tuple(member in rows for member in every))
+            values = [tuple(own[rows.index(m)] if m in rows else None for m in every) for own in values]
+        found += values
+    return found
 
 
 def _own(item: Any, member: int, env: dict[fx.Node, fx.Node]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,24 +11,36 @@ from torch import fx
 
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import COPYING, Layout, Listed
+from hfusion.core.random import drawn_by, draws_random
 from hfusion.ops import RULES
 from hfusion.ops.lowering import Lowering, View
 from hfusion.ops.rule import MemberScalars, Operand, RuleTable, Scalar, Value
 from hfusion.ops.saved import NOTHING
 from hfusion.passes.candidates import Result, bind, candidates, result, route
+from hfusion.passes.gather import rows_of
 from hfusion.passes.layouts import Choice
 
 
 @dataclass(frozen=True)
 class Emitter:
-    """Writes into the graph of the array, and makes every transition between layouts once."""
+    """Writes into the graph of the array, and makes every transition between layouts once.
+
+    ``rows``: who computes the node that is written, None for all ``members``.
+    """
 
     graph: fx.Graph
     members: int
-    transitions: dict[tuple[fx.Node, Any, int | None], fx.Node]
+    transitions: dict[tuple[fx.Node, Any, int | None], fx.Node] = field(default_factory=dict)
+    rows: tuple[int, ...] | None = None
+
+    def of_rows(self, rows: tuple[int, ...] | None) -> Emitter:
+        """The same for a node of ``rows``."""
+        return replace(self, rows=rows)
 
     def call(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
-        return self.graph.call_function(fn, self.lower(args), dict(self.lower(kwargs)))
+        new = self.graph.call_function(fn, self.lower(args), dict(self.lower(kwargs)))
+        note_rows(new, self.rows)
+        return new
 
     def lower(self, arguments: Any) -> Any:
         """Replace the rules' vocabulary by nodes."""
@@ -39,6 +51,7 @@ class Emitter:
         if isinstance(arguments, MemberScalars):
             node = self.graph.call_function(per_member, arguments.values)
             node.meta.update(layout=Layout.LISTED, lowering=SCALARS, transition=True)
+            note_rows(node, self.rows)
             return node
         if isinstance(arguments, Mapping):
             return {name: self.lower(item) for name, item in arguments.items()}
@@ -48,10 +61,12 @@ class Emitter:
 
     def operand(self, operand: Operand) -> fx.Node:
         node = operand.value.node
-        for fn, number, layout in route(operand, self.members):
+        rows = self.rows if operand.value.shared else rows_of(node)
+        for fn, number, layout in route(operand, self.members if rows is None else len(rows)):
             key = (node, fn, number)
             if key not in self.transitions:
                 self.transitions[key] = self._insert(fn, node, number, operand.value, layout)
+                note_rows(self.transitions[key], rows)
             node = self.transitions[key]
         return node
 
@@ -59,6 +74,12 @@ class Emitter:
         new = self.graph.call_function(fn, (node, number))
         new.meta.update(layout=layout, example=value.example, lowering=_transition(fn, layout), transition=True)
         return new
+
+
+def note_rows(node: fx.Node, rows: tuple[int, ...] | None) -> None:
+    """Note who computes a node, unless all members do."""
+    if rows is not None:
+        node.meta["rows"] = rows
 
 
 def per_member(*values: Any) -> Listed:
@@ -88,14 +109,14 @@ def batch(
     its ``layout``, the member's ``example`` and its ``origin``, the member's node; every call its ``lowering``, and the
     ``choice`` if there was one.
     """
-    emitter = Emitter(fx.Graph(), members, {})
+    emitter = Emitter(fx.Graph(), members)
     env: dict[fx.Node, Result] = {}
     waiting = iter(layouts)
     for node in graph.nodes:
         if node.op == "placeholder":
             env[node] = _placeholder(emitter, node, next(waiting))
         elif node.op == "call_function":
-            env[node] = _rewrite(emitter, node, env, rules, (choices or {}).get(node))
+            env[node] = _rewrite(emitter.of_rows(rows_of(node)), node, env, rules, (choices or {}).get(node))
         elif node.op == "output":
             _output(emitter, node, env)
         else:
@@ -115,6 +136,8 @@ def _rewrite(
 ) -> Result:
     calls = candidates(node, env, emitter.members, rules)
     call = calls[0] if choice is None else calls[choice.place]
+    if emitter.rows is not None and draws_random(node.target):
+        call = replace(call, lowering=replace(call.lowering, fn=drawn_by(call.fn)), args=(emitter.rows, *call.args))
     new = emitter.call(call.fn, call.args, call.kwargs)
     new.meta.update(layout=call.layout, example=node.meta.get("val"), lowering=call.lowering, origin=node)
     if choice is not None:

@@ -33,6 +33,7 @@ from hfusion.ops.rule import (
 )
 from hfusion.ops.saved import NOTHING
 from hfusion.passes.effects import RUNNING_STATISTICS
+from hfusion.passes.gather import GATHER, width
 from hfusion.passes.views import DROPOUTS
 
 Result: TypeAlias = Value | Scalar | None
@@ -66,8 +67,9 @@ def _candidates(node: fx.Node, env: Mapping[fx.Node, Result], members: int, rule
             raise FusionError(f"{target} at {node.format_node()} works on tensors but is no ATen operator")
         return (Call(Lowering(target, Layout.SHARED, "shared"), args, kwargs),)
     arguments = by_name(target, args, kwargs)
-    site = Site(target, members, node.meta.get("val"))
-    if not batched and not is_random(target, arguments) and not _writes_shared(target, arguments):
+    site = Site(target, width(node, members), node.meta.get("val"))
+    each = is_random(target, arguments) or target is GATHER
+    if not batched and not each and not _writes_shared(target, arguments):
         if target in DROPOUTS:
             return (site.call(target, args, Layout.SHARED, "off", kwargs, saves=NOTHING, view=View.ALWAYS),)
         return (site.call(target, args, Layout.SHARED, "shared", kwargs),)
@@ -118,7 +120,10 @@ def reached(operand: Operand) -> Layout:
 
 
 def route(operand: Operand, members: int) -> Iterator[tuple[Callable[..., Any], int | None, Layout]]:
-    """How a value becomes the operand: functions, what each takes after the value, and the layout it then has."""
+    """How a value becomes the operand: functions, what each takes after the value, and the layout it then has.
+
+    ``members``: those who take it, if all members share the value, and otherwise those who have it.
+    """
     value, wanted, rank = operand.value, operand.layout, operand.rank
     convert = conversion(value, reached(operand))
     if convert is not None:

@@ -31,6 +31,7 @@ from hfusion.ops.lowering import View
 from hfusion.ops.rule import hint
 from hfusion.passes.batch import SCALARS
 from hfusion.passes.effects import has_effect
+from hfusion.passes.gather import PUT, width
 from hfusion.passes.islands import OPAQUE
 from hfusion.passes.views import writes
 
@@ -49,7 +50,7 @@ _READING = frozenset({torch.ops.aten.tensor_split.tensor_indices_or_sections})
 def check_member(graph: fx.Graph, writable: Collection[str]) -> None:
     """A member's graph: calls alone, each with an example of its value, that write to nothing but ``writable`` inputs.
 
-    An input is written to by ``copy_``.
+    An input is written to by ``copy_``, or by `PUT` where some members do.
     """
     _lint(graph)
     for node in graph.nodes:
@@ -60,7 +61,7 @@ def check_member(graph: fx.Graph, writable: Collection[str]) -> None:
         # Members' own code writes to what it owns.
         if node.op == "call_function" and writes(node) and node.target is not OPAQUE:
             tensor = node.args[0]
-            plain = node.target is torch.ops.aten.copy_.default and isinstance(tensor, fx.Node)
+            plain = node.target in (torch.ops.aten.copy_.default, PUT) and isinstance(tensor, fx.Node)
             _need(plain and tensor.name in writable, node, "writes to what is no buffer or parameter")
 
 
@@ -195,25 +196,26 @@ class _Fake(fx.Interpreter):
             return super().run_node(n)
         layout, example = n.meta["layout"], n.meta.get("example")
         if _opaque(n):
-            return _like(example, layout, self.members)
+            return _like(example, layout, width(n, self.members))
         try:
             value = super().run_node(n)
         except _UNTOLD:
-            return _like(example, layout, self.members)
+            return _like(example, layout, width(n, self.members))
         if n.target not in (lift, lift_packed) and _sized(example):
             self._compare(n, value, example, layout)
         self._check_view(n, value)
         return value
 
     def _compare(self, node: fx.Node, value: Any, example: Any, layout: Layout) -> None:
-        expected = list(leaves(_like(example, layout, self.members), Tensor))
+        members = width(node, self.members)
+        expected = list(leaves(_like(example, layout, members), Tensor))
         values = list(leaves(value, Tensor))
         wanted, found = [_told(x) for x in expected], [_told(x) for x in values]
         same = found == wanted
         if layout is Layout.LISTED:
             # Members may be nested in parts, or parts in members; and their numbers, as the k of topk, decide on sizes.
             same = sorted(map(_kind, values)) == sorted(map(_kind, expected))
-        _need(same, node, f"gives {found}; {layout.value} of {self.members} members, it must give {wanted}")
+        _need(same, node, f"gives {found}; {layout.value} of {members} members, it must give {wanted}")
 
     def _check_view(self, node: fx.Node, value: Any) -> None:
         """Whether the result lies in the memory of an operand where the lowering says so, and only there."""

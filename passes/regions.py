@@ -20,6 +20,7 @@ from hfusion.ops.lowering import View
 from hfusion.ops.rule import Memberwise, each
 from hfusion.passes.candidates import pick
 from hfusion.passes.effects import has_effect
+from hfusion.passes.gather import GATHER, rows_of, width
 
 
 class Region(nn.Module):
@@ -44,15 +45,17 @@ def regions(module: fx.GraphModule, members: int) -> fx.GraphModule:
     """
     nodes = list(module.graph.nodes)
     depths = _depths(nodes)
-    order = sorted(nodes, key=lambda n: (n.op == "output", depths[n], not _memberwise(n)))
+    order = sorted(nodes, key=lambda n: (n.op == "output", depths[n], not _memberwise(n), _loop_rows(n)))
     if any(_borders(n) for n in nodes) or list(filter(_random, nodes)) != list(filter(_random, order)):
         return module
     root, graph = nn.Module(), fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    for loops, run in itertools.groupby(order, key=lambda n: (depths[n], True) if _memberwise(n) else (0, False)):
+    # Loops of different members that are equally deep take nothing from one another.
+    keys = {n: (depths[n], True, _loop_rows(n)) if _memberwise(n) else (0, False, ()) for n in nodes}
+    for loops, run in itertools.groupby(order, key=keys.__getitem__):
         group = list(run)
         if loops[1] and len(group) > 1:
-            env |= _gather(root, graph, env, group, members)
+            env |= _gather(root, graph, env, group, width(group[0], members))
         else:
             for node in group:
                 env[node] = graph.node_copy(node, env.__getitem__)
@@ -80,10 +83,13 @@ def _roots(node: fx.Node) -> set[fx.Node]:
     """The inputs of the program that a call takes as they are, or as views."""
     found = set()
     for source in node.all_input_nodes:
-        while _may_view(source):
+        while _may_view(source) and not _gathers(source):
             source = source.all_input_nodes[0]
         if source.op == "placeholder":
             found.add(source)
+        elif _gathers(source):
+            # Rows of a buffer, which are written in their own memory first.
+            found |= {source, *(s for s in source.all_input_nodes if s.op == "placeholder")}
     return found
 
 
@@ -101,6 +107,15 @@ def _effect(node: fx.Node) -> bool:
 
 def _memberwise(node: fx.Node) -> bool:
     return node.target is each or node.target is pick or isinstance(node.target, Memberwise)
+
+
+def _loop_rows(node: fx.Node) -> tuple[int, ...]:
+    return (rows_of(node) or ()) if _memberwise(node) else ()
+
+
+def _gathers(node: fx.Node) -> bool:
+    origin = node.meta.get("origin")
+    return origin is not None and origin.target is GATHER and not node.meta.get("transition")
 
 
 def _random(node: fx.Node) -> bool:

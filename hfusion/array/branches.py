@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hfusion.array.modes import Change
+from hfusion.capture.structures import union_of_modules
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import mark, membership
 from hfusion.optim import coupling
@@ -94,7 +95,17 @@ class Tree(nn.Module):
             )
         super().__delattr__(name)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """As of nn.Module; of a tensor that some members lack, the rows of those who have it."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, rows in own_rows(self).items():
+            if prefix + name in destination:
+                stack = destination[prefix + name]
+                destination[prefix + name] = stack[list(rows)]
+                destination._metadata[prefix[:-1]].setdefault("rows", {})[name] = rows
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        state_dict = self._widened(state_dict, prefix, metadata)
         if metadata.get("assign_to_params_buffers") and self._tied:
             name, others = next(iter(self._tied.items()))
             raise FusionError(
@@ -102,6 +113,25 @@ class Tree(nn.Module):
                 "which are one tensor, two; leave out assign=True"
             )
         super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+    def _widened(self, state_dict: Any, prefix: str, metadata: Any) -> Any:
+        """Return ``state_dict`` with a row for every member; those who lack a tensor keep what they have."""
+        found = state_dict
+        for name, rows in own_rows(self).items():
+            value, known = state_dict.get(prefix + name), metadata.get("rows", {}).get(name, rows)
+            if value is None:
+                continue
+            if tuple(known) != rows:
+                raise FusionError(
+                    f"{prefix}{name} holds the rows of members {list(known)}, and members {list(rows)} of this fused "
+                    "module have it: load it into an array of models in the order in which they were fused"
+                )
+            stack: Any = self._parameters.get(name, self._buffers.get(name))
+            if value.shape == (len(rows), *stack.shape[1:]):
+                whole = stack.detach().clone()
+                whole[list(rows)] = value.detach().to(whole)
+                found = {**found, prefix + name: whole}
+        return found
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As of nn.Module, where there is such a parameter. Raises FusionError for another one."""
@@ -274,23 +304,45 @@ def fixed_attributes(module: nn.Module) -> frozenset[str]:
     return frozenset(named.union(vars(module)) - _STANDARD)
 
 
-def grow(branch: Tree, skeleton: nn.Module, stacks: Mapping[str, Tensor]) -> None:
-    """Give ``branch`` the tree of ``skeleton`` with the tensors of ``stacks``; submodules used twice stay one."""
-    grown: dict[int, Branch] = {}
-    for path, module in skeleton.named_modules(remove_duplicate=False):
+def grow(branch: Tree, skeletons: Sequence[nn.Module], stacks: Mapping[str, Tensor]) -> None:
+    """Give ``branch`` the tree of ``skeletons`` with the tensors of ``stacks``; submodules used twice stay one."""
+    grown: dict[tuple[int, ...], Branch] = {}
+    for path, modules in union_of_modules(skeletons).items():
         place: Tree = branch
+        module = modules[0]
         if path:
             parent, _, leaf = path.rpartition(".")
-            place = grown.setdefault(id(module), Branch(type(module).__name__, fixed_attributes(module)))
+            place = grown.setdefault(tuple(map(id, modules)), Branch(kinds_of(modules), fixed_of(modules)))
             branch.get_submodule(parent)._modules[leaf] = place
         prefix = f"{path}." if path else ""
         place.training = module.training
-        place._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-        for name, tensor in module._parameters.items():
-            place._parameters[name] = None if tensor is None else stacks[prefix + name]  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            place._buffers[name] = None if buffer is None else stacks[prefix + name]
+        place._non_persistent_buffers_set = {name for each in modules for name in each._non_persistent_buffers_set}
+        for each in modules:
+            for table, own in ((place._parameters, each._parameters), (place._buffers, each._buffers)):
+                for name in own:
+                    if table.get(name) is None:
+                        table[name] = stacks.get(prefix + name)  # type: ignore[assignment]
     _note_ties(branch)
+
+
+def own_rows(tree: Tree) -> dict[str, tuple[int, ...]]:
+    """The tensors of ``tree`` that some members lack, with the members who have each."""
+    found = {}
+    for name, tensor in [*tree._parameters.items(), *tree._buffers.items()]:
+        known = None if tensor is None else membership(tensor)
+        if known is not None and None in known.shapes:
+            found[name] = tuple(member for member in range(known.members) if known.has(member))
+    return found
+
+
+def kinds_of(modules: Sequence[nn.Module]) -> str:
+    """The classes of the members' modules at one path."""
+    return " | ".join(dict.fromkeys(type(module).__name__ for module in modules))
+
+
+def fixed_of(modules: Sequence[nn.Module]) -> frozenset[str]:
+    """As `fixed_attributes`, of the members' modules at one path."""
+    return frozenset().union(*map(fixed_attributes, modules))
 
 
 def _note_ties(root: Tree) -> None:

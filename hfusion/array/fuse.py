@@ -14,6 +14,7 @@ from hfusion.capture.contents import fingerprint
 from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.core.errors import FusionError
+from hfusion.core.rows import leading
 from hfusion.device.allocator import keep_large_blocks
 from hfusion.device.generators import draws_kept
 
@@ -52,24 +53,28 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False
         for name, parameter in model.named_parameters():
             if parameter not in array.origins:
                 array.origins[parameter] = (index, name)
-    return FusedModule(array, _stacks([dict(tensors(model)) for model in models], comparison.shared))
+    return FusedModule(array, _stacks([dict(tensors(model)) for model in models], array))
 
 
-def _stacks(rows: Sequence[dict[str, Tensor]], shared: frozenset[str]) -> dict[str, Tensor]:
+def _stacks(rows: Sequence[dict[str, Tensor]], array: Array) -> dict[str, Tensor]:
     """The stacked tensors by key; tied keys give one object."""
     once: dict[int, Tensor] = {}
     stacks = {}
-    for name, tensor in rows[0].items():
+    for name in dict.fromkeys(name for row in rows for name in row):
+        own = [row.get(name) for row in rows]
+        tensor = next(row for row in own if row is not None)
         if id(tensor) not in once:
-            once[id(tensor)] = _keep(tensor) if name in shared else _stacked([row[name] for row in rows])
+            shared = name in array.comparison.shared
+            once[id(tensor)] = _keep(tensor) if shared else _stacked(own, tensor, array.row_shapes.get(name))
         stacks[name] = once[id(tensor)]
     return stacks
 
 
-def _stacked(rows: Sequence[Tensor]) -> Tensor:
-    stack = empty_stack(rows[0], len(rows))
+def _stacked(rows: Sequence[Tensor | None], like: Tensor, shape: torch.Size | None) -> Tensor:
+    stack = empty_stack(like, len(rows), shape)
     for place, row in zip(stack.detach(), rows, strict=True):
-        place.copy_(row.detach())
+        if row is not None:
+            leading(place, row.shape).copy_(row.detach())
     return stack
 
 

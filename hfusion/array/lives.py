@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfusion.array.row_view import Said, said_to
 from hfusion.capture.compare import check_pair
@@ -127,3 +127,12 @@ def check_fits(fused: FusedModule, row: int, model: nn.Module) -> None:
             f"what was done to member {row} of a fused {fused._original} does not fit its array: {told}. Undo it, or "
             "do it to all models of unfuse() and fuse them again"
         ) from error
+
+
+def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """``tensor`` under ``name``, if there is another."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    table: Any = module._parameters if leaf in module._parameters else module._buffers
+    if table[leaf] is not tensor:
+        table[leaf] = tensor

@@ -14,7 +14,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.branches import STATE, Tree, fixed_attributes, grow
+from hfusion.array.branches import STATE, Tree, fixed_of, grow
 from hfusion.array.by_size import by_size, sized_arrays
 from hfusion.array.checked import REFUSALS, call_members
 from hfusion.array.dynamo import finder, inline
@@ -29,7 +29,7 @@ from hfusion.array.number_buffers import NumberBuffers, compiler_of
 from hfusion.array.rows import Rows
 from hfusion.array.slices import chosen_rows, slice_of
 from hfusion.array.split import Split, check_together
-from hfusion.array.state import Array, ArrayState, mark_tensors, partly_written, row_copy
+from hfusion.array.state import Array, ArrayState, mark_tensors, member_rows, partly_written, row_copy
 from hfusion.array.transformed import plain_stacks, run_members, unserved
 from hfusion.array.variables import Situations
 from hfusion.array.views import Views
@@ -37,6 +37,7 @@ from hfusion.capture.contents import modeless_fingerprint
 from hfusion.capture.exporting import exporting
 from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import live_rows, materialize
+from hfusion.capture.structures import union_of_modules
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import bind
 from hfusion.compiler.compiled import ArraySpec, Compiled
@@ -58,9 +59,9 @@ class FusedModule(Rows, Tree):
     """
 
     def __init__(self, array: Array, stacks: Mapping[str, Tensor]) -> None:
-        super().__init__(type(array.skeletons[0]).__name__, fixed_attributes(array.skeletons[0]))
+        super().__init__(type(array.skeletons[0]).__name__, fixed_of(array.skeletons))
         self._array = array
-        grow(self, array.skeletons[0], stacks)
+        grow(self, array.skeletons, stacks)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -86,17 +87,18 @@ class FusedModule(Rows, Tree):
         self._own_branches()
 
     def _own_branches(self) -> None:
+        modules = union_of_modules(self._array.skeletons)
         for path, module in self.named_modules():
-            own = own_modes(self._array.skeletons[0].get_submodule(path))
+            # What members have left behind stays in the tree.
+            own = any(map(own_modes, modules.get(path, ())))
             object.__setattr__(module, "_place", (weakref.ref(self), path, own))
 
     def _new_compiler(self) -> Compiler:
         array, looped = self._array, self._situations.looped
         variants, shared = array.comparison.variants, array.comparison.shared
-        return Compiler(
-            ArraySpec(self._original, array.members, variants, shared, self._member, tune=array.tune, looped=looped),
-            make_program=compiler_of(self),
-        )
+        spec = ArraySpec(self._original, array.members, variants, shared, self._member, tune=array.tune, looped=looped)
+        shapes = array.row_shapes if array.has_variants else None
+        return Compiler(replace(spec, shapes=shapes), make_program=compiler_of(self))
 
     def _mark(self) -> None:
         mark_tensors(self._array, dict(tensors(self)))
@@ -302,8 +304,8 @@ class FusedModule(Rows, Tree):
 
     def _enter(self, state: ArrayState) -> None:
         self._number, self._array, self._compiler = state.number, state.array, state.compiler
-        for path, module in state.array.skeletons[0].named_modules():
-            object.__setattr__(self.get_submodule(path), "_fixed", fixed_attributes(module))
+        for path, modules in union_of_modules(state.array.skeletons).items():
+            object.__setattr__(self.get_submodule(path), "_fixed", fixed_of(modules))
 
     def evaluating(self) -> AbstractContextManager[None]:
         """All in eval mode inside, afterwards as before. Raises FusionError if the members' eval changes tensors."""
@@ -349,10 +351,8 @@ class FusedModule(Rows, Tree):
         """
         shared = self._array.comparison.shared
         once = {name: row_copy(t, None) for name, t in tensors(self) if name in shared}
-        models = []
-        for index in range(len(self)):
-            rows = {name: once[name] if name in shared else row_copy(t, index) for name, t in tensors(self)}
-            models.append(self._around(index, rows))
+        stacks = dict(tensors(self))
+        models = [self._around(row, member_rows(self._array, row, stacks, once)) for row in range(len(self))]
         repeat(self._views, self, models)
         return models
 

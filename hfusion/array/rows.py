@@ -122,6 +122,8 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
     Raises:
         FusionError: a model that cannot be fused with the members; the array is as it was.
     """
+    from hfusion.array.state import check_one_structure
+
     fused = cast("FusedModule", array)
     if list(sources) == list(range(len(fused))):
         return
@@ -131,6 +133,7 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
                 f"{name} is a {type(tensor).__name__}, whose rows cannot be moved here: keep, copy, append and put "
                 "members before fully_shard or whatever replaced it"
             )
+    check_one_structure(fused, "keep, copy, append or put")
     joining = _check_joining(fused, sources)
     members = len(fused)
     fused._split()

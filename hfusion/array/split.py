@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hfusion.array.checked import REFUSALS, call_members
 from hfusion.array.ragged_rows import joined_by_size
 from hfusion.array.row_view import RowView
+from hfusion.array.state import check_one_structure
 from hfusion.array.transformed import run_members
 from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
@@ -182,6 +183,7 @@ def part_of(fused: FusedModule, rows: Sequence[int], stack: Callable[[Tensor, An
     """
     from hfusion.array.module import FusedModule
 
+    check_one_structure(fused, "an array of some of the members")
     array = fused._array
     comparison, left = array.comparison.of_members(rows)
     skeletons = tuple(array.skeletons[variant] for variant in left)

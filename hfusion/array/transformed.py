@@ -60,6 +60,10 @@ def plain_stacks(owner: nn.Module, originals: Mapping[str, Tensor]) -> dict[str,
 
 def run_members(fused: FusedModule, arguments: Arguments) -> Any:
     """Call every member with its rows of the array's tensors, or of those in their place, and stack what they give."""
+    # Imported late, as it imports this.
+    from hfusion.array.state import check_one_structure
+
+    check_one_structure(fused, "a loop over members")
     with outside_transforms():
         members = list(fused)
     specs: list[TreeSpec] = []

@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.lives import check_fits, rearranged
+from hfusion.array.lives import check_fits, put_tensor, rearranged
 from hfusion.array.row_view import RowView, said_to, tensor_states, without_hooks
 from hfusion.array.split import Split, flags_read
+from hfusion.array.state import check_one_structure
 from hfusion.capture.contents import modeless_fingerprint
 from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import live_rows, materialize, skeleton
 from hfusion.core.errors import FusionError
-from hfusion.core.row_gradients import RowGradients
+from hfusion.core.row_gradients import RowGradients, lies_in
+from hfusion.core.rows import leading
 from hfusion.core.usage import freeze_rows, frozen_rows
 
 if TYPE_CHECKING:
@@ -152,17 +154,19 @@ class Views:
         for name, stack in stacks.items():
             if name in shared:
                 for row in rows:
-                    _put(self.members[row].model, name, stack)
+                    put_tensor(self.members[row].model, name, stack)
                 continue
             tie = self._tie(stack) if isinstance(stack, nn.Parameter) else None
             for row in rows:
                 member = self.members[row]
-                tensor = (member.parameters if tie is not None else member.buffers)[name]
-                if not _lies_in(tensor, stack, row):
+                tensor = (member.parameters if tie is not None else member.buffers).get(name)
+                if tensor is None:
+                    continue
+                if not lies_in(tensor, stack, row):
                     if tie is not None and (tensor.dtype, tensor.device) != (stack.dtype, stack.device):
                         tie.untie(row)
                         tensor.grad = None
-                    tensor.data = live_rows(stack, row).data
+                    tensor.data = leading(live_rows(stack, row).data, tensor.shape)
                 if tie is not None:
                     tie.tie(row, tensor)
         kept = {id(stack) for stack in stacks.values()}
@@ -275,7 +279,8 @@ class Views:
         for path, branch in fused.named_modules(remove_duplicate=False) if branches else ():
             if id(branch) in branches:
                 for member in self.own.values():
-                    member.modules[path].training = branch.training
+                    if path in member.modules:
+                        member.modules[path].training = branch.training
         trained, addresses = self._stack_states()
         for name, stack, now, before in zip(self._names, self._stacks, trained, self._trained, strict=True):
             if now != before:
@@ -292,7 +297,7 @@ class Views:
         now = dict(tensors(member.model))
         known = {**member.parameters, **member.buffers, **{name: stacks[name] for name in shared}}
         same = member.same_modules and now.keys() == known.keys()
-        moved = [n for n, t in now.items() if n not in shared and not (n in stacks and _lies_in(t, stacks[n], row))]
+        moved = [n for n, t in now.items() if n not in shared and not (n in stacks and lies_in(t, stacks[n], row))]
         if same and not moved and all(now[name] is tensor for name, tensor in known.items()):
             return
         check_fits(fused, row, member.model)
@@ -306,8 +311,9 @@ class Views:
             for name in moved:
                 if known[name] is not now[name]:
                     known[name].data = known[name].data.clone()
-                stacks[name].detach()[row].copy_(now[name].detach())
-                now[name].data = live_rows(stacks[name], row).data
+                target = leading(live_rows(stacks[name], row).data, now[name].shape)
+                target.copy_(now[name].detach())
+                now[name].data = target
         member.take_modules()
         member.take_tensors(shared)
         self._align(fused, [row])
@@ -334,10 +340,12 @@ class Views:
     def _divide(self, fused: FusedModule) -> None:
         """Members by modes, and those with hooks."""
         base = fused.training_by_path()
-        modes = [tuple((m.training if (m := self.members.get(row)) else base).values()) for row in range(len(fused))]
+        own = {row: member.training for row, member in self.members.items()}
+        modes = [tuple({**base, **own.get(row, {})}.values()) for row in range(len(fused))]
         hooked = {row: where for row, member in self.members.items() if (where := member.hooked)}
         trained = flags_read(fused)
         if hooked or len(set(modes)) > 1 or any(flags != trained[0] for flags in trained):
+            check_one_structure(fused, "hooks, modes or frozen parameters of some members")
             by_path = [dict(zip(base, row, strict=True)) for row in modes]
             self.split = Split.of(fused, by_path, trained, hooked, self.members, self._parts)
             return
@@ -355,7 +363,8 @@ class Views:
             before = frozen_rows(stack)
             trains = [stack.requires_grad and not (before is not None and before[row]) for row in range(len(fused))]
             for row, member in self.members.items():
-                trains[row] = member.parameters[name].requires_grad
+                if name in member.parameters:
+                    trains[row] = member.parameters[name].requires_grad
             if stack.requires_grad != any(trains):
                 stack.requires_grad_(any(trains))
             freeze_rows(stack, None if all(trains) or not any(trains) else ~torch.tensor(trains))
@@ -365,7 +374,8 @@ class Views:
     def to_all(self, path: str, change: Callable[[nn.Module], object]) -> None:
         """Tell the submodule at ``path`` of every member what its array was told."""
         for member in self.own.values():
-            change(member.modules[path])
+            if path in member.modules:
+                change(member.modules[path])
 
     def renew(self, fused: FusedModule, trained: Mapping[str, bool]) -> None:
         """Have attributes and modes as the array has them now, and train ``trained``, by key."""
@@ -383,18 +393,3 @@ class Views:
             member.set(modes.get(row, base), said_to(member).trained)
         if self.members:
             self.hear(fused, self.members)
-
-
-def _lies_in(tensor: Tensor, stack: Tensor, row: int) -> bool:
-    kinds = tensor.dtype == stack.dtype and tensor.device == stack.device and tensor.shape == stack.shape[1:]
-    address = stack.data_ptr() + row * stack.stride(0) * stack.element_size()
-    return kinds and (tensor.data_ptr() == address or not tensor.numel()) and tensor.stride() == stack.stride()[1:]
-
-
-def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """``tensor`` under ``name``, if there is another."""
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    table: Any = module._parameters if leaf in module._parameters else module._buffers
-    if table[leaf] is not tensor:
-        table[leaf] = tensor

@@ -54,8 +54,10 @@ def compare(models: Sequence[nn.Module]) -> Comparison:
     _check_list(models)
     for index, model in enumerate(models):
         check_alone(index, model)
-    for index, model in enumerate(models[1:], start=1):
-        check_pair(models[0], index, model)
+    # Imported late, as it imports this.
+    from hfusion.capture.structures import check_structures
+
+    check_structures(models)
     prints: dict[Any, int] = {}
     variants = tuple(prints.setdefault(fingerprint(model), len(prints)) for model in models)
     sharing = Sharing()
@@ -243,18 +245,22 @@ class Sharing:
         named = dict(tensors(model))
         if index == 0:
             self._first = named
-        same = frozenset(name for name, tensor in named.items() if index and self._first[name] is tensor)
+        same = frozenset(name for name, tensor in named.items() if index and self._first.get(name) is tensor)
         keys = same if index == 1 else self.keys & same
         met = frozenset(name for name, tensor in named.items() if self._owners.get(tensor, index) != index)
         some = ((self.keys | same | met) - keys) if index else frozenset()
         for name in sorted(some):
-            if isinstance(named[name], nn.Parameter) and (named[name].requires_grad or self._first[name].requires_grad):
+            if isinstance(named.get(name), nn.Parameter) and (
+                named[name].requires_grad or self._first.get(name, named[name]).requires_grad
+            ):
                 raise FusionError(
                     f"{name} is one object in some models but not in all, and is trained; "
                     "share it among all members or among none"
                 )
         self.keys = keys
         self.partly |= frozenset(name for pair in overlaps(named) for name in pair)
-        self.partly |= frozenset(name for name in some if not isinstance(named[name], nn.Parameter))
+        self.partly |= frozenset(
+            name for name in some if not isinstance(named.get(name, self._first.get(name)), nn.Parameter)
+        )
         for tensor in named.values():
             self._owners.setdefault(tensor, index)

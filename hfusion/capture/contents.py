@@ -45,7 +45,12 @@ def fingerprint(model: nn.Module) -> Any:
 def modeless_fingerprint(model: nn.Module) -> Any:
     """As `fingerprint`, but for train and eval modes."""
     arrays = tuple((path, m.fingerprint()) for path, m in model.named_modules() if is_array(m))
-    return tuple(_attributes(model, _content).items()), tuple(_closures(model)), tuple(_hooks(model)), arrays
+    classes = tuple(
+        (path, type(m).__module__, type(m).__qualname__) for path, m in model.named_modules(remove_duplicate=False)
+    )
+    shapes = tuple((name, tensor.shape) for name, tensor in tensors(model))
+    attributes = tuple(_attributes(model, _content).items())
+    return attributes, tuple(_closures(model)), tuple(_hooks(model)), arrays, classes, shapes
 
 
 def _hooks(model: nn.Module) -> Iterator[Any]:

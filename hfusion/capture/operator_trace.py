@@ -71,7 +71,8 @@ class OperatorTrace:
     Attributes:
         calls: the operators in order.
         made: the tensors that the code made of Python numbers, or holds without registering them.
-        ends: the structure of the outputs, where outputs and the member's tensors afterwards come from, modes it set.
+        ends: the structure of the outputs, where outputs and the member's tensors afterwards come from, the names and
+            shapes of these, modes it set.
     """
 
     calls: tuple[TracedCall, ...]
@@ -124,6 +125,7 @@ def _traced(member: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         spec,
         _plain(recorder.referred(leaves)),
         _plain(recorder.referred(list(dict(tensors(member)).values()))),
+        tuple((name, tuple(tensor.shape)) for name, tensor in tensors(member)),
         tuple(
             (path, part.training)
             for path, part in member.named_modules(remove_duplicate=False)

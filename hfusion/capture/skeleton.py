@@ -14,6 +14,7 @@ from hfusion.capture.hooks import is_recipe, recompute, recomputed
 from hfusion.capture.named import tensors
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
+from hfusion.core.rows import leading
 from hfusion.device.backend import backend
 
 _RESTRIDED = "_hfusion_restrided"
@@ -44,7 +45,10 @@ def materialize(skeleton: nn.Module, rows: Mapping[str, Tensor], training: Mappi
     """The module of ``skeleton`` around ``rows``, its tensors by key, with ``training`` flags by module path."""
     memo = {}
     for name, empty in tensors(skeleton):
-        memo[id(empty)] = row = rows[name]
+        row = rows[name]
+        if row.shape != empty.shape and not isinstance(row, torch.nn.UninitializedParameter):
+            row = own_part(row, empty.shape)
+        memo[id(empty)] = row
         if not empty.is_contiguous() and row.is_contiguous():
             setattr(row, _RESTRIDED, True)
     model = module_copy(skeleton, memo)
@@ -52,6 +56,12 @@ def materialize(skeleton: nn.Module, rows: Mapping[str, Tensor], training: Mappi
         module.training = training[path]
     recompute(model)
     return model
+
+
+def own_part(row: Tensor, shape: torch.Size) -> Tensor:
+    """The part of a member's ``row`` that its own tensor fills, in the same memory; a parameter if the row is one."""
+    part = leading(row.detach(), shape)
+    return nn.Parameter(part, requires_grad=row.requires_grad) if isinstance(row, nn.Parameter) else part
 
 
 def live_rows(stack: Tensor, rows: int | slice | None) -> Tensor:

@@ -46,6 +46,17 @@ def member_stacks(fused: FusedModule, optimizer: FusedOptimizer) -> dict[str, Te
     return found
 
 
+def shapes_of(fused: nn.Module, rows: Sequence[int]) -> dict[str, list[list[int] | None]]:
+    """The members' own shapes of the tensors that differ in that, None where a member has none."""
+    found = {}
+    for name, tensor in tensors_of(fused):
+        known = membership(tensor)
+        if known is not None and known.shapes:
+            own = [known.shapes[row] for row in rows]
+            found[name] = [None if shape is None else list(shape) for shape in own]
+    return found
+
+
 @dataclass
 class SaveWriter:
     """Collects a save: ``rows`` are the array's rows of the members that are saved."""
@@ -91,6 +102,9 @@ class SaveWriter:
             names[name] = found is not None and found.is_own
             self._keep(f"module/{name}", tensor, found)
         self.body["module"] = {"class": fused._original, "stacked": names}
+        shapes = shapes_of(fused, self.rows)
+        if shapes:
+            self.body["module"]["shapes"] = shapes
 
     def optimizer(self, optimizer: FusedOptimizer) -> None:
         groups = []

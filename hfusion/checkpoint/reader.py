@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hfusion.array.module import FusedModule
 from hfusion.capture.named import tensors as tensors_of
 from hfusion.checkpoint.files import Saved, told
-from hfusion.checkpoint.parts import OWN, devices_of
+from hfusion.checkpoint.parts import OWN, devices_of, shapes_of
 from hfusion.checkpoint.tree import decode, encode
 from hfusion.core.errors import CheckpointError
 from hfusion.core.membership import membership
@@ -120,10 +120,25 @@ class SaveReader:
                 )
         if single and len(self.names) != 1:
             raise CheckpointError(f"{self.path} holds {self.names}: say which one the model shall be, names=[...]")
+        there = self._shapes()
+        here = shapes_of(model, range(len(self.names)))
+        if here != there:
+            raise CheckpointError(
+                f"{self.path} holds members of other shapes, or that lack other tensors: {there}, not {here}; "
+                "load them into an array of models in the order of those that were saved"
+            )
         found = {name: self._values(f"module/{name}", name, tensor) for name, tensor in own.items()}
         for name, tensor in own.items():
             _check(self.path, name, found[name], tensor)
         return lambda: _copy([(tensor, found[name]) for name, tensor in own.items()])
+
+    def _shapes(self) -> dict[str, list[list[int] | None]]:
+        """The members' own shapes where they differ, as of `shapes_of`."""
+        own = [(saved.body["module"].get("shapes", {}), places) for saved, places in self.parts]
+        names = dict.fromkeys(name for shapes, _ in own for name in shapes)
+        if len(own) > 1 and names:
+            raise CheckpointError(f"saves of members that differ in submodules, {next(iter(names))}, do not merge")
+        return {name: [shapes[name][place] for place in places] for shapes, places in own for name in names}
 
     def _values(self, key: str, name: str, like: Tensor) -> Tensor:
         """What a tensor was, or a state of it: with a row for each member or as one, as ``like`` is here.

@@ -40,6 +40,13 @@ class BoundProgram:
         )
 
     @property
+    def partial_ids(self) -> frozenset[int]:
+        """The ids of the parameters that some members lack."""
+        slots = [slot for slot in self.compiled.program.slots if slot.kind is not Kind.INPUT]
+        pairs = zip(slots, self.places, strict=True)
+        return frozenset(id(holder[name]) for slot, (holder, name) in pairs if slot.name in self.compiled.partial)
+
+    @property
     def looped_calls(self) -> int:
         """How many calls of single members' operators the program makes."""
         program = self.compiled.program

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec
 
 from hfusion.capture.differences import differing_attributes
 from hfusion.core.errors import ForwardsDiffer, FusionError
-from hfusion.core.program import Capture
+from hfusion.core.program import Capture, Kind, Slot
 from hfusion.passes.align import align
+from hfusion.passes.merge import VariantGraph, merge
 
 # Models of a group that are compared with those of another one.
 _COMPARED = 8
@@ -19,20 +22,55 @@ _COMPARED = 8
 _NAMED = 6
 
 
+# The share of the parameters of each model that all members must compute with together.
+LEAST_COMMON = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class CommonGraph:
+    """The graph of all members of an array, its placeholders' slots, and the tensors that it holds by itself.
+
+    ``differing``: the constants of which each member has its own, stacked. ``partial``: as of `hfusion.passes.merge`.
+    """
+
+    graph: fx.Graph
+    slots: tuple[Slot, ...]
+    constants: dict[str, Tensor]
+    differing: frozenset[str]
+    partial: frozenset[str] = frozenset()
+
+
 def common_graph(
-    captures: Sequence[Capture], variants: Sequence[int], name: str, member: Callable[[int], nn.Module]
-) -> fx.Graph:
-    """Lay the graphs of all variants of an array over one another; ``member(b)`` gives member b.
+    captures: Sequence[Capture],
+    variants: Sequence[int],
+    name: str,
+    member: Callable[[int], nn.Module],
+    shapes: Mapping[str, torch.Size] | None,
+) -> CommonGraph:
+    """Lay the graphs of all variants of an array over one another.
+
+    Args:
+        member: ``member(b)`` gives member b.
+        shapes: the shape of a row of each stack that members' own tensors do not all fill; None where members have one
+            structure, and are to do the same.
 
     Raises:
         ForwardsDiffer: members that do different things, with the attributes in which they differ.
     """
+    if len(captures) == 1:
+        return CommonGraph(captures[0].graph, captures[0].slots, dict(captures[0].constants), frozenset())
     try:
-        return _aligned(captures, variants)
-    except FusionError as error:
-        groups = _alike(captures)
+        graph = _aligned(captures, variants)
+        return CommonGraph(graph, captures[0].slots, *_constants(captures, variants))
+    except FusionError as difference:
+        error, groups = difference, _alike(captures)
         if len(groups) == 1:
             raise
+        if shapes is not None:
+            try:
+                return _merged(captures, variants, groups, shapes)
+            except FusionError as reason:
+                error = reason
         rows = [tuple(row for row, variant in enumerate(variants) if variant in group) for group in groups]
         ours, theirs = ([member(variants.index(variant)) for variant in group[:_COMPARED]] for group in groups[:2])
         attributes = differing_attributes(ours, theirs, (f"model {rows[0][0]}", f"model {rows[1][0]}"))
@@ -56,11 +94,90 @@ def _aligned(captures: Sequence[Capture], variants: Sequence[int]) -> fx.Graph:
             if mine != other:
                 words = {"out_spec": "returns", "modes": "sets train and eval modes", "slots": "reads"}[what]
                 raise FusionError(f"forward {words} {_shown(mine)} in model 0 and {_shown(other)} in model {model}")
+        for name, (mine, other) in _sizes(first, capture):
+            if mine != other:
+                raise FusionError(f"{name} has shape {mine} in model 0 and {other} in model {model}")
         for name, tensor in first.constants.items():
             kinds = [f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (tensor, capture.constants[name])]
             if kinds[0] != kinds[1]:
                 raise FusionError(f"the tensor {name} is {kinds[0]} in model 0, {kinds[1]} in model {model}")
     return graph
+
+
+def _merged(
+    captures: Sequence[Capture],
+    variants: Sequence[int],
+    groups: Sequence[Sequence[int]],
+    shapes: Mapping[str, torch.Size],
+) -> CommonGraph:
+    """The graph of members that do different things, ``groups`` of variants that do the same.
+
+    Raises:
+        FusionError: they cannot be merged, or have less in common than pays.
+    """
+    first = captures[0]
+    graphs, constants, differing = [], dict[str, Tensor](), set[str]()
+    for number, group in enumerate(groups):
+        capture = captures[group[0]]
+        for what in ("out_spec", "modes"):
+            if getattr(capture, what) != getattr(first, what):
+                words = {"out_spec": "returns", "modes": "sets train and eval modes"}[what]
+                ours, other = _shown(getattr(first, what)), _shown(getattr(capture, what))
+                raise FusionError(f"forward {words} {ours} in model 0 and {other} in model {variants.index(group[0])}")
+        members = tuple(member for member, variant in enumerate(variants) if variant in group)
+        graph = align([captures[v].graph for v in group], [group.index(variants[member]) for member in members])
+        slots = []
+        for slot in capture.slots:
+            if slot.kind is Kind.CONSTANT:
+                slot, rows = (
+                    replace(slot, name=f"{slot.name}_of_{number}"),
+                    [captures[v].constants[slot.name] for v in group],
+                )
+                constants[slot.name] = rows[0].detach()
+                if not all(torch.equal(row, rows[0]) for row in rows):
+                    own = {member: rows[group.index(variants[member])] for member in members}
+                    blank = torch.zeros_like(rows[0])
+                    constants[slot.name] = torch.stack([own.get(m, blank) for m in range(len(variants))]).detach()
+                    differing.add(slot.name)
+            slots.append(slot)
+        graphs.append(VariantGraph(members, graph, tuple(slots)))
+    merged = merge(graphs, shapes)
+    for number, variant in enumerate(graphs):
+        _check_common(captures[groups[number][0]], variant, merged.common)
+    return CommonGraph(merged.graph, merged.slots, constants, frozenset(differing), merged.partial)
+
+
+def _check_common(capture: Capture, variant: VariantGraph, common: frozenset[str]) -> None:
+    """Raise a FusionError where too little of a model's parameters is computed with for all members together."""
+    pairs = zip(capture.graph.find_nodes(op="placeholder"), capture.slots, strict=True)
+    sizes = {slot.name: node.meta["val"].numel() for node, slot in pairs if slot.kind is Kind.PARAMETER}
+    shared, every = sum(size for name, size in sizes.items() if name in common), sum(sizes.values())
+    if shared < LEAST_COMMON * every:
+        raise FusionError(
+            f"only {shared} of {every} values in the parameters of model {variant.members[0]} are used in what all do"
+        )
+
+
+def _constants(captures: Sequence[Capture], variants: Sequence[int]) -> tuple[dict[str, Tensor], frozenset[str]]:
+    """The captures' own tensors, stacked per member where they differ; and the names of those."""
+    constants, differing = {}, set()
+    for name, tensor in captures[0].constants.items():
+        rows = [c.constants[name] for c in captures]
+        if all(torch.equal(row, tensor) for row in rows):
+            constants[name] = tensor.detach()
+        else:
+            constants[name] = torch.stack([rows[v] for v in variants]).detach()
+            differing.add(name)
+    return constants, frozenset(differing)
+
+
+def _sizes(first: Capture, capture: Capture) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """The keys of two models' own tensors, with the shapes in both."""
+    columns = [capture.graph.find_nodes(op="placeholder") for capture in (first, capture)]
+    for slot, *nodes in zip(first.slots, *columns, strict=True):
+        if slot.kind in (Kind.PARAMETER, Kind.BUFFER):
+            mine, other = (tuple(node.meta["val"].shape) for node in nodes)
+            yield slot.name, (mine, other)
 
 
 def _shown(value: Any) -> str:

@@ -23,11 +23,11 @@ from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import AllHold
 from hfusion.core.layout import Layout
-from hfusion.core.program import Capture, Kind, Program, Slot, describe_graph, input_dims
+from hfusion.core.program import Capture, Kind, Program, Slot, describe_graph, input_dims, writable
 from hfusion.core.stages import stage
 from hfusion.device.calibrate import compute_rates
 from hfusion.ops import RULES as ATEN_RULES
-from hfusion.ops.rule import merge
+from hfusion.ops.rule import merge as merge_tables
 from hfusion.passes.align import select
 from hfusion.passes.batch import batch
 from hfusion.passes.candidates import Unbatchable
@@ -38,10 +38,12 @@ from hfusion.passes.cost.times import times_on
 from hfusion.passes.effects import written_inputs
 from hfusion.passes.expected import RULES as EXPECT_RULES
 from hfusion.passes.expected import expectations
+from hfusion.passes.gather import RULES as GATHER_RULES
+from hfusion.passes.gather import has_variants
 from hfusion.passes.layouts import Choice, choose
 from hfusion.passes.regions import regions
 
-RULES = merge(ATEN_RULES, OPAQUE_RULES, EXPECT_RULES)
+RULES = merge_tables(ATEN_RULES, OPAQUE_RULES, EXPECT_RULES, GATHER_RULES)
 
 UNKNOWN = VaryingSizes()
 
@@ -53,6 +55,8 @@ class ArraySpec:
     ``loops``: what cannot be captured runs in a loop over members, at the smallest submodule; otherwise it is an error.
     ``tune``: ways to run operators are measured, not estimated. ``device``: on which they will run, where that is not
     the one on which the tensors lie. ``looped``: what runs in a loop whatever it is, each with the reason; it may grow.
+    ``shapes``: the shape of a row of each stack that members' own tensors do not all fill; None for members of one
+    structure, which do the same.
     """
 
     name: str
@@ -64,6 +68,7 @@ class ArraySpec:
     tune: bool = False
     device: torch.device | None = None
     looped: Mapping[Island, str] = field(default_factory=dict)
+    shapes: Mapping[str, torch.Size] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class Compiled:
     """A program with what it was made of.
 
     ``graph`` is the members' common graph, ``constants`` the tensors that the program holds by itself, ``opaque`` the
-    calls that run the members' own code; ``modes`` as of `Capture`.
+    calls that run the members' own code; ``modes`` as of `Capture`. ``partial``: the parameters that some members lack.
     """
 
     program: Program
@@ -80,6 +85,7 @@ class Compiled:
     opaque: tuple[OpaqueCall, ...]
     guards: Callable[[Sequence[Sequence[Any]]], bool]
     modes: Mapping[str, bool] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
     memory_orders: tuple[Any, ...] | None = None
     """Of the inputs that the program holds for, as of `Arguments.memory_orders`; None where it holds for all."""
     numbers: frozenset[str] = frozenset()
@@ -131,23 +137,25 @@ def compile_array(subject: ArraySpec, arguments: Arguments, training: bool, size
         except Unbatchable as error:
             more = {Island(module_path(error.node)): str(error)}
             more |= unbatchable(captured.graph, captured.layouts, subject.members, RULES)
-            if not subject.loops or not more.keys() - looped.keys():
+            if not subject.loops or not more.keys() - looped.keys() or has_variants(captured.graph):
                 raise
             looped |= more
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """The members' common graph, with the layouts of its placeholders; ``first`` is the capture of one of them."""
+    """The members' common graph, with its placeholders' slots and layouts; ``first`` is the capture of one of them."""
 
     first: Capture
     graph: fx.Graph
+    slots: tuple[Slot, ...]
     layouts: tuple[Layout, ...]
     constants: dict[str, Tensor]
     calls: tuple[OpaqueCall, ...]
     guards: Callable[[Sequence[Sequence[Any]]], bool]
     memory_orders: tuple[Any, ...] | None
     size_uses: tuple[Any, ...]
+    partial: frozenset[str]
 
 
 def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, looped: Mapping[Island, str]) -> _Captured:
@@ -161,21 +169,19 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
     else:
         found = capture_variants(len(members), lambda k: _member(subject, members[k], arguments), capture)
     captures = [one for one, _ in found]
-    first = captures[0]
-    graph = first.graph
-    if len(captures) > 1:
-        graph = common_graph(captures, subject.variants, subject.name, subject.member)
+    common = common_graph(captures, subject.variants, subject.name, subject.member, subject.shapes)
+    graph = common.graph
     described = partial(describe_graph, f"all members of {subject.name}", graph)
-    stage(subject.name, "aligned", described, lambda: check_member(graph, first.writable))
-    constants, differing = _constants(captures, subject.variants)
-    layouts = tuple(_layout(slot, subject, arguments, differing) for slot in first.slots)
+    stage(subject.name, "aligned", described, lambda: check_member(graph, writable(graph, common.slots)))
+    layouts = tuple(_layout(slot, subject, arguments, common.differing) for slot in common.slots)
     calls = tuple(call for _, calls in found for call in calls)
 
     # Of the captures nothing more, as they hold tensors.
     guards = AllHold(tuple({id(c.guards): c.guards for c in captures}.values()))
     orders = arguments.memory_orders if any(c.needs_strides for c in captures) else None
     uses = tuple(dict.fromkeys(use for capture in captures for use in capture.size_uses))
-    return _Captured(first, graph, layouts, constants, calls, guards, orders, uses)
+    constants, slots = common.constants, common.slots
+    return _Captured(captures[0], graph, slots, layouts, constants, calls, guards, orders, uses, common.partial)
 
 
 def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compiled:
@@ -183,7 +189,7 @@ def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compile
     choices = choose_ways(graph, layouts, subject.members, subject.tune, subject.device)
     module = batch(graph, layouts, subject.members, RULES, choices)
     code = regions(module, subject.members)
-    program = Program(subject.name, subject.members, training, module, code, first.slots, layouts, first.out_spec)
+    program = Program(subject.name, subject.members, training, module, code, captured.slots, layouts, first.out_spec)
     look_at(program)
     return Compiled(
         program,
@@ -192,8 +198,10 @@ def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compile
         captured.calls,
         captured.guards,
         first.modes,
+        captured.partial,
         captured.memory_orders,
-        calls=first.calls,
+        # Numbers of members that join are not filled into a graph of variants.
+        calls=() if has_variants(graph) else first.calls,
         size_uses=captured.size_uses,
     )
 
@@ -220,7 +228,7 @@ def choose_ways(
 ) -> dict[fx.Node, Choice]:
     """How each operator runs in an array of ``members``; on another ``device`` than the graph's nothing is measured."""
     model = Model.of(graph, members, None if device is None else compute_rates(device))
-    if not tune or device is not None:
+    if not tune or device is not None or has_variants(graph):
         return choose(graph, layouts, members, RULES, model)
     with times_on(model.device) as times:
         return choose(graph, layouts, members, RULES, Measured(model, times))
@@ -279,19 +287,6 @@ def check_members(members: int, arguments: Arguments) -> None:
                 f"hf.stacked input has leading size {leaf.tensor.shape[0]} (shape {tuple(leaf.tensor.shape)}), "
                 f"but the array has {members} members; give it one row per member"
             )
-
-
-def _constants(captures: Sequence[Capture], variants: Sequence[int]) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """The captures' own tensors, stacked per member where they differ; and the names of those."""
-    constants, differing = {}, set()
-    for name, tensor in captures[0].constants.items():
-        rows = [c.constants[name] for c in captures]
-        if all(torch.equal(row, tensor) for row in rows):
-            constants[name] = tensor.detach()
-        else:
-            constants[name] = torch.stack([rows[v] for v in variants]).detach()
-            differing.add(name)
-    return constants, frozenset(differing)
 
 
 def _layout(slot: Slot, subject: ArraySpec, arguments: Arguments, differing: frozenset[str]) -> Layout:

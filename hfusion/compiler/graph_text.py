@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from hfusion.core.layout import Layout
+from hfusion.core.random import DrawnBy, drawn_by
 from hfusion.ops.rule import MemberScalars, Memberwise
 from hfusion.passes.regions import Region
 
@@ -34,7 +35,8 @@ class Unwritable(Exception):
 def write_graph(graph: fx.Graph, root: nn.Module | None = None) -> list[Any]:
     """``graph`` as JSON's values: a list for each node. ``root`` holds the regions that it calls, if it calls any.
 
-    Of what stands beside the nodes (``meta``) only the scalars of members are written, without which a graph is wrong.
+    Of what stands beside the nodes (``meta``) only the scalars of members are written, and which members
+    compute a node, without which a graph is wrong.
     """
     places = {node: place for place, node in enumerate(graph.nodes)}
     return [_write_node(node, places, root) for node in graph.nodes]
@@ -70,7 +72,7 @@ def _write_node(node: fx.Node, places: dict[fx.Node, int], root: nn.Module | Non
         target = [list(region.listed), region.members, write_graph(region.body.graph)]
     elif node.op not in ("placeholder", "output"):
         raise Unwritable(f"{node.op} {target}")
-    meta = {key: write_value(node.meta[key], places) for key in ("arguments", "members") if key in node.meta}
+    meta = {key: write_value(node.meta[key], places) for key in ("arguments", "members", "rows") if key in node.meta}
     return [node.op, node.name, target, write_value(node.args, places), write_value(dict(node.kwargs), places), meta]
 
 
@@ -133,6 +135,8 @@ def function_name(fn: Any) -> str:
     """Where ``fn`` is found, such as ``torch:ops.aten.add.Tensor``. Raises Unwritable for what has no such place."""
     if isinstance(fn, Memberwise):
         return f"each {function_name(fn.member)}"
+    if isinstance(fn, DrawnBy):
+        return f"drawn {function_name(fn.fn)}"
     if isinstance(fn, OpOverload):
         return f"torch:ops.{fn.namespace}.{fn._opname}.{fn._overloadname}"
     if isinstance(fn, OpOverloadPacket):
@@ -151,6 +155,8 @@ def function_name(fn: Any) -> str:
 def find_function(name: str) -> Any:
     if name.startswith("each "):
         return memberwise(find_function(name.removeprefix("each ")))
+    if name.startswith("drawn "):
+        return drawn_by(find_function(name.removeprefix("drawn ")))
     file, _, path = name.partition(":")
     return _find(file, path)
 

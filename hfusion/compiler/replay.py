@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfusion.core.errors import FusionError
+from hfusion.core.random import draws_of
 from hfusion.device.draws import seen_in_modes
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
@@ -67,7 +68,7 @@ class Replay:
     """
 
     def __init__(self, draws: Sequence[Tensor], member: int) -> None:
-        self._rows = iter([draw[member] for draw in draws])
+        self._rows = iter(draws_of(draws, member))
         self._met: dict[bytes, Tensor] = {}
         self._state = _state()
 

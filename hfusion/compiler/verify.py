@@ -33,6 +33,7 @@ from hfusion.core.copies import copies_in_like_memory
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Kind
 from hfusion.core.random import recording
+from hfusion.core.rows import leading
 from hfusion.passes.expected import FailedCheck
 
 TIGHT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
@@ -151,7 +152,8 @@ def _differences(subject: CheckedArray, member: int, ours: Outcome, theirs: Outc
         # A gradient that the array has not is zero, which it may be.
         none = name not in ours and name.startswith("gradient of ")
         if name in ours or none:
-            found[name] = _difference(torch.zeros_like(expected) if none else ours[name][member], expected, floor)
+            row = torch.zeros_like(expected) if none else ours[name][member]
+            found[name] = _difference(leading(row, expected.shape), expected, floor)
     return found
 
 

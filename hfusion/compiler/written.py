@@ -40,6 +40,7 @@ def write_compiled(compiled: Compiled) -> dict[str, Any]:
         "outputs": program.out_spec.num_leaves,
         "guards": [[a.sizes, a.code] for a in assumptions(compiled.guards)],
         "modes": dict(compiled.modes),
+        **({"partial": sorted(compiled.partial)} if compiled.partial else {}),
     }
 
 
@@ -68,7 +69,8 @@ def read_compiled(written: Mapping[str, Any], constants: Mapping[str, Tensor]) -
     program = Program(written["name"], written["members"], written["training"], module, module, slots, layouts, spec)
     look_at(program)
     guards = AllHold(tuple(Assumptions.read(*one) for one in written["guards"]))
-    return Compiled(program, graph, dict(constants), (), guards, written["modes"])
+    partial = frozenset(written.get("partial", ()))
+    return Compiled(program, graph, dict(constants), (), guards, written["modes"], partial)
 
 
 def _write_example(value: Any, names: dict[str, str]) -> Any:

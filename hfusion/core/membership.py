@@ -24,7 +24,8 @@ class Membership:
 
     ``stacked``: the first dimension is the member; otherwise the tensor is one object for all members. ``padded``:
     members' own may be smaller, and are filled up with zeros. ``alone``: the tensor is that of one model, which is in
-    no array; ``members`` is 1, and there is no dimension for it.
+    no array; ``members`` is 1, and there is no dimension for it. ``shapes``: those of the members' own where members
+    differ in that, None for a member that has no such tensor; empty where all fill their rows.
     """
 
     name: str
@@ -32,11 +33,16 @@ class Membership:
     stacked: bool
     padded: bool = False
     alone: bool = False
+    shapes: tuple[torch.Size | None, ...] = ()
 
     @property
     def is_own(self) -> bool:
         """Whether each member has values of its own in the tensor."""
         return self.stacked or self.alone
+
+    def has(self, member: int) -> bool:
+        """Return whether member ``member`` has such a tensor."""
+        return not self.shapes or self.shapes[member] is not None
 
 
 def member_rows(tensor: torch.Tensor, mark: Membership) -> torch.Tensor:

@@ -153,8 +153,10 @@ class Part:
 
 def _row(node: fx.Node, names: dict[fx.Node, str], members: int) -> tuple[str, str, str, str, str]:
     layout = node.meta.get("layout")
-    shape = describe_value(node.meta.get("example"), layout, members)
+    shape = describe_value(node.meta.get("example"), layout, len(node.meta.get("rows", range(members))))
     where = layout.value if layout is not None else ""
+    if "rows" in node.meta:
+        where += f" of {list(node.meta['rows'])}"
     if node.op == "placeholder":
         return names[node], shape, where, "input", ""
     origin = node.meta.get("origin")

@@ -1,7 +1,8 @@
 """Random numbers of an array: every member draws its own, and a run can be replayed with the same draws.
 
 All random operators of a fused program draw through `draw`. While `recording` is active the draws are kept, stacked
-``[B, *S]`` in the order of the program; the self-check replays them through the members' original code.
+``[B, *S]`` in the order of the program; the self-check replays them through the members' original code. Where only some
+members draw (`DrawnBy`), a draw has their rows.
 
 A program that is compiled for a CPU draws from a seed of each member instead (`MemberSeeds`): the numbers of a member
 then hang neither on how many others there are nor on which of them a program computes.
@@ -9,6 +10,7 @@ then hang neither on how many others there are nor on which of them a program co
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ def draws_random(target: object) -> bool:
 
 class _Recording(threading.local):
     draws: list[Tensor] | None = None
+    rows: tuple[int, ...] | None = None
 
 
 _active = _Recording()
@@ -43,11 +46,56 @@ def recording() -> Iterator[list[Tensor]]:
 
 
 def draw(sample: Callable[[], Tensor]) -> Tensor:
-    """``sample()``, the stacked draws ``[B, *S]`` of all members, noted where a recording is active."""
+    """``sample()``, the stacked draws ``[B, *S]`` of the members who draw, noted where a recording is active."""
     drawn = sample()
     if _active.draws is not None:
         _active.draws.append(drawn.detach().clone())
+        setattr(_active.draws[-1], _ROWS, _active.rows)
     return drawn
+
+
+# Beside a recorded draw: the members who draw, None for all.
+_ROWS = "_hfusion_rows"
+
+
+def draws_of(draws: Sequence[Tensor], member: int) -> list[Tensor]:
+    """Return one member's rows of recorded draws, those in which it has one."""
+    found = []
+    for drawn in draws:
+        rows = getattr(drawn, _ROWS, None)
+        if rows is None:
+            found.append(drawn[member])
+        elif member in rows:
+            found.append(drawn[rows.index(member)])
+    return found
+
+
+class DrawnBy:
+    """Calls ``fn``, which draws, for members ``rows`` only: from their seeds, where there are some."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, rows: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+        outer, source = (_active.rows, _seeded.source, _seeded.make), member_seeds()
+        own = None if source is None else source.of_rows(rows)
+        _active.rows = rows
+        if own is not None:
+            _seeded.source, _seeded.make = own, None
+        try:
+            return self.fn(*args, **kwargs)
+        finally:
+            _active.rows, _seeded.source, _seeded.make = outer
+            if own is not None and source is not None:
+                source.count_rows(rows, own)
+                _seeded.source = source
+
+
+@functools.lru_cache(maxsize=256)
+def drawn_by(fn: Callable[..., Any]) -> DrawnBy:
+    """Return ``fn`` as a function of the rows of those who draw, and of its arguments."""
+    return DrawnBy(fn)
 
 
 # A hash of 32 bits, from https://github.com/skeeto/hash-prospector/issues/19. Its factors are below 2**31, so that
@@ -62,18 +110,41 @@ _GOLDEN = 0x9E3779B9
 class MemberSeeds:
     """Random numbers of neighbouring members, computed from ``seeds``, an integer for each, and their place alone.
 
-    ``count``: how many draws there were; each has numbers of its own.
+    ``count``: how many draws there were; each has numbers of its own. ``more``: how many more each member has made than
+    ``count``, where members differ in that.
     """
 
     seeds: Tensor
     count: int = 0
+    more: tuple[int, ...] = ()
+
+    def of_rows(self, rows: Sequence[int]) -> MemberSeeds:
+        """Return the numbers of some of the members, which go on where these are."""
+        seeds = torch.cat([self.seeds[row : row + 1] for row in rows])
+        return MemberSeeds(seeds, self.count, tuple(self.more[row] for row in rows) if self.more else ())
+
+    def count_rows(self, rows: Sequence[int], own: MemberSeeds) -> None:
+        """Note what members ``rows`` have drawn from ``own``, that `of_rows` gave."""
+        more = list(self.more or (0,) * self.seeds.shape[0])
+        for row in rows:
+            more[row] += own.count - self.count
+        self.more = tuple(more)
+
+    def _offset(self) -> int | Tensor:
+        """Return the number of this draw of each member, times a constant that spreads it over a word."""
+        offsets = [(self.count + more) * _GOLDEN % (1 << 32) for more in self.more] or [
+            self.count * _GOLDEN % (1 << 32)
+        ]
+        if len(set(offsets)) == 1:
+            return offsets[0]
+        return torch.cat([torch.full((1,), offset, device=self.seeds.device) for offset in offsets])
 
     def uniform(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """Numbers from 0 up to 1, ``shape`` is ``[B, *S]``; of float64 53 bits, of other types 24."""
         self.count += 1
         members = [-1, *[1] * (len(shape) - 1)]
         # Keys of this draw: the member's seed and the number of the draw, hashed.
-        low = self._stored(_hashed(((self.seeds & _WORD) + self.count * _GOLDEN % (1 << 32)) & _WORD))
+        low = self._stored(_hashed(((self.seeds & _WORD) + self._offset()) & _WORD))
         high = self._stored(_hashed(((self.seeds >> 32) & _WORD) ^ low))
         size = 1
         for length in shape[1:]:

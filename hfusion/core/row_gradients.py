@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from hfusion.core.rows import leading
 from hfusion.core.usage import absent_rows, frozen_rows, listeners, mark_absent, note_cleared, reached
 
 _tied: dict[int, weakref.ref[RowGradients]] = {}
@@ -157,7 +158,9 @@ class RowGradients:
             return
         absent = None if whole is None else absent_rows(whole)
         gone = [whole is None] * len(stack) if absent is None else absent.tolist()
-        now = [(row, self.rows[row], *self._left.get(row, _NONE)) for row in (self._watched if rows is None else rows)]
+        # Some members may have no such parameter.
+        asked = [row for row in (self._watched if rows is None else rows) if row in self.rows]
+        now = [(row, self.rows[row], *self._left.get(row, _NONE)) for row in asked]
         changed = [
             (row, param, before, left)
             for row, param, before, left in now
@@ -171,7 +174,7 @@ class RowGradients:
     def _moved(self) -> bool:
         """Whether the stack is elsewhere for a while, as in a run over devices: its members follow afterwards."""
         stack, row = self.stack, next(iter(self.rows.values()), None)
-        return row is not None and (stack.device != row.device or stack.shape[1:] != row.shape)
+        return row is not None and (stack.device != row.device or not fits_row(row, stack))
 
     def _let_agree(self, whole: Tensor | None, gone: list[bool], changed: Sequence[Any]) -> None:
         """Of ``changed``, rows with their parameters, and the gradients as they were left, let the newer side hold."""
@@ -185,7 +188,7 @@ class RowGradients:
             if own is left or (own is None and whole is not None and whole is not before):
                 if whole is not None and views is None:
                     views = whole.detach().unbind()
-                param.grad = None if views is None or gone[row] else views[row]
+                param.grad = None if views is None or gone[row] else leading(views[row], param.shape)
                 continue
             if own is not None and whole is None:
                 whole = stack.grad = torch.zeros_like(stack)
@@ -200,7 +203,7 @@ class RowGradients:
 
     def _write(self, whole: Tensor, row: int, param: Tensor, gone: list[bool]) -> None:
         """The gradient of the member, or none, into the row."""
-        target = whole.detach()[row]
+        target = leading(whole.detach()[row], param.shape)
         gone[row] = param.grad is None
         if param.grad is None:
             target.zero_()
@@ -208,6 +211,19 @@ class RowGradients:
         if param.grad.data_ptr() != target.data_ptr():
             target.copy_(param.grad)
         param.grad = target
+
+
+def fits_row(tensor: Tensor, stack: Tensor) -> bool:
+    """Return whether a member's ``tensor`` can be a row of ``stack``, or the leading part of one."""
+    sizes = stack.shape[1:]
+    return tensor.dim() == len(sizes) and all(own <= size for own, size in zip(tensor.shape, sizes, strict=True))
+
+
+def lies_in(tensor: Tensor, stack: Tensor, row: int) -> bool:
+    """Return whether a member's ``tensor`` lies in its row of ``stack``."""
+    kinds = tensor.dtype == stack.dtype and tensor.device == stack.device and fits_row(tensor, stack)
+    address = stack.data_ptr() + row * stack.stride(0) * stack.element_size()
+    return kinds and (tensor.data_ptr() == address or not tensor.numel()) and tensor.stride() == stack.stride()[1:]
 
 
 def _tied_gone(key: int, _: Any) -> None:

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 
+def leading(row: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the part of a member's ``row`` of a stack that its own tensor of ``shape`` fills, a view."""
+    return row if row.shape == tuple(shape) else row[tuple(slice(size) for size in shape)]
+
+
 def kept(rows: Sequence[int], members: int) -> list[int]:
     """The sources of an array of ``rows`` alone. Raises ValueError."""
     found = [row_of(row, members) for row in rows]

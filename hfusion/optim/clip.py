@@ -32,7 +32,7 @@ def clip_grad_norm_(
     and no member's own. A member that has not used a parameter has no gradient of it.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    members, grads = _gradients(params)
+    members, grads = _gradients(params, norm_type)
     limits = member_vector("max_norm", max_norm, members).as_subclass(Tensor)
     if not bool((limits >= 0).all()):
         raise ValueError(f"max_norm={limits.tolist()}: every value must be at least 0")
@@ -99,7 +99,7 @@ def scale(grad: Tensor, factors: Tensor) -> None:
     grad.mul_(factors.to(grad.device).reshape(-1, *[1] * (grad.dim() - 1)))
 
 
-def _gradients(params: list[Tensor]) -> tuple[int, list[Tensor]]:
+def _gradients(params: list[Tensor], norm_type: float = 2.0) -> tuple[int, list[Tensor]]:
     """B and the gradients as ``[B, ...]``."""
     members = 0
     grads = []
@@ -116,6 +116,11 @@ def _gradients(params: list[Tensor]) -> tuple[int, list[Tensor]]:
                 f"before it to one of {members}: clip each array by itself"
             )
         members = found.members
+        if norm_type < 0 and found.padded:
+            raise FusionError(
+                f"parameter {found.name!r} has zeros beside what a member trains, which a norm of order {norm_type} "
+                "would count: give an order of at least 0"
+            )
         if param.grad is None or not param.grad.numel():
             continue
         check_gradient(param, found, param.grad)

@@ -80,7 +80,9 @@ def _parameters(fused: Any) -> Iterator[tuple[str, nn.Parameter, Sequence[nn.Par
     if hasattr(fused, "origin"):
         members = [dict(fused[index].named_parameters()) for index in range(len(fused))]
         for name, stack in fused.named_parameters():
-            yield name, stack, [own[name] for own in members]
+            # For a member that has no such parameter, another's answers.
+            first = next(own[name] for own in members if name in own)
+            yield name, stack, [own.get(name, first) for own in members]
         return
     if isinstance(fused, nn.Module):
         raise FusionError(f"hf.optim.groups expects what hf.fuse or hf.build returned, got a {type(fused).__name__}")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from hfusion.core.rows import leading
 from hfusion.optim.group import State, membership_of
 from hfusion.optim.hyper import plain
 from hfusion.optim.settings import ParamGroup
@@ -26,9 +28,10 @@ def member_state_dicts(
     before the first step.
     """
     params = [param for group in param_groups for param in group["params"]]
-    numbers = {param: number for number, param in enumerate(params)}
     found = []
     for member in range(membership_of(params[0]).members):
+        own_params = [param for param in params if membership_of(param).has(member)]
+        numbers = {param: number for number, param in enumerate(own_params)}
         states = {
             number: own
             for param, number in numbers.items()
@@ -38,7 +41,7 @@ def member_state_dicts(
             {
                 **options,
                 **_member_group(group, member),
-                "params": [numbers[param] for param in group["params"]],
+                "params": [numbers[param] for param in group["params"] if param in numbers],
             }
             for group in param_groups
         ]
@@ -63,5 +66,10 @@ def _member_value(value: Any, member: int, members: int) -> Any:
 
 
 def _member_state(entry: State, param: Tensor, member: int) -> State:
-    stacked = membership_of(param).stacked
-    return {name: (value[member] if stacked else value).clone() for name, value in entry.items()}
+    known = membership_of(param)
+    rows = {name: value[member] if known.stacked else value for name, value in entry.items()}
+    own = known.shapes[member] if known.shapes else None
+    if own is not None:
+        # What is one number of the member has no such shape.
+        rows = {name: leading(row, own) if row.dim() == len(own) else row for name, row in rows.items()}
+    return {name: row.clone(memory_format=torch.contiguous_format) for name, row in rows.items()}

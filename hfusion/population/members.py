@@ -11,11 +11,20 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
+from hfusion.array.state import check_one_structure
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import NonFiniteError
 from hfusion.core.membership import membership
 from hfusion.core.rows import check_once
+
+
+def population_array(models: Sequence[nn.Module] | FusedModule) -> FusedModule:
+    """Return the array of a population's members. Raises FusionError where they differ in submodules."""
+    array = models if isinstance(models, FusedModule) else fuse(models)
+    check_one_structure(array, "a population")
+    return array
 
 
 class What(StrEnum):

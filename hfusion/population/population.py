@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.array.rows import rearrange as rearrange_array
@@ -28,7 +27,7 @@ from hfusion.population.gradients import weighed, weighted
 from hfusion.population.group_updates import GroupUpdates
 from hfusion.population.guard import Limits, OnNonfinite, bad_rows, check_common, stacked
 from hfusion.population.hparams import Hparams
-from hfusion.population.members import Enrolled, Roll, What, apart, freeze, listed
+from hfusion.population.members import Enrolled, Roll, What, apart, freeze, listed, population_array
 from hfusion.population.plain_module import PlainModule
 from hfusion.population.sample_weights import sample_weighted, weigh_samples
 from hfusion.population.saving import Saving, in_turn
@@ -64,7 +63,8 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
     ) -> None:
         if on_nonfinite not in ("freeze", "raise", "ignore"):
             raise ValueError(f'on_nonfinite={on_nonfinite!r}: it is "freeze", "raise" or "ignore"')
-        self.fused: FusedModule = cast(Any, models) if isinstance(models, FusedModule | PlainModule) else fuse(models)
+        plain = isinstance(models, PlainModule)
+        self.fused: FusedModule = cast(Any, models) if plain else population_array(cast(Any, models))
         self.optimizer = optimizer(self.fused.parameters())
         if not isinstance(self.optimizer, FusedOptimizer):
             name = type(self.optimizer).__name__

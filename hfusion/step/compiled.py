@@ -21,6 +21,7 @@ from hfusion.compiler.graph_text import Unwritable
 from hfusion.core.random import new_seeds
 from hfusion.device.team import Team
 from hfusion.passes.align import scalars
+from hfusion.passes.gather import has_variants
 from hfusion.step import kept
 from hfusion.step.build import build
 from hfusion.step.kept import KeptGraph, NoProgram, StepPrograms
@@ -31,8 +32,8 @@ from hfusion.step.step_graph import StepCall, StepGraph, Tensors, bound_rows, ca
 MAX_OPERATORS = 4000
 # Calls in a forward's loops over members that are still compiled with the rest: 32 took 1.3 times as long in a CNN.
 MAX_LOOPED_CALLS = 16
-# StepPrograms for members that differ in scalars.
-MAX_KINDS = 4
+# Programs for members that differ in scalars, and in submodules.
+MAX_KINDS, MAX_STRUCTURES = 4, 8
 # oneDNN's kernel gives an undefined tensor in training, on which inductor's code fails when it runs.
 _NOT_COMPILED = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
 
@@ -188,7 +189,7 @@ class Library:
 
 
 def clear(params: Sequence[Place]) -> None:
-    # Before the step, so that the new gradients may lie where the old ones did, in memory that is warm.
+    # So that new gradients may lie where the old ones did, in memory that is warm.
     for holder, name in params:
         holder[name].grad = None
 
@@ -324,12 +325,11 @@ def too_many_kinds(forward: BoundProgram, loss: BoundProgram, size: int) -> str:
     """What speaks against programs for blocks of ``size`` members; nothing if they are few."""
     blocks = blocks_of(forward.compiled.program.members, size)
     found = len({scalars_of(forward, loss, rows) for rows in blocks})
-    if found <= MAX_KINDS:
-        return ""
-    return (
-        f"members run {'one by one' if size == 1 else f'{size} at once'}, each kind by a program of its own, and "
-        f"scalars differ in {found} ways; at most {MAX_KINDS} are worth it"
-    )
+    variants = has_variants(forward.compiled.graph)
+    most, what = (MAX_STRUCTURES, "members") if variants else (MAX_KINDS, "scalars")
+    how = "one by one" if size == 1 else f"{size} at once"
+    why = f"members run {how}, each kind by a program of its own, and {what} differ in {found} ways; at most {most} are"
+    return f"{why} worth it" if found > most else ""
 
 
 def _block_key(
@@ -351,7 +351,7 @@ def _origin(source: BoundProgram) -> Any:
     A loss that another array has used before was captured for other numbers of members, maybe more than once.
     """
     compiled = source.compiled
-    alone = compiled.constants or compiled.opaque or any(scalars(compiled.graph))
+    alone = compiled.constants or compiled.opaque or any(scalars(compiled.graph, compiled.program.members))
     return compiled.origin if alone else str(compiled.graph)
 
 
@@ -361,13 +361,13 @@ def traits(tensors: Sequence[Tensor]) -> Any:
 
 
 def blocks_of(members: int, size: int) -> list[range]:
-    """Neighbouring members, ``size`` of them, or what is left in the last block."""
+    """Neighbouring members, ``size`` of them; the last block has those that are left."""
     return [range(start, min(start + size, members)) for start in range(0, members, size)]
 
 
 def scalars_of(forward: BoundProgram, loss: BoundProgram, rows: range) -> tuple[Any, ...]:
-    """For each of ``rows``, the scalars in which members differ; blocks with equal ones share a program."""
-    values = [values for source in (forward, loss) for values in scalars(source.compiled.graph)]
+    """For each of ``rows``, that in which members differ; blocks with equal ones share a program."""
+    values = [v for own in (forward.compiled, loss.compiled) for v in scalars(own.graph, own.program.members)]
     return tuple(tuple(repr(each[member]) for each in values) for member in rows)
 
 

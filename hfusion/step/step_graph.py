@@ -230,6 +230,7 @@ def _trace(
     if all(tensor.device.type == "cpu" for tensor in given) and draws(forward, loss):
         seeds = [mode.from_tensor(torch.zeros(rows, dtype=torch.int64), static_shapes=True)]
     reached: list[int] = []
+    partial = forward.partial_ids
 
     def step(*given: Tensor) -> list[Tensor]:
         held = dict(zip(ids, given[:count], strict=True))
@@ -239,10 +240,12 @@ def _trace(
         if checks:
             given[count - 1].copy_(torch.stack([failed.expand(rows) for failed in checks]).any(0))
         grads = _gradients(losses, [given[k] for k in trained])
+        # Where some members lack a parameter, blocks of these give zeros.
+        blank = [grad is None and id_ in partial for grad, id_ in zip(grads, (ids[k] for k in trained), strict=True)]
+        grads = [torch.zeros_like(given[k]) if b else g for k, b, g in zip(trained, blank, grads, strict=True)]
         reached.extend(k for k, grad in zip(trained, grads, strict=True) if grad is not None)
         return _separate(given, [losses.detach(), *(grad for grad in grads if grad is not None)])
 
-    # StepPrograms pick their ways by strides and sizes, which the fake tensors have.
     with silence_tracers(), torch.enable_grad(), _attention(given), mode, enable_python_dispatcher():
         # Each was found to be faster on a CPU, and is tried nowhere else.
         decompositions, rewrites = (DECOMPOSITIONS, _REWRITES) if given[0].is_cpu else ({}, ())

@@ -22,6 +22,7 @@ from hfusion.passes.cost.roofline import (
     reorders,
     seconds,
 )
+from hfusion.passes.gather import width
 from hfusion.passes.layouts import Price
 
 # What packing counts for each second that it takes: calls are estimated to a fifth, and a region that is left for less
@@ -64,25 +65,26 @@ class Model:
         return Price(found.both + self._unfolding(node, call))
 
     def _work(self, node: fx.Node, call: Call) -> Work:
-        calls = self.members if call.lowering.loops else 1
+        members = width(node, self.members)
+        calls = members if call.lowering.loops else 1
         tracked = node in self.tracked
         if call.lowering.view.likely:
             return Work(calls, 0.0, 0.0, 0.0, 0.0, tracked, view=True)
-        arithmetic = flops(node, self.batch) * self.members
+        arithmetic = flops(node, self.batch) * members
         examples = [source.meta.get("val") for source in node.all_input_nodes if source in self.tracked]
-        more = more_of(call.lowering, node, self.batch, self.rates) * self.members
+        more = more_of(call.lowering, node, self.batch, self.rates) * members
         return Work(calls, arithmetic, products(node, examples), more, self._traffic(node, call), tracked)
 
     def move(self, value: Value, convert: Conversion) -> float:
         tracked, image = value.node in self.tracked, _is_image(value.node)
         found = conversion_seconds(
-            convert, self._size(value.node), self.members, self.rates, tracked=tracked, image=image
+            convert, self._size(value.node), width(value.node, self.members), self.rates, tracked=tracked, image=image
         )
         return found.both * (CAUTION if convert in PACKING else 1.0)
 
     def _size(self, node: fx.Node) -> int:
-        """Bytes for all members."""
-        return self.bytes.get(node, 0) * self.members
+        """Bytes for all members who compute it."""
+        return self.bytes.get(node, 0) * width(node, self.members)
 
     def _unfolding(self, node: fx.Node, call: Call) -> float:
         """Of a view that merges the dims of images in a loop, whose order does not allow it."""
@@ -97,7 +99,7 @@ class Model:
         for item in leaves((call.args, call.kwargs), (Value, Operand)):
             value = item.value if isinstance(item, Operand) else item
             alone = value.shared and call.layout is not Layout.LISTED
-            total += self.bytes.get(value.node, 0) * (1 if alone else self.members)
+            total += self.bytes.get(value.node, 0) * (1 if alone else width(node, self.members))
         return total
 
 

@@ -67,12 +67,12 @@ UNFUSABLE: dict[str, tuple[Callable[[], Any], str]] = {
         r"weight has shape \(4, 4\) in model 0 and \(5, 4\) in model 1",
     ),
     "classes": (
-        lambda: [nn.Sequential(nn.ReLU()), nn.Sequential(nn.Tanh())],
-        "module 0 is ReLU in model 0 and Tanh in model 1",
+        lambda: [nn.Sequential(nn.Linear(4, 2), nn.ReLU()), nn.Sequential(nn.Linear(4, 3), nn.Tanh())],
+        "module 1 is ReLU in model 0 and Tanh in model 1",
     ),
-    "structures": (lambda: [mlp(), nn.Sequential(nn.Linear(4, 4))], "model 1 has no module 1"),
+    "structures": (lambda: [mlp(), nn.Sequential(nn.Linear(4, 2))], "model 1 has no module 1"),
     "biases": (
-        lambda: [nn.Linear(4, 4), nn.Linear(4, 4, bias=False)],
+        lambda: [nn.Linear(4, 4), nn.Linear(4, 3, bias=False)],
         "model 0 has a tensor bias that model 1 lacks",
     ),
     "dtypes": (

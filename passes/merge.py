@@ -1,0 +1,396 @@
+"""One graph for members that do different things: what all do is done once, the rest by the members that do it.
+
+Every call of every graph is kept, in its order. Calls of several graphs that are alike become one call of all members
+of these, whose operands are gathered where they come from different calls. So a merged graph computes what the graphs
+compute, however they were laid over one another; how well they fit only decides how much is done together.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.node import map_aggregate
+
+from hfusion.core.errors import FusionError
+from hfusion.core.program import Kind, Slot
+from hfusion.core.tree import leaves
+from hfusion.ops.rule import MemberScalars, hint
+from hfusion.passes.candidates import by_name
+from hfusion.passes.effects import has_effect, written_inputs
+from hfusion.passes.gather import GATHER, PUT, width
+from hfusion.passes.islands import OPAQUE
+
+aten = torch.ops.aten
+Operands = dict[int, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class VariantGraph:
+    """The common graph of ``members``, in ascending order, whose forwards do the same; ``slots``: its placeholders'."""
+
+    members: tuple[int, ...]
+    graph: fx.Graph
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """A merged graph, and its placeholders' slots.
+
+    ``common``: the parameters that nodes of all members read. ``partial``: those that some
+    members lack.
+    """
+
+    graph: fx.Graph
+    slots: tuple[Slot, ...]
+    common: frozenset[str]
+    partial: frozenset[str]
+
+
+def merge(variants: Sequence[VariantGraph], shapes: Mapping[str, torch.Size]) -> Merged:
+    """Merge the graphs of several variants.
+
+    Args:
+        shapes: the shape ``[*T]`` of a row of each stack that members' own tensors do not all fill.
+
+    Raises:
+        FusionError: a graph holds what cannot run for some members only, or the results differ in kind.
+    """
+    for variant in variants:
+        for node in variant.graph.nodes:
+            if node.target is OPAQUE:
+                raise FusionError("a part of forward can only run as the members' own code, which must be the same")
+            if node.op == "call_function" and has_effect(node) and not isinstance(node.target, OpOverload):
+                raise FusionError(f"forward sets autocast by itself ({node.name}), which must be the same")
+    return _Merge(variants, shapes).run(_partial(variants))
+
+
+def _partial(variants: Sequence[VariantGraph]) -> frozenset[str]:
+    """The parameters with which the members of some variants do not compute, as they have none of the name.
+
+    Raises a FusionError where they have: alone, such a parameter has no gradient, and is not decayed.
+    """
+    used = [_trained(variant) for variant in variants]
+    every = frozenset().union(*used)
+    for number, variant in enumerate(variants):
+        for slot in variant.slots:
+            if slot.kind is Kind.PARAMETER and slot.name in every - used[number]:
+                other = next(v for v, names in zip(variants, used, strict=True) if slot.name in names)
+                raise FusionError(
+                    f"the output depends on {slot.name} in model {other.members[0]} and not in model "
+                    f"{variant.members[0]}, which has one; leave it out of the models that do not use it"
+                )
+    return frozenset(name for name in every if not all(name in names for names in used))
+
+
+def _trained(variant: VariantGraph) -> frozenset[str]:
+    """The parameters from which a way leads to the outputs on which gradients come back."""
+    reached: set[fx.Node] = set()
+    for node in reversed(variant.graph.nodes):
+        if node.op == "output" or (node in reached and node.target is not aten.detach.default):
+            reached |= set(node.all_input_nodes)
+    pairs = zip(variant.graph.find_nodes(op="placeholder"), variant.slots, strict=True)
+    return frozenset(slot.name for node, slot in pairs if node in reached and slot.kind is Kind.PARAMETER)
+
+
+class _Merge:
+    """Writes the merged graph; ``env[v]`` holds what stands for the nodes of variant v's graph."""
+
+    def __init__(self, variants: Sequence[VariantGraph], shapes: Mapping[str, torch.Size]) -> None:
+        self.variants, self.shapes = variants, shapes
+        self.members = tuple(sorted(member for variant in variants for member in variant.members))
+        self.graph = fx.Graph()
+        self.env: list[dict[fx.Node, fx.Node]] = [{} for _ in variants]
+        self.slots: dict[Slot, fx.Node] = {}
+        self.slot_of: list[dict[fx.Node, Slot]] = []
+        self.gathered: dict[Any, fx.Node] = {}
+        self.writing: frozenset[fx.Node] = frozenset()
+
+    def run(self, partial: frozenset[str]) -> Merged:
+        self._placeholders()
+        for entry in self._laid_over():
+            for part in self._alike_sources(entry):
+                self._emit(part)
+        self._output()
+        self.graph.lint()
+        common = frozenset(
+            slot.name
+            for slot, node in self.slots.items()
+            if any(user.target is not GATHER and width(user, -1) == -1 for user in node.users)
+        )
+        return Merged(self.graph, tuple(self.slots), common, partial)
+
+    def _placeholders(self) -> None:
+        """One for each tensor of any member; the inputs last."""
+        for variant in self.variants:
+            pairs = zip(variant.graph.find_nodes(op="placeholder"), variant.slots, strict=True)
+            self.slot_of.append(dict(pairs))
+        own = [(slot, node) for slots in self.slot_of for node, slot in slots.items()]
+        for slot, node in sorted(own, key=lambda pair: pair[0].kind is Kind.INPUT):
+            if slot not in self.slots:
+                new = self.graph.placeholder(self._name(node.name))
+                new.meta.update(node.meta)
+                if slot.name in self.shapes and slot.kind is not Kind.INPUT:
+                    new.meta["val"] = _widened(node.meta["val"], self.shapes[slot.name])
+                self.slots[slot] = new
+        for env, slots in zip(self.env, self.slot_of, strict=True):
+            env |= {node: self.slots[slot] for node, slot in slots.items()}
+
+    def _name(self, name: str) -> str:
+        used = {node.name for node in self.slots.values()}
+        return name if name not in used else f"{name}_{len(used)}"
+
+    def _laid_over(self) -> list[Operands]:
+        """The calls of all graphs in an order that is right for each; of one entry those that are alike."""
+        rows = [
+            [(_signature(node, slots), node) for node in variant.graph.nodes if node.op == "call_function"]
+            for variant, slots in zip(self.variants, self.slot_of, strict=True)
+        ]
+        found: list[tuple[Any, Operands]] = [(signature, {0: node}) for signature, node in rows[0]]
+        for number, calls in enumerate(rows[1:], start=1):
+            found = _woven(found, number, calls)
+        return [entry for _, entry in found]
+
+    def _alike_sources(self, entry: Operands) -> list[Operands]:
+        """``entry`` divided by the sources of operands that are no tensors, which cannot be gathered."""
+        parts: dict[Any, Operands] = {}
+        for number, node in entry.items():
+            sources = [self.env[number][n] for n in node.all_input_nodes if not isinstance(n.meta.get("val"), Tensor)]
+            parts.setdefault(tuple(sources), {})[number] = node
+        return list(parts.values())
+
+    def _emit(self, part: Operands) -> None:
+        """One call of the members of the variants in ``part``, which gives the node of each."""
+        number, first = next(iter(part.items()))
+        rows = tuple(sorted(member for n in part for member in self.variants[n].members))
+        if first.target is operator.getitem:
+            # As wide as what it takes a part of.
+            source = self.env[number][first.args[0]]
+            new = self.graph.call_function(operator.getitem, (source, first.args[1]))
+            self._finish(new, part, source.meta.get("rows", self.members))
+            return
+        written = self._written(part, rows)
+        if first.target is aten.copy_.default and written:
+            value = self._operand({n: node.args[1] for n, node in part.items()}, rows)
+            new = self.graph.call_function(PUT, (written[0], value, list(rows)))
+            self._finish(new, part, rows)
+            self._forget(written)
+            return
+        self.writing = frozenset(written)
+        args, kwargs, scalars = self._arguments(part, rows)
+        self.writing = frozenset()
+        new = self.graph.call_function(first.target, args, kwargs)
+        if scalars is not None:
+            new.meta["arguments"] = scalars
+        self._finish(new, part, rows)
+        stacks = [self.env[number][node] for node in written_inputs(first)] if written else []
+        for stack, copy in zip(stacks, written_inputs(new), strict=True) if written else ():
+            if stack in written:
+                back = self.graph.call_function(PUT, (stack, copy, list(rows)))
+                back.meta.update(copy.meta)
+        self._forget(written)
+
+    def _written(self, part: Operands, rows: tuple[int, ...]) -> list[fx.Node]:
+        """The stacks that a call writes to, and of which it has some rows or a part of each only."""
+        number, first = next(iter(part.items()))
+        stacks = [(self.slot_of[number].get(node), self.env[number][node]) for node in written_inputs(first)]
+        return [s for slot, s in stacks if slot is None or rows != self.members or slot.name in self.shapes]
+
+    def _forget(self, written: Sequence[fx.Node]) -> None:
+        """Take written rows again where they are read next."""
+        self.gathered = {key: node for key, node in self.gathered.items() if not set(key[0]) & set(written)}
+
+    def _finish(self, new: fx.Node, part: Operands, rows: tuple[int, ...]) -> None:
+        first = next(iter(part.values()))
+        new.meta |= {key: value for key, value in first.meta.items() if key not in ("arguments", "members", "rows")}
+        if rows != self.members:
+            new.meta["rows"] = rows
+        for number, node in part.items():
+            self.env[number][node] = new
+
+    def _arguments(self, part: Operands, rows: tuple[int, ...]) -> tuple[Any, Any, Any]:
+        """The arguments of the call, positional and by name; both again where scalars differ between members."""
+        first = next(iter(part.values()))
+        nests = {number: node.meta.get("arguments", (node.args, node.kwargs)) for number, node in part.items()}
+        if not isinstance(first.target, OpOverload):
+            args, kwargs = self._merged(nests, rows)
+            return map_aggregate(args, _head), map_aggregate(kwargs, _head), None
+        named = self._merged({n: by_name(first.target, *nest) for n, nest in nests.items()}, rows)
+        plain = map_aggregate(named, _head)
+        schema = first.target._schema.arguments
+        args = tuple(plain[p.name] for p in schema if not p.kwarg_only)
+        kwargs = {p.name: plain[p.name] for p in schema if p.kwarg_only}
+        return args, kwargs, ((), named) if any(leaves(named, MemberScalars)) else None
+
+    def _merged(self, items: Operands, rows: tuple[int, ...]) -> Any:
+        """One argument of all variants, which are alike but for numbers."""
+        head = next(iter(items.values()))
+        if isinstance(head, fx.Node):
+            return self._operand(items, rows)
+        if isinstance(head, list | tuple) and not isinstance(head, torch.Size):
+            columns = [{n: item[k] for n, item in items.items()} for k in range(len(head))]
+            merged = [self._merged(column, rows) for column in columns]
+            return merged if isinstance(head, list) else tuple(merged)
+        if isinstance(head, dict):
+            return {name: self._merged({n: item[name] for n, item in items.items()}, rows) for name in head}
+        values: dict[int, Any] = {}
+        for number, item in items.items():
+            members = self.variants[number].members
+            own = item.values if isinstance(item, MemberScalars) else [item] * len(members)
+            values |= dict(zip(members, own, strict=True))
+        texts = {(type(value), repr(value)) for value in values.values()}
+        return head if len(texts) == 1 and not isinstance(head, MemberScalars) else _scalars(values, rows)
+
+    def _operand(self, nodes: Operands, rows: tuple[int, ...]) -> fx.Node:
+        """What ``rows`` take, each from the node of its variant."""
+        number, first = next(iter(nodes.items()))
+        slot = self.slot_of[number].get(first)
+        sources = {self.env[n][node]: None for n, node in nodes.items()}
+        source = next(iter(sources))
+        if not isinstance(first.meta.get("val"), Tensor):
+            return source
+        own = slot is not None and slot.kind is not Kind.INPUT and slot.name in self.shapes
+        if len(sources) == 1 and source.meta.get("rows", self.members) == rows and not own:
+            return source
+        gathered = self._gather(nodes, list(sources), rows)
+        return self._leading(gathered, first.meta["val"]) if own else gathered
+
+    def _gather(self, nodes: Operands, sources: list[fx.Node], rows: tuple[int, ...]) -> fx.Node:
+        of_member = {m: self.env[n][node] for n, node in nodes.items() for m in self.variants[n].members}
+        held = {source: source.meta.get("rows", self.members) for source in sources}
+        picks = [number for row in rows for number in (sources.index(of_member[row]), held[of_member[row]].index(row))]
+        written = not self.writing.isdisjoint(sources)
+        key = tuple(sources), tuple(picks), (rows, written)
+        if key not in self.gathered:
+            new = self.graph.call_function(GATHER, (sources, [len(held[s]) for s in sources], picks, written))
+            new.meta |= {k: v for k, v in sources[0].meta.items() if k in ("val", "stack_trace", "nn_module_stack")}
+            if rows != self.members:
+                new.meta["rows"] = rows
+            self.gathered[key] = new
+        return self.gathered[key]
+
+    def _leading(self, node: fx.Node, example: Tensor) -> fx.Node:
+        """The part of a member's row that its own tensor, ``example``, fills."""
+        key = ((node,), tuple(example.shape), "leading")
+        if key in self.gathered:
+            return self.gathered[key]
+        rows = node.meta.get("rows")
+        for dim, size in enumerate(example.shape):
+            wide = node.meta["val"]
+            if wide.shape[dim] != size:
+                node = self.graph.call_function(aten.slice.Tensor, (node, dim, 0, size))
+                with wide.fake_mode:
+                    node.meta["val"] = aten.slice.Tensor(wide, dim, 0, size)
+                if rows is not None:
+                    node.meta["rows"] = rows
+        self.gathered[key] = node
+        return node
+
+    def _output(self) -> None:
+        outputs = [next(iter(reversed(variant.graph.nodes))) for variant in self.variants]
+        columns = list(zip(*(node.args[0] for node in outputs), strict=True))
+        results = []
+        for place, column in enumerate(columns):
+            kinds = [_result(item) for item in column]
+            for number, kind in enumerate(kinds):
+                if kind != kinds[0]:
+                    ours, other = self.variants[0].members[0], self.variants[number].members[0]
+                    raise FusionError(
+                        f"forward returns {kinds[0]} in model {ours} and {kind} in model {other} as result {place}, "
+                        "which an array cannot stack"
+                    )
+            if not isinstance(column[0], fx.Node):
+                results.append(column[0])
+                continue
+            nodes = dict(enumerate(column))
+            if (
+                not isinstance(column[0].meta.get("val"), Tensor)
+                and len({self.env[n][i] for n, i in nodes.items()}) > 1
+            ):
+                raise FusionError(f"forward returns a number as result {place} that members compute differently")
+            results.append(self._operand(nodes, self.members))
+        self.graph.output(tuple(results))
+
+
+def _woven(
+    found: list[tuple[Any, Operands]], number: int, calls: list[tuple[Any, fx.Node]]
+) -> list[tuple[Any, Operands]]:
+    """The entries ``found`` with the calls of one more graph, in the order of both."""
+    matcher = SequenceMatcher(None, [s for s, _ in found], [s for s, _ in calls], autojunk=False)
+    result: list[tuple[Any, Operands]] = []
+    for kind, start, stop, first, last in matcher.get_opcodes():
+        if kind == "equal":
+            for (signature, entry), (_, node) in zip(found[start:stop], calls[first:last], strict=True):
+                result.append((signature, {**entry, number: node}))
+            continue
+        result += found[start:stop]
+        result += [(signature, {number: node}) for signature, node in calls[first:last]]
+    return result
+
+
+def _signature(node: fx.Node, slots: Mapping[fx.Node, Slot]) -> Any:
+    """Equal for calls that one call of all their members can compute: hashable."""
+    args, kwargs = node.meta.get("arguments", (node.args, node.kwargs))
+    if isinstance(node.target, OpOverload):
+        args, kwargs = (), by_name(node.target, args, kwargs)
+
+    def told(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            slot = slots.get(item)
+            own = slot is not None and slot.kind is not Kind.CONSTANT
+            return (slot.kind, slot.name, _kind(item.meta.get("val"))) if own and slot else _kind(item.meta.get("val"))
+        if isinstance(item, dict):
+            return tuple((name, told(part)) for name, part in item.items())
+        if isinstance(item, list | tuple):
+            return ("list" if isinstance(item, list) else "tuple", *map(told, item))
+        if isinstance(item, MemberScalars):
+            types = set(map(type, item.values))
+            return "float" if types == {float} else ("members", *map(repr, item.values))
+        return "float" if type(item) is float else (type(item).__name__, repr(item))
+
+    return str(node.target), told(args), told(kwargs), _kind(node.meta.get("val"))
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(map(_kind, value))
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return tuple(_size(size) for size in value.shape), value.dtype, str(value.device), value.requires_grad
+
+
+def _size(size: Any) -> Any:
+    return size if isinstance(size, int) else ("N", hint(size))
+
+
+def _result(item: Any) -> Any:
+    """A result in words, equal where results can be stacked."""
+    if not isinstance(item, fx.Node):
+        return repr(item)
+    value = item.meta.get("val")
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    sizes = ", ".join(str(size) if isinstance(size, int) else str(hint(size)) for size in value.shape)
+    return f"a {value.dtype} of shape ({sizes})"
+
+
+def _head(item: Any) -> Any:
+    return item.values[0] if isinstance(item, MemberScalars) else item
+
+
+def _scalars(values: Mapping[int, Any], rows: Sequence[int]) -> MemberScalars:
+    return MemberScalars(tuple(values[row] for row in rows))
+
+
+def _widened(example: Any, shape: Sequence[int]) -> Any:
+    """The example of a row of a stack, of which a member's own tensor is a part."""
+    with example.fake_mode:
+        wide = torch.empty(tuple(shape), dtype=example.dtype, device=example.device)
+    return wide.requires_grad_(example.requires_grad)
