@@ -6,16 +6,18 @@ the operators that the capture came from. One or two further captures must be wh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from hfusion.capture.differing_numbers import DifferingNumbers
 from hfusion.capture.export import check_faithful
 from hfusion.capture.member import Member
+from hfusion.capture.named import tensors
 from hfusion.capture.operator_trace import OperatorTrace, differing_places, trace_operators
 from hfusion.capture.own_code import OpaqueCall
 from hfusion.capture.rehearse import twin
@@ -72,7 +74,11 @@ def capture_variants(
 def _groups(subject: _Variants, count: int) -> list[tuple[list[int], list[OperatorTrace]]]:
     """Variants whose traces have one structure, those that are enough to be worth it; each with its traces."""
     groups: list[tuple[list[int], list[OperatorTrace]]] = []
+    structures = [_structure(subject.member(variant).model) for variant in range(count)]
+    often = Counter(structures)
     for variant in range(count):
+        if often[structures[variant]] <= MAX_CAPTURES:
+            continue
         own = _trace(subject.member(variant))
         if own is None:
             if variant == 0:
@@ -88,6 +94,12 @@ def _groups(subject: _Variants, count: int) -> list[tuple[list[int], list[Operat
             if len(groups) < MAX_STRUCTURES:
                 groups.append(([variant], [own]))
     return [group for group in groups if len(group[0]) > MAX_CAPTURES]
+
+
+def _structure(model: nn.Module) -> Any:
+    """The classes of a model's submodules, and the sizes of its tensors: equal in members that differ in numbers."""
+    classes = tuple((path, type(module).__qualname__) for path, module in model.named_modules(remove_duplicate=False))
+    return classes, tuple((name, tuple(tensor.shape)) for name, tensor in tensors(model))
 
 
 def _trace(member: Member) -> OperatorTrace | None:
