@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hfusion.array.each_runs import EachCall, differs, run_looped, run_vmapped, selected
 from hfusion.array.module import FusedModule
+from hfusion.array.state import check_one_structure
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.report import FusionReport
 from hfusion.core.calls import StackedInput
@@ -83,6 +84,7 @@ class Each:
     ) -> None:
         """Run the function for the members of ``target``; see `each`."""
         if isinstance(target, FusedModule):
+            check_one_structure(target, "hf.each")
             chosen = training_rows(target) if rows is None else rows_of(rows, len(target))
             check_once(chosen)
             with torch.no_grad():

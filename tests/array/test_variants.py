@@ -268,6 +268,7 @@ REFUSED: dict[str, Callable[[hf.FusedModule], object]] = {
     "keep": lambda fused: fused.keep([0, 1]),
     "append": lambda fused: fused.append([mlp(nn.ReLU())]),
     "slices": lambda fused: fused[1:3],
+    "a function of one member": lambda fused: hf.each(lambda p: None)(fused),
     "a population": lambda fused: hf.Population(fused, optimizer=hf.optim.SGD, loss=F.mse_loss),
     "batches of different sizes": lambda fused: fused(
         hf.stacked([torch.zeros(1 + row, 5).double() for row in range(4)])
