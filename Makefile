@@ -8,7 +8,9 @@ STAMP := $(VENV)/.installed
 INDEX ?=
 PIP = $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(INDEX),--extra-index-url $(INDEX))
 
-.PHONY: test-matrix dist help demo test lint style types suite test-cluster test-foreign docs bench fuzz ops-sweep clean
+NULL_VENV := .venv-null
+
+.PHONY: test-matrix dist help demo test lint style types suite test-cluster test-foreign test-null docs bench fuzz ops-sweep clean
 
 help:
 	@echo "make demo   run the main job: an array of CNNs on real handwritten digits"
@@ -18,6 +20,7 @@ help:
 	@echo "make test-matrix   a smoke selection for PYTHONS and TORCHES"
 	@echo "make dist   build the wheel and the sdist, and check them"
 	@echo "make test-foreign  models of other packages, trained fused and alone"
+	@echo "make test-null  torch's CUDA build on a device that computes nothing: launches, waits and graphs are counted (4 GB)"
 	@echo "make docs   the pages as a site in build/docs; warnings are errors"
 	@echo "make bench  compare fused and unfused training (ARGS='--quick' passes arguments on)"
 	@echo "make fuzz   random programs, fused against alone (SECONDS=600 SEED=1 COMPILED=1)"
@@ -71,6 +74,11 @@ dist: $(STAMP)
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
 
+# The device is built for the CUDA build of torch, which the pinned one of .venv is not.
+test-null: $(NULL_VENV)/.installed
+	tests/null/device/build.sh $(NULL_VENV)/bin/python build/null
+	HFUSION_NULL_CUDA=build/null tests/null/run.sh $(NULL_VENV)/bin/python -m pytest -m null tests/null
+
 docs: $(VENV)/.docs
 	$(BIN)/codespell --ignore-words-list coo --skip '*.json,*.svg,*.png' README.md CONTRIBUTING.md CHANGELOG.md docs ops/README.md
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
@@ -95,7 +103,7 @@ ops-sweep: $(STAMP)
 	$(BIN)/python -m tests.ops_sweep --docs docs/coverage.md
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(NULL_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment without a package, so that the demo does not wait for the tools of tests.
@@ -110,6 +118,11 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[dev,examples]'
+	touch $@
+
+$(NULL_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(NULL_VENV)
+	$(NULL_VENV)/bin/python -m pip install --quiet --editable . hypothesis pytest
 	touch $@
 
 $(VENV)/.cluster: $(STAMP)

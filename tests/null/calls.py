@@ -1,0 +1,114 @@
+"""The calls that the null CUDA device counts: launches, replays of graphs, waits of the host.
+
+The device is torch's own CUDA build over a CUDA runtime and driver that compute nothing. Dispatch, allocation, streams,
+graph capture, Inductor, Triton's launcher and ptxas are real; what kernels would compute is not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+FOLDER = "HFUSION_NULL_CUDA"
+"""The environment variable that names the folder in which the device was built."""
+_LAUNCHES = ("kernel ", "triton ", "cublas", "cudnn", "memset", "memcpy")
+_REFUSED = ("BAD", "REFUSED", "DEFAULT")
+_ROOM = 1 << 24
+
+
+def absence() -> str:
+    """Return why the device is not there, empty where it is."""
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return f"needs the null CUDA device: see CONTRIBUTING.md; {FOLDER} is not set"
+    if str(Path(folder) / "libnullcuda.so") not in os.environ.get("LD_PRELOAD", "").split(":"):
+        return f"needs the null CUDA device of {FOLDER}={folder}: start Python with tests/null/run.sh, which loads it"
+    if torch.version.cuda is None:
+        return f"needs torch's CUDA build, torch {torch.__version__} is another"
+    return ""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What a step asks of the device, each as a number per step.
+
+    ``launches``: of kernels, library calls, copies and fills by themselves. ``graphs``: replays. ``waits``: of the host
+    for the device. ``refused``: calls that fail on a real device, such as those forbidden in capture.
+    """
+
+    launches: float
+    graphs: float
+    waits: float
+    refused: tuple[str, ...] = ()
+
+
+def calls_per_step(step: Callable[[], object], warm: int = 6, steps: int = 2) -> Calls:
+    """Return the calls of a step, of which ``warm`` are made before any is counted."""
+    for _ in range(warm):
+        step()
+    reset()
+    for _ in range(steps):
+        step()
+    return since_reset(steps)
+
+
+def reset() -> None:
+    """Count from zero."""
+    _library().null_reset()
+
+
+def since_reset(steps: int = 1) -> Calls:
+    """Return what was called since `reset`, by ``steps``."""
+    counts = by_name()
+
+    def total(*starts: str) -> float:
+        return sum(count for name, count in counts.items() if name.startswith(starts)) / steps
+
+    refused = tuple(name for name in counts if name.startswith(_REFUSED))
+    return Calls(total(*_LAUNCHES), total("graph launch"), total("SYNC"), refused)
+
+
+def by_name() -> dict[str, int]:
+    """Return every call since `reset` with its count."""
+    text = ctypes.create_string_buffer(_ROOM)
+    _library().null_report(text, _ROOM)
+    lines = (line.split("\t", 1) for line in text.value.decode().splitlines())
+    return {name: int(count) for count, name in lines}
+
+
+def compare_as_equal() -> torch.library.Library:
+    """Let comparisons on the device say that all is equal, so that self-checks pass where nothing is computed.
+
+    They hold as long as the result is alive.
+    """
+    equal = torch.equal
+    torch.equal = lambda input, other: input.is_cuda or other.is_cuda or equal(input, other)
+
+    def filled(a: Tensor, b: Tensor, value: bool) -> Tensor:
+        return torch.full(torch.broadcast_shapes(a.shape, b.shape), value).to(a.device)
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        # torch warns of kernels that are replaced.
+        warnings.simplefilter("ignore")
+        library.impl("eq.Tensor", lambda a, b: filled(a, b, True), "CUDA")
+        library.impl("ne.Tensor", lambda a, b: filled(a, b, False), "CUDA")
+        library.impl("bitwise_or.Tensor", lambda a, b: (a.cpu() | b.cpu()).to(a.device), "CUDA")
+        library.impl("all", lambda a: a.cpu().all().to(a.device), "CUDA")
+        library.impl("any", lambda a: a.cpu().any().to(a.device), "CUDA")
+    return library
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(Path(os.environ[FOLDER]) / "libnullcuda.so"))
+    library.null_report.restype = ctypes.c_long
+    return library
