@@ -2,7 +2,7 @@
 
 torch rounds after every operation to the dtype of a parameter. So that arrays of half precision and of complex numbers
 get the same bits as their members alone, each run of neighbouring members with equal hyper-parameters and step counts
-goes through a step of torch's class.
+goes through a step of torch's class, with all their tensors together.
 """
 
 from __future__ import annotations
@@ -48,14 +48,17 @@ class AloneStepper:
 
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
         """Count a step and make it. ``grads``: as the parameters."""
-        for index, ((param, *state), grad) in enumerate(zip(self._places, grads, strict=True)):
-            numbers = {name: vectors[index] for name, vectors in self._numbers.items()}
-            for start, stop in self._runs(numbers, settings):
-                self._update(slice(start, stop), param, grad, state, numbers, settings)
+        batches: dict[tuple[int, int], list[int]] = {}
+        for index in range(len(self._places)):
+            for run in self._runs(index, settings):
+                batches.setdefault(run, []).append(index)
+        for (start, stop), indices in batches.items():
+            for tensors in self._portions(indices, stop - start):
+                self._update(slice(start, stop), tensors, grads, settings)
 
-    def _runs(self, numbers: dict[str, Tensor], settings: Settings) -> Iterator[tuple[int, int]]:
-        """Members that are alike, and may be one tensor."""
-        columns = [vector.tolist() for vector in numbers.values()]
+    def _runs(self, index: int, settings: Settings) -> Iterator[tuple[int, int]]:
+        """Members that are alike, and may be one tensor: start and stop, of the tensor ``index``."""
+        columns = [vectors[index].tolist() for vectors in self._numbers.values()]
         start = 0
         for _, run in groupby(zip(settings.members[: self._members], *columns, strict=True)):
             length = len(list(run))
@@ -63,35 +66,49 @@ class AloneStepper:
             yield from ((first, first + step) for first in range(start, start + length, step))
             start += length
 
-    def _update(
-        self,
-        rows: slice,
-        param: Tensor,
-        grad: Tensor,
-        state: Sequence[Tensor],
-        numbers: dict[str, Tensor],
-        settings: Settings,
-    ) -> None:
-        one = 0 if self._formula.elementwise else rows.start
-        where = rows if self._formula.elementwise else one
-        row = param.detach()[where]
-        row.grad = grad[where]
+    def _portions(self, indices: Sequence[int], members: int) -> Iterator[list[int]]:
+        """The tensors of one step of torch's class, which may allocate for as many elements as one member has."""
+        limit = sum(param.numel() for param, *_ in self._places) // self._members
+        portion: list[int] = []
+        total = 0
+        for index in indices:
+            size = self._places[index][0].numel() // self._members * members
+            if portion and total + size > limit:
+                yield portion
+                portion, total = [], 0
+            portion.append(index)
+            total += size
+        yield portion
+
+    def _update(self, rows: slice, indices: Sequence[int], grads: Sequence[Tensor], settings: Settings) -> None:
+        """Step the members ``rows`` of the tensors ``indices``; torch's class takes all of them in few launches."""
+        where = rows if self._formula.elementwise else rows.start
+        params = []
+        for index in indices:
+            param = self._places[index][0].detach()[where]
+            param.grad = grads[index][where]
+            params.append(param)
         used = settings.buffers[rows.start]
-        stacks = {name: stack[where] for name, stack in zip(self._names, state, strict=True) if name in used}
-        optimizer = self._class([row], **_options(self._formula, settings, rows.start))
-        own = optimizer.state[row]
-        if numbers and numbers["step"][rows.start] > 0:
-            own |= stacks | {name: vector[rows.start].clone() for name, vector in numbers.items()}
+        optimizer = self._class(params, **_options(self._formula, settings, rows.start))
+        stacks: list[dict[str, Tensor]] = []
+        for index, param in zip(indices, params, strict=True):
+            named = zip(self._names, self._places[index][1:], strict=True)
+            stacks.append({name: stack[where] for name, stack in named if name in used})
+            numbers = {name: vectors[index][rows.start] for name, vectors in self._numbers.items()}
+            if numbers and numbers["step"] > 0:
+                optimizer.state[param] |= stacks[-1] | {name: number.clone() for name, number in numbers.items()}
         # Without the hooks of whoever watches optimizers: this is a part of one step.
         unwrap(self._class.step)(optimizer)
-        for name, stack in stacks.items():
-            if own[name] is not stack:
-                stack.copy_(own[name])
-        for name, vector in numbers.items():
-            if name != "step":
-                vector[rows] = own[name]
-        if numbers:
-            numbers["step"][rows] += settings.advance[rows.start]
+        for index, param, before in zip(indices, params, stacks, strict=True):
+            state = optimizer.state[param]
+            for name, stack in before.items():
+                if state[name] is not stack:
+                    stack.copy_(state[name])
+            for name, vectors in self._numbers.items():
+                if name == "step":
+                    vectors[index][rows] += settings.advance[rows.start]
+                else:
+                    vectors[index][rows] = state[name]
 
 
 def _options(formula: type[Formula], settings: Settings, member: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hfusion as hf
-from tests.null.arrays import MEMBERS, move, optimizer, parameters
+from tests.null.arrays import MEMBERS, TENSORS, move, optimizer, parameters, rates
 from tests.null.calls import Calls, calls_per_step
 
 pytestmark = pytest.mark.null
@@ -49,6 +49,18 @@ def test_a_step_with_rates_that_change_copies_them() -> None:
         opt.step()
 
     assert calls_per_step(step) == Calls(launches=1, graphs=1, waits=0)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adadelta", "RMSprop", "NAdam", "RAdam", "Adamax"])
+def test_half_precision_takes_as_many_launches_as_the_members_alone(name: str) -> None:
+    opt = optimizer(name, parameters(torch.bfloat16))
+    alone = []
+    for rate in rates():
+        params = [torch.nn.Parameter(torch.zeros(8, 6, dtype=torch.bfloat16, device="cuda")) for _ in range(TENSORS)]
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        alone.append(getattr(torch.optim, name)(params, lr=rate))
+    assert calls_per_step(opt.step) == calls_per_step(lambda: [each.step() for each in alone])
 
 
 def test_what_is_not_recorded_says_why() -> None:
