@@ -6,6 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from hfusion.core.errors import CheckpointError, FusionError
 from hfusion.core.rows import copied, kept, rows_of
 from hfusion.optim.base import FusedOptimizer
+from hfusion.optim.device_numbers import sent
 from hfusion.optim.group import membership_of
 from hfusion.optim.hyper import HyperValue, member_vector, plain
 
@@ -84,7 +86,8 @@ class GradScaler:
         if isinstance(losses, list | tuple):
             return type(losses)(self.scale(one) for one in losses)
         self.begin(len(losses))
-        return losses * self._values["scale"].to(losses.device).reshape(-1, *[1] * (losses.dim() - 1))
+        scales = sent(self._values["scale"], losses.device)
+        return losses * scales.reshape(-1, *[1] * (losses.dim() - 1))
 
     @torch.no_grad()
     def unscale_(self, optimizer: FusedOptimizer) -> Tensor:
@@ -101,20 +104,13 @@ class GradScaler:
         self.begin(optimizer.members)
         inverse = self._values["scale"].double().reciprocal().float()
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-        bad = torch.zeros(len(inverse), dtype=torch.bool)
-        for param in params:
-            grad, found = param.grad, membership_of(param)
-            if found.stacked:
-                bad |= not_finite(grad, len(inverse))
-                grad.mul_(inverse.to(grad.device).reshape(-1, *[1] * (grad.dim() - 1)))
-                continue
-            if bool((inverse != inverse[0]).any()):
-                raise FusionError(
-                    f"parameter {found.name!r} is one tensor for all {found.members} members, and their losses have "
-                    "different scales; freeze it, or use torch.amp.GradScaler"
-                )
-            bad |= not grad.isfinite().all()
-            grad.mul_(inverse[0].to(grad.device))
+        if bool((inverse != inverse[0]).any()):
+            _check_no_shared(params)
+        grads = [param.grad if membership_of(param).stacked else param.grad.unsqueeze(0) for param in params]
+        bad = overflowing(grads, len(inverse))
+        there = {device: sent(inverse, device) for device in dict.fromkeys(grad.device for grad in grads)}
+        for grad in grads:
+            grad.mul_(there[grad.device][: len(grad)].reshape(-1, *[1] * (grad.dim() - 1)))
         self._found[id(optimizer)] = bad
         return bad.clone()
 
@@ -250,14 +246,38 @@ class GradScaler:
         }
 
 
-def not_finite(grad: Tensor, members: int) -> Tensor:
-    """Which rows ``[B]`` of a stacked gradient hold a value that is not finite, on the CPU."""
-    # One pass: a sum is finite only if every value is, unless it overflows.
-    sums = grad.reshape(members, -1).sum(1, dtype=torch.float32 if grad.dtype.itemsize < 4 else None)
-    bad = ~sums.isfinite().cpu()
-    if bool(bad.any()):
-        bad = ~grad.reshape(members, -1).isfinite().all(1).cpu()
+def overflowing(grads: Sequence[Tensor], members: int) -> Tensor:
+    """Return which members have a value that is not finite, bool ``[members]`` on the CPU, by one wait per device.
+
+    ``grads``: stacks ``[members, ...]``, or ``[1, ...]`` of what all members share.
+    """
+    largest: dict[torch.device, list[Tensor]] = {}
+    for grad in map(Tensor.detach, grads):
+        if grad.numel():
+            numbers = torch.view_as_real(grad) if grad.is_complex() else grad
+            # The largest magnitude is exact in any dtype, keeps a NaN, and unlike a sum never overflows.
+            norms = torch.linalg.vector_norm(numbers.reshape(len(grad), -1), math.inf, dim=1)
+            largest.setdefault(grad.device, []).append(norms.expand(members))
+    bad = torch.zeros(members, dtype=torch.bool)
+    for magnitudes in largest.values():
+        bad |= torch.stack(magnitudes).isfinite().logical_not().any(0).cpu()
     return bad
+
+
+def not_finite(grad: Tensor, members: int) -> Tensor:
+    """As `overflowing`, of one stacked gradient."""
+    return overflowing([grad], members)
+
+
+def _check_no_shared(params: Sequence[Tensor]) -> None:
+    """Raise FusionError for a parameter of all members, whose losses have different scales."""
+    for param in params:
+        found = membership_of(param)
+        if not found.stacked:
+            raise FusionError(
+                f"parameter {found.name!r} is one tensor for all {found.members} members, and their losses have "
+                "different scales; freeze it, or use torch.amp.GradScaler"
+            )
 
 
 def _vector(name: str, value: HyperValue, members: int) -> Tensor:

@@ -1,0 +1,32 @@
+"""Scaled steps on CUDA: the host waits once, to learn which members have overflowed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hfusion as hf
+from tests.null.arrays import MEMBERS, TENSORS, optimizer, parameters
+from tests.null.calls import Calls, calls_per_step
+
+pytestmark = pytest.mark.null
+
+
+def test_a_scaled_step_waits_once() -> None:
+    stacks = parameters()
+    opt, scaler = optimizer("AdamW", stacks), hf.optim.GradScaler()
+    losses = torch.zeros(MEMBERS, device="cuda", requires_grad=True)
+
+    def step() -> None:
+        scaler.scale(losses)
+        scaler.step(opt)
+        scaler.update()
+
+    # A largest magnitude and a product for each tensor, and what joins the flags of all.
+    assert calls_per_step(step) == Calls(launches=2 * TENSORS + 11, graphs=1, waits=1)
+
+
+def test_losses_are_scaled_without_a_wait() -> None:
+    scaler = hf.optim.GradScaler()
+    losses = torch.zeros(MEMBERS, device="cuda", requires_grad=True)
+    assert calls_per_step(lambda: scaler.scale(losses)).waits == 0
