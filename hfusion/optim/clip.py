@@ -12,6 +12,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.membership import membership
 from hfusion.core.usage import absent_rows
 from hfusion.optim.checks import check_gradient
+from hfusion.optim.device_numbers import sent
 from hfusion.optim.hyper import HyperValue, member_vector
 
 
@@ -67,7 +68,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: HyperVal
     if not bool((limits >= 0).all()):
         raise ValueError(f"clip_value={limits.tolist()}: every value must be at least 0")
     for grad in grads:
-        bound = limits.to(grad).reshape(-1, *[1] * (grad.dim() - 1))
+        bound = sent(limits.to(grad.dtype), grad.device).reshape(-1, *[1] * (grad.dim() - 1))
         torch.clamp(grad, -bound, bound, out=grad)
 
 
@@ -91,7 +92,7 @@ def total_norm(norms: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
 def clip_factors(norms: Tensor, limits: Tensor) -> Tensor:
     """What to multiply the members' gradients by, ``[B]``, so that ``norms`` come under ``limits``."""
-    return torch.clamp(limits.to(norms) / (norms + 1e-6), max=1.0)
+    return torch.clamp(sent(limits.to(norms.dtype), norms.device) / (norms + 1e-6), max=1.0)
 
 
 def scale(grad: Tensor, factors: Tensor) -> None:
