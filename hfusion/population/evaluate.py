@@ -27,6 +27,7 @@ def evaluate(
     return member_metrics(_batches(fused, loader), metric, members)
 
 
+@torch.no_grad()
 def member_metrics(
     batches: Sequence[tuple[Any, Any]],
     metric: Callable[..., Any],

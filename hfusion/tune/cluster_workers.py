@@ -18,8 +18,10 @@ from hfusion.cluster.drive import GLANCE, DeviceLost
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.node import Answered, ArrayTrainer, DeviceInfo, Lost, Raised
 from hfusion.cluster.parcel import pack, unpack
+from hfusion.tune.plain_trials import PlainTrials
 from hfusion.tune.space import ArrayChoices, ModelMaker, TrialModel
-from hfusion.tune.trial_rows import SweepRecipe, TrialRows
+from hfusion.tune.sweep_recipe import SweepRecipe
+from hfusion.tune.trial_rows import TrialRows
 from hfusion.tune.workers import RowsCall
 
 _MAKER = "maker"
@@ -56,8 +58,9 @@ class RowsJob:
         for data in calls:
             method, args = unpack(data, trainer.kept.__getitem__)
             if method == "open":
-                (choices,) = args
-                trainer.kept[name] = TrialRows(trainer.kept["recipe"], choices, trainer.stopping.is_set)
+                choices, plain = args
+                kind = PlainTrials if plain else TrialRows
+                trainer.kept[name] = kind(trainer.kept["recipe"], choices, trainer.stopping.is_set)
             else:
                 found = getattr(trainer.kept[name], method)(*args)
             if isinstance(found, nn.Module):
@@ -95,9 +98,9 @@ class ClusterWorkers:
     def devices(self) -> Sequence[DeviceInfo]:
         return self._executor.devices
 
-    def open(self, name: str, device: int, choices: ArrayChoices) -> None:
+    def open(self, name: str, device: int, choices: ArrayChoices, plain: bool = False) -> None:
         self._told[name] = _SentCalls(device)
-        self.send(name, "open", choices)
+        self.send(name, "open", choices, plain)
 
     def send(self, name: str, method: str, *args: Any) -> None:
         self._told[name].calls.append(self._packed((method, args)))

@@ -11,25 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from hfusion.cluster.node import DeviceInfo
 from hfusion.core.errors import CheckpointError
 from hfusion.tune.beats import Beats
-from hfusion.tune.chosen_optimizer import optimizer_with
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.exploit import PBT
 from hfusion.tune.folder import SweepFolder
-from hfusion.tune.footprint import Footprint
-from hfusion.tune.forwards import SameForward
-from hfusion.tune.loaders import same_values
 from hfusion.tune.objectives import Best, BestTrials
 from hfusion.tune.rooms import Rooms
 from hfusion.tune.shape_array import Seat, Shape, ShapeArray
-from hfusion.tune.space import ArrayChoices, Maker, Suggestion, TrialModel, check_choices
+from hfusion.tune.shapes import Shapes
+from hfusion.tune.space import Maker, Suggestion, TrialModel, check_choices
 from hfusion.tune.sweep_progress import SweepProgress
-from hfusion.tune.trial_rows import SweepRecipe, first_inputs, minibatches
+from hfusion.tune.sweep_recipe import SweepRecipe
 from hfusion.tune.trials import COPIES, Trials, Verdict
 from hfusion.tune.workers import SweepWorkers
 
@@ -78,7 +73,8 @@ class Conductor:
         self._waiting: tuple[TrialModel, Shape] | None = None
         self._round = 0
         self.best = BestTrials(trials.signs)
-        self._inputs: list[tuple[Mapping[str, Any], Any]] = []
+        waves = 1.0 if extent.rows is None else max(1.0, extent.trials / extent.rows)
+        self._shapes = Shapes(maker.models, recipe, waves, saved=folder is not None, may_be_plain=extent.pbt is None)
 
     def run(self) -> None:
         """Train until every trial is told."""
@@ -207,6 +203,8 @@ class Conductor:
             self._waiting = None
         for array in self.rooms.arrays:
             if array.joining:
+                if not array.seats:
+                    self.rooms.open(array)
                 new = array.seated(self._round)
                 self._workers.send(array.name, "join", new)
                 for one in new:
@@ -247,44 +245,9 @@ class Conductor:
         if self._folder is not None:
             check_choices(trial)
         candidate = self._maker.candidate(trial.number, suggestion)
-        shape = self._shape(candidate)
+        shape = self._shapes.shape(candidate, self.rooms.arrays)
         self.rooms.check(shape, f"trial {candidate.number} with {trial.params}")
         return candidate, shape
-
-    def _shape(self, candidate: TrialModel) -> Shape:
-        """That of an array that is there, or a new one."""
-        for shape in {id(array.shape): array.shape for array in self.rooms.arrays}.values():
-            if shape.takes(candidate):
-                return shape
-        inputs = partial(self._first_inputs, candidate.suggestion.choices)
-        forward = SameForward(candidate.model, inputs, evaluates=self._recipe.evaluates)
-        return Shape(candidate, partial(self._footprint, candidate), forward, self._minibatches(candidate))
-
-    def _first_inputs(self, choices: ArrayChoices) -> Any:
-        for known, inputs in self._inputs:
-            if same_values(known, choices.loader):
-                return inputs
-        inputs = first_inputs(self._recipe.loaders.loader(choices.loader), torch.device("cpu"))
-        self._inputs.append((choices.loader, inputs))
-        return inputs
-
-    def _minibatches(self, candidate: TrialModel) -> int:
-        """How many an epoch has, where that depends on the trial."""
-        loaders = self._recipe.loaders
-        return 1 if loaders.function is None else minibatches(loaders.loader(candidate.suggestion.choices.loader))
-
-    def _footprint(self, first: TrialModel, device: DeviceInfo) -> Footprint:
-        # What is made with other seeds only in values is the same shape, and shares what models share.
-        models = [self._maker.models.model(first.number, first.suggestion) for _ in range(2)]
-        choices, judges = first.suggestion.choices, self._recipe.evaluates
-        return Footprint(
-            models,
-            optimizer_with(choices.optimizer, choices.options, [first.suggestion.hypers]),
-            self._first_inputs(choices),
-            device,
-            evaluated=minibatches(self._recipe.judged(choices)[1]) if judges else 0,
-            saved=self._folder is not None,
-        )
 
     def save(self) -> None:
         """Write all that a resumed sweep needs; the trials themselves are in the study."""
@@ -296,6 +259,7 @@ class Conductor:
         arrays = [
             {
                 "name": array.name,
+                "plain": array.plain,
                 "save": self._folder.found(saves[array.name]),
                 "seats": [
                     [
@@ -347,10 +311,10 @@ class Conductor:
                 Seat(number, self._copied(number, params) or suggestions[number], began, done, params, *origin)
                 for number, began, done, _, params, *origin in one["seats"]
             ]
-            self._restore(one["name"], self._folder.root / one["save"], seats)
+            self._restore(one["name"], self._folder.root / one["save"], seats, plain=one["plain"])
         if body["waiting"] is not None:
             candidate = self._maker.candidate(body["waiting"], suggestions[body["waiting"]])
-            self._waiting = candidate, self._shape(candidate)
+            self._waiting = candidate, self._shapes.shape(candidate, self.rooms.arrays)
         for number, values in body["best"]:
             self.best.add(self._kept(number, tuple(values), tensors))
 
@@ -372,9 +336,9 @@ class Conductor:
             "that it was, or a new directory"
         )
 
-    def _restore(self, name: str, path: Path, seats: list[Seat]) -> None:
+    def _restore(self, name: str, path: Path, seats: list[Seat], *, plain: bool) -> None:
         members = [self._member(seat) for seat in seats]
-        array = self.rooms.restored(name, self._shape(members[0]), seats)
+        array = self.rooms.restored(name, self._shapes.shape(members[0], self.rooms.arrays), seats, plain=plain)
         found = self._workers.ask({name: ("restore", (path.absolute(), members))})
         array.widths, array.width = found[name]
 

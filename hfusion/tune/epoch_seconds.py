@@ -40,7 +40,8 @@ class EpochSeconds:
         return self._numbers[shape]
 
     def _estimated(self, array: ShapeArray, device: int, rows: int) -> float:
-        return array.shape.footprint(self._devices[device]).seconds(rows)
+        footprint = array.shape.footprint(self._devices[device])
+        return rows * footprint.seconds(1) if array.plain else footprint.seconds(rows)
 
     def note(self, array: ShapeArray, result: EpochResult) -> None:
         """An array has trained an epoch on its device."""

@@ -18,6 +18,7 @@ from hfusion.passes.partition.shard import shards_at
 from hfusion.schedule.plan import TaskPlan
 from hfusion.step.train_step import call_arguments
 from hfusion.tune.chosen_optimizer import MakeOptimizer
+from hfusion.tune.plain_footprint import PlainFootprint
 
 # Of the estimated time of a member in the width where that is least: narrower arrays that reach it are preferred, as
 # samplers and pruners then know of more trials when they choose. As in `hfusion.tasks.arrange`, but for the gain.
@@ -103,7 +104,7 @@ class Footprint:
         return self._plans[rows]
 
 
-def fits(budget: int, sizes: Iterable[tuple[Footprint, int]]) -> bool:
+def fits(budget: int, sizes: Iterable[tuple[Footprint | PlainFootprint, int]]) -> bool:
     """Whether arrays of so many rows share a device: all are held, and one after the other takes what passes."""
     found = list(sizes)
     held = sum(footprint.held(rows) for footprint, rows in found)

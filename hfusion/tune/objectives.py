@@ -36,6 +36,15 @@ def check_objectives(count: int, metric: Callable[..., Any] | None, pruner: Any,
         )
 
 
+def check_plateaus(count: int, kinds: Sequence[str]) -> None:
+    """Raise ValueError for a kind of scheduler that watches one value after an epoch, where there are several."""
+    if count > 1 and "ReduceLROnPlateau" in kinds:
+        raise ValueError(
+            f"a ReduceLROnPlateau watches one value, and there are {count} objectives: give another scheduler, or "
+            'scheduler_interval="step", where it watches the loss'
+        )
+
+
 class MetricValues:
     """Notes all values of a metric of several objectives, in the form of a metric that returns one number.
 

@@ -47,23 +47,24 @@ class Rooms:
         """Let a trial wait for its row in an array that `room_for` gave."""
         array.joining.append(candidate)
         if array not in self.arrays:
-            self._open(array)
+            self.opened += 1
+            self.arrays.append(array)
 
-    def _open(self, array: ShapeArray) -> None:
-        self.opened += 1
-        self.arrays.append(array)
-        self._workers.open(array.name, array.device, array.shape.first.suggestion.choices)
+    def open(self, array: ShapeArray) -> None:
+        """Choose whether the trials that wait become an array, or are plain; and let a worker hold them."""
+        array.choose_form(lambda: self._fits(array.device, self._on(array.device)))
+        self._workers.open(array.name, array.device, array.shape.first.suggestion.choices, array.plain)
 
-    def restored(self, name: str, shape: Shape, seats: Sequence[Seat]) -> ShapeArray:
+    def restored(self, name: str, shape: Shape, seats: Sequence[Seat], *, plain: bool) -> ShapeArray:
         """An array of before, on the device where all end soonest, if there is one with room for it."""
         arrays = [ShapeArray(name, shape, device) for device in self._there]
         for one in arrays:
-            one.seats = {seat.tag: seat for seat in seats}
+            one.seats, one.plain = {seat.tag: seat for seat in seats}, plain
         order = sorted(arrays, key=lambda one: self._end(one.device, one))
         array = next((one for one in order if self._fits(one.device, [one, *self._on(one.device)])), order[0])
-        opened = self.opened
-        self._open(array)
-        self.opened = opened
+        shape.is_array = shape.is_array or not plain
+        self.arrays.append(array)
+        self._workers.open(name, array.device, shape.first.suggestion.choices, plain)
         return array
 
     def give_back(self) -> None:

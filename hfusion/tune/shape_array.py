@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfusion.capture.compare import check_pair
+from hfusion.capture.named import tensors
 from hfusion.cluster.node import DeviceInfo
 from hfusion.core.errors import FusionError
 from hfusion.population.widths import Widths
 from hfusion.tune.footprint import Footprint
 from hfusion.tune.forwards import SameForward
+from hfusion.tune.plain_footprint import PlainFootprint
 from hfusion.tune.space import Suggestion, TrialModel
 
 
@@ -40,13 +42,46 @@ class Seat:
         return self.epochs + 1 == self.suggestion.epochs
 
 
+# What the captures of an array take, in steps of one plain trial; and what a step of an array takes beside its numbers,
+# in such steps. Of MLPs of two to four layers on an AMD EPYC of the fourth generation; Python's speed is in both.
+_CAPTURE_STEPS: float = 1750.0
+_ARRAY_STEP = 1.7
+
+
+@dataclass(frozen=True)
+class PlainForm:
+    """What is known of the trials of a shape in plain torch.
+
+    Attributes:
+        look: gives their footprint on a device.
+        minibatches: of an epoch.
+        waves: how many trials of the sweep there are for each that can train at once.
+    """
+
+    look: Callable[[DeviceInfo], PlainFootprint]
+    minibatches: int
+    waves: float
+
+    def array_pays(self, new: Sequence[TrialModel]) -> bool:
+        """Whether an array of these trials saves more than its captures take, by counts alone.
+
+        Trials whose models share tensors are an array, which knows of that.
+        """
+        seen = [id(tensor) for member in new for tensor in {id(t): t for _, t in tensors(member.model)}.values()]
+        if len(set(seen)) < len(seen):
+            return True
+        steps = self.minibatches * self.waves * max(member.suggestion.epochs for member in new)
+        return steps * (len(new) - _ARRAY_STEP) > _CAPTURE_STEPS
+
+
 class Shape:
     """Models of one shape that do the same in forward, trained with the same choices of all that an array shares.
 
     Args:
-        look: gives its footprint on a device.
+        look: gives its footprint on a device, as an array.
         forward: compares forwards with that of the first.
         minibatches: of an epoch, where shapes differ in that; else 1.
+        plain: what is known of its trials in plain torch; None where they must be an array.
     """
 
     def __init__(
@@ -55,9 +90,11 @@ class Shape:
         look: Callable[[DeviceInfo], Footprint],
         forward: SameForward,
         minibatches: int = 1,
+        plain: PlainForm | None = None,
     ) -> None:
         self.first, self._look, self._forward, self.minibatches = first, look, forward, minibatches
-        self._footprints: dict[Any, Footprint] = {}
+        self._plain, self.is_array = plain, plain is None
+        self._footprints: dict[Any, Footprint | PlainFootprint] = {}
         self._fastest: dict[Any, int] = {}
 
     def takes(self, candidate: TrialModel) -> bool:
@@ -70,16 +107,28 @@ class Shape:
             return False
         return self._forward.same_as(candidate.model)
 
-    def footprint(self, device: DeviceInfo) -> Footprint:
-        """On a device of this kind."""
-        kind = _kind(device)
+    def choose_form(self, new: Sequence[TrialModel], fits: Callable[[], bool]) -> bool:
+        """Return whether trials that are the first of an array are plain. Then the shape may become one of arrays."""
+        if self.is_array or self._plain is None:
+            return False
+        if not self._plain.array_pays(new):
+            return True
+        self.is_array = True
+        if not fits():
+            self.is_array = False
+        return not self.is_array
+
+    def footprint(self, device: DeviceInfo) -> Footprint | PlainFootprint:
+        """On a device of this kind: of arrays, which takes a capture, once the shape has some."""
+        kind = _kind(device), self.is_array
         if kind not in self._footprints:
-            self._footprints[kind] = self._look(device)
+            look = self._look if self._plain is None or self.is_array else self._plain.look
+            self._footprints[kind] = look(device)
         return self._footprints[kind]
 
     def fastest(self, device: DeviceInfo, most: int) -> int:
         """See `Footprint.fastest`."""
-        kind = _kind(device)
+        kind = _kind(device), self.is_array
         if kind not in self._fastest:
             self._fastest[kind] = self.footprint(device).fastest(most)
         return self._fastest[kind]
@@ -98,6 +147,11 @@ class ShapeArray:
         self.joining: list[TrialModel] = []
         self.widths: Widths | None = None
         self.width = 0
+        self.plain = False
+
+    def choose_form(self, fits: Callable[[], bool]) -> None:
+        """See `Shape.choose_form`."""
+        self.plain = self.shape.choose_form(self.joining, fits)
 
     @property
     def taken(self) -> int:
@@ -125,13 +179,16 @@ class ShapeArray:
         """Those that waited have rows from now on."""
         self.width = self.rows()
         new, self.joining = self.joining, []
-        self.widths = self.widths or Widths(len(new))
+        if not self.plain:
+            self.widths = self.widths or Widths(len(new))
         self.seats |= {one.tag: Seat(one.number, one.suggestion, round_) for one in new}
         return new
 
     def compacts(self) -> bool:
         """Whether there are free rows to give back; they are given back then."""
-        assert self.widths is not None
+        if self.widths is None:
+            self.width = len(self.seats)
+            return False
         least = self.widths.of(len(self.seats))
         found, self.width = least < self.width, min(least, self.width)
         return found

@@ -32,7 +32,7 @@ from hfusion.tune.result import SweepResult
 from hfusion.tune.space import MakeModel, Maker, MakeScheduler, Space, SweepDefaults
 from hfusion.tune.study import Draws, check_outlives, import_optuna, listening, open_study
 from hfusion.tune.sweep_progress import SweepProgress
-from hfusion.tune.trial_rows import SweepRecipe
+from hfusion.tune.sweep_recipe import SweepRecipe
 from hfusion.tune.trials import Callback, Trials, Verdict
 from hfusion.tune.workers import LocalWorkers, largest
 

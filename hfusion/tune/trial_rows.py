@@ -5,69 +5,27 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from hfusion.checkpoint.packed import PackedSave
-from hfusion.core.errors import PlanError
-from hfusion.device.generators import draws_kept
 from hfusion.optim.lr_scheduler import Make
 from hfusion.population.any_models import Population
 from hfusion.population.mixed_saving import packed
 from hfusion.population.partial_update import flush, limit_norms
 from hfusion.population.widths import Widths
-from hfusion.tasks.reading import generators, reading, restart_workers
-from hfusion.tasks.task import length
 from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_with
 from hfusion.tune.epoch_result import EpochResult, Stopwatch
 from hfusion.tune.folder import KEEP
-from hfusion.tune.loaders import Loaders
-from hfusion.tune.objectives import MetricValues
-from hfusion.tune.space import ArrayChoices, MakeScheduler, Suggestion, TrialModel
-
-
-@dataclass(frozen=True, eq=False)
-class SweepRecipe:
-    """What the arrays of a sweep have in common.
-
-    Attributes:
-        objectives: how many values a metric returns.
-        scheduler: makes a scheduler from the optimizer of one member and the values that its trial chose.
-        every_step: schedulers step after each update, not after each epoch.
-    """
-
-    loss: Callable[..., Any]
-    loaders: Loaders
-    eval_loader: Iterable[Any] | None
-    metric: Callable[..., Any] | None
-    device: torch.device
-    compile: bool | str
-    scheduler: MakeScheduler | None = None
-    every_step: bool = False
-    objectives: int = 1
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is more to a value than the losses of the steps."""
-        return self.metric is not None or self.eval_loader is not None
-
-    def judged(self, choices: ArrayChoices) -> tuple[str, Iterable[Any]]:
-        """Return what values of an array are of, after its name."""
-        if self.eval_loader is None:
-            return "loader", self.loaders.loader(choices.loader)
-        return "eval_loader", self.eval_loader
-
-    def loss_of(self, choices: ArrayChoices) -> Callable[..., Any]:
-        """Return the loss with the options of an array."""
-        return partial(self.loss, **choices.loss) if choices.loss else self.loss
+from hfusion.tune.objectives import MetricValues, check_plateaus
+from hfusion.tune.reading_epochs import batches_on, seeded
+from hfusion.tune.space import ArrayChoices, Suggestion, TrialModel
+from hfusion.tune.sweep_recipe import SweepRecipe
 
 
 class TrialRows:
@@ -128,14 +86,8 @@ class TrialRows:
 
     def _check_schedules(self) -> None:
         """Raise ValueError for a schedule that watches one value, where there are several."""
-        scheduler, count = self.population.scheduler, self._recipe.objectives
-        if scheduler is None or count == 1 or self._recipe.every_step:
-            return
-        if "ReduceLROnPlateau" in scheduler.kinds:
-            raise ValueError(
-                f"a ReduceLROnPlateau watches one value, and there are {count} objectives: give another scheduler, or "
-                'scheduler_interval="step", where it watches the loss'
-            )
+        if self.population.scheduler is not None and not self._recipe.every_step:
+            check_plateaus(self._recipe.objectives, self.population.scheduler.kinds)
 
     def _write(self, tag: str, hypers: dict[str, Any]) -> None:
         """Give a member hyper-parameters."""
@@ -163,8 +115,8 @@ class TrialRows:
         pop, recipe = self.population, self._recipe
         began, steps, judgements = time.perf_counter(), Stopwatch(), Stopwatch()
         losses = []
-        with _seeded(self._loader, seed):
-            for inputs, target in steps.timed(_batches("loader", self._loader, recipe.device)):
+        with seeded(self._loader, seed):
+            for inputs, target in steps.timed(batches_on("loader", self._loader, recipe.device)):
                 if self._stopping():
                     raise KeyboardInterrupt
                 updates = pop.steps
@@ -183,8 +135,8 @@ class TrialRows:
             values = [()] * len(pop)
         elif recipe.evaluates:
             role, loader = recipe.judged(self._choices)
-            with _seeded(loader, seed):
-                values = self._evaluated(judgements.timed(_batches(role, loader, recipe.device)))
+            with seeded(loader, seed):
+                values = self._evaluated(judgements.timed(batches_on(role, loader, recipe.device)))
         if not recipe.every_step:
             self._schedule(None if recipe.objectives > 1 else torch.tensor(values, dtype=torch.float64).squeeze(1))
         failed = (math.nan,) * recipe.objectives
@@ -246,55 +198,3 @@ class TrialRows:
             **self._options,
         )
         return self.population.widths, len(self.population)
-
-
-@contextmanager
-def _seeded(loader: Iterable[Any], seed: int) -> Iterator[None]:
-    """Inside, torch and the loader draw as after ``manual_seed(seed)``; afterwards all generators are as before."""
-    restart_workers(loader)
-    own = [(each, each.get_state()) for each in generators(loader)]
-    with draws_kept():
-        torch.manual_seed(seed)
-        for each, _ in own:
-            each.manual_seed(seed)
-        try:
-            yield
-        finally:
-            for each, state in own:
-                each.set_state(state)
-
-
-def _batches(role: str, loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """Its minibatches on the device. Raises PlanError for what is no pair, and where there is none."""
-    count = 0
-    with reading(loader) as found:
-        for count, batch in enumerate(found, 1):  # noqa: B007
-            if not isinstance(batch, list | tuple) or len(batch) != 2:
-                raise PlanError(
-                    f"a minibatch of the {role} is a {type(batch).__name__}: it must be a pair (inputs, target), "
-                    "inputs a tensor, a tuple of arguments or a dict of keyword arguments"
-                )
-            yield _on(batch[0], device), _on(batch[1], device)
-    if not count:
-        raise PlanError(f"the {role} gave no minibatch: give one that can be read again for every epoch")
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
-
-
-def minibatches(loader: Iterable[Any]) -> int:
-    """How many it gives, read for that where it has no length; its generators are then as before."""
-    try:
-        return length(loader)
-    except TypeError:
-        with _seeded(loader, 0), reading(loader) as found:
-            return sum(1 for _ in found)
-
-
-def first_inputs(loader: Iterable[Any], device: torch.device) -> Any:
-    """The inputs of its first minibatch; the loader's generators are then as before. Raises PlanError."""
-    with _seeded(loader, 0):
-        for inputs, _ in _batches("loader", loader, device):
-            return inputs
-    raise AssertionError("unreachable: a loader without minibatches is an error")

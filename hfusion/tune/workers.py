@@ -11,8 +11,10 @@ from torch import nn
 
 from hfusion.cluster.node import DeviceInfo
 from hfusion.device.machine import Machine
+from hfusion.tune.plain_trials import PlainTrials
 from hfusion.tune.space import ArrayChoices, TrialModel
-from hfusion.tune.trial_rows import SweepRecipe, TrialRows
+from hfusion.tune.sweep_recipe import SweepRecipe
+from hfusion.tune.trial_rows import TrialRows
 
 # A method of `TrialRows`, and what it is given.
 RowsCall: TypeAlias = tuple[str, tuple[Any, ...]]
@@ -28,8 +30,8 @@ class SweepWorkers(Protocol):
     def gone(self) -> Collection[int]:
         """The numbers of the devices that are lost."""
 
-    def open(self, name: str, device: int, choices: ArrayChoices) -> None:
-        """Make rows for an array of trials with these choices, on a device."""
+    def open(self, name: str, device: int, choices: ArrayChoices, plain: bool = False) -> None:
+        """Make rows for an array of trials with these choices, on a device; or for plain trials, without an array."""
 
     def send(self, name: str, method: str, *args: Any) -> None:
         """Call a method that gives nothing; it may be called later, before the next that gives something."""
@@ -58,10 +60,10 @@ class LocalWorkers:
         rates = machine.calibrate()[device.name]
         self.devices: Sequence[DeviceInfo] = [DeviceInfo(device.name, device.physical, device.memory, rates, 0.0)]
         self.gone: Collection[int] = ()
-        self._recipe, self._rows = recipe, dict[str, TrialRows]()
+        self._recipe, self._rows = recipe, dict[str, TrialRows | PlainTrials]()
 
-    def open(self, name: str, device: int, choices: ArrayChoices) -> None:
-        self._rows[name] = TrialRows(self._recipe, choices, lambda: False)
+    def open(self, name: str, device: int, choices: ArrayChoices, plain: bool = False) -> None:
+        self._rows[name] = (PlainTrials if plain else TrialRows)(self._recipe, choices, lambda: False)
 
     def send(self, name: str, method: str, *args: Any) -> None:
         getattr(self._rows[name], method)(*args)

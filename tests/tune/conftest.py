@@ -1,7 +1,8 @@
-"""Rates that need no measurement, and a quiet Optuna."""
+"""Rates that need no measurement, a quiet Optuna, and arrays of whatever size."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HFUSION_RATES", "standard")
+    # So small sweeps would be plain torch.
+    monkeypatch.setattr("hfusion.tune.shape_array._CAPTURE_STEPS", -math.inf)
     optuna = pytest.importorskip("optuna")
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)

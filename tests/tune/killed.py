@@ -7,6 +7,7 @@ that and the trial is not told.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hfusion as hf
+from hfusion.tune import shape_array
 from tests.tune.cases import EPOCHS, MACHINE, loaders, make_model
 
 TRIALS = 12
@@ -103,4 +105,6 @@ def everything(result: hf.SweepResult) -> list[Any]:
 
 if __name__ == "__main__":
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # As in the tests: arrays, however small.
+    shape_array._CAPTURE_STEPS = -math.inf
     run(sys.argv[1], at(sys.argv[2], int(sys.argv[3]), lambda: os.kill(os.getpid(), signal.SIGKILL)))

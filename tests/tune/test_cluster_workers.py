@@ -15,7 +15,7 @@ from hfusion.cluster.node import Answered, ArrayTrainer, DeviceInfo, Lost, Messa
 from hfusion.tune.cluster_workers import ClusterWorkers
 from hfusion.tune.loaders import Loaders
 from hfusion.tune.space import ArrayChoices, ModelMaker, Suggestion, TrialModel
-from hfusion.tune.trial_rows import SweepRecipe
+from hfusion.tune.sweep_recipe import SweepRecipe
 from tests.tune.cases import loaders, make_model
 
 pytest.importorskip("cloudpickle")

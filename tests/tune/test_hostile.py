@@ -477,7 +477,7 @@ def test_workers_that_stay_are_read_as_those_that_do_not() -> None:
 
 def test_memory_bounds_the_rows_and_shapes_wait() -> None:
     """Of five shapes one or two fit at once; every trial is trained in the end."""
-    budget = 250_000
+    budget = 100_000
     machine = hf.Machine([hf.Device("cpu", memory=budget)], "1GiB")
     result = sweep(
         lambda t: {"hidden": t.suggest_categorical("hidden", [24, 32, 48, 64])}, machine=machine, trials=8, rows=8

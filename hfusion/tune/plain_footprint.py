@@ -1,0 +1,132 @@
+"""Estimates of what trials of one shape take, without a capture: from the operators of one forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hfusion.capture.named import tensors
+from hfusion.cluster.node import DeviceInfo
+from hfusion.device.generators import draws_kept
+from hfusion.step.train_step import call_arguments
+
+# Forward and backward take so many times what forward takes.
+_PASSES = 3
+# As in `hfusion.tune.footprint`, where these are explained.
+_NEAR, _ACTIONS, _SAVING, _UPDATING, _ASIDE = 1.05, 3, 2, 4, 4
+
+
+class PlainFootprint:
+    """What trials of a shape take that are trained one by one, and how many of them an array would make cheaper.
+
+    Args:
+        model: of the shape; a copy of it is called once, on the CPU.
+        stacks: tensors like a parameter that the optimizer holds.
+        evaluated: minibatches whose outputs are held at once to evaluate a metric.
+        saved: trials are saved, with copies on the host.
+    """
+
+    def __init__(
+        self, model: nn.Module, stacks: float, inputs: Any, device: DeviceInfo, *, evaluated: int, saved: bool
+    ) -> None:
+        model = copy.deepcopy(model).cpu()
+        args, kwargs = call_arguments(copy.deepcopy(inputs), {})
+        costs = _OperatorCosts()
+        with draws_kept(), torch.enable_grad(), costs.saving(), costs:
+            outputs = model(*args, **kwargs)
+        self._weights = sum(map(_bytes, {id(tensor): tensor for _, tensor in tensors(model)}.values()))
+        trained = [_bytes(param) for param in model.parameters() if param.requires_grad]
+        self._gradients, self._largest = sum(trained), max(trained, default=0)
+        self._optimizer = int(stacks * self._gradients)
+        self._activations = costs.saved + sum(map(_bytes, _tensors(outputs)))
+        self._outputs = 2 * evaluated * sum(map(_bytes, _tensors(outputs)))
+        self._copies = _SAVING if saved and device.physical.type == "cpu" else 0
+        rates = device.rates
+        update = (2 + 2 * stacks) * self._gradients / rates.memory
+        self._call = _PASSES * costs.calls / rates.calls + _ACTIONS * rates.action_seconds
+        self._row = _PASSES * max(costs.flops / rates.flops, costs.moved / rates.memory) + update
+
+    def held(self, rows: int) -> int:
+        """Bytes that stay between epochs."""
+        return _ASIDE * self._weights + rows * (self._weights + self._optimizer)
+
+    def passing(self, rows: int) -> int:
+        """Bytes that are there besides for a while."""
+        if not rows:
+            return 0
+        step = self._gradients + max(2 * self._activations, _UPDATING * self._largest, self._outputs)
+        return max(step, self._copies * self.held(rows))
+
+    def fastest(self, most: int) -> int:
+        """The fewest rows of an array, of 1, 2, 4, ..., ``most``, in which a member takes about the least time."""
+        widths = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
+        seconds = {rows: self.seconds(rows) / rows for rows in widths}
+        return min(rows for rows in widths if seconds[rows] <= _NEAR * min(seconds.values()))
+
+    def seconds(self, rows: int) -> float:
+        """Of a step of an array of so many rows."""
+        return self._call + rows * self._row if rows else 0.0
+
+
+class _OperatorCosts(TorchDispatchMode):
+    """Counts the operators of a forward, their FLOP, the bytes that they read and write, and those that autograd saves.
+
+    `TorchDispatchMode` is private to torch, as of 2.11 to 2.14.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls, self.flops, self.moved, self._stored = 0, 0, 0, dict[int, Tensor]()
+
+    def saving(self) -> Any:
+        """A context inside which what autograd saves is noted."""
+        hooks: Any = saved_tensors_hooks
+        return hooks(self._save, lambda tensor: tensor)
+
+    @property
+    def saved(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._stored.values())
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            self._stored.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return outputs
+        self.calls += 1
+        operands: Sequence[Tensor] = [*_tensors((args, kwargs)), *_tensors(outputs)]
+        self.moved += sum(map(_bytes, operands))
+        self.flops += _flops(func.overloadpacket, operands, outputs)
+        return outputs
+
+
+def _flops(operator: Any, operands: Sequence[Tensor], outputs: Any) -> int:
+    """Of matrix products and convolutions; other operators are bound by memory.
+
+    torch.utils.flop_counter knows more, and takes a second to import, with Triton.
+    """
+    aten = torch.ops.aten
+    if operator in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm):
+        # The last operands are the factors, and the result.
+        return 2 * int(outputs.numel()) * operands[-3].shape[-1]
+    if operator is aten.convolution:
+        return 2 * int(outputs.numel()) * operands[1][0].numel()
+    return 0
+
+
+def _tensors(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

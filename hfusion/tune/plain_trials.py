@@ -1,0 +1,259 @@
+"""Trials that are trained one after another in plain torch, where an array would not pay."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from hfusion.capture.named import tensors
+from hfusion.checkpoint import files
+from hfusion.checkpoint.packed import PackedSave
+from hfusion.checkpoint.tree import decode, encode
+from hfusion.core.membership import Membership, mark
+from hfusion.optim import FusedOptimizer
+from hfusion.optim.hyper import read
+from hfusion.population.evaluate import member_metrics
+from hfusion.step.train_step import call_arguments
+from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_with
+from hfusion.tune.epoch_result import EpochResult
+from hfusion.tune.folder import KEEP
+from hfusion.tune.objectives import MetricValues, check_plateaus
+from hfusion.tune.reading_epochs import batches_on, seeded
+from hfusion.tune.space import ArrayChoices, Suggestion, TrialModel
+from hfusion.tune.sweep_recipe import SweepRecipe
+
+# Optimizers that torch updates on a CPU in one call for all parameters.
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+def torch_optimizer(make: MakeOptimizer, model: nn.Module) -> Optimizer | None:
+    """Return torch's optimizer of ``model`` with the groups, numbers and options of an optimizer of hf.optim.
+
+    None where torch has no such optimizer.
+    """
+    stand_ins = {}
+    for name, param in model.named_parameters():
+        empty = nn.Parameter(torch.empty(1, *param.shape, dtype=param.dtype, device="meta"), param.requires_grad)
+        stand_ins[id(mark(empty, Membership(name, 1, True)))] = empty, param
+    fused = make([empty for empty, _ in stand_ins.values()])
+    kind = vars(type(fused)).get("torch_class") if isinstance(fused, FusedOptimizer) else None
+    if kind is None or any(id(empty) not in stand_ins for group in fused.param_groups for empty in group["params"]):
+        return None
+    groups = [
+        {**_numbers(fused, group), "params": [stand_ins[id(empty)][1] for empty in group["params"]]}
+        for group in fused.param_groups
+    ]
+    optimizer: Optimizer = kind(groups)
+    every = [param for group in groups for param in group["params"]]
+    if kind in _FUSED and all(p.device.type == "cpu" and p.is_floating_point() for p in every):
+        for group in optimizer.param_groups:
+            group["fused"] = True
+    return optimizer
+
+
+def _numbers(optimizer: Any, group: MutableMapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters and options of the one member in a param group, as torch has them."""
+    numbers: dict[str, Any] = {key: group[key] for key in optimizer.options if key in group}
+    _, columns = read(group, optimizer.hypers, 1)
+    for hyper, (value,) in zip(optimizer.hypers, columns, strict=True):
+        if hyper.index is None:
+            numbers[hyper.key] = float(value)
+        else:
+            numbers[hyper.key] = (*numbers.get(hyper.key, ())[: hyper.index], float(value))
+    return numbers
+
+
+class PlainTrial:
+    """A trial in training: its model, optimizer and schedule, all torch's."""
+
+    def __init__(self, member: TrialModel, recipe: SweepRecipe, choices: ArrayChoices) -> None:
+        suggestion = member.suggestion
+        self.model = member.model
+        made = torch_optimizer(optimizer_with(choices.optimizer, choices.options, [suggestion.hypers]), self.model)
+        assert made is not None, "such trials are an array"
+        self.optimizer, self.clip = made, suggestion.clip if choices.clips else None
+        self.scheduler = None if recipe.scheduler is None else recipe.scheduler(made, **suggestion.scheduler)
+        # Torch warns of schedules that step before the optimizer, which it may not have seen step before a restart.
+        made._opt_called = True  # type: ignore[attr-defined]
+        self._clipped = [param for group in made.param_groups for param in group["params"]]
+
+    def update(self) -> None:
+        """Clip the gradients, and make an update."""
+        if self.clip is not None and self.clip < math.inf:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+
+    def schedule(self, value: float) -> None:
+        """Step the schedule, if there is one; ``value`` is for one that watches a number."""
+        if self.scheduler is not None:
+            self.scheduler.step(*[value] if isinstance(self.scheduler, ReduceLROnPlateau) else [])
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all parameters are numbers: a gradient that is none makes them none."""
+        return all(bool(param.isfinite().all()) for param in self._clipped)
+
+    def state(self) -> dict[str, Any]:
+        """All that changes while it is trained."""
+        return {
+            "tensors": {name: tensor.detach().cpu() for name, tensor in tensors(self.model)},
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        for name, tensor in tensors(self.model):
+            tensor.copy_(state["tensors"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+
+
+class PlainTrials:
+    """Trials with the same choices, each alone; the methods are those of `hfusion.tune.trial_rows.TrialRows`.
+
+    ``stopping``: whether an epoch is to end at once.
+    """
+
+    def __init__(self, recipe: SweepRecipe, choices: ArrayChoices, stopping: Callable[[], bool]) -> None:
+        self._recipe, self._choices, self._stopping = recipe, choices, stopping
+        self._loader, self._loss = recipe.loaders.loader(choices.loader), recipe.loss_of(choices)
+        self._trials: dict[str, PlainTrial] = {}
+        self._epochs = 0
+
+    def join(self, new: Sequence[TrialModel]) -> None:
+        """Begin to train more trials."""
+        for member in new:
+            self._trials[member.tag] = trial = PlainTrial(member, self._recipe, self._choices)
+            if not self._recipe.every_step:
+                check_plateaus(self._recipe.objectives, [type(trial.scheduler).__name__])
+
+    def epoch(self, seed: int, evaluates: bool = True) -> EpochResult:
+        """Train each trial for an epoch under a seed, and evaluate it; as `TrialRows.epoch`."""
+        began, steps = time.perf_counter(), 1
+        values: dict[str, tuple[float, ...]] = {}
+        for tag, trial in self._trials.items():
+            losses = self._trained(trial, seed)
+            steps = max(steps, len(losses))
+            mean = float(losses.mean())
+            trial.optimizer.zero_grad()
+            if not math.isfinite(float(losses.sum())) or not trial.is_finite:
+                values[tag] = (math.nan,) * self._recipe.objectives
+                continue
+            values[tag] = self._judged(tag, trial, mean, seed) if evaluates else ()
+            if not self._recipe.every_step:
+                trial.schedule(values[tag][0] if values[tag] else mean)
+        self._epochs += 1
+        return EpochResult(values, time.perf_counter() - began, 0.0, steps)
+
+    def _trained(self, trial: PlainTrial, seed: int) -> Tensor:
+        """Train one trial for an epoch; the losses of its minibatches, in float64."""
+        recipe, accumulate, losses, done = self._recipe, self._choices.accumulate, list[Tensor](), 0
+
+        def update() -> None:
+            trial.update()
+            if recipe.every_step:
+                trial.schedule(float(losses[-1]))
+
+        with seeded(self._loader, seed), torch.enable_grad():
+            for inputs, target in batches_on("loader", self._loader, recipe.device):
+                if self._stopping():
+                    raise KeyboardInterrupt
+                if not done:
+                    trial.optimizer.zero_grad()
+                args, kwargs = call_arguments(inputs, {})
+                loss = self._loss(trial.model(*args, **kwargs), target)
+                if not isinstance(loss, Tensor) or loss.dim():
+                    shown = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                    raise ValueError(f"the loss must give one number for a member, it gave {shown}; take its mean")
+                losses.append(loss.detach())
+                with torch.autocast(recipe.device.type, enabled=False):
+                    (loss / accumulate if accumulate > 1 else loss).backward()
+                done = (done + 1) % accumulate
+                if not done:
+                    update()
+            # The last update of an epoch may be of fewer minibatches.
+            if done:
+                update()
+        return torch.stack(losses).double()
+
+    def _judged(self, tag: str, trial: PlainTrial, loss: float, seed: int) -> tuple[float, ...]:
+        """The values of a trial after an epoch of this mean loss."""
+        if not self._recipe.evaluates:
+            return (loss,)
+        role, loader = self._recipe.judged(self._choices)
+        with seeded(loader, seed):
+            outputs = _outputs(trial.model, batches_on(role, loader, self._recipe.device))
+        metric, count = self._recipe.metric or self._loss, self._recipe.objectives
+        if count == 1:
+            return (member_metrics(outputs, metric, {0: tag})[0],)
+        values = MetricValues(metric, count)
+        return values.noted[int(member_metrics(outputs, values.metric, {0: tag})[0])]
+
+    def exploit(self, pairs: Sequence[tuple[str, str]], suggestions: Sequence[Suggestion]) -> None:
+        """Raise: trials that become copies of others are an array."""
+        raise AssertionError("unreachable: with pbt all trials are in arrays")
+
+    def leave(self, tag: str) -> nn.Module:
+        """The model of a trial that ends, on the CPU."""
+        model = self._trials.pop(tag).model
+        model.zero_grad()
+        return model.cpu()
+
+    def compact(self) -> None:
+        """Do nothing: there are no free rows."""
+
+    def collect(self) -> None:
+        """Do nothing: nothing of trials that left is held in cycles."""
+
+    def _encoded(self) -> tuple[Any, dict[str, Tensor]]:
+        found: dict[str, Tensor] = {}
+        state = {tag: trial.state() for tag, trial in self._trials.items()}
+        body = {"epochs": self._epochs, "trials": encode(state, found, "trials")}
+        return body, {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
+
+    def save(self, folder: Path) -> Path:
+        """Save all; where."""
+        body, found = self._encoded()
+        return files.write(folder, body, found, step=self._epochs, keep=KEEP)
+
+    def packed(self) -> PackedSave:
+        """All that a save holds."""
+        return PackedSave.of(*self._encoded(), self._epochs)
+
+    def restore(self, saved: Path | PackedSave, members: Sequence[TrialModel]) -> tuple[None, int]:
+        """Be what was saved or packed of these; no widths, and how many there are."""
+        found = saved.saved() if isinstance(saved, PackedSave) else files.read(saved)
+        self._epochs = found.body["epochs"]
+        states = decode(found.body["trials"], found.tensors)
+        self.join(members)
+        for member in members:
+            self._trials[member.tag].load(states[member.tag])
+        return None, len(self._trials)
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, batches: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """What the model gives in eval mode, with a leading dim of one member; and the targets."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        found = []
+        for inputs, target in batches:
+            args, kwargs = call_arguments(inputs, {})
+            outputs = model(*args, **kwargs)
+            found.append((torch.utils._pytree.tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), outputs), target))
+        return found
+    finally:
+        for module, training in modes:
+            module.training = training

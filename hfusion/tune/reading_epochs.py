@@ -1,0 +1,70 @@
+"""Reading of the minibatches of an epoch, under a seed and on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hfusion.core.errors import PlanError
+from hfusion.device.generators import draws_kept
+from hfusion.tasks.reading import generators, reading, restart_workers
+from hfusion.tasks.task import length
+
+
+@contextmanager
+def seeded(loader: Iterable[Any], seed: int) -> Iterator[None]:
+    """Inside, torch and the loader draw as after ``manual_seed(seed)``; afterwards all generators are as before."""
+    restart_workers(loader)
+    own = [(each, each.get_state()) for each in generators(loader)]
+    with draws_kept():
+        torch.manual_seed(seed)
+        for each, _ in own:
+            each.manual_seed(seed)
+        try:
+            yield
+        finally:
+            for each, state in own:
+                each.set_state(state)
+
+
+def batches_on(role: str, loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """Its minibatches on the device. Raises PlanError for what is no pair, and where there is none."""
+    count = 0
+    with reading(loader) as found:
+        for count, batch in enumerate(found, 1):  # noqa: B007
+            if not isinstance(batch, list | tuple) or len(batch) != 2:
+                raise PlanError(
+                    f"a minibatch of the {role} is a {type(batch).__name__}: it must be a pair (inputs, target), "
+                    "inputs a tensor, a tuple of arguments or a dict of keyword arguments"
+                )
+            yield _on(batch[0], device), _on(batch[1], device)
+    if not count:
+        raise PlanError(f"the {role} gave no minibatch: give one that can be read again for every epoch")
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def minibatches(loader: Iterable[Any]) -> int:
+    """How many it gives, read for that where it has no length; its generators are then as before."""
+    try:
+        return length(loader)
+    except TypeError:
+        with seeded(loader, 0), reading(loader) as found:
+            return sum(1 for _ in found)
+
+
+def first_inputs(loader: Iterable[Any], device: torch.device) -> Any:
+    """The inputs of its first minibatch; the loader's generators are then as before. Raises PlanError."""
+    with seeded(loader, 0):
+        for inputs, _ in batches_on("loader", loader, device):
+            return inputs
+    raise AssertionError("unreachable: a loader without minibatches is an error")

@@ -1,0 +1,49 @@
+"""What the trials of a sweep are trained and judged with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from hfusion.tune.loaders import Loaders
+from hfusion.tune.space import ArrayChoices, MakeScheduler
+
+
+@dataclass(frozen=True, eq=False)
+class SweepRecipe:
+    """What the arrays of a sweep have in common.
+
+    Attributes:
+        objectives: how many values a metric returns.
+        scheduler: makes a scheduler from the optimizer of one member and the values that its trial chose.
+        every_step: schedulers step after each update, not after each epoch.
+    """
+
+    loss: Callable[..., Any]
+    loaders: Loaders
+    eval_loader: Iterable[Any] | None
+    metric: Callable[..., Any] | None
+    device: torch.device
+    compile: bool | str
+    scheduler: MakeScheduler | None = None
+    every_step: bool = False
+    objectives: int = 1
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is more to a value than the losses of the steps."""
+        return self.metric is not None or self.eval_loader is not None
+
+    def judged(self, choices: ArrayChoices) -> tuple[str, Iterable[Any]]:
+        """Return what values of an array are of, after its name."""
+        if self.eval_loader is None:
+            return "loader", self.loaders.loader(choices.loader)
+        return "eval_loader", self.eval_loader
+
+    def loss_of(self, choices: ArrayChoices) -> Callable[..., Any]:
+        """Return the loss with the options of an array."""
+        return partial(self.loss, **choices.loss) if choices.loss else self.loss
