@@ -28,6 +28,7 @@ class PlainFootprint:
 
     Args:
         model: of the shape; a copy of it is called once, on the CPU.
+        inputs: of a minibatch; forward may write into them.
         stacks: tensors like a parameter that the optimizer holds.
         evaluated: minibatches whose outputs are held at once to evaluate a metric.
         saved: trials are saved, with copies on the host.
@@ -37,7 +38,7 @@ class PlainFootprint:
         self, model: nn.Module, stacks: float, inputs: Any, device: DeviceInfo, *, evaluated: int, saved: bool
     ) -> None:
         model = copy.deepcopy(model).cpu()
-        args, kwargs = call_arguments(copy.deepcopy(inputs), {})
+        args, kwargs = call_arguments(inputs, {})
         costs = _OperatorCosts()
         with draws_kept(), torch.enable_grad(), costs.saving(), costs:
             outputs = model(*args, **kwargs)

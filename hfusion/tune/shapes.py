@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -63,7 +64,8 @@ class Shapes:
         for known, inputs in self._inputs:
             if same_values(known, choices.loader):
                 return inputs
-        inputs = first_inputs(self._recipe.loaders.loader(choices.loader), torch.device("cpu"))
+        # A copy, so that a forward which writes into its inputs writes into nothing of the loader's.
+        inputs = copy.deepcopy(first_inputs(self._recipe.loaders.loader(choices.loader), torch.device("cpu")))
         self._inputs.append((choices.loader, inputs))
         return inputs
 
