@@ -115,7 +115,7 @@ def part(
     if sorted(local for rows in parts for local in rows) != live:
         raise error
     index, old_rows = mixed.groups.index(group), list(group.rows)
-    reasons = _reasons(group, parts, error)
+    reasons = _reasons(group, parts, error, chosen)
     states = [[taken(group.members, local) for local in rows] for rows in parts]
     shared = shared_frozen([state.model for of_part in states for state in of_part])
     made: list[PlacedGroup] = []
@@ -148,22 +148,33 @@ def _with_others(group: PlacedGroup, parts: Sequence[list[int]], others: Sequenc
     return divided
 
 
-def _reasons(group: PlacedGroup, parts: Sequence[Sequence[int]], error: ForwardsDiffer) -> list[str]:
+def _reasons(
+    group: PlacedGroup, parts: Sequence[Sequence[int]], error: ForwardsDiffer, chosen: Sequence[int] | None
+) -> list[str]:
     """Why each part is a group of its own: the attributes in which its members differ from those of another part."""
+    if len(parts) == 1:
+        # Who differs has left: its row is free.
+        return [group.why]
     models = [[group.members.fused._member(local) for local in rows[:_COMPARED]] for rows in parts]
     reasons = []
     for number, rows in enumerate(parts):
         other = int(number == 0)
         names = f"row {group.rows[rows[0]]}", f"row {group.rows[parts[other][0]]}"
         difference = differing_attributes(models[number], models[other], names)
-        reasons.append(shortened(f"its members do something else in forward: {difference or _message(error, group)}"))
+        reasons.append(shortened(f"its members do something else in forward: {difference or _message(error, group, chosen)}"))
     return reasons
 
 
-def _message(error: ForwardsDiffer, group: PlacedGroup) -> str:
-    """The error with the population's rows for those of the group."""
-    text = str(error).split(". Fuse ")[0]
-    return re.sub(r"\bmodel (\d+)", lambda match: f"row {group.rows[int(match[1])]}", text)
+def _message(error: ForwardsDiffer, group: PlacedGroup, chosen: Sequence[int] | None) -> str:
+    """The error with the population's rows for those of the array that was called."""
+
+    def row(match: re.Match[str]) -> str:
+        place = int(match[1])
+        # An array of some members is filled up with copies of the first.
+        local = place if chosen is None else chosen[place if place < len(chosen) else 0]
+        return f"row {group.rows[local]}"
+
+    return re.sub(r"\bmodel (\d+)", row, str(error).split(". Fuse ")[0])
 
 
 def _inherit(mixed: MixedMembers, old: PlacedGroup, new: PlacedGroup) -> None:
