@@ -111,8 +111,8 @@ class WholeTraining(Training):
         self._times.append(Ran(began, read, computed, ended, perf_counter()))
 
     def _noted(self, norms: Tensor) -> Tensor:
-        """On the host at once: the same unit clips by them."""
-        return norms.cpu()
+        """On the device: the same unit clips by them there."""
+        return norms
 
     def _sum(self, unit: Unit, grads: dict[str, Tensor]) -> None:
         """Add to the gradients that outlive the minibatch."""

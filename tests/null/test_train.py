@@ -1,0 +1,44 @@
+"""`hf.train` of a compiled task on CUDA: the waits of the host for a minibatch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hfusion as hf
+from tests.null.arrays import losses_of
+from tests.null.calls import reset, since_reset
+
+pytestmark = pytest.mark.null
+
+SHORT, LONG = 4, 20
+
+
+def waits(minibatches: int, clip: float | None) -> float:
+    """Return the waits of a run over this many minibatches."""
+    models = [nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)], nn.Linear(8, 3)) for _ in range(3)]
+    fused = hf.fuse(models, verify=False)
+    loader = [(torch.zeros(6, 8), torch.zeros(6, dtype=torch.int64)) for _ in range(minibatches)]
+    task = hf.Task(
+        fused,
+        losses_of,
+        optimizer=lambda params: hf.optim.AdamW(params, lr=0.1),
+        loader=loader,
+        clip=clip,
+        compile=True,
+    )
+    machine = hf.Machine([hf.Device("cuda:0", memory="1GiB")])
+    reset()
+    hf.train([task], machine)
+    calls = since_reset()
+    assert calls.refused == ()
+    return calls.waits
+
+
+@pytest.mark.parametrize("clip", [None, 1.0], ids=["plain", "clipped"])
+def test_waits_of_a_compiled_minibatch(clip: float | None) -> None:
+    waits(SHORT, clip)
+    per_minibatch = (waits(LONG, clip) - waits(SHORT, clip)) / (LONG - SHORT)
+    # For its losses; what the machine does once falls on few minibatches.
+    assert per_minibatch < 1.5
