@@ -161,7 +161,8 @@ def _reasons(
         other = int(number == 0)
         names = f"row {group.rows[rows[0]]}", f"row {group.rows[parts[other][0]]}"
         difference = differing_attributes(models[number], models[other], names)
-        reasons.append(shortened(f"its members do something else in forward: {difference or _message(error, group, chosen)}"))
+        why = difference or _message(error, group, chosen)
+        reasons.append(shortened(f"its members do something else in forward: {why}"))
     return reasons
 
 
