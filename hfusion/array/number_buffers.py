@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.capture.member import VaryingSizes
+from hfusion.capture.named import is_array
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled import UNKNOWN, ArraySpec, Compiled, compile_array
 from hfusion.core.errors import FusionError
-from hfusion.core.stages import BrokenProgram
 from hfusion.passes.check import check_array
 
 if TYPE_CHECKING:
@@ -161,7 +161,8 @@ def _running(
     try:
         compiled = _with_constants(fused, names, subject, arguments, training, sizes)
         check_array(compiled.program.module, len(fused))
-    except (FusionError, BrokenProgram, RuntimeError):
+    except Exception:
+        # Also what the members' code raises where it looks for a buffer: without constants it runs as it is.
         return None
     return compiled
 
@@ -170,10 +171,15 @@ def _candidates(fused: FusedModule, compiled: Compiled) -> tuple[str, ...]:
     """The small buffers that code which runs member by member may have read, and did not write."""
     written = _written(compiled)
     shared = fused._array.comparison.shared
+    # A member that is an array itself keeps its buffers as stacks, which are no attributes.
+    nested = tuple(f"{path}." for path, module in fused._array.skeletons[0].named_modules() if is_array(module))
     return tuple(
         name
         for name, tensor in fused.named_buffers()
-        if name not in written and _inside(name, compiled) and _is_small(tensor if name in shared else tensor[0])
+        if name not in written
+        and not name.startswith(nested)
+        and _inside(name, compiled)
+        and _is_small(tensor if name in shared else tensor[0])
     )
 
 

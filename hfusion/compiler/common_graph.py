@@ -58,7 +58,9 @@ def common_graph(
         ForwardsDiffer: members that do different things, with the attributes in which they differ.
     """
     if len(captures) == 1:
-        return CommonGraph(captures[0].graph, captures[0].slots, dict(captures[0].constants), frozenset())
+        # Programs are kept until tensors of the user's are gone, so they hold aliases of these.
+        constants = {name: tensor.detach() for name, tensor in captures[0].constants.items()}
+        return CommonGraph(captures[0].graph, captures[0].slots, constants, frozenset())
     try:
         graph = _aligned(captures, variants)
         return CommonGraph(graph, captures[0].slots, *_constants(captures, variants))

@@ -130,19 +130,15 @@ def test_the_attribute_that_matters_is_named(name: str) -> None:
         hf.fuse([models[row] for row in group])(X)
 
 
-def test_a_population_names_it_too() -> None:
+def test_a_population_makes_groups_of_them() -> None:
     forward, choices, _ = CHOICES["activation by name"]
     y = torch.tensor([0, 1, 0, 1, 0])
     models: list[nn.Module] = [Chosen(choice, forward) for choice in choices]
     pop = hf.Population(models, optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=F.cross_entropy, compile=False)
-    with pytest.raises(hf.FusionError, match=NAMED["activation by name"]):
-        pop.step(X, y)
-    pop.stop(1)
-    pop.start(1, Chosen("relu", forward))
     assert pop.step(X, y).isfinite().all()
-    pop.start(None, Chosen("tanh", forward), tag="late")
-    with pytest.raises(hf.FusionError, match="choice is 'relu' in model 0 and 'tanh' in model 3"):
-        pop.step(X, y)
-    pop.stop(pop.row("late"))
-    pop.compact()
+    by_choice = {frozenset(row for row, other in enumerate(choices) if other == choice) for choice in choices}
+    assert {frozenset(group.rows) for group in pop.groups} == by_choice
+    assert all("choice is '" in group.why for group in pop.groups)
+    late = pop.start(None, Chosen(choices[0], forward), tag="late")
     assert pop.step(X, y).isfinite().all()
+    assert any({0, late} <= set(group.rows) for group in pop.groups)
