@@ -265,8 +265,8 @@ def overflowing(grads: Sequence[Tensor], members: int) -> Tensor:
 
 
 def not_finite(grad: Tensor, members: int) -> Tensor:
-    """As `overflowing`, of one stacked gradient."""
-    return overflowing([grad], members)
+    """As `overflowing`, of the gradient of one tensor that is stacked, or that of a model alone."""
+    return overflowing([grad.reshape(members, -1)], members)
 
 
 def _check_no_shared(params: Sequence[Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class Accumulation:
         nothing = torch.zeros(members, dtype=torch.int64)
         return Accumulation(counts, begun, nothing, nothing.bool(), GradientSums(members))
 
-    @property
+    @cached_property
     def sums_gradients(self) -> bool:
         """Whether some update is of several calls."""
         return bool((self.calls > 1).any())

@@ -81,6 +81,19 @@ class PlainMember(ArrayGroup):
     def _run_each(self, fn: Each, rows: list[int], *args: Any, **kwargs: Any) -> None:
         fn(cast(PlainModule, self.fused).model, *of_row(args), **of_row(kwargs))
 
+    def _computed(self, losses: Tensor) -> None:
+        if self._weighs or self._updates.sums_gradients or self._deferred is not None:
+            super()._computed(losses)
+            return
+        self.fused._views.settle()
+        try:
+            self._apply(losses, torch.ones(1, dtype=torch.bool))
+        except BaseException:
+            self._give_up()
+            raise
+        # Every call is a whole update: nothing else is underway.
+        self._updates.buffers = None
+
     def _apply(self, losses: Tensor, due: Tensor) -> None:
         """As of an array, with fewer operators where the member is healthy: each costs as much as for many members."""
         roll = self._roll
@@ -96,8 +109,8 @@ class PlainMember(ArrayGroup):
 
 
 def _finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether every value is finite; False also where one call cannot tell it of all."""
+    """Whether every value is finite; False also where one call cannot tell it of all, or squares overflow."""
     first = tensors[0]
     if any(t.dtype is not first.dtype or t.device != first.device or t.is_sparse or not t.numel() for t in tensors):
         return False
-    return math.isfinite(torch.stack(torch._foreach_norm(list(tensors), math.inf)).max())
+    return math.isfinite(torch.stack(torch._foreach_norm(list(tensors), 2)).sum())
