@@ -14,7 +14,7 @@ from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.array.rows import rearrange as rearrange_array
 from hfusion.core.exclusive import FairLock
-from hfusion.core.rows import check_once, copied, is_row, pairs, rows_of
+from hfusion.core.rows import check_once, is_row, pairs, rows_of
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
@@ -278,7 +278,9 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
             roll.tag(one)
             if bool(roll.frozen[one]):
                 raise ValueError(f"{roll.tag(one)!r} in row {one} went bad and is frozen: copy a healthy member")
-        sources = copied(src, dst, len(self))
+        sources = list(range(len(self)))
+        for one, other in found:
+            sources[other] = one
         names = [(other, roll.tag(one), int(roll.ages[one]), int(roll.keys[one])) for one, other in found]
         self._rearrange(sources)
         for (one, other), (_, name, age, key) in zip(found, names, strict=True):
