@@ -215,3 +215,26 @@ def test_a_parameter_as_input_of_code_that_does_not_ask() -> None:
     ours, image.grad = image.grad, None
     sum(model(image).sum() for model in models).backward()
     torch.testing.assert_close(ours, image.grad)
+
+
+class AsksClassOfWeight(nn.Module):
+    def __init__(self, question: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.linear, self.question = nn.Linear(3, 2).double(), question
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y * 2 if self.question(self.linear.weight) else y
+
+
+@pytest.mark.parametrize("question", [lambda w: type(w) is nn.Parameter, lambda w: w.__class__ is nn.Parameter])
+def test_the_exact_class_of_a_parameter(question: Callable[[Tensor], bool]) -> None:
+    fused = hf.fuse([AsksClassOfWeight(question) for _ in range(3)])
+    with pytest.raises(hf.FusionError, match=r"ask isinstance\(parameter, nn\.Parameter\)"):
+        fused(torch.randn(4, 3, dtype=torch.float64))
+
+
+def test_whether_a_weight_is_a_parameter() -> None:
+    models = [AsksClassOfWeight(lambda w: isinstance(w, nn.Parameter)) for _ in range(3)]
+    x = torch.randn(4, 3, dtype=torch.float64)
+    torch.testing.assert_close(hf.fuse(models)(x), torch.stack([model(x) for model in models]))
