@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfusion.capture.named import tensors
 from hfusion.cluster.node import DeviceInfo
+from hfusion.device.draws import seen_in_modes
 from hfusion.device.generators import draws_kept
 from hfusion.step.train_step import call_arguments
 
@@ -101,7 +102,8 @@ class _OperatorCosts(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = func(*args, **(kwargs or {}))
+        with seen_in_modes():
+            outputs = func(*args, **(kwargs or {}))
         if func.is_view:
             return outputs
         self.calls += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,15 @@ def test_a_footprint_counts_what_one_trial_takes() -> None:
     device = nowhere(1).devices[0]
     assert isinstance(device.rates, Rates)
     net, x = nn.Sequential(nn.Linear(100, 50), nn.ReLU(), nn.Linear(50, 10)), torch.randn(20, 100)
-    before = torch.get_rng_state()
-    found = PlainFootprint(nn.Sequential(net, nn.Dropout(0.5)), 2, x, device, evaluated=0, saved=False)
+    before, ended = torch.get_rng_state(), threading.Event()
+    # Beside another thread draws come from a generator of their own.
+    waiting = threading.Thread(target=ended.wait)
+    waiting.start()
+    try:
+        found = PlainFootprint(nn.Sequential(net, nn.Dropout(0.5)), 2, x, device, evaluated=0, saved=False)
+    finally:
+        ended.set()
+        waiting.join()
     assert torch.equal(before, torch.get_rng_state())
     weights = 4 * sum(param.numel() for param in net.parameters())
     assert found.held(3) == 4 * weights + 3 * 3 * weights

@@ -77,7 +77,7 @@ def play(storage: Any, saved: dict[str, Any], sampler: Any, pruner: Any) -> None
             return
         for number, step in list(seats.items()):
             seats[number] += 1
-            if trials.report(number, value(number, step), step, last=step == EPOCHS - 1) is not Verdict.GO_ON:
+            if trials.report(number, (value(number, step),), step, last=step == EPOCHS - 1) is not Verdict.GO_ON:
                 del seats[number]
         trials.caught_up()
 
