@@ -21,6 +21,7 @@ from hfusion.bench import (
     plot,
     results,
     schedule,
+    search_spaces,
     shard,
     shard_cases,
     shard_results,
@@ -41,6 +42,7 @@ from hfusion.bench.arguments import (
     schedule_settings,
     shard_settings,
     short_settings,
+    space_settings,
     sweep_settings,
     train_settings,
 )
@@ -75,6 +77,8 @@ def print_names(out: Console) -> None:
         "contenders of short": {contender.name: contender.about for contender in short.CONTENDERS},
         "models of sweep": {case.name: case.about for case in sweep.CASES},
         "contenders of sweep": {contender.name: contender.about for contender in sweep_contenders.CONTENDERS},
+        "spaces of sweep": search_spaces.SPACES,
+        "contenders of sweep --space": search_spaces.ABOUT,
         "policies of schedule": {policy.name: policy.about for policy in COMPARED.values()},
     }
     for title, names in sections.items():
@@ -193,7 +197,9 @@ def run_train(parsed: argparse.Namespace) -> BenchmarkResult:
 
 
 def run_sweep(parsed: argparse.Namespace) -> BenchmarkResult:
-    """Run the sub-benchmark ``sweep``."""
+    """Run the sub-benchmark ``sweep``, or what is asked for instead of it."""
+    if parsed.space:
+        return run_spaces(space_settings(parsed))
     chosen = sweep_settings(parsed)
     with meter(sweep.pieces(chosen)) as bar:
         rows, interrupted = collect(sweep.run(chosen, bar))
@@ -204,6 +210,15 @@ def run_sweep(parsed: argparse.Namespace) -> BenchmarkResult:
     footnotes += [f"left out, as a package is not installed: {', '.join(missing)}"] if missing else []
     wrong = [f"{row.case}, {row.contender}: {row.trials} trials" for row in rows if row.trials != chosen.trials]
     return BenchmarkResult(sweep.table(rows), footnotes, rows, interrupted, wrong)
+
+
+def run_spaces(chosen: search_spaces.SpaceSettings) -> BenchmarkResult:
+    """Searches of unlike and like models, each a whole command."""
+    with meter(search_spaces.pieces(chosen)) as bar:
+        rows, interrupted = collect(search_spaces.run(chosen, bar))
+    shown, footnotes = search_spaces.table(rows)
+    wrong = [row.reason for row in rows if row.disagrees]
+    return BenchmarkResult(shown, footnotes, rows, interrupted, wrong, kind="spaces")
 
 
 def run_short(parsed: argparse.Namespace) -> BenchmarkResult:

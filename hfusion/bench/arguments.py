@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
-from hfusion.bench import foretold, fuse, optim, schedule, shard, shard_cases, short, sweep, train
+from hfusion.bench import foretold, fuse, optim, schedule, search_spaces, shard, shard_cases, short, sweep, train
 from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
 from hfusion.bench.policies import COMPARED
@@ -35,7 +35,7 @@ SEPARATE = {
     "links": "arrays that do not fit an accelerator, simulated by its data sheet (`links --help`)",
 }
 MEMBERS = (4, 16, 64)
-NOT_FOR = {"schedule": ("members", "repeats"), "shard": ("members",), "sweep": ("members", "repeats")}
+NOT_FOR = {"schedule": ("members", "repeats"), "shard": ("members",), "sweep": ("members",)}
 CHOSEN_BY = {
     "models": ("fuse", "foretold", "train", "short", "sweep"),
     "contenders": ("fuse", "short", "sweep"),
@@ -52,6 +52,7 @@ PICTURES = (".png", ".svg", ".pdf")
 WITHOUT = {
     "startup": ("contenders", "repeats", "plot"),
     "memory": ("repeats", "plot"),
+    "space": ("models", "contenders", "trials", "epochs", "plot"),
 }
 QUICK_MODELS = ("mlp-small", "cnn")
 QUICK_MEMBERS = (4,)
@@ -95,6 +96,12 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--trials", type=_count, help="sweep: how many (default 256)")
     made.add_argument("--epochs", type=_count, help="sweep: of a trial that is not pruned (default 9)")
+    made.add_argument(
+        "--space",
+        metavar="A,B",
+        help="sweep: search unlike, widths, twins in whole commands against plain torch, instead",
+    )
+    made.add_argument("--cells", metavar="24x3,96x5", type=_cells, help="--space: trials x epochs (default all three)")
     made.add_argument("--quick", action="store_true", help="few models, members, contenders and rounds")
     made.add_argument("--json", metavar="FILE", type=Path, help="write machine and rows to FILE")
     made.add_argument(
@@ -132,6 +139,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     cases, entrants = ENTRANTS.get(parsed.benchmark, (CASES, CONTENDERS))
     parsed.cases = _or_error(made, lambda: choose("model", parsed.models, cases))
     parsed.entrants = _or_error(made, lambda: choose("contender", parsed.contenders, entrants))
+    parsed.spaces = _or_error(made, lambda: choose_names("space", parsed.space, [*search_spaces.SPACES]))
     return parsed
 
 
@@ -140,11 +148,16 @@ def _check_belonging(made: argparse.ArgumentParser, parsed: argparse.Namespace) 
     for name in ("models", "contenders", "plot", "amp", "startup", "memory"):
         if parsed.benchmark not in CHOSEN_BY.get(name, ("fuse",)) and getattr(parsed, name):
             made.error(f"--{name} belongs to fuse, not to {parsed.benchmark}: leave it out")
-    for name in ("trials", "epochs"):
+    for name in ("trials", "epochs", "space", "cells"):
         if parsed.benchmark != "sweep" and getattr(parsed, name):
             made.error(f"--{name} belongs to sweep, not to {parsed.benchmark}: leave it out")
     if parsed.earlier and parsed.benchmark != "fuse":
         made.error(f"--from belongs to fuse, not to {parsed.benchmark}: leave it out")
+    if parsed.benchmark == "sweep" and not parsed.space:
+        if parsed.cells:
+            made.error("--cells belongs to --space: say which, as --space unlike,widths,twins")
+        if parsed.repeats is not None:
+            made.error("--repeats does not belong to sweep without --space: leave it out")
     for name, options in WITHOUT.items():
         for option in options:
             if getattr(parsed, name) and getattr(parsed, option) is not None:
@@ -253,6 +266,16 @@ def sweep_settings(parsed: argparse.Namespace) -> sweep.SweepSettings:
     )
 
 
+def space_settings(parsed: argparse.Namespace) -> search_spaces.SpaceSettings:
+    """The settings of ``sweep --space``."""
+    return search_spaces.SpaceSettings(
+        spaces=parsed.spaces,
+        cells=parsed.cells or (search_spaces.QUICK_CELLS if parsed.quick else search_spaces.CELLS),
+        rounds=parsed.repeats or (1 if parsed.quick else 3),
+        cores=cores(),
+    )
+
+
 def _members(parsed: argparse.Namespace) -> tuple[int, ...]:
     chosen: tuple[int, ...] | None = parsed.members
     return chosen or (QUICK_MEMBERS if parsed.quick else MEMBERS)
@@ -272,14 +295,19 @@ def choose(kind: str, names: str | None, options: Sequence[N]) -> tuple[N, ...]:
 
     Raises ValueError with the valid names for an unknown, repeated or missing one.
     """
+    return named(options, choose_names(kind, names, [option.name for option in options]))
+
+
+def choose_names(kind: str, names: str | None, valid: Sequence[str]) -> tuple[str, ...]:
+    """As ``choose``, for options that are their names."""
     if names is None:
-        return tuple(options)
-    wanted = [name.strip() for name in names.split(",")]
+        return tuple(valid)
+    wanted = tuple(name.strip() for name in names.split(","))
     for name in wanted:
-        check_name(kind, name, [option.name for option in options])
+        check_name(kind, name, valid)
     if len(set(wanted)) < len(wanted):
         raise ValueError(f"a {kind} is named twice in {names!r}: name each once")
-    return named(options, wanted)
+    return wanted
 
 
 def named(options: Sequence[N], names: Sequence[str]) -> tuple[N, ...]:
@@ -312,6 +340,14 @@ def _count(text: str) -> int:
 
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(_count(part.strip()) for part in text.split(","))
+
+
+def _cells(text: str) -> tuple[search_spaces.SearchCell, ...]:
+    cells = []
+    for part in text.split(","):
+        trials, _, epochs = part.strip().partition("x")
+        cells.append(search_spaces.SearchCell(_count(trials), _count(epochs)))
+    return tuple(cells)
 
 
 def _device(text: str) -> torch.device:

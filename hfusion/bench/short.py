@@ -22,6 +22,7 @@ from rich.table import Table
 from hfusion.bench.progress import Meter
 from hfusion.bench.results import BASELINE
 from hfusion.bench.table import Footnotes
+from hfusion.bench.timing import children_cpu_seconds
 
 # Which the serial loop of 16 members does in some ten seconds on two cores of an AMD EPYC (third generation).
 STEPS = {"mlp-small": 300, "cnn": 30, "transformer": 60}
@@ -159,7 +160,7 @@ def run_job(model: str, members: int, threads: int, way: str, folder: str, steps
     """One process with its caches in ``folder``. Raises WrongJob if it fails."""
     given = [model, str(members), str(steps or _steps(model)), str(threads), way]
     caches = {"XDG_CACHE_HOME": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-    before, began = _processor_time(), time.perf_counter()
+    before, began = children_cpu_seconds(), time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", _CHILD, *given],
         env={**os.environ, **caches, "OMP_NUM_THREADS": str(threads)},
@@ -172,20 +173,12 @@ def run_job(model: str, members: int, threads: int, way: str, folder: str, steps
         raise WrongJob(f"{way} of {model}: {done.stderr.strip().rpartition(chr(10))[2]}")
     losses, times = done.stdout.splitlines()[-2:]
     own, uncounted, uncounted_cpu = map(float, times.split())
-    cpu = _processor_time() - before - uncounted_cpu
+    cpu = children_cpu_seconds() - before - uncounted_cpu
     return JobTime(seconds - uncounted, cpu, own - uncounted_cpu, tuple(map(float, losses.split())))
 
 
 def _steps(model: str) -> int:
     return STEPS.get(model, DEFAULT_STEPS)
-
-
-def _processor_time() -> float:
-    """Of the processes that have ended; POSIX alone tells it."""
-    import resource
-
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def row(model: str, members: int, name: str, rounds: Sequence[Mapping[str, JobTime]]) -> ShortRow:

@@ -68,6 +68,14 @@ def interleave(
     return {name: tuple(values) for name, values in seconds.items()}
 
 
+def children_cpu_seconds() -> float:
+    """Processor time of child processes that have ended, and of theirs. Needs POSIX."""
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def spread(values: Sequence[float]) -> float:
     """The distance of the quartiles over the median; 0.0 for a single value."""
     if len(values) < 2:
