@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Layout, lift
@@ -168,9 +170,24 @@ def batch_norm_measured(
     y = batch_norm_shared(x, weight, bias, batch_mean, batch_var, training, 1.0, eps)
     # No samples leave running statistics as they are.
     if x.numel() > 0:
-        mean.lerp_(batch_mean.expand_as(mean), momentum)
-        var.lerp_(batch_var.expand_as(var), momentum)
+        with _as_batch_norm_writes(mean, var):
+            mean.lerp_(batch_mean.expand_as(mean), momentum)
+            var.lerp_(batch_var.expand_as(var), momentum)
     return y
+
+
+def _as_batch_norm_writes(mean: Tensor, var: Tensor) -> AbstractContextManager[object]:
+    """Context manager in which writes into running statistics do not count as changes.
+
+    torch.batch_norm saves the statistics for its backward, which does not read them in training, and its own writes do
+    not count. So a module may be called again before the backward of its first call. Traces of Dynamo have no counts.
+
+    `_unsafe_preserve_version_counter` is private to torch, as of 2.11 to 2.14.
+    """
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    found: AbstractContextManager[object] = _unsafe_preserve_version_counter((mean, var))
+    return found
 
 
 def _scaled_channels(y: Tensor, weight: Maybe, bias: Maybe) -> Tensor:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
@@ -192,3 +194,39 @@ def test_group_norm_of_what_needs_no_gradient(members: int, dims: int) -> None:
         for name, param in array.named_parameters():
             if param.requires_grad:
                 torch.testing.assert_close(param.grad[member], model.get_parameter(name).grad)
+
+
+class Twice(nn.Module):
+    """Calls one normalization for features, which need gradients, and for the input of all members, which does not."""
+
+    def __init__(self, norm: nn.Module, used: bool) -> None:
+        super().__init__()
+        self.conv, self.norm, self.used = nn.Conv1d(4, 4, 3, padding=1), norm, used
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.norm(self.conv(x)), self.norm(x)
+        return first + second if self.used else first
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, lambda size: nn.InstanceNorm1d(size, track_running_stats=True)])
+def test_a_norm_that_is_called_again_before_its_backward(norm: Any, used: bool, compiled: bool) -> None:
+    torch.manual_seed(0)
+    models = [Twice(norm(4), used).double() for _ in range(3)]
+    alone = copy.deepcopy(models)
+    fused = hf.fuse(models)
+    x = torch.randn(5, 4, 6, dtype=torch.float64)
+    optimizer = hf.optim.SGD(fused.parameters(), lr=0.1)
+    step = hf.train_step(fused, F.mse_loss, optimizer, compile=compiled)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in alone]
+    for _ in range(3):
+        losses = step(x, x)
+        for row, (model, each) in enumerate(zip(alone, optimizers, strict=True)):
+            each.zero_grad()
+            loss = F.mse_loss(model(x), x)
+            loss.backward()
+            each.step()
+            torch.testing.assert_close(losses[row], loss.detach(), rtol=1e-9, atol=1e-12)
+    for row, model in enumerate(alone):
+        torch.testing.assert_close(fused[row].state_dict(), model.state_dict(), rtol=1e-9, atol=1e-12)
