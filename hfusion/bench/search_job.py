@@ -184,7 +184,7 @@ def search_loop(job: SearchJob, study: Any) -> None:
     study.optimize(objective, n_trials=job.trials)
 
 
-class _Worker:
+class _SearchWorker:
     """A process that trains trials of one job; its data are made once."""
 
     job: SearchJob
@@ -207,9 +207,9 @@ def search_processes(job: SearchJob, study: Any) -> None:
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     trials = [study.ask() for _ in range(job.trials)]
     queue = [(trial.number, suggest(job.space, trial)) for trial in trials]
-    pool = multiprocessing.get_context(method).Pool(min(job.cores, job.trials), _Worker.start, (job,))
+    pool = multiprocessing.get_context(method).Pool(min(job.cores, job.trials), _SearchWorker.start, (job,))
     with pool:
-        for number, values in pool.imap_unordered(_Worker.train, queue):
+        for number, values in pool.imap_unordered(_SearchWorker.train, queue):
             for epoch, value in enumerate(values):
                 trials[number].report(value, epoch)
             study.tell(trials[number], values[-1])
