@@ -166,7 +166,9 @@ GRADIENT_QUESTIONS = frozenset(
     {"requires_grad", "is_leaf", "grad_fn", "is_grad_enabled", "is_inference_mode_enabled", "is_inference"}
 )
 """The names by which code asks for what depends on whether gradients are on."""
-CLASSES = frozenset({"Parameter", "type", "__class__"})
+EXACT_CLASS = frozenset({"type", "__class__"})
+"""The names by which code asks for the exact class of an object."""
+CLASSES = EXACT_CLASS | {"Parameter"}
 """The names by which code tells parameters from other tensors."""
 UNANSWERABLE = frozenset({*_OF_ANY, *_OF_OWN, *_OF_INPUTS})
 """The names of attributes and methods of tensors of which `RefusedReads` refuses some reads."""

@@ -23,6 +23,7 @@ from hfusion.capture.intercept import Island
 from hfusion.capture.kept import attributes_restored, restored
 from hfusion.capture.named import tensors
 from hfusion.capture.own_code import OpaqueCall
+from hfusion.capture.python_reads import EXACT_CLASS
 from hfusion.capture.repeat import repeatable, repeating
 from hfusion.capture.watched import names_of
 from hfusion.compiler.arguments import Arguments
@@ -92,7 +93,7 @@ def verify(subject: CheckedArray) -> str:
 def _asks_class(call: OpaqueCall) -> bool:
     """Whether members' own code may tell a parameter from the plain tensor that is in its place in a loop."""
     names = names_of(call.bodies[:1])
-    return "Parameter" in names and not names.isdisjoint({"type", "__class__"})
+    return "Parameter" in names and not names.isdisjoint(EXACT_CLASS)
 
 
 @contextmanager

@@ -78,5 +78,16 @@ def _stack_leaf(leaves: tuple[Any, ...]) -> Any:
     return Ragged(leaves)
 
 
+def entry_counts(values: Any) -> list[int]:
+    """Return the number of members' entries in each stacked argument of ``values``, any nest."""
+    leaves = pytree.tree_leaves(values, is_leaf=is_stacked)
+    stacks = [leaf.tensor if isinstance(leaf, StackedInput) else leaf for leaf in leaves if is_per_member(leaf)]
+    return [len(stack) for stack in stacks]
+
+
+def is_per_member(leaf: Any) -> bool:
+    return isinstance(leaf, StackedInput | Ragged)
+
+
 def is_stacked(leaf: Any) -> bool:
     return isinstance(leaf, StackedInput)

@@ -28,6 +28,14 @@ Make: TypeAlias = Callable[[Any], Any]
 """From an optimizer of one member to a scheduler of torch.optim.lr_scheduler for it."""
 
 
+def one_for_each(make: Make | Sequence[Make], count: int) -> list[Make]:
+    """Return the function that makes the scheduler of each of ``count`` members. Raises ValueError."""
+    makes = [make] * count if callable(make) else list(make)
+    if len(makes) != count:
+        raise ValueError(f"{len(makes)} functions that make schedulers for {count} members: give one, or {count}")
+    return makes
+
+
 class PerMember(torch_schedulers.LRScheduler):
     """A scheduler of torch for each member of an array, of its own kind, with arguments and a step count of its own.
 
@@ -85,10 +93,7 @@ class PerMember(torch_schedulers.LRScheduler):
             return self._of_options(options, count)
         if options:
             raise ValueError(f"{type(self).__name__} takes options or functions, not both: {next(iter(options))}")
-        makes = [make] * count if callable(make) else list(make)
-        if len(makes) != count:
-            raise ValueError(f"{len(makes)} functions that make schedulers for {count} members: give one, or {count}")
-        return makes
+        return one_for_each(make, count)
 
     def _of_options(self, options: dict[str, Any], count: int) -> list[Make]:
         kind = self.kind

@@ -264,11 +264,6 @@ def overflowing(grads: Sequence[Tensor], members: int) -> Tensor:
     return bad
 
 
-def not_finite(grad: Tensor, members: int) -> Tensor:
-    """As `overflowing`, of the gradient of one tensor that is stacked, or that of a model alone."""
-    return overflowing([grad.reshape(members, -1)], members)
-
-
 def _check_no_shared(params: Sequence[Tensor]) -> None:
     """Raise FusionError for a parameter of all members, whose losses have different scales."""
     for param in params:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hfusion.array.gathered_rows import GatheredRows
-from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.calls import StackedInput, entry_counts, is_stacked
 from hfusion.core.ragged import Ragged
 from hfusion.core.rows import check_once, rows_of
 from hfusion.optim.gathered_state import GatheredState
@@ -132,9 +132,8 @@ def _small_population(pop: ArrayGroup, rows: Sequence[int], width: int) -> Chose
 
 def check_stacked(given: Any, rows: Sequence[int]) -> None:
     """Raise a ValueError unless every stacked tensor has an entry for each of ``rows``."""
-    for leaf in pytree.tree_leaves(given, is_leaf=is_stacked):
-        count = len(leaf.tensor) if isinstance(leaf, StackedInput) else len(leaf) if isinstance(leaf, Ragged) else None
-        if count is not None and count != len(rows):
+    for count in entry_counts(given):
+        if count != len(rows):
             raise ValueError(
                 f"a stacked argument holds {count} entries, and rows={list(rows)} names {len(rows)} "
                 "members: give one entry for each of them, in that order"

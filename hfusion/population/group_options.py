@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
-from hfusion.optim.lr_scheduler import Make, PerMember
+from hfusion.optim.lr_scheduler import Make, PerMember, one_for_each
 from hfusion.optim.rows import rearrange as rearrange_optimizer
 from hfusion.population.accumulation import Accumulation
 from hfusion.population.guard import Limits, OnNonfinite
@@ -63,13 +63,7 @@ class GroupOptions:
         compile: bool | str = True,
     ) -> GroupOptions:
         """Raises ValueError for a list of another length than ``total``."""
-        schedules = None
-        if scheduler is not None:
-            schedules = (scheduler,) * total if callable(scheduler) else tuple(scheduler)
-            if len(schedules) != total:
-                raise ValueError(
-                    f"{len(schedules)} functions that make schedulers for {total} members: give one, or {total}"
-                )
+        schedules = None if scheduler is None else tuple(one_for_each(scheduler, total))
         begun = copy.deepcopy(scaler)
         if begun is not None:
             begun.begin(total)

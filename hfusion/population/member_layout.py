@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.core.calls import StackedInput, is_stacked, stacked
+from hfusion.core.calls import StackedInput, entry_counts, is_stacked, stacked
 from hfusion.core.ragged import Ragged
 from hfusion.population.grouping import PopulationGroup, signature
 from hfusion.population.members import key_of
@@ -85,13 +85,11 @@ def _entries_of(leaf: Any, entries: Sequence[int]) -> Any:
 
 def check_entries(values: Any, rows: int) -> None:
     """Raise a ValueError unless what is stacked in ``values``, any nest, has an entry for each row."""
-    for leaf in pytree.tree_leaves(values, is_leaf=is_stacked):
-        if isinstance(leaf, StackedInput | Ragged):
-            entries = len(leaf.tensor) if isinstance(leaf, StackedInput) else len(leaf)
-            if entries != rows:
-                raise ValueError(
-                    f"a stacked argument has {entries} entries for a population of {rows} rows: give one for each row"
-                )
+    for entries in entry_counts(values):
+        if entries != rows:
+            raise ValueError(
+                f"a stacked argument has {entries} entries for a population of {rows} rows: give one for each row"
+            )
 
 
 @dataclass(frozen=True, eq=False)

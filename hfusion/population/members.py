@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -227,13 +227,13 @@ def key_of(tag: str) -> int:
 
 
 class Models(Sequence[nn.Module | None]):
-    """The members as modules, live views of their rows; None where a row is free."""
+    """The members as modules by row: live views of an array's, a plain member itself; None where a row is free."""
 
-    def __init__(self, fused: FusedModule, roll: Roll) -> None:
-        self._fused, self._roll = fused, roll
+    def __init__(self, rows: Sized, member: Callable[[int], nn.Module | None]) -> None:
+        self._rows, self._member = rows, member
 
     def __len__(self) -> int:
-        return len(self._roll)
+        return len(self._rows)
 
     @overload
     def __getitem__(self, index: int) -> nn.Module | None: ...
@@ -242,7 +242,7 @@ class Models(Sequence[nn.Module | None]):
     def __getitem__(self, index: int | slice) -> nn.Module | list[nn.Module | None] | None:
         if isinstance(index, slice):
             return [self[row] for row in range(*index.indices(len(self)))]
-        return None if self._roll.tags[index] is None else self._fused[index]
+        return self._member(index)
 
     def __iter__(self) -> Iterator[nn.Module | None]:
         return (self[row] for row in range(len(self)))
@@ -261,7 +261,10 @@ class Enrolled:
     @property
     def models(self) -> Models:
         """The members by row, as modules that are live views; None where a row is free."""
-        return Models(self.fused, self._roll)
+        return Models(self._roll, self._model)
+
+    def _model(self, row: int) -> nn.Module | None:
+        return None if self._roll.tags[row] is None else self.fused[row]
 
     @property
     def tags(self) -> list[str | None]:

@@ -17,7 +17,7 @@ from hfusion.core.errors import ForwardsDiffer
 from hfusion.core.exclusive import FairLock
 from hfusion.core.rows import check_once, is_row, pairs, rows_of
 from hfusion.optim.hyper import HyperValue
-from hfusion.optim.lr_scheduler import Make
+from hfusion.optim.lr_scheduler import Make, one_for_each
 from hfusion.population.best import BestRecord
 from hfusion.population.chosen_rows import check_stacked
 from hfusion.population.group_draws import GroupDraws
@@ -132,6 +132,11 @@ class MixedMembers:
     def __len__(self) -> int:
         return self.size
 
+    def model_of(self, row: int) -> nn.Module | None:
+        """The member in a row; None where it is free."""
+        place = self.layout.places[row]
+        return None if place is None else place[0].members.fused[place[1]]
+
     def collected(self, of_group: Callable[[ArrayGroup], Tensor], empty: Tensor) -> Tensor:
         """A number of every member; ``empty`` where there is none at all."""
         return self.layout.collected([of_group(group.members) for group in self.groups]) if self.groups else empty
@@ -238,11 +243,7 @@ class MixedMembers:
         rows = (self.layout.free or [self.size])[:1] if row is None else rows_of(row, self.size)
         names = self.names_of(rows, tags, len(models))
         grouped(models)
-        makes = [scheduler] * len(models) if scheduler is None or callable(scheduler) else list(scheduler)
-        if len(makes) != len(models):
-            raise ValueError(
-                f"{len(makes)} functions that make schedulers for {len(models)} members: give one, or one each"
-            )
+        makes = [None] * len(models) if scheduler is None else one_for_each(scheduler, len(models))
         shared = shared_frozen(models, [group.model for group in self.groups])
         count, joining = len(models), []
         for index, each in enumerate(models):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hfusion.core.rows import rows_of
 from hfusion.optim.hyper import member_vector
-from hfusion.optim.lr_scheduler import Make
+from hfusion.optim.lr_scheduler import Make, one_for_each
 from hfusion.population.hparams import Hparams
 
 if TYPE_CHECKING:
@@ -112,26 +112,6 @@ class MixedHparams(MutableMapping[str, Any]):
         return f"MixedHparams({', '.join(f'{key}={self[key]}' for key in self)})"
 
 
-class MixedModels(Sequence[nn.Module | None]):
-    """The members as modules by row: views of an array's, a plain member itself; None where a row is free."""
-
-    def __init__(self, mixed: MixedMembers) -> None:
-        self._mixed = mixed
-
-    def __len__(self) -> int:
-        return len(self._mixed)
-
-    @overload
-    def __getitem__(self, index: int) -> nn.Module | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[nn.Module | None]: ...
-    def __getitem__(self, index: int | slice) -> nn.Module | list[nn.Module | None] | None:
-        if isinstance(index, slice):
-            return [self[row] for row in range(*index.indices(len(self)))]
-        place = self._mixed.layout.places[index]
-        return None if place is None else place[0].members.fused[place[1]]
-
-
 class MixedScheduler:
     """The members' schedules, as those of a `hfusion.optim.lr_scheduler.PerMember`."""
 
@@ -168,11 +148,7 @@ class MixedScheduler:
     def restart(self, rows: int | Sequence[int], make: Make | Sequence[Make] | None = None) -> None:
         """Let members begin their schedules, or those that ``make`` makes, from their present hyper-parameters."""
         chosen = rows_of(rows, len(self._mixed))
-        makes = [make] * len(chosen) if make is None or callable(make) else list(make)
-        if len(makes) != len(chosen):
-            raise ValueError(
-                f"{len(makes)} functions that make schedulers for {len(chosen)} members: give one, or one each"
-            )
+        makes = [None] * len(chosen) if make is None else one_for_each(make, len(chosen))
         for row, of_row in zip(chosen, makes, strict=True):
             group, local = self._mixed.layout.place(row)
             scheduler = group.members.scheduler

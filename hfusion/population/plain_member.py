@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from hfusion.array.each import Each
 from hfusion.device.backend import active_autocast
 from hfusion.optim import FusedOptimizer
 from hfusion.population.gradients import weighted
+from hfusion.population.guard import all_finite
 from hfusion.population.plain_module import PlainModule, of_row
 from hfusion.population.population import ArrayGroup
 from hfusion.population.sample_weights import sample_weighted
@@ -98,7 +98,7 @@ class PlainMember(ArrayGroup):
         """As of an array, with fewer operators where the member is healthy: each costs as much as for many members."""
         roll = self._roll
         grads = [param.grad for param in self.fused.parameters() if param.grad is not None]
-        if self._weighs or bool(roll.frozen) or not (self._on_nonfinite == "ignore" or _finite([*grads, losses])):
+        if self._weighs or bool(roll.frozen) or not (self._on_nonfinite == "ignore" or all_finite([*grads, losses])):
             super()._apply(losses, due)
             return
         self._run_gradient_hooks(~due)
@@ -106,11 +106,3 @@ class PlainMember(ArrayGroup):
         self.optimizer.step()
         roll.ages += 1
         roll.step += 1
-
-
-def _finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether every value is finite; False also where one call cannot tell it of all, or squares overflow."""
-    first = tensors[0]
-    if any(t.dtype is not first.dtype or t.device != first.device or t.is_sparse or not t.numel() for t in tensors):
-        return False
-    return math.isfinite(torch.stack(torch._foreach_norm(list(tensors), 2)).sum())

@@ -17,7 +17,7 @@ from hfusion.population.grouping import TWINS, PopulationGroup
 from hfusion.population.hparams import Hparams
 from hfusion.population.members import Models
 from hfusion.population.mixed import MixedMembers
-from hfusion.population.mixed_views import MixedHparams, MixedModels, MixedScheduler
+from hfusion.population.mixed_views import MixedHparams, MixedScheduler
 from hfusion.population.mixed_weights import MixedBest, active_mixed, each_mixed
 from hfusion.population.population import ArrayGroup
 from hfusion.population.widths import Widths
@@ -56,9 +56,10 @@ class PopulationRows:
         return self._members.hparams if isinstance(self._members, ArrayGroup) else MixedHparams(self._members)
 
     @property
-    def models(self) -> Models | MixedModels:
+    def models(self) -> Models:
         """The members by row, as modules that are live views; None where a row is free."""
-        return self._members.models if isinstance(self._members, ArrayGroup) else MixedModels(self._members)
+        members = self._members
+        return members.models if isinstance(members, ArrayGroup) else Models(members, members.model_of)
 
     @property
     def scheduler(self) -> PerMember | MixedScheduler | None:
