@@ -72,6 +72,11 @@ def _check_list(models: Sequence[nn.Module]) -> None:
         raise FusionError(f"fuse takes a list of modules, not {type(models).__name__}; write fuse([model, ...])")
     if len(models) == 0:
         raise FusionError("fuse got an empty list; give it at least one model")
+    check_models(models)
+
+
+def check_models(models: Sequence[nn.Module]) -> None:
+    """Raise a FusionError for what is no module, and for one that stands twice."""
     first: dict[int, int] = {}
     for index, model in enumerate(models):
         if not isinstance(model, nn.Module):

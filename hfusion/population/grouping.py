@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from hfusion.capture.compare import check_alone, check_pair, compare
+from hfusion.capture.compare import check_alone, check_models, check_pair, compare
 from hfusion.capture.named import tensors
 from hfusion.core.errors import FusionError
 
@@ -65,7 +65,9 @@ def grouped(models: Sequence[nn.Module]) -> list[Candidates]:
     Raises:
         FusionError: what is no model, or models in different groups that train one tensor together.
     """
-    _check_models(models)
+    if len(models) == 0:
+        raise FusionError("a population got an empty list; give it at least one model")
+    check_models(models)
     buckets: dict[Any, list[int]] = {}
     for index, model in enumerate(models):
         buckets.setdefault(signature(model), []).append(index)
@@ -120,20 +122,6 @@ def _why_apart(model: nn.Module, other: nn.Module) -> str:
 def may_share(model: nn.Module, other: nn.Module) -> bool:
     """Whether the structure of two models allows them to share an array."""
     return signature(model) == signature(other) and not (_why_alone(other) or _why_apart(model, other))
-
-
-def _check_models(models: Sequence[nn.Module]) -> None:
-    if len(models) == 0:
-        raise FusionError("a population got an empty list; give it at least one model")
-    visited: dict[int, int] = {}
-    for index, model in enumerate(models):
-        if not isinstance(model, nn.Module):
-            raise FusionError(f"model {index} is {type(model).__name__}, not a torch.nn.Module")
-        if id(model) in visited:
-            raise FusionError(
-                f"models {visited[id(model)]} and {index} are one object; give each member its own, by copy.deepcopy"
-            )
-        visited[id(model)] = index
 
 
 def _check_trained(models: Sequence[nn.Module], groups: Sequence[Candidates]) -> None:
