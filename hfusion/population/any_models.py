@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -18,16 +18,20 @@ from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make
+from hfusion.population.evaluate import outputs
 from hfusion.population.group_options import GroupOptions
 from hfusion.population.grouping import grouped
 from hfusion.population.guard import OnNonfinite
 from hfusion.population.loading import loaded_members
+from hfusion.population.member_groups import Group
 from hfusion.population.members import listed
 from hfusion.population.mixed import MixedMembers
 from hfusion.population.mixed_saving import save_mixed
 from hfusion.population.mixed_weights import average_mixed
 from hfusion.population.population import ArrayGroup
 from hfusion.population.population_rows import PopulationRows
+
+T = TypeVar("T")
 
 
 class Population(PopulationRows):
@@ -120,9 +124,6 @@ class Population(PopulationRows):
         except (pickle.PicklingError, AttributeError, TypeError):
             return {**vars(self), "_options": None}
         return vars(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Population:
         copied = memo[id(self)] = type(self).__new__(type(self))
@@ -219,16 +220,16 @@ class Population(PopulationRows):
             ValueError: a row that is taken, a tag that another member has, what is missing because members began with
                 different ones, or a value that is wrong.
         """
-        given = {"tag": tag, "scheduler": scheduler, "clip_norm": clip_norm, "clip_value": clip_value, **hypers}
-        given["accumulate"] = accumulate
+        hypers |= {"tag": tag, "scheduler": scheduler, "accumulate": accumulate}
+        hypers |= {"clip_norm": clip_norm, "clip_value": clip_value}
         try:
-            return self._members.start(row, model, **given)
+            return self._members.start(row, model, **hypers)
         except FusionError:
             if not isinstance(self._members, ArrayGroup):
                 raise
             array = self._members
             try:
-                return self._mixed().start(row, model, **given)
+                return self._mixed().start(row, model, **hypers)
             except BaseException:
                 self._members = array
                 raise
@@ -236,10 +237,9 @@ class Population(PopulationRows):
     def append(self, models: nn.Module | Sequence[nn.Module], **given: Any) -> list[int]:
         """Let models of any shape join, in free rows and in new ones: their rows. ``given``: see `start`."""
         joining = listed("models", models, nn.Module)
+        if missing := max(0, len(joining) - self.tags.count(None)):
+            self.grow(missing)
         free = [row for row, tag in enumerate(self.tags) if tag is None]
-        if len(joining) > len(free):
-            self.grow(len(joining) - len(free))
-            free = [row for row, tag in enumerate(self.tags) if tag is None]
         rows: list[int] = self.start(free[: len(joining)], joining, **given)
         return rows
 
@@ -287,17 +287,32 @@ class Population(PopulationRows):
         function of torchmetrics.functional, any function. A metric with ``update`` and ``compute`` gets batch by batch.
         The loader is read once. A free row has NaN.
         """
+        if self._options is None and isinstance(self._members, ArrayGroup):
+            return self._members.evaluate(metric, loader)
+        return self._evaluated(lambda mixed: mixed.evaluate(metric, loader))
+
+    def _evaluated(self, evaluation: Callable[[MixedMembers], T]) -> T:
+        """The result of ``evaluation``; where forwards turn out to differ in it, the groups stay divided."""
         if not isinstance(self._members, ArrayGroup):
-            return self._members.evaluate(metric, loader)
-        if self._options is None:
-            return self._members.evaluate(metric, loader)
+            return evaluation(self._members)
         with self._members._lock:
-            # Where forwards turn out to differ, the loader is not read again.
-            mixed = MixedMembers.of_array(self._members, self._options)
-            values = mixed.evaluate(metric, loader)
+            mixed = MixedMembers.of_array(self._members, cast(GroupOptions, self._options))
+            result = evaluation(mixed)
             if [group.members for group in mixed.groups] != [self._members]:
                 self._members = mixed
-        return values
+        return result
+
+    def _outputs(self, loader: Iterable[Any]) -> tuple[Any, Any]:
+        """The members' outputs for all batches in eval mode, ``[rows, N, ...]``, and the targets."""
+        if self._options is None and isinstance(self._members, ArrayGroup):
+            return outputs(self._members.fused, loader)
+        return self._evaluated(lambda mixed: mixed.outputs(loader))
+
+    def _placed(self) -> list[Group]:
+        """The array or plain model of each group, and the rows of its members; None where a row is free."""
+        if isinstance(self._members, ArrayGroup):
+            return [(self._members.fused, [None if tag is None else row for row, tag in enumerate(self.tags)])]
+        return [(group.members.fused, list(group.rows)) for group in self._members.groups]
 
     def average(
         self,

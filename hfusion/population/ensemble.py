@@ -12,27 +12,29 @@ from torch.utils import _pytree as pytree
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.population.any_models import Population
-from hfusion.population.members import apart
+from hfusion.population.member_groups import Group, device_of, selected_members
 
 _SMALL = (torch.float16, torch.bfloat16)
 
 
 class Ensemble(nn.Module):
-    """The members of an array as one model: ``ensemble(x)`` gives the mean and the spread of their outputs.
+    """The members of arrays as one model: ``ensemble(x)`` gives the mean and the spread of their outputs.
 
     ``mean, std = ensemble(x)``: tensors, or nests of tensors, of the shapes that one member gives. ``std`` is the
     standard deviation over the members, divided by B, not by B - 1.
 
     Args:
-        models: a fused module, a population, or a list of models. If all members take part, the tensors are those of
-            the array, and follow its training. Otherwise those that do are copied to an array of their own.
+        models: a fused module, a population, or a list of models. Members of a population may be of several groups if
+            they give outputs of one shape. If all members take part, the tensors are those of the groups, and follow
+            their training until a member joins or leaves. Otherwise those that do are copied.
         weights: ``[B]``, at least 0, of any sum above 0, such as ``select(...).weights``. None: members count alike.
             Those of weight 0, and free rows of a population, are left out and take no time.
         softmax: a dim of one member's output, -1 for logits ``[N, classes]``: members' logits become probabilities
             before they are averaged. None: outputs are averaged as they are.
 
     Raises:
-        ValueError: weights that are no weights of these members, or no member.
+        ValueError: weights that are no weights of these members, or no member; in a call, outputs of groups that have
+            different shapes or dtypes.
         TypeError: in a call, an output that is not of floating-point numbers.
 
     Example:
@@ -54,14 +56,15 @@ class Ensemble(nn.Module):
         softmax: int | None = None,
     ) -> None:
         super().__init__()
-        fused, live = _array(models)
-        chosen = _weights(weights, len(fused), live)
+        groups, members = _groups(models)
+        live = sorted(row for _, of_group in groups for row in of_group if row is not None)
+        chosen = _weights(weights, members, live)
         rows = [row for row in live if chosen[row] > 0]
         if not rows:
             raise ValueError("every row of the population is free: an ensemble has one member at least")
-        self.members = fused if len(rows) == len(fused) else fuse([apart(fused, row) for row in rows])
+        self.members = selected_members(groups, rows)
         self.softmax = softmax
-        values = None if weights is None else (chosen[rows] / chosen[rows].sum()).to(_place(fused))
+        values = None if weights is None else (chosen[rows] / chosen[rows].sum()).to(device_of(self.members))
         self.register_buffer("weights", values)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -97,12 +100,12 @@ class Ensemble(nn.Module):
         )
 
 
-def _array(models: Any) -> tuple[FusedModule, list[int]]:
-    """An array, and its rows that are taken."""
+def _groups(models: Any) -> tuple[list[Group], int]:
+    """The arrays and plain models with the rows of their members, and the number of rows."""
     if isinstance(models, Population):
-        return models.fused, models._roll.live
+        return models._placed(), len(models)
     fused = models if isinstance(models, FusedModule) else fuse(models)
-    return fused, list(range(len(fused)))
+    return [(fused, range(len(fused)))], len(fused)
 
 
 def _weights(weights: Tensor | Sequence[float] | None, members: int, live: Sequence[int]) -> Tensor:
@@ -119,9 +122,3 @@ def _weights(weights: Tensor | Sequence[float] | None, members: int, live: Seque
     if taken := [row for row in range(members) if values[row] > 0 and not alive[row]]:
         raise ValueError(f"weights: row {taken[0]} is free; members are in rows {list(live)}")
     return values
-
-
-def _place(fused: FusedModule) -> torch.device:
-    """Where the array's tensors are."""
-    tensor = next(iter(fused.stacks.values()), None)
-    return torch.device("cpu") if tensor is None else tensor.device

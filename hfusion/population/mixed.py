@@ -26,7 +26,7 @@ from hfusion.population.group_updates import GroupUpdates
 from hfusion.population.grouping import TWINS, Candidates, grouped, shared_frozen
 from hfusion.population.member_layout import MemberLayout, PlacedGroup, check_entries, take_entries
 from hfusion.population.members import Event, Roll, What, listed
-from hfusion.population.mixed_evaluation import evaluate_mixed
+from hfusion.population.mixed_evaluation import evaluate_mixed, mixed_outputs
 from hfusion.population.moving import MemberState, taken
 from hfusion.population.plain_module import PlainModule
 from hfusion.population.population import ArrayGroup
@@ -371,3 +371,8 @@ class MixedMembers:
         for row, number in evaluate_mixed(self, metric, loader).items():
             values[row] = number
         return values
+
+    @in_turn
+    def outputs(self, loader: Iterable[Any]) -> tuple[Any, Any]:
+        """Outputs of all members in eval mode, ``[rows, N, ...]``, and the targets; the loader is read once."""
+        return mixed_outputs(self, loader)

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import ForwardsDiffer
 from hfusion.core.ragged import Ragged
-from hfusion.population.evaluate import member_metrics, pair_of
+from hfusion.population.evaluate import joined_batches, member_metrics, pair_of
+from hfusion.population.member_groups import joined_rows
 from hfusion.population.member_layout import PlacedGroup, check_entries, take_entries
 from hfusion.population.regroup import part
 from hfusion.step.train_step import call_arguments
@@ -29,6 +30,32 @@ Outputs = list[tuple[Any, Any]]
 @torch.no_grad()
 def evaluate_mixed(mixed: MixedMembers, metric: Callable[..., Any], loader: Iterable[Any]) -> dict[int, float]:
     """``metric`` of each member by its row of the population; every batch is read once."""
+    outputs = _group_outputs(mixed, loader)
+    values: dict[int, float] = {}
+    for group in mixed.groups:
+        names = {local: group.members._roll.tag(local) for local, row in enumerate(group.rows) if row is not None}
+        rows = {local: row for local, row in enumerate(group.rows) if row is not None}
+        numbers = member_metrics(outputs[group.number], metric, names, rows)
+        values |= {rows[local]: number for local, number in numbers.items()}
+    return values
+
+
+@torch.no_grad()
+def mixed_outputs(mixed: MixedMembers, loader: Iterable[Any]) -> tuple[Any, Any]:
+    """What the members give in eval mode for all batches, joined, each ``[rows, N, ...]``; and the targets.
+
+    A free row has the outputs of some member. Raises ValueError where members have outputs of different shapes.
+    """
+    outputs = _group_outputs(mixed, loader)
+    joined = [joined_batches(outputs[group.number]) for group in mixed.groups]
+    rows = [group.rows for group in mixed.groups]
+    in_order = [row for of_group in rows for row in of_group] == list(range(len(mixed)))
+    order = None if in_order else mixed.layout.order.clamp(max=sum(map(len, rows)) - 1)
+    return joined_rows([output for output, _ in joined], rows, order), joined[0][1]
+
+
+def _group_outputs(mixed: MixedMembers, loader: Iterable[Any]) -> dict[int, Outputs]:
+    """The outputs in eval mode and the targets of each batch, by the number of the group; every batch is read once."""
     outputs: dict[int, Outputs] = {group.number: [] for group in mixed.groups}
     modes: dict[int, ExitStack] = {}
     try:
@@ -53,13 +80,7 @@ def evaluate_mixed(mixed: MixedMembers, metric: Callable[..., Any], loader: Iter
     finally:
         for stack in modes.values():
             stack.close()
-    values: dict[int, float] = {}
-    for group in mixed.groups:
-        names = {local: group.members._roll.tag(local) for local, row in enumerate(group.rows) if row is not None}
-        rows = {local: row for local, row in enumerate(group.rows) if row is not None}
-        numbers = member_metrics(outputs[group.number], metric, names, rows)
-        values |= {rows[local]: number for local, number in numbers.items()}
-    return values
+    return outputs
 
 
 def _parted(

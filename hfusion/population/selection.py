@@ -24,12 +24,12 @@ Score = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Selection:
-    """An ensemble chosen from the rows of an array.
+    """An ensemble chosen from the rows of a population or an array.
 
     Attributes:
         order: the rows as they were added; one that was added twice is there twice.
         scores: the score of the ensemble after each addition.
-        members: the rows of the array.
+        members: how many rows there are.
     """
 
     order: tuple[int, ...]
@@ -73,7 +73,8 @@ def select(
     A. Niculescu-Mizil, G. Crew, A. Ksikes, "Ensemble selection from libraries of models", ICML 2004.
 
     Args:
-        models: a population, a fused module, or a list of models; they predict in eval mode.
+        models: a population, a fused module, or a list of models; they predict in eval mode. Members of a population
+            may be of several groups if they give outputs of one shape.
         loader: the validation set, batches ``(inputs, target)``. All members have the same targets.
         size: the most additions.
         score: ``score(prediction, target)`` gives a number for the mean prediction of an ensemble on the whole set, a
@@ -85,8 +86,8 @@ def select(
             averaged. None: 1 for the cross-entropy of before, else outputs are averaged as they are.
 
     Raises:
-        ValueError: no size, a loader without batches, targets of each member, a score that is no number, or no member
-            whose score is one.
+        ValueError: no size, a loader without batches, targets of each member, outputs of groups that have different
+            shapes, a score that is no number, or no member whose score is one.
 
     Example:
         >>> import hfusion as hf
@@ -98,8 +99,7 @@ def select(
         raise ValueError(f"size={size!r}: at least one member is chosen")
     if mode not in ("min", "max"):
         raise ValueError(f'mode={mode!r}: it is "min" or "max"')
-    fused, rows = _library(models)
-    predictions, target = outputs(fused, loader)
+    predictions, target, rows, members = _library(models, loader)
     if any(is_stacked(leaf) for leaf in pytree.tree_leaves(target, is_leaf=is_stacked)):
         raise ValueError(
             "the loader gives each member its own target: an ensemble is chosen for targets of all members"
@@ -121,7 +121,7 @@ def select(
     if losses[0] == math.inf:
         raise ValueError(f"the score of every member in rows {rows} is NaN or infinite: there is nobody to choose")
     best = losses.index(min(losses)) + 1
-    return Selection(tuple(order[:best]), tuple(sign * value for value in losses[:best]), len(fused))
+    return Selection(tuple(order[:best]), tuple(sign * value for value in losses[:best]), members)
 
 
 def _greedy(
@@ -142,11 +142,15 @@ def _greedy(
     return order, losses
 
 
-def _library(models: Any) -> tuple[FusedModule, list[int]]:
+def _library(models: Any, loader: Iterable[Any]) -> tuple[Any, Any, list[int], int]:
+    """The members' outputs, the targets, the rows that have a member, and the number of rows. Raises ValueError."""
     if isinstance(models, Population):
-        return models.fused, models._roll.live
+        live = [row for row, tag in enumerate(models.tags) if tag is not None]
+        if not live:
+            raise ValueError("every row of the population is free: an ensemble has one member at least")
+        return *models._outputs(loader), live, len(models)
     fused = models if isinstance(models, FusedModule) else fuse(models)
-    return fused, list(range(len(fused)))
+    return *outputs(fused, loader), list(range(len(fused))), len(fused)
 
 
 def _default(predictions: Any, target: Any, mode: str, softmax: int | None) -> tuple[Score, int | None]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
+from tests.population.mixed_alone import adamw, mlp, model
 from tests.step.test_train_step import needs_compiler
 
 DOUBLE = torch.float64
@@ -114,11 +115,8 @@ def test_members_of_a_population_that_are_left() -> None:
     )
     stopped = pop.stop(1)
     x = torch.randn(5, 4, dtype=DOUBLE)
-    rest = [copy.deepcopy(pop.models[row]) for row in (0, 2)]
-    for model in rest:
-        assert model is not None
-        model.eval()
-    close(hf.Ensemble(pop).eval()(x), moments([model(x) for model in rest if model is not None], None))
+    rest = [copy.deepcopy(model).eval() for model in pop.models if model is not None]
+    close(hf.Ensemble(pop).eval()(x), moments([model(x) for model in rest], None))
     with pytest.raises(ValueError, match=r"weights: row 1 is free; members are in rows \[0, 2\]"):
         hf.Ensemble(pop, [1, 1, 1])
     assert isinstance(stopped, nn.Module)
@@ -258,3 +256,66 @@ def test_free_rows_are_not_selected() -> None:
     assert best not in chosen.rows
     assert pop.fused.training
     hf.Ensemble(pop, chosen.weights, softmax=-1)
+
+
+KINDS = ["narrow", "wide", "narrow", "linear", "normed", "tanh", "relu", "tanh", "normed"]
+PARTS: dict[str, list[float] | None] = {
+    "all": None,
+    "weighted": [1, 2, 3, 4, 5, 6, 7, 8, 9],
+    "some": [0, 2, 1, 0, 0, 3, 0, 0, 1],
+    "one plain": [0, 1, 0, 0, 0, 0, 0, 0, 0],
+    "one array": [1, 0, 2, 0, 0, 0, 0, 0, 0],
+}
+
+
+def mixed(kinds: list[str]) -> hf.Population:
+    torch.manual_seed(0)
+    models = [model(kind) for kind in kinds]
+    return hf.Population(models, optimizer=adamw(0.01), loss=F.cross_entropy, compile=False)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_groups_of_a_population_are_one_ensemble(name: str) -> None:
+    pop = mixed(KINDS)
+    x, y = torch.randn(12, 5, dtype=DOUBLE), torch.randint(3, (12,))
+    pop.step(x, y)
+    alone = [copy.deepcopy(member).eval() for member in pop.models if member is not None]
+    ensemble = hf.Ensemble(pop, PARTS[name], softmax=-1).eval()
+    close(ensemble(x), moments([member(x).softmax(-1) for member in alone], PARTS[name]))
+    if name in ("all", "some"):
+        program = torch.export.export(ensemble, (x,), dynamic_shapes={"args": ({0: torch.export.Dim("batch")},)})
+        close(program.module()(x[:5]), ensemble(x[:5]))
+    if name == "all":
+        xs = torch.randn(9, 4, 5, dtype=DOUBLE)
+        each = [member(row).softmax(-1) for member, row in zip(alone, xs, strict=True)]
+        close(ensemble(hf.stacked(xs)), moments(each, None))
+        with pytest.raises(ValueError, match="a stacked argument has 8 entries"):
+            ensemble(hf.stacked(xs[:8]))
+
+
+@pytest.mark.parametrize("kinds", [KINDS, ["tanh", "relu", "tanh"]])
+def test_selection_over_all_groups(kinds: list[str]) -> None:
+    pop = mixed(kinds)
+    x, y = torch.randn(40, 5, dtype=DOUBLE), torch.randint(3, (40,))
+    with torch.no_grad():
+        outputs = [copy.deepcopy(model).eval()(x).softmax(1) for model in pop.models if model is not None]
+    order, losses = greedy(outputs, 8, lambda p: float(F.nll_loss(p.log(), y)))
+    chosen = hf.select(pop, [(x[:15], y[:15]), (x[15:], y[15:])], 8)
+    assert chosen.order == tuple(order)
+    assert list(chosen.scores) == pytest.approx(losses, rel=1e-9)
+    pop.stop(order[0])
+    assert order[0] not in hf.select(pop, [(x, y)], 8).rows
+    assert all(member.training for member in pop.models if member is not None)
+
+
+def test_groups_of_other_outputs_are_refused() -> None:
+    models = [mlp(4), nn.Linear(5, 2)]
+    pop = hf.Population(models, optimizer=adamw(0.01), loss=F.cross_entropy, compile=False)
+    x, y = torch.randn(6, 5), torch.zeros(6, dtype=torch.int64)
+    with pytest.raises(
+        ValueError, match=r"\[6, 3\] of the members in rows \[0\], torch.float32 \[6, 2\] of those in rows"
+    ):
+        hf.select(pop, [(x, y)], 2)
+    with pytest.raises(ValueError, match="outputs of one shape and dtype"):
+        hf.Ensemble(pop)(x)
+    hf.Ensemble(pop, [0, 1])(x)
