@@ -1,4 +1,4 @@
-"""Which of peft's configurations can be trained side by side in one array, and in which they may differ."""
+"""Checks of peft configurations: which can share an array, and which fields may differ between members."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Config: TypeAlias = Any
 Change: TypeAlias = Mapping[str, Any]
 """Fields of a LoraConfig by name."""
 
-# What members may differ in: it changes sizes, which are padded, a scale, a probability, or where training starts.
+# Fields that may differ between members: they change sizes, which are padded, scales, probabilities or initial values.
 OWN = frozenset(
     (
         "r",
@@ -33,15 +33,15 @@ OWN = frozenset(
         "inference_mode",
     )
 )
-# What all members have alike: it changes which tensors and modules there are.
+# Fields that must be equal: they change which tensors and modules exist.
 COMMON = ("task_type", "bias", "use_rslora", "modules_to_save", "use_dora", "lora_bias", "fan_in_fan_out")
-# What says nothing of the adapter.
+# Fields without influence on the adapter.
 _SILENT = frozenset(("peft_type", "auto_mapping", "peft_version", "runtime_config"))
 _INITS = (True, False, "gaussian", "orthogonal")
 
 
 def configs(config: Config, members: int | Sequence[Config | Change]) -> list[Config]:
-    """A configuration for every member: ``config``, but for what ``members`` say. Raises FusionError, ValueError."""
+    """Return ``config`` with the changes in ``members``, for each member. Raises FusionError, ValueError."""
     check(config, "config")
     if isinstance(members, int):
         if members < 1:
@@ -60,7 +60,7 @@ def changed(config: Config, change: Config | Change, who: str) -> Config:
     """``config`` with the fields of ``change``; or ``change`` itself, if it is a configuration.
 
     Raises:
-        FusionError: it cannot be trained beside ``config``.
+        FusionError: it cannot share an array with ``config``.
     """
     if not isinstance(change, Mapping):
         check(change, who)
@@ -83,7 +83,7 @@ def target_only(config: Config, paths: Collection[str]) -> None:
 
 
 def check(config: Config, who: str) -> None:
-    """Raise a FusionError for what has no array form, ValueError for what is no LoraConfig."""
+    """Raise FusionError for a configuration that cannot be fused, ValueError for an object that is no LoraConfig."""
     from peft import LoraConfig
 
     if not isinstance(config, LoraConfig):

@@ -38,16 +38,17 @@ def lora(
         base: any model that peft adapts, as of transformers. Its inputs go through it once for all members where they
             are the same, and as one batch where they are stacked.
         config: a `peft.LoraConfig`.
-        members: how many; or for each what differs from ``config``, a dict of its fields, or a LoraConfig. Members may
-            differ in r, lora_alpha, lora_dropout, rank_pattern, alpha_pattern, target_modules (and the other fields
-            that choose layers), init_lora_weights. Smaller ranks are filled up with zeros, which stay zeros.
+        members: their number, or for each member a dict of the fields that differ from ``config``, or a LoraConfig.
+            Members may differ in r, lora_alpha, lora_dropout, rank_pattern, alpha_pattern, target_modules (and the
+            other fields that choose layers), init_lora_weights. Smaller ranks are filled up with zeros, which stay
+            zeros.
         seeds: one per member, whose adapter is drawn after ``torch.manual_seed(seed)``; the caller's random state is
             then left as it was. None: adapters are drawn one after the other.
         max_rank: room for members that join later with a larger rank than those that begin.
         autocast_adapter_dtype: as of `peft.get_peft_model`.
 
     Raises:
-        FusionError: a configuration that has no array form, or members that differ in more.
+        FusionError: a configuration that cannot be fused, or members that differ in other fields.
         ValueError: no LoraConfig, fields that it does not have, numbers of members and seeds that differ.
         ImportError: peft is not installed.
     """
@@ -66,7 +67,7 @@ def lora(
 
 
 class Adapters(Sequence[nn.Module]):
-    """The members that `hfusion.lora` made, each a peft model around one base; and those that join them later.
+    """The members that `hfusion.lora` returns, each a peft model around one base; `member` and `load` create more.
 
     ``save_pretrained``, ``merge_and_unload`` and ``plain()`` of a member, of ``fused[b]``, of ``pop.models[row]`` and
     of what ``pop.stop(row)`` gives, are of the adapter alone, in its own rank.
@@ -164,7 +165,7 @@ class FrozenBase:
 
     def __init__(self, base: nn.Module, autocast: bool) -> None:
         self._autocast = autocast
-        # What forward writes to, such as running statistics, is a member's own.
+        # Buffers that forward writes, such as running statistics, are separate for each member.
         buffers = dict(base.named_buffers(remove_duplicate=False))
         written = {id(buffers[name]) for name in may_be_written(base)}
         memo: dict[int, Tensor] = {id(buffer): buffer for buffer in base.buffers() if id(buffer) not in written}
@@ -194,7 +195,7 @@ class FrozenBase:
         return module_copy(model, dict(self._shared))
 
     def adapted(self, config: Config, seed: int | None) -> nn.Module:
-        """What peft makes of the base and ``config``."""
+        """Return the peft model of the base and ``config``."""
         from peft import get_peft_model
 
         # peft writes into configurations.
@@ -220,7 +221,7 @@ class FrozenBase:
 
 
 def _template(frozen: FrozenBase, config: Config, adapted: Sequence[nn.Module], max_rank: int | None) -> AdapterMember:
-    """The model whose copies hold the members: every layer that one of them adapts, with room for the largest rank."""
+    """Return the template of the members: all layers that any of them adapts, with room for the largest rank."""
     found = [layers(model) for model in adapted]
     ranks: dict[str, int] = {}
     for one in found:
@@ -239,7 +240,7 @@ def _template(frozen: FrozenBase, config: Config, adapted: Sequence[nn.Module], 
     made = frozen.adapted(chosen, 0)
     for layer in layers(made).values():
         settle(layer)
-    # What a member's own is made of, but for what its buffers tell.
+    # Attributes that rebuild a member, except those stored in its buffers.
     first = cast(Any, adapted[0]).peft_config[NAME]
     alike = all(one.keys() == ranks.keys() for one in found)
     cast(Any, made).base_model.peft_config[NAME] = _kept(first, None if alike else chosen.target_modules)

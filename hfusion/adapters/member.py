@@ -22,7 +22,7 @@ PREFIX = "base_model.model."
 
 
 class AdapterMember(nn.Module):
-    """What a member does otherwise than the class of peft that it is made of."""
+    """Overrides of the peft class that a member derives from."""
 
     caches: Mapping[str, bool]
     """Modules of the base whose configuration says ``use_cache``, and what it says: a member keeps no cache."""
@@ -122,5 +122,5 @@ def _most(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def patterns(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What peft takes as a pattern of ranks or alphas: its keys are regular expressions, which begin anywhere."""
+    """Return a pattern of ranks or alphas for peft, whose keys are regular expressions that may match anywhere."""
     return {f"^{re.escape(path)}": value for path, value in values.items()}

@@ -1,1 +1,1 @@
-"""What is kept of arrays on disk: files that nothing can tear, and from which nothing is run."""
+"""Checkpoints of arrays: written atomically, and without executable code."""

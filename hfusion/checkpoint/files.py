@@ -1,7 +1,7 @@
 """One save is one directory: tensors in the safetensors format, a manifest in JSON, and the manifest's checksum.
 
-A directory is written aside under a name that nobody looks for, flushed to the disk, and then given its name; so it is
-there whole or not at all. The format is described in docs/checkpoints.md.
+A directory is written under a temporary name, flushed to the disk, and then renamed, so it is complete or absent. The
+format is described in docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def write(
 
 
 def checked(keep: Any, score: Any) -> tuple[int, float | None]:
-    """How many saves are left, and a score, as numbers. Raises CheckpointError where they are none."""
+    """Return ``keep`` and ``score`` as numbers. Raises CheckpointError for other values."""
     if isinstance(keep, bool) or not hasattr(keep, "__index__") or operator.index(keep) < 1:
         raise CheckpointError(f"keep={keep!r}: give how many saves are left, at least 1")
     try:
@@ -372,7 +372,7 @@ def _tensor(
     return torch.view_as_complex(found) if known["complex"] else found
 
 
-# What code meets in files that somebody has changed, besides errors of the file system.
+# Errors that modified files cause, in addition to those of the file system.
 _SURPRISES = (
     KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, OverflowError, RuntimeError,
     MemoryError, struct.error, AssertionError,
@@ -381,7 +381,7 @@ _SURPRISES = (
 
 @contextmanager
 def _told(path: Path, what: str) -> Iterator[None]:
-    """Whatever goes wrong with files is a CheckpointError that names one."""
+    """Context manager: turn errors of files into a CheckpointError that names the file."""
     try:
         yield
     except CheckpointError as error:

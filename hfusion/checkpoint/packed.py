@@ -16,7 +16,7 @@ from hfusion.checkpoint.files import Saved, real
 
 @dataclass(frozen=True)
 class PackedSave:
-    """What `hfusion.checkpoint.files.write` is given. ``complex`` are the tensors of complex numbers."""
+    """The arguments of `hfusion.checkpoint.files.write`. ``complex``: keys of complex tensors."""
 
     body: str
     tensors: bytes

@@ -1,4 +1,4 @@
-"""What a save holds of each part of an array.
+"""Contents of a checkpoint, for each part of an array.
 
 Tensors whose key begins with ``members/`` have a row for each member that was saved; the others are of all members.
 """
@@ -29,7 +29,7 @@ OWN = "members/"
 
 
 def member_stacks(fused: FusedModule, optimizer: FusedOptimizer) -> dict[str, Tensor]:
-    """Where the members' rows of an array and its optimizer are, to be read and written, by the keys of a save."""
+    """Return the stacked tensors of an array and its optimizer by their keys in a checkpoint, to access rows."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors_of(fused):
         known = membership(tensor)

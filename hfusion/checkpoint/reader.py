@@ -33,9 +33,9 @@ from hfusion.optim.rows import begin_rows
 
 @dataclass
 class SaveReader:
-    """Members of saves: ``parts`` are pairs of a save and the places in it, the members in order.
+    """Members of one or several saves. ``parts``: pairs of a save and indices in it, in the members' order.
 
-    ``free``: places of the order where nobody is; what is read there fills memory.
+    ``free``: indices without a member; values read there only fill memory.
     """
 
     parts: list[tuple[Saved, list[int]]]
@@ -72,7 +72,7 @@ class SaveReader:
         return everybody.at([places[name] for name in wanted])
 
     def at(self, places: Sequence[int], free: Iterable[int] = ()) -> SaveReader:
-        """The members at some places of its order, one that is named twice twice; nobody is in places ``free``."""
+        """Return a reader of the members at some indices, which may repeat; those at ``free`` have no member."""
         flat = [(saved, own) for saved, members in self.parts for own in members]
         runs = groupby((flat[place] for place in places), key=lambda found: id(found[0]))
         grouped = [list(run) for _, run in runs]
@@ -87,7 +87,7 @@ class SaveReader:
         return [saved.body["members"][place] for saved, places in self.parts for place in places]
 
     def agreed(self, key: str) -> Any:
-        """What all saves have there. Raises CheckpointError where they differ."""
+        """Return the value of ``key`` that all saves agree on. Raises CheckpointError if they differ."""
         first: Any = self.parts[0][0].body.get(key)
         for saved, _ in self.parts:
             if saved.body.get(key) != first:
@@ -110,7 +110,7 @@ class SaveReader:
         return all(key in saved.tensors for saved, _ in self.parts)
 
     def module(self, model: nn.Module) -> Callable[[], None]:
-        """What writes the members into a fused module, or the one member into a model; all is checked before."""
+        """Return a function that writes the members into a fused module, or one into a model. Checks come first."""
         single = not isinstance(model, FusedModule)
         own = dict(tensors_of(model))
         for saved, _ in self.parts:
@@ -141,10 +141,10 @@ class SaveReader:
         return {name: [shapes[name][place] for place in places] for shapes, places in own for name in names}
 
     def _values(self, key: str, name: str, like: Tensor) -> Tensor:
-        """What a tensor was, or a state of it: with a row for each member or as one, as ``like`` is here.
+        """Read a tensor or its optimizer state, stacked or shared as ``like`` is.
 
-        What all members had as one is each one's own here where nobody trains it, or there is one member; what each had
-        is one for all here where it was the same. Raises CheckpointError.
+        A shared tensor is repeated for each member if it is not trained, or if there is one member. Stacked rows
+        become one shared tensor if they are equal. Raises CheckpointError.
         """
         known = membership(like)
         stacked, several = known is not None and known.stacked, len(self.names) > 1
@@ -168,7 +168,7 @@ class SaveReader:
         return rows[0]
 
     def optimizer(self, optimizer: FusedOptimizer) -> Callable[[], None]:
-        """What writes the members' state into an optimizer of the array; all is checked before."""
+        """Return a function that writes the members' state into an optimizer. All checks are done before."""
         kept, kind = self.agreed("optimizer"), type(optimizer).__name__
         if kept is None:
             raise CheckpointError(f"{self.path} holds no optimizer")
@@ -250,7 +250,7 @@ class SaveReader:
 
         def write() -> None:
             for row, own in enumerate(states):
-                # Whoever starts in a free row begins a schedule of his own.
+                # A member that starts in a free row gets a new schedule.
                 if row not in self.free:
                     scheduler.load_member(row, own)
 
@@ -279,9 +279,9 @@ class SaveReader:
         return write
 
     def begun(self, key: str) -> dict[str, float | None]:
-        """What all members began with, by name: None where it differs, within a save or between saves.
+        """Return the hyper-parameters that members started with, by name; None where members differ.
 
-        Saves of before hold none.
+        Older saves do not contain them.
         """
         found = [decode(saved.body[key], {}) for saved, _ in self.parts if key in saved.body]
         names = dict.fromkeys(name for values in found for name in values)
@@ -291,7 +291,7 @@ class SaveReader:
         }
 
     def random(self, model: nn.Module) -> Callable[[], None]:
-        """What puts the random generators where they were; those of devices that ``model`` is not on are left out."""
+        """Return a function that restores the random generators, except of devices that ``model`` does not use."""
         saved = self.parts[0][0]
         state: Mapping[str, Any] = decode(saved.body["random"], saved.tensors)
         # A generator that would refuse its state is found here.
@@ -316,7 +316,7 @@ class SaveReader:
 
 
 def _difference(kept: Any, ours: Any) -> str:
-    """The first thing in which two optimizers are not alike, in words; empty if they are."""
+    """Describe the first difference between two optimizers; empty if there is none."""
     if kept["class"] != ours["class"]:
         return f"{kept['class']}, not {ours['class']}"
     theirs, own = kept["groups"], ours["groups"]
@@ -344,7 +344,7 @@ def _rows(saved: Saved, key: str, places: Sequence[int]) -> Tensor:
 
 
 def _entries(saved: Saved, prefix: str) -> set[str]:
-    """What an optimizer kept of a parameter."""
+    """Return the keys of a parameter's optimizer state."""
     keys = {key.removeprefix(OWN) for key in saved.tensors}
     return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
 

@@ -27,7 +27,7 @@ Root = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` gives besides what it writes into: where it was, when it was saved, whose rows, and ``extra``."""
+    """The result of `load`: the folder, the step of the save, the members' names, and ``extra``."""
 
     path: Path
     step: int
@@ -147,7 +147,7 @@ def writing(
     loader: Any,
     random: bool,
 ) -> Callable[[], None]:
-    """What writes the members into all that is given; that nothing is damaged, or of another model, is found before."""
+    """Return a function that writes the members into the given objects. Damage and mismatches are detected before."""
     writes = [reader.module(model)]
     if optimizer is not None:
         _check_ours("optimizer", optimizer, FusedOptimizer)
@@ -173,7 +173,7 @@ def writing(
 
 
 class Writing(Future[Path]):
-    """A save that another thread writes: the folder, or the error, which is told where nobody asks for it."""
+    """The future of a save in a background thread: its folder, or its error, which is reported if not retrieved."""
 
     _asked = False
 
@@ -186,7 +186,7 @@ class Writing(Future[Path]):
         return super().exception(timeout)
 
     def settle(self) -> None:
-        """Wait until it is written. Raises its error where nobody has asked for it."""
+        """Wait for the save. Raises its error if no caller has retrieved it."""
         error = super().exception()
         if error is not None and not self._asked:
             self._asked = True

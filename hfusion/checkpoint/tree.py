@@ -1,6 +1,6 @@
-"""Nests of plain values as JSON, with their tensors beside it; and back, without running anything.
+"""Conversion of nested plain values to JSON plus tensors, and back, without executing code.
 
-What JSON has no word for is an object with the key ``~``: a tuple, a set, bytes, a number that is not finite. Each
+Values that JSON cannot express are objects with the key ``~``: a tuple, a set, bytes, a number that is not finite. Each
 value comes back with the type that it had: subclasses, whose code a save does not hold, are refused.
 """
 
@@ -31,9 +31,9 @@ _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
 }
 _SEQUENCE_NAMES: dict[Any, str] = {made: name for name, made in _SEQUENCES.items()}
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, bool, str)}
-# Tensors whose class says nothing that a save does not hold; the vectors of an optimizer are plain elsewhere.
+# Tensor classes without state of their own; an optimizer's vectors are loaded as plain tensors.
 _TENSORS = (Tensor, MemberVector)
-# What a value of a subclass can be converted to, so that it can be saved.
+# Base types that a value of a subclass can be converted to before it is saved.
 _BASES = (int, float, complex, str, bytes, tuple, list, frozenset, set, Mapping)
 
 
@@ -121,7 +121,7 @@ def _refusal(value: Any, where: str) -> str:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `encode` was given. Raises CheckpointError, or whatever meets a value that it has not made."""
+    """Return the value that `encode` converted. Raises CheckpointError, or any error that malformed input causes."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):

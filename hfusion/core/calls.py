@@ -1,4 +1,4 @@
-"""Inputs of an array: what every member sees, and what each sees by itself."""
+"""Inputs of an array: shared by all members, or one per member."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Folders that are this process's own while it runs: the system drops its claim with it, however it ends.
+"""Folders that are claimed by this process until it ends, however it ends.
 
-A claim is a lock on the folder itself, so that there is no instant at which it is there without one that could be
-missed. Where folders cannot be locked (Windows, some network file systems), nobody knows who has ended, and what killed
-processes left stays.
+A claim is a lock on the folder itself, so a folder is never visible without its lock for longer than `_claim` checks.
+Where folders cannot be locked (Windows, some network file systems), folders of killed processes stay.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ except ImportError:  # On Windows.
 
 
 class ClaimedFolder:
-    """A new folder in ``parent`` whose name begins with ``prefix``; ``mode`` is that of a new folder."""
+    """A new folder in ``parent`` whose name starts with ``prefix``, created with permissions ``mode``."""
 
     def __init__(self, parent: Path, prefix: str, mode: int = 0o777) -> None:
         self._handle: int | None = None
@@ -31,7 +30,7 @@ class ClaimedFolder:
                 return
 
     def _claim(self) -> bool:
-        """Whether nobody took it for one that is abandoned before it was claimed."""
+        """Lock the folder; return False if another process removed it as abandoned before that."""
         if fcntl is None:
             return True
         try:
@@ -44,7 +43,7 @@ class ClaimedFolder:
             self.drop()
             return False
         except OSError:
-            # No locks here: nobody can take it for abandoned either.
+            # Without locks, no process removes it as abandoned either.
             return True
         if self.path.exists():
             return True
@@ -59,7 +58,7 @@ class ClaimedFolder:
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:
-    """Remove this user's folders with such names whose process has ended."""
+    """Remove this user's folders with this prefix whose process has ended."""
     for path in parent.glob(f"{prefix}*") if fcntl is not None else ():
         try:
             found = path.lstat()
@@ -67,7 +66,7 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
                 continue
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
         except OSError:
-            # Somebody else removes it.
+            # Another process is removing it.
             continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Dataclasses that hold tensors, which `torch.utils._pytree` is told of when they are first met."""
+"""Registration with `torch.utils._pytree` of dataclasses that hold tensors, at first use."""
 
 from __future__ import annotations
 

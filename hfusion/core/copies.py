@@ -1,4 +1,4 @@
-"""Copies of what a module is called with, so that a run of other people's code leaves no trace on it.
+"""Copies of a module's arguments, so that running user code does not change the originals.
 
 Each does what its users need, and no more: `copies` for runs that only write, `aliases` and `contiguous_aliases` for
 tracers, which write nothing but leave marks, `copies_in_like_memory` where the code may see which tensors share memory.

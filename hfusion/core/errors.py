@@ -2,7 +2,7 @@
 
 
 class HFusionError(Exception):
-    """Base class of every error that hfusion raises by itself."""
+    """Base class of all errors that hfusion defines."""
 
 
 class FusionError(HFusionError):
@@ -22,11 +22,11 @@ class PlanError(HFusionError):
 
 
 class CheckpointError(HFusionError):
-    """What was kept of an array or its optimizer is missing, damaged, or of another array."""
+    """A checkpoint is missing, damaged, or belongs to another array."""
 
 
 class NonFiniteError(HFusionError):
-    """A member's loss or gradient is not finite, and its population was told to raise an error then."""
+    """A member's loss or gradient is not finite, in a population with ``on_nonfinite="raise"``."""
 
 
 class SpillError(HFusionError):

@@ -19,7 +19,7 @@ _here = _CompilingThread()
 
 @contextmanager
 def compiling_within(alone: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Whatever this thread compiles inside, it compiles within ``alone()``, before which it holds none of our locks."""
+    """Context manager: this thread compiles within ``alone()``, and releases hfusion's locks before it enters that."""
     before, _here.within = _here.within, alone
     try:
         yield
@@ -54,7 +54,7 @@ class FairLock:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Trace and compile. Who compiles under Dynamo holds its lock when it asks for ours, so that one comes first."""
+    """Context manager to trace and compile. Dynamo's lock comes first: compilations under Dynamo hold it already."""
     from torch._dynamo.convert_frame import compile_lock
 
     with _here.within(), compile_lock, tracing:

@@ -1,4 +1,4 @@
-"""What a function reads besides its arguments: its captured program holds only while that stays the same."""
+"""The state a function reads besides its arguments; a captured program is valid while that is unchanged."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def global_hooks() -> tuple[tuple[str, Same], ...]:
 
 
 def read_state(function: Callable[..., Any]) -> Any:
-    """Everything that ``function`` can read by itself, as a hashable value: attributes, closures, global variables.
+    """Return all state that ``function`` can read besides its arguments, as a hashable value.
 
     Functions that read the same have equal states, whether they are one object or made anew. Tensors count by identity
     and version, but not those of a module, which are looked up in it. A state keeps no tensor alive. None if what is
@@ -98,7 +98,7 @@ def read_state(function: Callable[..., Any]) -> Any:
 
 
 def read_model(module: nn.Module, *more: Any) -> Any:
-    """As `read_state`, everything that a model's forward can read, the code of its classes and of what they use too.
+    """Return all state that a model's forward can read, including the code of its classes, as `read_state` does.
 
     With ``more``, such as the arguments of a call. Modules of torch and Python's own are taken to stay as they are.
     """
@@ -120,7 +120,7 @@ def tensors_of(state: Any) -> Iterator[Tensor]:
 
 
 def root(function: Callable[..., Any]) -> Any:
-    """What functions have in common that are made anew in one place: their code, or their class."""
+    """Return the code of a function, or its class: equal for functions that one line of code creates repeatedly."""
     while isinstance(function, functools.partial | types.MethodType):
         function = function.func if isinstance(function, functools.partial) else function.__func__
     return function.__code__ if isinstance(function, types.FunctionType) else type(function)
@@ -175,14 +175,14 @@ class _ClosureReader:
         )
 
     def _class(self, kind: type) -> Any:
-        """A class, and what it and those it derives from hold: functions, and variables."""
+        """Read a class: the functions and variables of it and its bases."""
         bases = [base for base in kind.__mro__ if not is_installed(base.__module__)]
         held = [
             (name, value)
             for base in bases
             for name, value in list(vars(base).items())
             if (callable(value) or not name.startswith("__")) and not isinstance(value, _DESCRIPTORS)
-            # What makes a model has been done.
+            # Constructors have run already.
             if not (name == "__init__" and issubclass(kind, nn.Module))
         ]
         return (kind, tuple([(name, self.read(_plain_function(value))) for name, value in held]))
@@ -245,11 +245,11 @@ def _is_read(value: object) -> bool:
 
 
 def is_installed(module: str | None) -> bool:
-    """Whether it is torch's, or Python's own."""
+    """Return whether a module is part of torch or of Python's installation."""
     return _fixed(module) or (module or "").partition(".")[0] in sys.stdlib_module_names
 
 
-# What a class has for every object of it, and what has no content to be read.
+# Attributes that every class has, and types without content to read.
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType)
 
 
@@ -261,7 +261,7 @@ def _plain_function(value: Any) -> Any:
 
 
 def _has_slots(kind: type) -> bool:
-    """Whether its objects have attributes, or content in C, beside their ``__dict__``."""
+    """Return whether objects of a class have slots, or content in C, in addition to their ``__dict__``."""
     if kind.__basicsize__ > _PLAIN_SIZE or kind.__itemsize__:
         return True
     return any(name not in ("__dict__", "__weakref__") for base in kind.__mro__ for name in _slots(base))

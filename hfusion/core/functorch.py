@@ -23,7 +23,7 @@ _autograd: Any = torch._C._autograd
 def in_transform() -> bool:
     """Return whether this thread is in a transform of torch.func, or in a `torch.autograd.forward_ad.dual_level`.
 
-    False while `torch.compile` traces, which sees to both by itself.
+    False while `torch.compile` traces, which handles both.
     """
     return not torch.compiler.is_compiling() and (_functorch.peek_interpreter_stack() is not None or in_forward_mode())
 
@@ -73,7 +73,7 @@ def is_wrapped(tensor: Tensor) -> bool:
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """Return the plain tensor that is wrapped, of what `torch.vmap` batches the first sample; a leaf.
+    """Return the wrapped plain tensor as a leaf; of a tensor that `torch.vmap` batches, the first sample.
 
     ``tensor`` itself if no transform has wrapped it.
     """

@@ -1,4 +1,4 @@
-"""What a trace has assumed of the sizes of its inputs, as a question to other inputs."""
+"""Assumptions of a trace about the sizes of its inputs, to be checked on other inputs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Guards:
     _code: tuple[int, str | None] = field(default=(-1, None), repr=False)
 
     def hold(self, shapes: Sequence[Sequence[Any]]) -> bool:
-        """Whether the trace serves inputs of ``shapes``, empty for what is no tensor.
+        """Return whether the trace is valid for inputs of ``shapes``; the shape of a value that is no tensor is empty.
 
-        The sizes may be symbols of another trace, which takes note of what is asked.
+        The sizes may be symbols of another trace, which then records the comparison as a guard.
         """
         pairs = [
             (a if (known := fixed(a)) is None else known, b)
@@ -107,7 +107,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class AllHold:
-    """Whether inputs of some shapes meet what several traces have assumed."""
+    """Checks input shapes against the guards of several traces."""
 
     parts: tuple[Any, ...]
 
@@ -152,6 +152,6 @@ def fixed(size: Any) -> int | None:
 
 
 def open_dims(example: Any) -> frozenset[int]:
-    """The dims of a traced tensor whose sizes are open; none for what is no tensor."""
+    """Return the dynamic dims of a traced tensor; none for other values."""
     sizes = example.shape if isinstance(example, Tensor) else ()
     return frozenset(dim for dim, size in enumerate(sizes) if fixed(size) is None)

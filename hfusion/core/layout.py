@@ -1,4 +1,4 @@
-"""Where the members of an array lie in a value, and how a value moves from one layout to another.
+"""Layouts of the members' values in one tensor, and conversions between them.
 
 With ``S`` the shape that one member sees and ``B`` the number of members:
 

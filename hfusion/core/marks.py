@@ -86,7 +86,7 @@ def mark_stack(stack: Tensor, name: str, rows: Sequence[Tensor], same: Container
     ours: dict[str, Any] = getattr(stack, _OURS, {})
     for key in dict.fromkeys(key for found in values for key in found):
         if key not in vars(stack) or (key in ours and vars(stack)[key] is ours[key]):
-            # What refers to a part of a model is another object in each member.
+            # References to parts of a model are different objects in each member.
             agreed = f"{name}.{key}" in same and not isinstance(values[0][key], Tensor | nn.Module)
             ours[key] = values[0][key] if agreed else DifferingMark(key, name)
             setattr(stack, key, ours[key])

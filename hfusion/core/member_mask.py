@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def mask_of(members: Iterable[int]) -> int:
-    """Return the number whose bits are ``members``."""
+    """Return the bit mask of ``members``."""
     return sum(1 << member for member in members)
 
 

@@ -1,4 +1,4 @@
-"""How a tensor belongs to an array of models.
+"""Marks on tensors that belong to an array of models.
 
 A parameter or buffer of a fused module is either the stack of the members' tensors, ``[B, *shape]``, or one tensor
 that all members share. The mark travels with the tensor, so that optimizers and clipping need only the parameters.
@@ -20,7 +20,7 @@ T = TypeVar("T", bound=torch.Tensor)
 
 @dataclass(frozen=True)
 class Membership:
-    """What a tensor of a fused module is: ``name`` its key in the state dict, ``members`` B.
+    """The mark of a fused module's tensor: ``name`` is its key in the state dict, ``members`` is B.
 
     ``stacked``: the first dimension is the member; otherwise the tensor is one object for all members. ``padded``:
     members' own may be smaller, and are filled up with zeros. ``alone``: the tensor is that of one model, which is in
@@ -37,7 +37,7 @@ class Membership:
 
     @property
     def is_own(self) -> bool:
-        """Whether each member has values of its own in the tensor."""
+        """Whether the tensor holds separate values for each member."""
         return self.stacked or self.alone
 
     def has(self, member: int) -> bool:
@@ -73,5 +73,5 @@ def own_hook(hook: Any) -> Any:
 
 
 def is_own_hook(hook: object) -> bool:
-    """Whether `own_hook` has marked it."""
+    """Return whether a hook was marked by `own_hook`."""
     return hasattr(hook, _OWN_HOOK)

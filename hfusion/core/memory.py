@@ -1,4 +1,4 @@
-"""Where tensors lie in memory, and whether two hold the same values."""
+"""Memory ranges of tensors, and comparison of their values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hfusion.core.marks import user_class
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but numbers at strides."""
+    """Return whether a tensor is a plain strided one, without a subclass or wrapper."""
     known = (type(tensor) in (Tensor, nn.Parameter) or user_class(tensor) is not None) and (
         tensor.layout is torch.strided
     )
@@ -39,7 +39,7 @@ def same_values(one: Tensor, other: Tensor) -> bool:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two plain tensors have memory in common."""
+    """Return whether two plain tensors overlap in memory."""
     if not (is_plain(one) and is_plain(other)) or one.device != other.device or not (one.numel() and other.numel()):
         return False
     (first, end), (start, last) = _extent(one), _extent(other)

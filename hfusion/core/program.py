@@ -19,7 +19,7 @@ from hfusion.core.text import aligned
 
 
 class Kind(enum.Enum):
-    """Where a graph's input comes from."""
+    """The source of a graph's input."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -39,7 +39,7 @@ class Slot:
 class Capture:
     """One member's forward as a graph of ATen operators without in-place writes.
 
-    ``slots`` describe the placeholders in order; ``constants`` are the tensors that the graph holds by itself.
+    ``slots`` describe the placeholders in order; ``constants`` are tensors that belong to the graph.
     ``guards`` tells whether the graph holds for inputs of other shapes, empty for what is no tensor; ``modes`` are the
     submodules whose train or eval mode forward changes, by path. ``calls`` are the operators that the code called, and
     ``meta["call"]`` of a node its place there; ``size_uses`` the numbers that met sizes that vary. ``needs_strides``:
@@ -63,7 +63,7 @@ class Capture:
 
     @property
     def open_dims(self) -> list[frozenset[int]]:
-        """For each input, the dims whose sizes are left open."""
+        """Return the dynamic dims of each input."""
         return input_dims(self.graph, self.slots)
 
 
@@ -79,7 +79,7 @@ def of_kind(graph: fx.Graph, slots: Sequence[Slot], kind: Kind) -> frozenset[str
 
 
 def input_dims(graph: fx.Graph, slots: Sequence[Slot]) -> list[frozenset[int]]:
-    """For each input of a member's graph, the dims whose sizes are left open."""
+    """Return the dynamic dims of each input of a member's graph."""
     pairs = zip(graph.find_nodes(op="placeholder"), slots, strict=True)
     return [open_dims(node.meta.get("val")) for node, slot in pairs if slot.kind is Kind.INPUT]
 
@@ -118,7 +118,7 @@ class Program:
 
     @property
     def copies(self) -> int:
-        """How many transitions between layouts copy."""
+        """Number of layout conversions that copy."""
         nodes = self.module.graph.nodes
         return sum(bool(node.meta.get("transition")) and node.target in COPYING for node in nodes)
 
@@ -172,9 +172,9 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def describe_graph(title: str, module: fx.GraphModule | fx.Graph, members: int = 0) -> str:
-    """A graph of calls whose values stand in ``meta["val"]``, a line for each: name, shape, call, line of the source.
+    """Print a graph with values in ``meta["val"]``, a line per call: name, shape, call, line of the source.
 
-    Of a module that calls further graphs, these below it. ``members``: of an array whose values tell their layouts.
+    Graphs that it calls follow below it. ``members``: the number of members, if values have layouts.
     """
     graph = module.graph if isinstance(module, fx.GraphModule) else module
     names = {node: node.name for node in graph.nodes}
@@ -197,7 +197,7 @@ def _call_row(node: fx.Node, names: dict[fx.Node, str], members: int) -> tuple[s
 
 
 def describe_value(example: Any, layout: Layout | None, members: int) -> str:
-    """Such as ``f32[N,3*16,32,32]``: N a varying size, ``3*16`` members beside one another in the channels."""
+    """Print a value such as ``f32[N,3*16,32,32]``: N is a dynamic size, ``3*16`` are packed channels of members."""
     if isinstance(example, list | tuple):
         return "(" + ", ".join(describe_value(part, layout, members) for part in example) + ")"
     if not isinstance(example, Tensor):

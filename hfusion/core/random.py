@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def draws_random(target: object) -> bool:
-    """Whether an operator draws from torch's generators, so that no two calls of it are alike."""
+    """Return whether an operator draws from torch's generators, so that two calls give different results."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
@@ -46,7 +46,7 @@ def recording() -> Iterator[list[Tensor]]:
 
 
 def draw(sample: Callable[[], Tensor]) -> Tensor:
-    """``sample()``, the stacked draws ``[B, *S]`` of the members who draw, noted where a recording is active."""
+    """Return ``sample()``, the stacked draws ``[B, *S]`` of the drawing members; note it if a recording is active."""
     drawn = sample()
     if _active.draws is not None:
         _active.draws.append(drawn.detach().clone())
@@ -54,7 +54,7 @@ def draw(sample: Callable[[], Tensor]) -> Tensor:
     return drawn
 
 
-# Beside a recorded draw: the members who draw, None for all.
+# Stored with a recorded draw: the members that draw, None for all.
 _ROWS = "_hfusion_rows"
 
 
@@ -94,7 +94,7 @@ class DrawnBy:
 
 @functools.lru_cache(maxsize=256)
 def drawn_by(fn: Callable[..., Any]) -> DrawnBy:
-    """Return ``fn`` as a function of the rows of those who draw, and of its arguments."""
+    """Return ``fn`` as a function of the rows that draw, followed by its arguments."""
     return DrawnBy(fn)
 
 
@@ -158,10 +158,10 @@ class MemberSeeds:
         return (first >> 5).to(dtype) * 2.0**-27 + (second >> 6).to(dtype) * 2.0**-53
 
     def _stored(self, keys: Tensor) -> Tensor:
-        """``keys``, in memory: what is concatenated inductor stores.
+        """Return ``keys`` such that Inductor stores them in memory, as it does with concatenated tensors.
 
-        Else it writes the hash of a key into that of each number; so it takes 4 s of Python instead of 8 for a step
-        with one dropout in float64.
+        Otherwise it inlines the hash of a key into that of each number: compiling a step with one dropout in float64
+        takes 8 s of Python in place of 4.
         """
         return torch.cat([keys, self.seeds])[: keys.shape[0]]
 
@@ -179,7 +179,7 @@ def _hashed(numbers: Tensor) -> Tensor:
 
 
 class _Seeded(threading.local):
-    """``make``: gives the seeds of ``source`` when it is first asked for."""
+    """A source of seeds; ``make`` creates them at first use."""
 
     source: MemberSeeds | None = None
     make: Callable[[], Tensor] | None = None
@@ -190,10 +190,10 @@ _seeded = _Seeded()
 
 
 def member_seeds() -> MemberSeeds | None:
-    """Where this thread takes random numbers from just now, if not from torch's generator."""
+    """Return the active source of random numbers of this thread; None for torch's generator."""
     if _seeded.make is None:
         return _seeded.source
-    # A mode looks at what is captured meanwhile, of which nothing is a member's. Private to torch: as of 2.11 to 2.13.
+    # During capture under a mode, values belong to no member. Private to torch: as of 2.11 to 2.13.
     if torch._C._len_torch_dispatch_stack():
         return None
     if _seeded.source is None:

@@ -1,4 +1,4 @@
-"""Where runs are saved that were started by ``python -m hfusion run SCRIPT --resume FOLDER``."""
+"""Checkpoint folders of runs that were started by ``python -m hfusion run SCRIPT --resume FOLDER``."""
 
 from __future__ import annotations
 

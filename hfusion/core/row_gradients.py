@@ -1,4 +1,4 @@
-"""The gradient of a stack and those of its members are one: what changes on one side is seen on the other.
+"""Gradients of a stack and of its members as one memory, so that changes on either side are seen on the other.
 
 ``stack.grad`` is ``[B, *shape]``; the parameters of a member are leaves of their own, in the memory of its row, with a
 ``grad`` of their own. These are tied: a member's is a view of its row of the stack's. A row of which a member has no
@@ -39,7 +39,7 @@ def settle(params: Iterable[Tensor]) -> None:
 class RowGradients:
     """Ties the gradient of ``stack`` to those of members' parameters, ``rows[b]``, which lie in its memory.
 
-    ``watched`` are the rows whose gradients somebody may look at or set, which are settled whenever autograd runs.
+    ``watched``: rows whose gradients user code may read or set; they are synchronised whenever autograd runs.
     """
 
     def __init__(self, stack: Tensor, watched: set[int]) -> None:
@@ -71,7 +71,7 @@ class RowGradients:
         self.settle([row])
 
     def release(self, row: int) -> None:
-        """Let go of the gradient of member ``row``, at which nobody can look; `settle` finds it again."""
+        """Release the gradient of member ``row``, which no user code references; `settle` restores it."""
         self.rows[row].grad = None
         self._left.pop(row, None)
 
@@ -109,7 +109,7 @@ class RowGradients:
             hook.remove()
 
     def before(self, grad: Tensor) -> Tensor:
-        """What the stack is to accumulate of ``grad``: nothing for members that do not train it."""
+        """Return the part of ``grad`` that the stack accumulates: zero for members that do not train it."""
         self.settle()
         whole, frozen = self.stack.grad, frozen_rows(self.stack)
         if frozen is None and whole is None:
@@ -125,7 +125,7 @@ class RowGradients:
         if whole is not None and (self._absent is not None or absent_rows(whole) is not None):
             absent = torch.zeros(len(whole), dtype=torch.bool) if self._absent is None else self._absent
             if live is not None:
-                # The end of the pass tells of the others.
+                # The others are handled at the end of the pass.
                 before = absent_rows(whole)
                 absent = absent if before is None else absent | (before & ~live)
             mark_absent(whole, absent)
@@ -172,7 +172,7 @@ class RowGradients:
         self._whole = stack.grad
 
     def _moved(self) -> bool:
-        """Whether the stack is elsewhere for a while, as in a run over devices: its members follow afterwards."""
+        """Whether the stack is on another device during a run; its members follow afterwards."""
         stack, row = self.stack, next(iter(self.rows.values()), None)
         return row is not None and (stack.device != row.device or not fits_row(row, stack))
 

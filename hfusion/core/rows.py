@@ -63,7 +63,7 @@ def row_of(row: Any, members: int) -> int:
 
 
 def is_row(rows: Any) -> bool:
-    """Whether it is one row, not several: arrays of numbers have ``__index__``, too."""
+    """Return whether the argument is a single row. Arrays of one number have ``__index__``, too."""
     return hasattr(rows, "__index__") and getattr(rows, "ndim", 0) == 0
 
 

@@ -1,4 +1,4 @@
-"""What people look at while something runs."""
+"""Progress output in terminals, notebooks and log files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _REDRAW, _REDRAW_NOTEBOOK = 0.1, 0.5
 
 
 def redraws(console: Console) -> bool:
-    """Whether what was drawn can be drawn over: in a terminal, and in a notebook.
+    """Return whether output can be redrawn, as in a terminal or a notebook.
 
-    Elsewhere, as in the file of a batch job, everything that is drawn stays.
+    In other places, such as the log file of a batch job, all output stays.
     """
     if console.is_jupyter:
         return find_spec("IPython") is not None
@@ -33,7 +33,7 @@ class ProgressBars:
     """
 
     def __init__(self, console: Console, *columns: ProgressColumn) -> None:
-        # Imported late: not everybody looks at bars.
+        # Imported late: only progress bars need it.
         from rich.progress import Progress
 
         self.draws = redraws(console)
@@ -78,14 +78,14 @@ class ProgressBars:
 
 
 def plain(text: str) -> TextColumn:
-    """A column with what is in ``text``, such as ``{task.description}``, as it is."""
+    """Return a column that prints ``text``, such as ``{task.description}``, without markup."""
     from rich.progress import TextColumn
 
     return TextColumn(text, markup=False)
 
 
 class Tenths:
-    """Which steps are worth a line where lines stay: those that complete another tenth; ``done`` were made before."""
+    """Select the steps to log where output cannot be redrawn: every tenth. ``done``: steps of an earlier run."""
 
     def __init__(self, done: int, total: int) -> None:
         self._told = _tenths(done, total)

@@ -93,7 +93,7 @@ class _Notes(type):
 
 
 class _Never(Warning):
-    """Given by nobody."""
+    """A warning category that no code raises."""
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def noted(category: type[Warning]) -> Iterator[list[str]]:
     notes = _Notes.of(category)
     entry: Any = ("ignore", notes, notes, None, 0)
     with _LOCK:
-        # Python asks the filters once for each place in code, until it is told by this that they are others.
+        # Python caches the filters' decision per code location until this call invalidates it.
         warnings.simplefilter("ignore", _Never)
         warnings.filters[:1] = [entry]  # type: ignore[index]
     try:

@@ -36,7 +36,7 @@ def file_name(name: str, safe: str = "") -> str:
         found = f"%2E{found[1:]}"
     if 0 < len(found) <= MAX_FILE_NAME:
         return found
-    # No other name gives a percent sign before what is no digit.
+    # Only these names have a percent sign before a character that is no digit.
     return f"{found[:MAX_FILE_NAME]}%~{blake2b(name.encode(), digest_size=16).hexdigest()}"
 
 

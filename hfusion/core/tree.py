@@ -21,7 +21,7 @@ def leaves(tree: Any, kind: Kind) -> Iterator[Any]:
 
 
 def holds(tree: Any, kind: Kind) -> bool:
-    """Whether an item of ``kind`` stands in a tree."""
+    """Return whether a tree contains an item of ``kind``."""
     return any(True for _ in leaves(tree, kind))
 
 

@@ -1,4 +1,4 @@
-"""Which members have used a parameter in a step: alone, a model has no gradient of one that it has not used.
+"""Track which members used a parameter in a step: a model alone has no gradient for an unused parameter.
 
 A looped submodule may branch on values, so that a parameter reaches the losses of some members only. Its gradient is a
 stack all the same, with zeros in the rows of the others, and an optimizer would decay these and count a step. So a run
@@ -37,7 +37,7 @@ _MAX_PASSES = 16
 
 
 def absent_rows(grad: Tensor) -> Tensor | None:
-    """The members, bool ``[B]``, whose rows of a stacked gradient stand for none at all; None if all have one."""
+    """Return the members, bool ``[B]``, that have no gradient in a stacked one; None if all have one."""
     return getattr(grad, _ABSENT, None)
 
 
@@ -77,7 +77,7 @@ def taken(value: Tensor, members: int) -> Tensor:
 
 
 def never_reached(leaf: Tensor) -> Tensor | None:
-    """The members, bool ``[B]``, by whose losses the last pass did not reach what a part took; None if unknown."""
+    """Return the members, bool ``[B]``, whose losses did not reach an input of a part; None if unknown."""
     missing: Tensor | None = vars(leaf).pop(_MISSING, None)
     return missing
 
@@ -99,13 +99,13 @@ _seen = threading.Event()
 
 
 def any_absent() -> bool:
-    """Whether any gradient of this process has had such rows; to ask every gradient costs more."""
+    """Return whether any gradient of this process has had absent rows, which is cheaper than checking each gradient."""
     return _seen.is_set()
 
 
 @dataclass(eq=False)
 class _Sink:
-    """A value that something took: a looped submodule, row by row, or the caller.
+    """A consumer of a value: a looped submodule, row by row, or the caller.
 
     ``leaves``: the parameters on which it depends past no result of a looped submodule. ``excluded``: the members,
     as a mask, whose gradients do not count.
@@ -181,7 +181,7 @@ class _Pass:
 
 _passes: dict[int, _Pass] = {}
 
-# Called for each leaf whose gradient a pass has marked.
+# Callbacks for each leaf whose gradient a pass has marked.
 listeners: list[Callable[[Tensor], None]] = []
 
 
@@ -204,7 +204,7 @@ def note_cleared(leaf: Tensor, member: int) -> None:
 
 
 def reached(leaf: Tensor) -> Tensor | None:
-    """The members, bool ``[B]``, by whose losses the present backward pass has reached a leaf; None for all."""
+    """Return the members, bool ``[B]``, whose losses have reached a leaf in this backward pass; None for all."""
     found = _passes.get(torch._C._current_graph_task_id())
     if found is None or leaf not in found.before:
         return None
@@ -226,7 +226,7 @@ class ProgramRun:
         self._total: int = getattr(_active, "total", 0)
 
     def _members(self, members: int) -> tuple[Sequence[int], int]:
-        """The rows of those who run, and the number of members of the array."""
+        """Return the rows that run, and the number of members of the array."""
         return (range(members), members) if self._rows is None else (self._rows, self._total)
 
     def took(self, rows: Sequence[Tensor]) -> None:
@@ -283,7 +283,7 @@ def _arrived(sink: _Sink, places: Sequence[tuple[int, int]], grads: Sequence[Ten
 
 
 def _behind(nodes: Sequence[Node]) -> tuple[set[Tensor], list[Any]]:
-    """The stacked parameters before ``nodes`` and the joined results, without what is before these."""
+    """Return the stacked parameters upstream of ``nodes``, stopping at joined results, and those results."""
     leaves: set[Tensor] = set()
     joins: list[Any] = []
     met: set[Node] = set()
@@ -305,7 +305,7 @@ def _behind(nodes: Sequence[Node]) -> tuple[set[Tensor], list[Any]]:
 
 
 class Join(torch.autograd.Function):
-    """`torch.stack` of the members' results, which gives no gradient to a member whose part nothing has used."""
+    """`torch.stack` of the members' results, without a gradient for members whose part is unused."""
 
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
@@ -350,7 +350,7 @@ def watched(run: Callable[..., Any], members: int | None = None) -> Callable[...
     """
 
     def call(*inputs: Any) -> Any:
-        # An array that a member of another one holds: whose gradients are asked for are the members of that one.
+        # For an array inside a member of another array, the members of the outer one are tracked.
         inside = running() is not None
         if inside or not torch.is_grad_enabled() or in_transform():
             with _as_run(None):
@@ -377,7 +377,7 @@ def of_rows(rows: Sequence[int], total: int) -> Iterator[None]:
 
 @contextmanager
 def watching_row(tensors: Sequence[Tensor], member: int, total: int) -> Iterator[None]:
-    """In which a member of an array of ``total`` runs by itself, with ``tensors``, rows of stacked parameters."""
+    """Context manager in which one member of ``total`` runs alone on ``tensors``, rows of stacked parameters."""
     if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         yield
         return
