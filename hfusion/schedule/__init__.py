@@ -1,1 +1,1 @@
-"""What runs when: shards, plans, policies, timelines; numbers only."""
+"""Scheduling of shards: plans, policies and timelines, without tensors."""

@@ -1,4 +1,4 @@
-"""What a device does for a shard, in numbers: one action is one line of text, which parses back."""
+"""Actions of a device on a shard, as data; each prints as one line of text, which parses back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ActionError(HFusionError):
 
 
 class Act(StrEnum):
-    """What an action does."""
+    """The kind of an action."""
 
     LOAD = "LOAD"
     FORWARD = "FORWARD"
@@ -34,7 +34,7 @@ _LANES = {Act.LOAD: "in", Act.EVICT: "out"}
 
 
 class Section(StrEnum):
-    """A part of what a shard has on a device: its state, the values at its cuts, what it saves for its backward."""
+    """A section of a shard's memory on a device: its state, values at its cuts, or activations saved for backward."""
 
     WEIGHTS = "weights"
     OPTIMIZER = "optimizer"
@@ -45,12 +45,12 @@ class Section(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action on one shard, in a list whose order one device can follow.
+    """One action on one shard, in a list whose order a single device can follow.
 
-    It takes ``takes`` bytes of the device when it begins and frees ``frees`` when it ends; it copies ``moves`` bytes or
-    computes for ``seconds``. ``sections``: what a LOAD brings, and its EVICT takes away. ``after``: what must have
-    ended, by its place in the list; ``~k`` stands for the last EVICT of shard ``k`` in minibatches before. A LOAD may
-    be hoisted over all else.
+    It allocates ``takes`` bytes on the device when it starts and releases ``frees`` when it ends; it copies ``moves``
+    bytes or computes for ``seconds``. ``sections``: loaded by a LOAD and removed by its EVICT. ``after``: indices of
+    actions that must have ended; ``~k`` is the last EVICT of shard ``k`` in earlier minibatches. A LOAD may be hoisted
+    over all other actions.
     """
 
     act: Act

@@ -1,7 +1,7 @@
-"""Who runs next: what a policy is told of the tasks.
+"""Choice of the next task: the view of the tasks that a policy gets.
 
 A task is in one of three states: it waits; a device runs a unit of it, or has chosen it for its next one; it is
-done. Tasks are named by their position in the plan. What a unit took replaces what was estimated for those like it.
+done. Tasks are identified by their index in the plan. The measured time of a unit replaces the estimate for its kind.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def _sort(unit: Unit) -> tuple[Phase, int, bool]:
 
 @dataclass(slots=True)
 class _Progress:
-    """How far a task is: the unit that begins next, None if all have begun, and what the policy sees of it.
+    """Progress of a task: the unit that starts next, None if all have started, and its view for the policy.
 
-    ``units``: of the task; ``seconds``: of a unit, by its sort; ``left``: how many have not begun.
+    ``units``: of the task; ``seconds``: of a unit, by kind; ``left``: number of units that have not started.
     """
 
     plan: TaskPlan
@@ -65,11 +65,11 @@ class Dispatcher:
             self.add_waiting(number)
 
     def choose(self, budget: int, running: int | None) -> int | None:
-        """The task that a device of ``budget`` bytes runs next; if it waited, it waits no longer.
+        """Return the task that a device of ``budget`` bytes runs next, and remove it from the waiting ones.
 
-        ``running``: the task whose unit the device has begun; it may be chosen if it has units left, and is
-        where its next unit must follow at once. None: nothing that waits fits the device, and it is not to go on.
-        Raises PlanError where the policy gives something else.
+        ``running``: the task whose unit the device has started. It may be chosen again if it has units left, and must
+        be if its next unit has to follow immediately. Returns None if no waiting task fits the device and the running
+        one does not continue. Raises PlanError if the policy returns another value.
         """
         present = None
         if running is not None and (after := self._tasks[running].next) is not None:
@@ -140,9 +140,9 @@ class Dispatcher:
             self._waiting.add(self._tasks[task].candidate)
 
     def has_waiting(self) -> bool:
-        """Whether any task waits."""
+        """Return whether any task is waiting."""
         return bool(self._waiting)
 
     def unfinished(self) -> bool:
-        """Whether any task has units that have not begun."""
+        """Return whether any task has units that have not started."""
         return self._begun < self._units

@@ -30,7 +30,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def draw_bytes(tasks: Sequence[TaskPlan], devices: Mapping[str, int], axes: Axes) -> None:
-    """The bytes of each task by kind, and what it needs of a device, against the budgets."""
+    """Draw the bytes of each task by kind, and its need on a device, next to the devices' budgets."""
     names = [task.name for task in tasks]
     left = [0.0] * len(names)
     for kind in ("weights", "gradients", "optimizer", "activations"):

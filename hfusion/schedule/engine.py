@@ -1,7 +1,7 @@
-"""The one engine: it decides what each device does, and a worker does it, for real or in numbers.
+"""The engine: it decides what each device does, and a worker executes or simulates it.
 
-A device computes one unit while the next shard is loaded beside it (double buffering). What comes next is chosen when a
-unit begins. All decisions are taken in one thread, between the ends of actions; nobody takes bytes that are not free.
+A device computes one unit while it loads the next shard (double buffering). The next unit is chosen when one starts.
+All decisions are made in one thread, when an action ends; an action starts only if its bytes are free.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _HeldShard:
 
 @dataclass(eq=False)
 class _Run:
-    """Where a task stands. ``unit``: the one that began last; ``gone``: the last eviction of each shard."""
+    """State of a task. ``unit``: the one that started last; ``gone``: the last eviction of each shard."""
 
     number: int
     plan: TaskPlan
@@ -51,9 +51,9 @@ class _Run:
 
 @dataclass(eq=False)
 class _Visit:
-    """A unit that a device runs, or runs next. ``tickets``: of what it computes, from when that begins to its end.
+    """A unit that a device runs, or runs next. ``tickets``: of its computations, from their start to their end.
 
-    ``seconds``: of what has ended; ``empty``: nothing is computed, as its task was stopped.
+    ``seconds``: of ended actions; ``empty``: nothing is computed because the task was stopped.
     """
 
     run: _Run
@@ -68,7 +68,7 @@ class _Visit:
 
     @property
     def loads(self) -> list[Ticket | None]:
-        """Of what it needs; None: that cannot begin yet."""
+        """Tickets of the loads it needs; None for one that cannot start yet."""
         return [self.run.held[shard].ticket for shard in self.actions.needs]
 
     @property
@@ -79,10 +79,10 @@ class _Visit:
 
 @dataclass(eq=False)
 class _DeviceState:
-    """A device. ``current``: what it runs, ``queued``: what it runs next.
+    """State of a device. ``current``: the unit that runs, ``queued``: the next one.
 
-    ``loads``: those that wait for room or for evictions, in order. ``parked``: resident tasks that are loaded there but
-    do not run, oldest first.
+    ``loads``: loads that wait for memory or for evictions, in order. ``parked``: resident tasks that are loaded but do
+    not run, oldest first.
     """
 
     number: int
@@ -154,7 +154,7 @@ class Engine:
 
     @property
     def timeline(self) -> Timeline:
-        """What has ended so far."""
+        """Return the actions that have ended so far."""
         spans = sorted(self._spans, key=lambda span: span.start)
         return Timeline(tuple(spans), tuple(self._plan.devices), self._plan.lower_bound)
 
@@ -164,7 +164,7 @@ class Engine:
         return {device.name: device.peak for device in self._devices}
 
     def done(self, task: int) -> bool:
-        """Whether all units of a task have run and its state is at home."""
+        """Return whether all units of a task have run and its state is back in host memory."""
         run = self._runs[task]
         at_home = not run.held and all(ticket.done for ticket in run.gone.values())
         return self._dispatcher.next(task) is None and at_home
@@ -192,7 +192,7 @@ class Engine:
                 self._leave_visit(device, visit)
         self._advance(device)
         if run.device is not None and run.device is not device:
-            # It may wait for what has left here.
+            # It may wait for bytes that were freed here.
             self._advance(run.device)
 
     def _leave_visit(self, device: _DeviceState, visit: _Visit) -> None:
@@ -212,7 +212,7 @@ class Engine:
         self._wake()
 
     def _stop(self, device: _DeviceState, run: _Run) -> None:
-        """Let a task whose unit has ended end: what it has queued is empty and takes it away, else it leaves now."""
+        """End a stopped task after its unit: by an empty unit if one is queued, else immediately."""
         queued = device.queued is not None and device.queued.run is run
         self._dispatcher.end(run.number, int(queued))
         if device.queued is not None and queued:
@@ -221,7 +221,7 @@ class Engine:
             self._leave(device, run)
 
     def _promote(self, device: _DeviceState) -> None:
-        """What was queued is next."""
+        """Start the queued unit."""
         device.current, device.queued = device.queued, None
         if device.current is not None and device.current.begun:
             device.take(device.current.actions.takes)
@@ -267,11 +267,11 @@ class Engine:
                 device.note()
 
     def _there(self, visit: _Visit) -> bool:
-        """Whether all that a unit needs is loaded, so that it runs."""
+        """Return whether everything a unit needs is loaded."""
         return all(ticket is not None and ticket.done for ticket in visit.loads)
 
     def _can_begin(self, device: _DeviceState, visit: _Visit, size: int) -> bool:
-        """Whether all that a unit needs is there, or on its way, and the bytes that it takes are free."""
+        """Return whether everything a unit needs is loaded or loading, and the bytes it takes are free."""
         return None not in visit.loads and device.fits(size)
 
     def _compute(self, device: _DeviceState, visit: _Visit) -> None:
@@ -298,14 +298,14 @@ class Engine:
             self._load(device)
 
     def _reuses(self, device: _DeviceState, run: _Run, before: Unit, after: Unit, held: _HeldShard) -> bool:
-        """Whether what is loaded for a unit is all that the next one needs, and can stay until that is evicted."""
+        """Return whether the next unit needs only shards that are loaded for this one and can stay until then."""
         actions = run.plan.actions_of(after)
         if before.shard != after.shard or actions.load is None:
             return before.shard == after.shard
         return actions.load.sections <= held.load.sections and held.load.takes + actions.beside <= device.budget
 
     def _queue(self, device: _DeviceState, run: _Run) -> None:
-        """Let a task's next unit come next on a device, and load what it needs as early as that can be."""
+        """Queue a task's next unit on a device, and load what it needs as early as possible."""
         unit = self._dispatcher.next(run.number)
         assert unit is not None
         device.queued = visit = _Visit(run, unit, run.plan.actions_of(unit))
@@ -352,7 +352,7 @@ class Engine:
         run.device = None
 
     def _evict(self, device: _DeviceState, run: _Run, shard: int, *, leaves: bool = False) -> None:
-        """Evict a shard once it is used no longer; ``leaves``: and what its task has on the device beside shards."""
+        """Evict a shard when it is no longer used; ``leaves``: also the other memory of its task on the device."""
         held = run.held.pop(shard)
         if held.ticket is None:
             device.loads.remove((run, held))

@@ -1,4 +1,4 @@
-"""What must come after what: the actions of a minibatch as a graph, which networkx holds and walks."""
+"""Dependency graph of the actions of a minibatch, in networkx."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def graph(name: str, actions: Sequence[Action], load_rate: float, evict_rate: float) -> networkx.DiGraph[Any]:
-    """A node ``(name, place)`` for each action, with the ``action`` and its ``seconds``; an edge to what comes after.
+    """Return the dependency graph: nodes ``(name, index)`` with the ``action`` and its ``seconds``.
 
-    Raises PlanError where actions wait for one another in a circle, or for one that is not there.
+    Raises PlanError if actions wait for each other in a cycle, or for one that does not exist.
     """
     import networkx
 
@@ -46,7 +46,7 @@ def earliest_ends(made: networkx.DiGraph[Any]) -> dict[Any, float]:
 
 
 def critical_path(made: networkx.DiGraph[Any]) -> list[Any]:
-    """The longest path to an action that computes, in order: what is evicted after that is not waited for."""
+    """Return the longest path that ends in a computation; later evictions do not count."""
     ends = earliest_ends(made)
     before = [node for node in made if made.nodes[node]["action"].act is not Act.EVICT]
     path: list[Any] = []

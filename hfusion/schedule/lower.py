@@ -1,4 +1,4 @@
-"""From the shards of a task to the actions of one minibatch: `lower`. The bytes of shards are said here only.
+"""From the shards of a task to the actions of one minibatch: `lower`. Bytes of shards are counted here only.
 
 A spilled task keeps its state in host memory: what a shard needs is loaded before it computes and evicted afterwards,
 and its backward recomputes it from what is alive at its input cut (Hydra, arXiv:2110.08633; recomputation: Chen et al.,
@@ -26,7 +26,7 @@ class Resident:
     """All shards are on the device, with all that they save for their backward."""
 
     def pins(self, shard: int, count: int) -> bool:
-        """Whether a shard stays on the device while the task of ``count`` shards does."""
+        """Return whether a shard stays on the device as long as its task of ``count`` shards."""
         return True
 
 
@@ -37,7 +37,7 @@ class Spilled:
     keeps_last: bool = False
 
     def pins(self, shard: int, count: int) -> bool:
-        """Whether a shard stays on the device while the task of ``count`` shards does."""
+        """Return whether a shard stays on the device as long as its task of ``count`` shards."""
         return self.keeps_last and shard == count - 1
 
 
@@ -173,7 +173,7 @@ class _ActionList:
 
     @property
     def _sections(self) -> frozenset[Section]:
-        """What a backward needs."""
+        """Sections that a backward needs."""
         gone = {Section.OPTIMIZER} if self.clip else set()
         return _STATE - gone - (set() if self.carried else {Section.GRADIENTS}) | {Section.BOUNDARY}
 
@@ -181,7 +181,7 @@ class _ActionList:
         return self.memory.pins(index, len(self.shards))
 
     def _backward_follows(self, index: int) -> bool:
-        """Whether the backward follows the forward at once, so that what is saved for it takes room from then on."""
+        """Return whether the backward follows immediately, so that saved activations take memory from then on."""
         return index == len(self.shards) - 1 and not self._resident
 
     def _at(self, index: int) -> int:
@@ -201,7 +201,7 @@ class _ActionList:
         return part.weights + (0 if self.clip else part.optimizer) + self._gradients(part)
 
     def _begin(self, index: int, sections: frozenset[Section], size: int, moves: int | None = None) -> None:
-        """Load a shard, and beside the first one what is pinned."""
+        """Load a shard; with the first one, also the pinned shards."""
         if not self._pins(index):
             self._load(index, sections, size, size if moves is None else moves, self.shards[index].borrows)
         if self.computed is None:
@@ -224,7 +224,7 @@ class _ActionList:
     def _compute(
         self, act: Act, index: int, seconds: float = 0.0, takes: int = 0, frees: int = 0, moves: int = 0
     ) -> None:
-        # On a resident task's device a shard uses what it borrows where that is.
+        # On a resident task's device a shard uses borrowed tensors in place.
         needed = (index, *self.shards[index].borrows) if self._resident else (index,)
         after = {self.loaded[shard] for shard in needed} | ({self.computed} if self.computed is not None else set())
         self.computed = len(self.actions)

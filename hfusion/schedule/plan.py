@@ -82,7 +82,7 @@ class Plan:
         return max(max(map(self._longest, self.tasks)), work / len(self.devices))
 
     def _longest(self, task: TaskPlan) -> float:
-        """Seconds of a task that waits for nobody: nothing is loaded when its first minibatch begins."""
+        """Return the seconds of a task that never waits, with nothing loaded at its first minibatch."""
         first = task.seconds
         if task.closes(0):
             computing = math.fsum(action.seconds for action in task.training)
@@ -93,9 +93,9 @@ class Plan:
         return graph(task.name, task.training, self.load_rate, self.evict_rate)
 
     def graph(self) -> networkx.DiGraph[Any]:
-        """What must come after what in a minibatch of every task, after which its optimizer steps.
+        """Return the dependency graph of one minibatch of every task, with its optimizer step.
 
-        A node ``(task, place)`` for each action, with the ``action`` and its ``seconds``.
+        Nodes are ``(task, index)``, with the ``action`` and its ``seconds``.
         """
         import networkx
 
@@ -122,9 +122,9 @@ class Plan:
         return html.folded(self._headline(), html.table(_HEAD, rows, len(self.tasks)), is_open=True)
 
     def draw(self, path: str | Path) -> None:
-        """Draw the bytes of each task against the budgets, and below what must come after what, its longest path red.
+        """Draw the bytes of each task next to the budgets, and below the dependency graph with its longest path in red.
 
-        That is of the task whose minibatch takes longest. Raises ImportError without matplotlib.
+        The graph is of the task with the longest minibatch. Raises ImportError without matplotlib.
         """
         longest = max(self.tasks, key=lambda task: longest_seconds(self._graph(task)), default=None)
         heights = [1.6 + 0.35 * len(self.tasks), 1.6 + 0.45 * len(longest.shards if longest else ())]
@@ -137,7 +137,7 @@ class Plan:
 
 
 def _stays(task: TaskPlan) -> str:
-    """What a task keeps on its device."""
+    """Describe what a task keeps on its device."""
     return "all" if task.resident else readable(sum(map(task.host_bytes, task.pinned))) if task.pinned else "-"
 
 

@@ -1,4 +1,4 @@
-"""Which unit a device runs next. Policies are pure functions that simulator and executor share.
+"""Policies, which choose the next unit of a device: pure functions that simulator and executor share.
 
 The caller keeps the state: the tasks that wait, in a heap that is sorted the way the policy wants, so that a
 decision looks at two candidates and costs the logarithm of the number of tasks.
@@ -72,10 +72,10 @@ class Waiting:
 
 
 class State(NamedTuple):
-    """What a device that asks for work shows to the policy.
+    """The state of a device that asks a policy for work.
 
-    ``budget``: its bytes; ``running``: how its present task would go on, None without one; ``waiting``: to be
-    read only; ``share``: seconds of computing in units that have not begun, over the number of devices.
+    ``budget``: its bytes; ``running``: the next unit of its current task, None without one; ``waiting``: read-only;
+    ``share``: seconds of all units that have not started, divided by the number of devices.
     """
 
     budget: int

@@ -1,4 +1,4 @@
-"""What is scheduled: a phase of a shard, and what a shard needs and costs."""
+"""Shards with their costs, and units: one phase of one shard."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Shard:
-    """Nodes ``[first, last)`` of the linearised graph, and what one minibatch of all members costs there.
+    """Nodes ``[first, last)`` of the linearised graph, with the costs of one minibatch of all members.
 
     Bytes on the device:
         weights: parameters and buffers.
         gradients: of the parameters that are trained.
         optimizer: state of the optimizer for them.
         activations: saved between forward and backward inside the shard.
-        workspace: the most that is alive for a moment while one of its nodes runs forward.
-        peak: the most that is alive for a moment of its backward: gradients, activations, temporaries.
-        boundary: what is alive at its output cut, inputs of later shards included; 0 for the last shard.
+        workspace: peak of temporaries while one of its nodes runs forward.
+        peak: peak of its backward: gradients, activations, temporaries.
+        boundary: values alive at its output cut, including inputs of later shards; 0 for the last shard.
     Seconds: ``forward``, ``backward`` (without the recomputation), ``step`` (its optimizer step).
-    ``frozen``: those bytes of ``weights`` that training never changes, so that they need not be written back.
-    ``borrows``: earlier shards to which some of its tensors belong, such as tied weights.
-    ``passing``: bytes, the most that is alive for a moment of a forward that saves nothing; None: all that it makes.
+    ``frozen``: bytes of ``weights`` that training never changes, which are not written back.
+    ``borrows``: earlier shards that own some of its tensors, such as tied weights.
+    ``passing``: peak bytes of a forward that saves nothing; None: all values of the forward.
     """
 
     index: int
@@ -71,7 +71,7 @@ class Shard:
             raise PlanError(f"shard {self.index} borrows from {self.borrows}: give shards before it")
 
     def of_larger(self, growth: float) -> Shard:
-        """Return what it costs to evaluate a minibatch whose values take ``growth`` times as many bytes."""
+        """Return the shard with the costs of evaluating a minibatch whose values take ``growth`` times the bytes."""
         passing = self.activations + self.workspace if self.passing is None else self.passing
         return replace(
             self,
@@ -87,10 +87,9 @@ class Shard:
 
 
 class Unit(NamedTuple):
-    """What is scheduled: one phase of one shard on one minibatch (``step``) of a task.
+    """One phase of one shard on one minibatch (``step``) of a task: the unit of scheduling.
 
-    The minibatches of evaluations are counted for themselves. ``updates``: whether it ends with the optimizer step of
-    its shard.
+    Minibatches of evaluations are counted separately. ``updates``: it ends with the optimizer step of its shard.
     """
 
     task: str

@@ -22,10 +22,10 @@ Seconds: TypeAlias = Callable[[int, Unit, Action], float]
 
 
 def simulate(plan: Plan, policy: str | Policy = DEFAULT, measured: Timeline | None = None) -> Timeline:
-    """The timeline of ``plan`` under a policy or the name of one.
+    """Simulate ``plan`` under a policy, or the name of one.
 
-    ``measured``: a run whose actions took the seconds that those like them take now. Raises PlanError for what is no
-    plan, no policy, or no timeline.
+    ``measured``: the timeline of a run, whose seconds replace the estimates of actions of the same kind. Raises
+    PlanError for a wrong plan, policy or timeline.
     """
     if not isinstance(plan, Plan):
         raise PlanError(
@@ -46,7 +46,7 @@ def simulate(plan: Plan, policy: str | Policy = DEFAULT, measured: Timeline | No
 
 @dataclass(eq=False)
 class _Foretold:
-    """An action whose end is known when it begins."""
+    """An action whose end is known when it starts."""
 
     started: float
     ended: float

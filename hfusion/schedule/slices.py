@@ -1,4 +1,4 @@
-"""A resident task whose minibatches are scheduled several at a time: what a decision costs is shared by them."""
+"""Slices of several minibatches of a resident task, which are scheduled together to share the cost of a decision."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Slices:
 
     @classmethod
     def of(cls, plan: TaskPlan, alone: bool) -> Slices:
-        """As many at a time as are estimated to take not long; an epoch of a task ``alone``, for which nobody waits."""
+        """Return slices of a short estimated duration; of a whole epoch for a task ``alone`` on its device."""
         epoch = plan.steps // plan.epochs
         if alone or not plan.step_seconds:
             return cls(plan, epoch)
@@ -56,7 +56,7 @@ class Slices:
         (shard,) = self.plan.shards
         updates = math.ceil(self._epoch / self.plan.accumulate)
         seconds = self._epoch * (shard.forward + shard.backward) + updates * shard.step
-        # Less that of the forward, which is told of evaluations, too.
+        # Without that of the forward, which evaluations have, too.
         whole = replace(shard, backward=max(0.0, seconds / self._count - shard.forward), step=0.0)
         steps = self.plan.epochs * self._count
         return replace(
@@ -77,7 +77,7 @@ class Slices:
         return epoch * self._epoch + place * self.size
 
     def end(self, index: int) -> int:
-        """How many minibatches have ended with a slice."""
+        """Return the number of minibatches that have ended after a slice."""
         return min(self.first(index) + self.size, (index // self._count + 1) * self._epoch)
 
     def after(self, steps: int) -> int:
@@ -95,11 +95,11 @@ class Slices:
     def spans(
         self, spans: Iterable[Span], ran: Sequence[Ran], start: int, saved: Mapping[int, float]
     ) -> Iterator[Span]:
-        """What the minibatches from number ``start`` on did, in place of the slices.
+        """Yield the spans of single minibatches, from number ``start`` on, in place of those of slices.
 
-        ``saved``: of evaluated minibatches, with which the task was saved, when that began.
+        ``saved``: start times of the saves of evaluated minibatches.
         """
-        # What passes between minibatches is time of the task, too.
+        # Time between minibatches belongs to the task, too.
         free: float | None = None
         for span in spans:
             if span.act is Act.FORWARD:

@@ -1,7 +1,7 @@
-"""The shards of a task, the order in which they run, and what each unit needs and costs.
+"""The shards of a task, their order, and the needs and costs of each unit.
 
-A spilled task keeps its state in host memory: before a unit (one phase of one shard) what the unit needs is
-loaded, afterwards it is evicted, and the backward recomputes the shard from what is alive at its input cut
+A spilled task keeps its state in host memory: before a unit (one phase of one shard) its needs are loaded, afterwards
+they are evicted, and the backward recomputes the shard from the values at its input cut
 (Hydra, arXiv:2110.08633; recomputation: Chen et al., arXiv:1604.06174). A resident task holds all shards with
 their saved activations on one device; should it leave in the midst of a minibatch, it takes along what is alive at
 the cuts and recomputes, which is not planned for. In between, a spilled task may keep its last shard on the device, and
@@ -32,16 +32,16 @@ PHASES = {
 
 
 class UnitActions(NamedTuple):
-    """What a device does for a unit: it loads, computes, evicts.
+    """The actions of a device for a unit: load, compute, evict.
 
     Args:
-        load: what brings the shard; None if it is pinned, or there from the unit before.
-        waits: the shards whose evictions must have ended before.
+        load: loads the shard; None if it is pinned, or loaded by the previous unit.
+        waits: shards whose evictions must end before.
         needs: the shards that must be loaded before it computes.
         beside: the most bytes on the device, besides what is loaded, until that is evicted.
         takes: bytes that it takes when it begins to compute.
         extra: the most bytes that it has on top of all that is loaded.
-        evict: what takes the shard away in the end; ``ends``: with this unit.
+        evict: evicts the shard at the end; ``ends``: with this unit.
     """
 
     load: Action | None
@@ -56,7 +56,7 @@ class UnitActions(NamedTuple):
 
 
 def split(actions: Sequence[Action], pinned: frozenset[int], *, clip: bool) -> dict[tuple[Phase, int], UnitActions]:
-    """What each unit of a list of actions does, by its phase and shard."""
+    """Group a list of actions into units, by phase and shard."""
     found, used = {}, set()
     on_device = levels(actions)
     runs = [*_runs(actions, clip=clip)]
@@ -89,7 +89,7 @@ def _is(action: Action, act: Act, shard: int) -> bool:
 
 
 def _runs(actions: Sequence[Action], *, clip: bool) -> Iterator[Sequence[int]]:
-    """The places of what computes, unit by unit."""
+    """Yield the indices of computing actions, unit by unit."""
     run: list[int] = []
     for place, action in enumerate(actions):
         if action.act.lane != "compute":
@@ -108,7 +108,7 @@ def _runs(actions: Sequence[Action], *, clip: bool) -> Iterator[Sequence[int]]:
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """How one task is trained: its shards in graph order, for ``steps`` minibatches of ``width`` members.
+    """The plan of one task: its shards in graph order, for ``steps`` minibatches of ``width`` members.
 
     Args:
         resident: all shards stay on the device while the task is on it; else it is spilled, shard by shard.
@@ -118,7 +118,7 @@ class TaskPlan:
         clipped: the optimizer steps only when the gradients of all shards are there, since it scales them by
             their global norm. The steps are then units of their own.
         evaluated: minibatches that are evaluated after every epoch.
-        growth: how many times the bytes of a trained minibatch the values of an evaluated one take; at least 1.
+        growth: bytes of an evaluated minibatch's values over those of a trained one; at least 1.
         kept: the last shard of a spilled task, once loaded, stays on the device while the task does.
         save_every: minibatches from one save of the task to the next; it is saved at its end, too. None: never.
 
@@ -185,7 +185,7 @@ class TaskPlan:
 
     @property
     def epochs(self) -> int:
-        """How often it goes through its minibatches."""
+        """Number of passes over its minibatches."""
         return self.steps // self._epoch
 
     @cached_property
@@ -225,12 +225,12 @@ class TaskPlan:
 
     @cached_property
     def pins(self) -> dict[int, Action]:
-        """What loads the shards that are pinned."""
+        """Loads of the pinned shards."""
         loads = [action for action in self.training if action.act is Act.LOAD]
         return {action.shard: action for action in loads if action.shard in self.pinned}
 
     def actions_of(self, unit: Unit) -> UnitActions:
-        """What a device does for a unit, of STEP and SAVE those that are due."""
+        """Return the actions of a unit, with STEP and SAVE if they are due."""
         key = unit.phase, unit.shard, unit.updates, self.saves(unit)
         found = self._actions_of.get(key)
         if found is None:
@@ -247,7 +247,7 @@ class TaskPlan:
 
     @cached_property
     def _actions_of(self) -> dict[tuple[Phase, int, bool, bool], UnitActions]:
-        """What `actions_of` gave so far."""
+        """Cache of `actions_of`."""
         return {}
 
     @cached_property
@@ -278,20 +278,20 @@ class TaskPlan:
         return Unit(self.name, first + index, Phase.BACKWARD, 2 * count - 1 - place, updates)
 
     def closes(self, step: int) -> bool:
-        """Whether the optimizer steps after this minibatch: it is the last of its group or of its epoch."""
+        """Return whether the optimizer steps after this minibatch, the last of its group or epoch."""
         ended = step % self._epoch + 1
         return ended == self._epoch or ended % self.accumulate == 0
 
     def trained(self, unit: Unit) -> bool:
-        """Whether a minibatch is trained with a unit: all gradients are there, and the optimizer has stepped."""
+        """Return whether a unit completes the training of a minibatch, including its optimizer step."""
         if self.clipped and self.closes(unit.step):
             return unit.phase is Phase.UPDATE and unit.shard == len(self.shards) - 1
         return unit.phase is Phase.BACKWARD and unit.shard == 0
 
     def ended(self, unit: Unit) -> int | None:
-        """How many minibatches have ended with a unit: the optimizer has stepped, and the epoch, if over, is evaluated.
+        """Return the number of minibatches that have ended with a unit: updated, and evaluated at the end of an epoch.
 
-        None: with this unit none has.
+        None if no minibatch ends with this unit.
         """
         if unit.phase is Phase.EVALUATE:
             epoch, place = divmod(unit.step + 1, self.evaluated)
@@ -302,7 +302,7 @@ class TaskPlan:
         return None if self.evaluated and not steps % self._epoch else steps
 
     def saves(self, unit: Unit) -> bool:
-        """Whether the task is saved with a unit."""
+        """Return whether the task is saved after a unit."""
         steps = None if self.save_every is None else self.ended(unit)
         if steps is None or self.save_every is None:
             return False
@@ -311,12 +311,12 @@ class TaskPlan:
         return steps == self.steps or steps // self.save_every > before // self.save_every
 
     def after(self, steps: int) -> int:
-        """The position of the unit that follows so many minibatches, of those that `ended` tells."""
+        """Return the index of the unit that follows so many minibatches, as counted by `ended`."""
         epoch, rest = divmod(steps, self._epoch)
         return epoch * self._epoch_units + rest // self.accumulate * self._group_units
 
     def must_follow(self, after: Unit) -> bool:
-        """Whether a unit must follow the one before it at once: the last shard turns from forward to backward."""
+        """Return whether a unit must follow the previous one immediately, as the last shard's backward must."""
         return after.phase is Phase.BACKWARD and after.shard == len(self.shards) - 1
 
     def host_bytes(self, shard: int) -> int:
@@ -325,12 +325,12 @@ class TaskPlan:
 
     @property
     def carried(self) -> bool:
-        """Whether gradients outlive their backward unit, so that they move to and from the host."""
+        """Whether gradients outlive their backward unit, and so move to and from the host."""
         return self.accumulate > 1 or self.clipped
 
     @property
     def moved_bytes(self) -> tuple[float, float]:
-        """Bytes per minibatch, in the mean, to the device and back, of what comes and goes with each unit."""
+        """Mean bytes per minibatch that units copy to the device and back."""
         found = [(count, self.actions_of(Unit(self.name, 0, *sort))) for sort, count in self.counts.items()]
         loaded = sum(count * each.load.moves for count, each in found if each.load is not None)
         evicted = sum(count * each.evict.moves for count, each in found if each.ends)
@@ -342,7 +342,7 @@ class TaskPlan:
 
     @property
     def counts(self) -> dict[tuple[Phase, int, bool], int]:
-        """How many units the task has, by phase, shard, and whether they end with the optimizer's step."""
+        """Numbers of units, by phase, shard, and whether they end with the optimizer step."""
         updates = 0 if self.clipped else self.update_count
         counts = {
             (Phase.FORWARD, False): self.steps,

@@ -1,6 +1,6 @@
-"""What happens when: the actions of a run, simulated or real, and the checks every run must pass.
+"""Timeline of a run, simulated or real, and the checks that every run must pass.
 
-A device has three lanes that work at the same time, each on one action: compute (FORWARD, RECOMPUTE, BACKWARD, STEP,
+A device has three concurrent lanes, each with one action at a time: compute (FORWARD, RECOMPUTE, BACKWARD, STEP,
 EVALUATE, SAVE), the link from the host (LOAD) and the link to it (EVICT).
 """
 
@@ -73,7 +73,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """Seconds until the last computing ends; what is written back after it is not waited for."""
+        """Seconds until the last computation ends; later write-backs do not count."""
         ends = [action.end for action in self.actions if action.act.lane == "compute"]
         return max(ends, default=0.0)
 
@@ -154,7 +154,7 @@ class Timeline:
 
     @classmethod
     def parse(cls, text: str) -> Timeline:
-        """Return the timeline whose `text` this is, exactly. Raises TimelineError."""
+        """Parse the output of `text`, exactly. Raises TimelineError."""
         lines = text.strip().split("\n")
         if len(lines) < 3 or lines[0] != "timeline":
             raise TimelineError(f"no timeline begins with {lines[0]!r}: give all of timeline.text()")
@@ -203,7 +203,7 @@ class Timeline:
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def draw(self, path: str | Path) -> None:
-        """Draw a Gantt chart: per device what it computes, coloured by task, and what its links carry below.
+        """Draw a Gantt chart: computation per device, coloured by task, and the traffic of its links below.
 
         Raises ImportError without matplotlib.
         """
@@ -237,7 +237,7 @@ class Timeline:
 
 
 def levels(changes: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Running sums over time; what is given back at a moment is free for what is taken at it.
+    """Return running sums over time; releases come before allocations at the same time.
 
     >>> levels([(0.0, 3), (2.0, 4), (2.0, -3)])
     [(0.0, 3), (2.0, 0), (2.0, 4)]
@@ -250,14 +250,14 @@ def levels(changes: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
 
 
 def _computing(task: TaskPlan) -> Iterator[tuple[Act, int, int]]:
-    """What a task computes, in order: act, step, shard."""
+    """Yield the computations of a task in order: act, step, shard."""
     for unit in map(task.unit, range(task.units)):
         for action in task.actions_of(unit).computes:
             yield action.act, unit.step, unit.shard
 
 
 def _check_units(task: TaskPlan, actions: list[Span]) -> None:
-    """What computes is exactly what the units of the task say, one after the other."""
+    """Check that the computations are exactly those of the task's units, in order."""
     found = [action for action in actions if action.act.lane == "compute"]
     for wanted, action in zip_longest(_computing(task), found):
         if wanted is None:

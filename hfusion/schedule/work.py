@@ -1,4 +1,4 @@
-"""Between the engine and who works for it: what it asks for, and what it is told."""
+"""The protocol between the engine and its workers: requests and reports."""
 
 from __future__ import annotations
 
