@@ -111,6 +111,9 @@ def select_rows(graph: fx.Graph, rows: Sequence[int]) -> fx.Graph:
         left = [(place, row) for place, row in enumerate(rows) if own is None or row in own]
         if not left:
             continue
+        if node.op == "output":
+            result.output(tuple(_result_of(item, env) for item in node.args[0]))
+            continue
         if node.target is GATHER:
             env[node] = _gathered(result, node, left, rows, env)
             continue
@@ -125,6 +128,14 @@ def select_rows(graph: fx.Graph, rows: Sequence[int]) -> fx.Graph:
             new.meta["members"] = map_aggregate(every, partial(_rows, rows=picked, env=env))
             new.meta["arguments"] = map_aggregate(new.meta["members"], _plain)
     return result
+
+
+def _result_of(item: Any, env: dict[fx.Node, fx.Node]) -> Any:
+    """A result of the members that are left; a node of each shape where they still give several."""
+    if not isinstance(item, list):
+        return env[item] if isinstance(item, fx.Node) else item
+    found = [env[node] for node in item if node in env]
+    return found if len(found) > 1 else found[0]
 
 
 def _note_rows(node: fx.Node, left: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:

@@ -114,7 +114,7 @@ def batch(
     waiting = iter(layouts)
     for node in graph.nodes:
         if node.op == "placeholder":
-            env[node] = _placeholder(emitter, node, next(waiting))
+            env[node] = _placeholder(emitter.of_rows(rows_of(node)), node, next(waiting))
         elif node.op == "call_function":
             env[node] = _rewrite(emitter.of_rows(rows_of(node)), node, env, rules, (choices or {}).get(node))
         elif node.op == "output":
@@ -128,6 +128,7 @@ def batch(
 def _placeholder(emitter: Emitter, node: fx.Node, layout: Layout) -> Result:
     new = emitter.graph.placeholder(node.name)
     new.meta.update(layout=layout, example=node.meta.get("val"), origin=node)
+    note_rows(new, emitter.rows)
     return result(new, layout, node.meta.get("val"))
 
 
@@ -146,10 +147,20 @@ def _rewrite(
 
 
 def _output(emitter: Emitter, node: fx.Node, env: dict[fx.Node, Result]) -> None:
-    results = []
-    for item in node.args[0]:  # type: ignore[union-attr]
-        bound = bind(item, env)
-        if isinstance(bound, Value) and bound.example.layout is not torch.strided:
-            raise FusionError(f"forward returns a tensor of layout {bound.example.layout}, which cannot be stacked")
-        results.append(bound.to(Layout.STACKED) if isinstance(bound, Value) else bound)
-    emitter.graph.output(tuple(emitter.lower(results)))
+    def stacked(item: Any) -> Any:
+        if isinstance(item, list):
+            return list(map(stacked, item))
+        if isinstance(item, Value) and item.example.layout is not torch.strided:
+            raise FusionError(f"forward returns a tensor of layout {item.example.layout}, which cannot be stacked")
+        return item.to(Layout.STACKED) if isinstance(item, Value) else item
+
+    sources: Any = node.args[0]
+    results = list(map(stacked, bind(sources, env)))
+    # A value that all members share is expanded to those who return it.
+    lowered = [
+        [emitter.of_rows(rows_of(each)).lower(part) for part, each in zip(item, source, strict=True)]
+        if isinstance(item, list)
+        else emitter.lower(item)
+        for item, source in zip(results, sources, strict=True)
+    ]
+    emitter.graph.output(tuple(lowered))

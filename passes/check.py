@@ -151,7 +151,8 @@ def fakes() -> Iterator[FakeTensorMode]:
 
 def _inputs(graph: fx.Graph, members: int) -> list[Any]:
     """Fake tensors as an array's graph takes them."""
-    return [_like(n.meta.get("example"), n.meta["layout"], members) for n in graph.nodes if n.op == "placeholder"]
+    nodes = graph.find_nodes(op="placeholder")
+    return [_like(node.meta.get("example"), node.meta["layout"], width(node, members)) for node in nodes]
 
 
 def _like(example: Any, layout: Layout, members: int) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from typing import Any
 
 import torch
@@ -26,9 +25,9 @@ from hfusion.passes.candidates import by_name
 from hfusion.passes.effects import has_effect, written_inputs
 from hfusion.passes.gather import GATHER, PUT, width
 from hfusion.passes.islands import OPAQUE
+from hfusion.passes.laid_over import Operands, signature, size_of, woven
 
 aten = torch.ops.aten
-Operands = dict[int, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +53,16 @@ class Merged:
     partial: frozenset[str]
 
 
-def merge(variants: Sequence[VariantGraph], shapes: Mapping[str, torch.Size]) -> Merged:
+def merge(
+    variants: Sequence[VariantGraph],
+    shapes: Mapping[str, torch.Size],
+    inputs: Mapping[Slot, tuple[int, ...]] | None = None,
+) -> Merged:
     """Merge the graphs of several variants.
 
     Args:
         shapes: the shape ``[*T]`` of a row of each stack that members' own tensors do not all fill.
+        inputs: the members of each input that holds the rows of some only.
 
     Raises:
         FusionError: a graph holds what cannot run for some members only, or the results differ in kind.
@@ -69,7 +73,7 @@ def merge(variants: Sequence[VariantGraph], shapes: Mapping[str, torch.Size]) ->
                 raise FusionError("a part of forward can only run as the members' own code, which must be the same")
             if node.op == "call_function" and has_effect(node) and not isinstance(node.target, OpOverload):
                 raise FusionError(f"forward sets autocast by itself ({node.name}), which must be the same")
-    return _Merge(variants, shapes).run(_partial(variants))
+    return _Merge(variants, shapes, inputs or {}).run(_partial(variants))
 
 
 def _partial(variants: Sequence[VariantGraph]) -> frozenset[str]:
@@ -103,8 +107,13 @@ def _trained(variant: VariantGraph) -> frozenset[str]:
 class _Merge:
     """Writes the merged graph; ``env[v]`` holds what stands for the nodes of variant v's graph."""
 
-    def __init__(self, variants: Sequence[VariantGraph], shapes: Mapping[str, torch.Size]) -> None:
-        self.variants, self.shapes = variants, shapes
+    def __init__(
+        self,
+        variants: Sequence[VariantGraph],
+        shapes: Mapping[str, torch.Size],
+        inputs: Mapping[Slot, tuple[int, ...]],
+    ) -> None:
+        self.variants, self.shapes, self.inputs = variants, shapes, inputs
         self.members = tuple(sorted(member for variant in variants for member in variant.members))
         self.graph = fx.Graph()
         self.env: list[dict[fx.Node, fx.Node]] = [{} for _ in variants]
@@ -133,10 +142,12 @@ class _Merge:
             pairs = zip(variant.graph.find_nodes(op="placeholder"), variant.slots, strict=True)
             self.slot_of.append(dict(pairs))
         own = [(slot, node) for slots in self.slot_of for node, slot in slots.items()]
-        for slot, node in sorted(own, key=lambda pair: pair[0].kind is Kind.INPUT):
+        for slot, node in sorted(own, key=lambda pair: int(pair[0].name) if pair[0].kind is Kind.INPUT else -1):
             if slot not in self.slots:
                 new = self.graph.placeholder(self._name(node.name))
                 new.meta.update(node.meta)
+                if slot in self.inputs:
+                    new.meta["rows"] = self.inputs[slot]
                 if slot.name in self.shapes and slot.kind is not Kind.INPUT:
                     new.meta["val"] = _widened(node.meta["val"], self.shapes[slot.name])
                 self.slots[slot] = new
@@ -150,12 +161,12 @@ class _Merge:
     def _laid_over(self) -> list[Operands]:
         """The calls of all graphs in an order that is right for each; of one entry those that are alike."""
         rows = [
-            [(_signature(node, slots), node) for node in variant.graph.nodes if node.op == "call_function"]
+            [(signature(node, slots), node) for node in variant.graph.nodes if node.op == "call_function"]
             for variant, slots in zip(self.variants, self.slot_of, strict=True)
         ]
         found: list[tuple[Any, Operands]] = [(signature, {0: node}) for signature, node in rows[0]]
         for number, calls in enumerate(rows[1:], start=1):
-            found = _woven(found, number, calls)
+            found = woven(found, number, calls)
         return [entry for _, entry in found]
 
     def _alike_sources(self, entry: Operands) -> list[Operands]:
@@ -296,87 +307,45 @@ class _Merge:
     def _output(self) -> None:
         outputs = [next(iter(reversed(variant.graph.nodes))) for variant in self.variants]
         columns = list(zip(*(node.args[0] for node in outputs), strict=True))
-        results = []
-        for place, column in enumerate(columns):
-            kinds = [_result(item) for item in column]
-            for number, kind in enumerate(kinds):
-                if kind != kinds[0]:
-                    ours, other = self.variants[0].members[0], self.variants[number].members[0]
-                    raise FusionError(
-                        f"forward returns {kinds[0]} in model {ours} and {kind} in model {other} as result {place}, "
-                        "which an array cannot stack"
-                    )
-            if not isinstance(column[0], fx.Node):
-                results.append(column[0])
-                continue
-            nodes = dict(enumerate(column))
-            if (
-                not isinstance(column[0].meta.get("val"), Tensor)
-                and len({self.env[n][i] for n, i in nodes.items()}) > 1
-            ):
+        self.graph.output(tuple(self._result(place, dict(enumerate(column))) for place, column in enumerate(columns)))
+
+    def _result(self, place: int, column: Operands) -> Any:
+        """One result of all members; where its shapes differ, a list of a node for the members of each shape."""
+        groups: dict[Any, Operands] = {}
+        for number, item in column.items():
+            kind, shape = _result(item)
+            groups.setdefault(shape, {})[number] = item
+            if kind != _result(column[0])[0]:
+                ours, other = self.variants[0].members[0], self.variants[number].members[0]
+                raise FusionError(
+                    f"forward returns {_told(column[0])} in model {ours} and {_told(item)} in model {other} as result "
+                    f"{place}, which an array cannot stack"
+                )
+        first = column[0]
+        if not isinstance(first, fx.Node):
+            return first
+        if not isinstance(first.meta.get("val"), Tensor):
+            if len({self.env[number][item] for number, item in column.items()}) > 1:
                 raise FusionError(f"forward returns a number as result {place} that members compute differently")
-            results.append(self._operand(nodes, self.members))
-        self.graph.output(tuple(results))
+            return self.env[0][first]
+        rows = [tuple(sorted(m for n in group for m in self.variants[n].members)) for group in groups.values()]
+        results = [self._operand(group, own) for group, own in zip(groups.values(), rows, strict=True)]
+        return results[0] if len(results) == 1 else results
 
 
-def _woven(
-    found: list[tuple[Any, Operands]], number: int, calls: list[tuple[Any, fx.Node]]
-) -> list[tuple[Any, Operands]]:
-    """The entries ``found`` with the calls of one more graph, in the order of both."""
-    matcher = SequenceMatcher(None, [s for s, _ in found], [s for s, _ in calls], autojunk=False)
-    result: list[tuple[Any, Operands]] = []
-    for kind, start, stop, first, last in matcher.get_opcodes():
-        if kind == "equal":
-            for (signature, entry), (_, node) in zip(found[start:stop], calls[first:last], strict=True):
-                result.append((signature, {**entry, number: node}))
-            continue
-        result += found[start:stop]
-        result += [(signature, {number: node}) for signature, node in calls[first:last]]
-    return result
-
-
-def _signature(node: fx.Node, slots: Mapping[fx.Node, Slot]) -> Any:
-    """Equal for calls that one call of all their members can compute: hashable."""
-    args, kwargs = node.meta.get("arguments", (node.args, node.kwargs))
-    if isinstance(node.target, OpOverload):
-        args, kwargs = (), by_name(node.target, args, kwargs)
-
-    def told(item: Any) -> Any:
-        if isinstance(item, fx.Node):
-            slot = slots.get(item)
-            own = slot is not None and slot.kind is not Kind.CONSTANT
-            return (slot.kind, slot.name, _kind(item.meta.get("val"))) if own and slot else _kind(item.meta.get("val"))
-        if isinstance(item, dict):
-            return tuple((name, told(part)) for name, part in item.items())
-        if isinstance(item, list | tuple):
-            return ("list" if isinstance(item, list) else "tuple", *map(told, item))
-        if isinstance(item, MemberScalars):
-            types = set(map(type, item.values))
-            return "float" if types == {float} else ("members", *map(repr, item.values))
-        return "float" if type(item) is float else (type(item).__name__, repr(item))
-
-    return str(node.target), told(args), told(kwargs), _kind(node.meta.get("val"))
-
-
-def _kind(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(map(_kind, value))
+def _result(item: Any) -> tuple[Any, Any]:
+    """The kind of a result, equal where an array can give both, and its shape, equal where it can stack them."""
+    value = item.meta.get("val") if isinstance(item, fx.Node) else None
     if not isinstance(value, Tensor):
-        return type(value).__name__
-    return tuple(_size(size) for size in value.shape), value.dtype, str(value.device), value.requires_grad
+        return repr(item) if not isinstance(item, fx.Node) else type(value).__name__, None
+    return (value.dtype, value.device), tuple(map(size_of, value.shape))
 
 
-def _size(size: Any) -> Any:
-    return size if isinstance(size, int) else ("N", hint(size))
-
-
-def _result(item: Any) -> Any:
-    """A result in words, equal where results can be stacked."""
-    if not isinstance(item, fx.Node):
-        return repr(item)
-    value = item.meta.get("val")
+def _told(item: Any) -> str:
+    """A result in words."""
+    value = item.meta.get("val") if isinstance(item, fx.Node) else None
     if not isinstance(value, Tensor):
-        return type(value).__name__
+        return str(_result(item)[0])
     sizes = ", ".join(str(size) if isinstance(size, int) else str(hint(size)) for size in value.shape)
     return f"a {value.dtype} of shape ({sizes})"
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hfusion.capture.exporting import outside_export
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import bind
-from hfusion.compiler.compiled import Compiled
+from hfusion.compiler.compiled import Compiled, check_stackable
 from hfusion.compiler.sandbox import apart
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError
@@ -34,6 +34,7 @@ def exported(
             raise FusionError(f"torch.export cannot take what runs member by member: {error}") from error
     for call in compiled.opaque:
         raise FusionError(f"torch.export cannot take {call.path or 'forward'}, which runs member by member: {call.why}")
+    check_stackable(compiled, "torch.export")
     if not compiled.guards(arguments.shapes):
         raise FusionError("torch.export was given sizes that the array's program does not hold for")
     return bind(compiled, owner)(arguments.values)

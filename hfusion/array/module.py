@@ -40,7 +40,7 @@ from hfusion.capture.skeleton import live_rows, materialize
 from hfusion.capture.structures import union_of_modules
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import bind
-from hfusion.compiler.compiled import ArraySpec, Compiled
+from hfusion.compiler.compiled import ArraySpec, Compiled, check_stackable
 from hfusion.compiler.compiler import Compiler, SparseArgument
 from hfusion.compiler.report import FusionReport, describe, joined
 from hfusion.compiler.verify import CheckedArray, verify
@@ -218,6 +218,7 @@ class FusedModule(Rows, Tree):
         # Dynamo guards modes, and no values of buffers.
         with self._number_buffers.left_out():
             compiled = self._program(arguments)
+        check_stackable(compiled, "torch.compile")
         self._check_once(compiled, arguments)
         self._leave(compiled)
         return compiled

@@ -131,7 +131,7 @@ def check_one_structure(fused: Any, what: str) -> None:
         differs = f"{path} is {kinds[0]} in member 0 and {kinds[1]} in member {member}"
     raise FusionError(
         f"members of a fused {fused._original} differ in submodules ({differs}), with which {what} cannot be "
-        "combined; fuse the models of each structure by themselves"
+        "combined; give the models to hf.Population, which makes an array of those of each structure"
     )
 
 

@@ -15,6 +15,7 @@ from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Slot
 from hfusion.core.usage import watched
 from hfusion.passes.expected import FailedCheck
+from hfusion.passes.gather import gather_listed, width
 
 # A tensor that may be replaced: where it is looked up, a mapping and the key in it.
 Place: TypeAlias = tuple[Mapping[str, Any], str]
@@ -50,8 +51,9 @@ class BoundProgram:
     def looped_calls(self) -> int:
         """How many calls of single members' operators the program makes."""
         program = self.compiled.program
-        loops = [n for n in program.module.graph.nodes if n.meta.get("layout") is Layout.LISTED]
-        return program.members * sum(not n.meta.get("transition") for n in loops)
+        nodes = program.module.graph.nodes
+        loops = [n for n in nodes if n.meta.get("layout") is Layout.LISTED and not n.meta.get("transition")]
+        return sum(width(n, program.members) for n in loops if n.target is not gather_listed)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -74,8 +76,12 @@ def bind(compiled: Compiled, owner: nn.Module, members: int | None = None) -> Ca
     if compiled.foretells or compiled.checks:
         run = _undone(run, compiled)
 
+    ragged = any(compiled.program.result_rows)
+
     def call(inputs: list[Any]) -> Any:
         outputs = run(*[holder[name] for holder, name in places], *inputs)
+        if ragged:
+            outputs = compiled.program.joined(outputs)
         return outputs[0] if single else pytree.tree_unflatten(outputs, spec)
 
     return call

@@ -80,7 +80,7 @@ def common_graph(
             f"the models of {name} do different things in forward: "
             + (f"{attributes}; " if attributes else "")
             + f"{error}. Fuse {' and '.join(map(_named, rows))} by themselves, or make them equal; "
-            "hf.train and hf.sweep make an array of each",
+            "hf.Population, hf.train and hf.sweep make an array of each",
             tuple(rows),
         ) from error
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from hfusion.passes.effects import written_inputs
 from hfusion.passes.expected import RULES as EXPECT_RULES
 from hfusion.passes.expected import expectations
 from hfusion.passes.gather import RULES as GATHER_RULES
-from hfusion.passes.gather import has_variants
+from hfusion.passes.gather import has_variants, rows_of
 from hfusion.passes.layouts import Choice, choose
 from hfusion.passes.regions import regions
 
@@ -208,11 +209,25 @@ def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compile
 
 def of_member(compiled: Compiled, member: int) -> Compiled:
     """What one member computes, as the program of an array of one."""
+    compiled = with_inputs_of(compiled, [member])
     program, graph = compiled.program, select(compiled.graph, member)
     module = batch(graph, program.layouts, 1, RULES, choose_ways(graph, program.layouts, 1, tune=False))
     made = replace(program, members=1, module=module, code=module)
     look_at(made)
     return replace(compiled, program=made, graph=graph)
+
+
+def with_inputs_of(compiled: Compiled, rows: Sequence[int]) -> Compiled:
+    """Return ``compiled`` without the slots of inputs that hold nothing of members ``rows``."""
+    own = [rows_of(node) for node in compiled.graph.find_nodes(op="placeholder")]
+    if not any(own):
+        return compiled
+    program, left = compiled.program, [members is None or not set(rows).isdisjoint(members) for members in own]
+    inputs = [held for held, slot in zip(left, program.slots, strict=True) if slot.kind is Kind.INPUT]
+    assert isinstance(compiled.guards, AllHold)
+    guards = compiled.guards.of_inputs([position for position, held in enumerate(inputs) if held])
+    slots, layouts = tuple(compress(program.slots, left)), tuple(compress(program.layouts, left))
+    return replace(compiled, program=replace(program, slots=slots, layouts=layouts), guards=guards)
 
 
 def look_at(program: Program) -> None:
@@ -277,6 +292,15 @@ def _check_signature(subject: ArraySpec, arguments: Arguments) -> None:
         raise ValueError(
             f"{subject.name}.forward{signature} cannot be called as forward({given}): {error}{remedy}"
         ) from error
+
+
+def check_stackable(compiled: Compiled, what: str) -> None:
+    """Raise a FusionError where results differ in shape between members, so that ``what`` cannot take them."""
+    for rows in filter(None, compiled.program.result_rows):
+        raise FusionError(
+            f"{what} cannot take results whose shapes differ between members {list(rows[0])} and {list(rows[1])}; "
+            "give it the members by themselves, fused[i], or make groups of one shape by hf.Population"
+        )
 
 
 def check_members(members: int, arguments: Arguments) -> None:

@@ -12,7 +12,7 @@ from hfusion.capture.attribute_writes import names_used
 from hfusion.capture.opaque import numbered
 from hfusion.capture.own_code import OpaqueCall, calls
 from hfusion.capture.references import references
-from hfusion.compiler.compiled import RULES, ArraySpec, Compiled, choose_ways, look_at
+from hfusion.compiler.compiled import RULES, ArraySpec, Compiled, choose_ways, look_at, with_inputs_of
 from hfusion.compiler.fill_scalars import check_constant, keyed_constants
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind
@@ -43,6 +43,7 @@ def of_rows(
     Raises:
         Unexplained: changes whose places in the graph cannot be told.
     """
+    compiled, before = with_inputs_of(compiled, rows), compiled.program
     program, members = compiled.program, len(rows)
     if changes:
         graph, tensors = fill_rows(compiled.graph, rows, changes)
@@ -64,7 +65,7 @@ def of_rows(
         Layout.STACKED if slot.name in stacked and slot.kind is Kind.CONSTANT else layout
         for slot, layout in zip(program.slots, program.layouts, strict=True)
     )
-    choices = _choices(compiled, graph) if (members, layouts) == (program.members, program.layouts) else None
+    choices = _choices(compiled, graph) if (members, layouts) == (before.members, before.layouts) else None
     if choices is None:
         choices = choose_ways(graph, layouts, members, tune)
     module = batch(graph, layouts, members, RULES, choices)

@@ -35,6 +35,7 @@ from hfusion.compiler.shorten import shortened
 from hfusion.core.copies import copies_in_like_memory
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Kind
+from hfusion.core.ragged import Ragged
 from hfusion.core.random import recording
 from hfusion.core.rows import leading
 from hfusion.passes.expected import FailedCheck
@@ -58,7 +59,8 @@ class CheckedArray:
     arguments: Arguments
 
 
-Outcome = dict[str, Tensor]
+# Of an array, outputs whose shapes differ between members are `Ragged`.
+Outcome = dict[str, Any]
 
 
 def verify(subject: CheckedArray) -> str:
@@ -234,7 +236,7 @@ def _array_outcome(subject: CheckedArray) -> Outcome:
     program = subject.compiled.program
     own = set(map(id, leaves.values()))
     inputs = [value for value in given if id(value) not in own]
-    outputs = program.run(*given)
+    outputs = program.joined(program.run(*given))
     return _outcome(outputs, _trained(subject, leaves), _left(subject, leaves), inputs, program.members, nullcontext())
 
 
@@ -283,19 +285,21 @@ def _outcome(
     alone, torch 2.13 ends the process in the backward of a channels_last GroupNorm.
     """
     found = {f"output {k}": o for k, o in enumerate(outputs) if isinstance(o, Tensor) and o.is_floating_point()}
-    total = sum(
-        (_projected(o, members) for o in found.values() if o.requires_grad), start=torch.zeros((), device="cpu")
-    )
+    listed = {f"output {k}": o for k, o in enumerate(outputs) if isinstance(o, Ragged) and o[0].is_floating_point()}
+    projected = [_projected(o, members) for o in found.values() if o.requires_grad]
+    projected += [_projected(row, None) for o in listed.values() for row in o if row.requires_grad]
+    total = sum(projected, start=torch.zeros((), device="cpu"))
     asked = [*trained.values(), *(t for t in inputs if isinstance(t, Tensor) and t.requires_grad)]
     with backward:
         grads = torch.autograd.grad(total, asked, allow_unused=True) if total.requires_grad and trained else ()
     outcome = {name: o.detach() for name, o in found.items()}
+    outcome |= {name: o.map(Tensor.detach) for name, o in listed.items()}
     outcome |= {
         f"gradient of {n}": g.to_dense() if g.is_sparse else g
         for n, g in zip(trained, grads, strict=False)
         if g is not None
     }
-    return {name: t for name, t in (outcome | left).items() if t.is_floating_point()}
+    return {name: t for name, t in (outcome | left).items() if isinstance(t, Ragged) or t.is_floating_point()}
 
 
 def _projected(output: Tensor, members: int | None) -> Tensor:

@@ -47,7 +47,7 @@ def write_compiled(compiled: Compiled) -> dict[str, Any]:
 def assumptions(guards: Any) -> list[Assumptions]:
     """What a program assumes of sizes. Raises Unwritable."""
     try:
-        return [p if isinstance(p, Assumptions) else p.assumptions() for p in guards.parts]
+        return [part.assumptions() for part in guards.parts]
     except (AttributeError, ValueError, SyntaxError) as error:
         raise Unwritable(f"an assumption of sizes ({error})") from error
 

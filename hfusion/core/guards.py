@@ -104,6 +104,40 @@ class Assumptions:
 
     __call__ = hold
 
+    def assumptions(self) -> Assumptions:
+        """Return itself."""
+        return self
+
+    def of_inputs(self, positions: Sequence[int]) -> Assumptions | None:
+        """Return the same of the inputs at ``positions`` alone; None if something is assumed of another one."""
+        if any(sizes is not None and position not in positions for position, sizes in enumerate(self.sizes)):
+            return None
+        return Assumptions(tuple(self.sizes[position] for position in positions), self.code)
+
+
+@dataclass(frozen=True)
+class InputGuards:
+    """What a trace has assumed of its inputs, which are those at ``positions`` of ``count``."""
+
+    guards: Any
+    positions: tuple[int, ...]
+    count: int
+
+    def __call__(self, shapes: Sequence[Sequence[Any]]) -> bool:
+        return bool(self.guards([shapes[position] for position in self.positions]))
+
+    def of_inputs(self, positions: Sequence[int]) -> InputGuards | None:
+        """As of `Assumptions`."""
+        if not set(self.positions) <= set(positions):
+            return None
+        return InputGuards(self.guards, tuple(map(positions.index, self.positions)), len(positions))
+
+    def assumptions(self) -> Assumptions:
+        """As of `Guards`."""
+        assumed = self.guards.assumptions()
+        sizes = dict(zip(self.positions, assumed.sizes, strict=True))
+        return Assumptions(tuple(sizes.get(position) for position in range(self.count)), assumed.code)
+
 
 @dataclass(frozen=True)
 class AllHold:
@@ -113,6 +147,11 @@ class AllHold:
 
     def __call__(self, shapes: Sequence[Sequence[Any]]) -> bool:
         return all(part(shapes) for part in self.parts)
+
+    def of_inputs(self, positions: Sequence[int]) -> AllHold:
+        """Return what is assumed of the inputs at ``positions`` alone."""
+        parts = [part.of_inputs(positions) for part in self.parts]
+        return AllHold(tuple(part for part in parts if part is not None))
 
 
 _NODES = (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, overload
 
+import torch
 from torch import Tensor
 
 _OPERATORS = (
@@ -17,7 +18,7 @@ class Ragged:
     """B tensors, one per member, that cannot be stacked because their sizes differ.
 
     `hfusion.stacked` returns it for a list of batches of different sizes. A fused module and `hfusion.per_model` return
-    it for outputs whose sizes differ between members. ``y[b]`` is the tensor of member b, with its autograd history.
+    it for outputs whose shapes differ between members. ``y[b]`` is the tensor of member b, with its autograd history.
 
     It is no tensor: arithmetic and functions of torch raise a TypeError. Apply them per member, by
     ``hf.per_model(function)(y)``, ``y.map(function)``, or to ``y[b]``.
@@ -31,12 +32,34 @@ class Ragged:
         (2, torch.Size([5, 2]), (3, 5))
     """
 
-    __slots__ = ("__weakref__", "_tensors")
+    __slots__ = ("__weakref__", "_blocks", "_tensors")
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = tuple(tensors)
+        self._blocks: dict[tuple[int, ...], Tensor] = {}
         if not self._tensors or not all(isinstance(tensor, Tensor) for tensor in self._tensors):
             raise ValueError(f"Ragged takes one tensor per member, got {list(map(type, self._tensors))}")
+
+    @staticmethod
+    def of_blocks(blocks: Mapping[tuple[int, ...], Tensor]) -> Ragged:
+        """Return the tensors of ``blocks``, which are ``[k, ...]`` of k members each, in the members' order."""
+        pairs = [(row, block[place]) for rows, block in blocks.items() for place, row in enumerate(rows)]
+        ragged = Ragged(tensor for _, tensor in sorted(pairs, key=lambda pair: pair[0]))
+        ragged._blocks = dict(blocks)
+        return ragged
+
+    @property
+    def rows_by_shape(self) -> list[tuple[int, ...]]:
+        """The members whose tensors have one shape, for each shape."""
+        rows: dict[torch.Size, list[int]] = {}
+        for row, tensor in enumerate(self._tensors):
+            rows.setdefault(tensor.shape, []).append(row)
+        return list(map(tuple, rows.values()))
+
+    def stack(self, rows: Sequence[int]) -> Tensor:
+        """Return the tensors of members ``rows``, which are of one shape, as one tensor ``[len(rows), ...]``."""
+        block = self._blocks.get(tuple(rows))
+        return torch.stack([self._tensors[row] for row in rows]) if block is None else block
 
     @property
     def sizes(self) -> tuple[int, ...]:

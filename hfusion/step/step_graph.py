@@ -298,7 +298,7 @@ def _check(source: BoundProgram, shapes: Sequence[Sequence[Any]]) -> None:
 
 def captured_dims(forward: BoundProgram, loss: BoundProgram, call: StepCall) -> list[frozenset[int]]:
     """For each tensor of a call, the dims that a member sees and whose sizes the captures leave open."""
-    outputs = forward.compiled.program.out_spec.num_leaves
+    outputs = forward.compiled.program.result_count
     dims = (*forward.compiled.dims, *loss.compiled.dims[outputs:])
     leaves = (*call.inputs.leaves, *call.target.leaves)
     return [found for leaf, found in zip(leaves, dims, strict=True) if isinstance(leaf, BATCHED)]
@@ -335,13 +335,13 @@ def refilled(call: StepCall, tensors: Sequence[Tensor]) -> StepCall:
 def _losses(
     forward: BoundProgram, loss: BoundProgram, held: Mapping[int, Tensor], call: StepCall, checks: list[Tensor]
 ) -> Tensor:
-    outputs = _run(forward, held, call.inputs.values, checks)
+    results = _run(forward, held, call.inputs.values, checks)
+    outputs = [value for result in results for value in (result if isinstance(result, list) else [result])]
     rows = [out.shape[1:] if isinstance(out, Tensor) else () for out in outputs]
     _check(loss, [*rows, *call.target.shapes])
     # The loss takes the outputs' leaves, then the target's, whatever their nesting.
-    (losses,) = _run(loss, held, [*outputs, *call.target.values], checks)
-    found: Tensor = losses
-    return found
+    losses: Tensor = _run(loss, held, [*outputs, *call.target.values], checks)[0]
+    return losses
 
 
 def _run(

@@ -92,7 +92,8 @@ class TrainStep:
             return PreparedStep(args, kwargs, target)
         call = StepCall(Arguments.of(args, kwargs), Arguments.of((target,), {}))
         if call.ragged:
-            self._ragged[call.text] = CallReport(call.text, "eager", "members' batches have different sizes")
+            which = "batches" if call.inputs.ragged else "targets"
+            self._ragged[call.text] = CallReport(call.text, "eager", f"members' {which} have different sizes")
             return PreparedStep(args, kwargs, target)
         situation = (self._fused._pattern(call.inputs), self._loss.state(), active_autocast(), self._mode.parts)
         way = self._find(call, situation)

@@ -300,10 +300,6 @@ UNLIKE: dict[str, tuple[Callable[[], list[nn.Module]], str]] = {
         lambda: [Unused(nn.ReLU()), Unused(nn.Tanh())],
         "the output depends on extra.weight in model 0 and not in model 1, which has one",
     ),
-    "results of other sizes": (
-        lambda: [nn.Sequential(nn.Linear(5, 8), nn.Linear(8, classes)).double() for classes in (2, 3)],
-        r"returns a torch.float64 of shape \(2, 2\) in model 0 and a torch.float64 of shape \(2, 3\) in model 1",
-    ),
 }
 
 

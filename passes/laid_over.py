@@ -1,0 +1,67 @@
+"""Calls of several graphs laid over one another: those that are alike side by side, in an order right for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import SequenceMatcher
+from typing import Any
+
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from hfusion.core.program import Kind, Slot
+from hfusion.ops.rule import MemberScalars, hint
+from hfusion.passes.candidates import by_name
+
+Operands = dict[int, Any]
+
+
+def woven(
+    found: list[tuple[Any, Operands]], number: int, calls: list[tuple[Any, fx.Node]]
+) -> list[tuple[Any, Operands]]:
+    """The entries ``found`` with the calls of one more graph, in the order of both."""
+    matcher = SequenceMatcher(None, [s for s, _ in found], [s for s, _ in calls], autojunk=False)
+    result: list[tuple[Any, Operands]] = []
+    for kind, start, stop, first, last in matcher.get_opcodes():
+        if kind == "equal":
+            for (signature, entry), (_, node) in zip(found[start:stop], calls[first:last], strict=True):
+                result.append((signature, {**entry, number: node}))
+            continue
+        result += found[start:stop]
+        result += [(signature, {number: node}) for signature, node in calls[first:last]]
+    return result
+
+
+def signature(node: fx.Node, slots: Mapping[fx.Node, Slot]) -> Any:
+    """Equal for calls that one call of all their members can compute: hashable."""
+    args, kwargs = node.meta.get("arguments", (node.args, node.kwargs))
+    if isinstance(node.target, OpOverload):
+        args, kwargs = (), by_name(node.target, args, kwargs)
+
+    def told(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            slot = slots.get(item)
+            own = slot is not None and slot.kind is not Kind.CONSTANT
+            return (slot.kind, slot.name, _kind(item.meta.get("val"))) if own and slot else _kind(item.meta.get("val"))
+        if isinstance(item, dict):
+            return tuple((name, told(part)) for name, part in item.items())
+        if isinstance(item, list | tuple):
+            return ("list" if isinstance(item, list) else "tuple", *map(told, item))
+        if isinstance(item, MemberScalars):
+            types = set(map(type, item.values))
+            return "float" if types == {float} else ("members", *map(repr, item.values))
+        return "float" if type(item) is float else (type(item).__name__, repr(item))
+
+    return str(node.target), told(args), told(kwargs), _kind(node.meta.get("val"))
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(map(_kind, value))
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return tuple(size_of(size) for size in value.shape), value.dtype, str(value.device), value.requires_grad
+
+
+def size_of(size: Any) -> Any:
+    return size if isinstance(size, int) else ("N", hint(size))
