@@ -16,7 +16,7 @@ from hfusion.capture.compare import _alike, _class, check_pair
 from hfusion.capture.named import is_array, tensors, ties
 from hfusion.core.errors import FusionError
 
-# The share of its parameters that every model must have in common with all others.
+# The share of the parameters of the smallest model that all must have in common: the others may be deeper.
 LEAST_COMMON = 0.5
 
 
@@ -72,11 +72,11 @@ def _check_common(models: Sequence[nn.Module], indices: Sequence[int]) -> None:
     named = [dict(tensors(model)) for model in models]
     keys = set.intersection(*(set(own) for own in named))
     common = {name for name in keys if len({own[name].shape for own in named}) == 1}
-    for own in named:
-        sizes = {name: p.numel() for name, p in own.items() if isinstance(p, nn.Parameter)}
-        if sum(size for name, size in sizes.items() if name in common) < LEAST_COMMON * sum(sizes.values()):
-            for index, other in zip(indices[1:], models[1:], strict=True):
-                check_pair(models[0], index, other)
+    sizes = [{name: p.numel() for name, p in own.items() if isinstance(p, nn.Parameter)} for own in named]
+    shared = sum(size for name, size in sizes[0].items() if name in common)
+    if shared < LEAST_COMMON * min(sum(own.values()) for own in sizes):
+        for index, other in zip(indices[1:], models[1:], strict=True):
+            check_pair(models[0], index, other)
     first: dict[str, tuple[int, Tensor]] = {}
     for index, own in zip(indices, named, strict=True):
         for name, tensor in own.items():

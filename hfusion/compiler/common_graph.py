@@ -22,7 +22,7 @@ _COMPARED = 8
 _NAMED = 6
 
 
-# The share of the parameters of each model that all members must compute with together.
+# The share of the parameters of the smallest model that all members must compute with together.
 LEAST_COMMON = 0.5
 
 
@@ -144,19 +144,22 @@ def _merged(
             slots.append(slot)
         graphs.append(VariantGraph(members, graph, tuple(slots)))
     merged = merge(graphs, shapes)
-    for number, variant in enumerate(graphs):
-        _check_common(captures[groups[number][0]], variant, merged.common)
+    _check_common([captures[group[0]] for group in groups], graphs, merged.common)
     return CommonGraph(merged.graph, merged.slots, constants, frozenset(differing), merged.partial)
 
 
-def _check_common(capture: Capture, variant: VariantGraph, common: frozenset[str]) -> None:
-    """Raise a FusionError where too little of a model's parameters is computed with for all members together."""
-    pairs = zip(capture.graph.find_nodes(op="placeholder"), capture.slots, strict=True)
-    sizes = {slot.name: node.meta["val"].numel() for node, slot in pairs if slot.kind is Kind.PARAMETER}
-    shared, every = sum(size for name, size in sizes.items() if name in common), sum(sizes.values())
+def _check_common(captures: Sequence[Capture], variants: Sequence[VariantGraph], common: frozenset[str]) -> None:
+    """Raise a FusionError where too little of the parameters is computed with for all members together."""
+    totals = []
+    for capture, variant in zip(captures, variants, strict=True):
+        pairs = zip(capture.graph.find_nodes(op="placeholder"), capture.slots, strict=True)
+        sizes = {slot.name: node.meta["val"].numel() for node, slot in pairs if slot.kind is Kind.PARAMETER}
+        shared = sum(size for name, size in sizes.items() if name in common)
+        totals.append((sum(sizes.values()), shared, variant.members[0]))
+    every, shared, member = min(totals)
     if shared < LEAST_COMMON * every:
         raise FusionError(
-            f"only {shared} of {every} values in the parameters of model {variant.members[0]} are used in what all do"
+            f"only {shared} of {every} values in the parameters of model {member} are used in what all do"
         )
 
 
