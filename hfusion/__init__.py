@@ -23,12 +23,12 @@ from hfusion.core.errors import (
     PlanError,
     SpillError,
 )
+from hfusion.core.patience import Patience
 from hfusion.core.ragged import Ragged
 from hfusion.device.machine import Device, Machine
 from hfusion.population.any_models import Population
 from hfusion.population.ensemble import Ensemble
 from hfusion.population.logger import MemberLogger, MemberProgress
-from hfusion.population.patience import Patience
 from hfusion.population.selection import select
 from hfusion.population.zip_loaders import zip_loaders
 from hfusion.schedule.simulate import simulate

@@ -189,7 +189,7 @@ class ArrayTrainer:
         optimizer = task.optimizer if isinstance(task.optimizer, FusedOptimizer) else None
         begun = ended - max((span.end for span in report.timeline.actions), default=0.0)
         found = report[task.name]
-        if len(found.losses) < task.steps and not found.stopped:
+        if len(found.losses) < task.steps and len(found.stopped) < len(job.members):
             return ArrayLeft(report.timeline, report.peak, begun)
         return ArrayDone(report, optimizer, begun)
 

@@ -16,6 +16,7 @@ from hfusion.checkpoint.parts import OWN, SaveWriter
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.core.errors import CheckpointError
 from hfusion.core.membership import member_rows, membership
+from hfusion.core.patience import is_better, numbers
 from hfusion.core.rows import rows_of
 from hfusion.population.members import Roll, apart
 
@@ -40,21 +41,6 @@ class BestRecord:
     age: int = -1
     waited: int = 0
     weights: Mapping[str, Tensor] | None = None
-
-
-def numbers(metrics: Tensor | Sequence[float], rows: int) -> list[float]:
-    """A metric for each row, as Python floats. Raises ValueError for another number of them."""
-    values = (metrics if isinstance(metrics, Tensor) else torch.as_tensor(metrics, dtype=torch.float64)).tolist()
-    if len(values) != rows:
-        raise ValueError(f"{len(values)} metrics for a population of {rows} rows: give one for each row")
-    return values
-
-
-def is_better(value: float, best: float, mode: str, least: float) -> bool:
-    """Compare as Keras and Lightning do: better by more than ``least``. NaN is worse than any number."""
-    if mode == "max":
-        value, best = -value, -best
-    return value + least < (math.inf if math.isnan(best) else best)
 
 
 def member_tensors(fused: FusedModule) -> Iterator[tuple[str, Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from threading import Lock
 from typing import Any
 
@@ -55,6 +55,9 @@ class Border:
         """
         self.stopped.resume(stopped)
         self._note_stopped()
+        if self.stopped.best is not None:
+            for epoch in range(len(self.training.evaluations) // self.plan.evaluated):
+                self.stopped.best.count(self._evaluation(epoch).losses)
         if self._on_result is None:
             return
         for step in range(len(self.training.losses)):
@@ -87,15 +90,15 @@ class Border:
             self.scheduler.stepped(losses[step], self.stopped.rows)
         if self.scheduler is not None and not (step + 1) % epoch and not self.plan.evaluated:
             self.scheduler.epoch(torch.stack(losses[step + 1 - epoch : step + 1]), self.stopped.rows)
-        if self._on_result is not None:
-            self._ask(self._step(step), broken)
+        self._stop(self._ask(self._step(step)), broken)
 
     def _evaluated(self, epoch: int, broken: Callable[[], bool]) -> None:
         found = self._evaluation(epoch)
         if self.scheduler is not None:
             self.scheduler.epoch(found.losses, self.stopped.rows)
         self._tell(found)
-        self._ask(found, broken)
+        over = self._count(found, broken)
+        self._stop({*over, *self._ask(found)}, broken)
 
     def _step(self, step: int) -> Step:
         epoch, place = divmod(step, self.one.task.epoch)
@@ -110,13 +113,26 @@ class Border:
         for callback in self.one.task.callbacks:
             callback(heard)
 
-    def _ask(self, result: Step | Evaluation, broken: Callable[[], bool]) -> None:
-        """Let those stop whom the run's policy wants to."""
+    def _count(self, result: Evaluation, broken: Callable[[], bool]) -> list[int]:
+        """Keep the weights of members that have improved: the members whose patience is over."""
+        best = self.stopped.best
+        if best is None:
+            return []
+        improved, over = best.count(result.losses)
+        self.training.state.settle()
+        if not broken():
+            best.keep(improved)
+        return [self.one.members[row] for row in over]
+
+    def _ask(self, result: Step | Evaluation) -> list[int]:
+        """The members whom the run's policy wants to stop."""
         if self._on_result is None:
-            return
+            return []
         with self._asking:
             answer: Any = self._on_result(result)
-        members = answered(answer, result)
+        return answered(answer, result)
+
+    def _stop(self, members: Collection[int], broken: Callable[[], bool]) -> None:
         if not members:
             return
         self.training.state.settle()

@@ -20,6 +20,7 @@ from hfusion.core.errors import CheckpointError
 from hfusion.core.text import file_name
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.arrange import Arrangement
+from hfusion.tasks.best_weights import BestWeights
 from hfusion.tasks.border import Border
 from hfusion.tasks.position import Position
 from hfusion.tasks.scheduling import TaskScheduler
@@ -139,6 +140,8 @@ class Checkpoints:
                     f"{reader.path} was saved after {kept['steps']} minibatches, and the task {one.task.name!r} has "
                     f"{plan.steps}: give it as many epochs as it had, or more"
                 )
+            if one.task.restores_best and kept["evaluations"] is not None:
+                self._check_best(reader, one, kept.get("best"))
             writes = [reader.module(one.array), reader.optimizer(one.optimizer)]
             if scheduler is not None:
                 writes.append(reader.scheduler(scheduler.scheduler))
@@ -151,6 +154,15 @@ class Checkpoints:
                 write()
         self._safe[index] = kept["steps"]
         return kept
+
+    def _check_best(self, reader: SaveReader, one: Arrangement, best: Mapping[str, Any] | None) -> None:
+        rule = BestWeights(one.task, one.array).rule
+        if best is None or list(best["rule"]) != rule:
+            how = "without restore_best" if best is None else f"with mode and least {list(best['rule'])}, not {rule}"
+            raise CheckpointError(
+                f"{reader.path} was saved {how}, so that the best weights of the task {one.task.name!r} before it are "
+                "not there: give the task as it was, or a new folder"
+            )
 
     def bound(self, index: int, steps: int) -> None:
         """An array has been trained so far: wait for what is written of it, if more than it may lose is not there.
@@ -215,6 +227,7 @@ def _progress(border: Border) -> dict[str, Any]:
         "calls": training.known_calls,
         "positions": [dict(vars(position)) for position in positions],
         "stopped": [*border.stopped.steps.items()],
+        "best": None if border.stopped.best is None else border.stopped.best.state(),
     }
 
 
@@ -230,5 +243,7 @@ def resume(kept: Mapping[str, Any], border: Border) -> None:
         # Saves of before have None where nothing was read.
         if position is not None:
             stream.resume(Position(**position))
+    if border.stopped.best is not None:
+        border.stopped.best.load_state(kept.get("best"))
     # Saves made before members could stop have no such entry.
     border.resume(dict(kept.get("stopped", [])))

@@ -46,7 +46,8 @@ class TaskReport:
     ``losses``: float ``[steps, B]``, a row per minibatch. ``eval_losses``: float ``[epochs, minibatches, B]``, None
     where the task has no eval loader. Both end where the last member stopped. ``stopped``: the members that stopped
     before the task ended, each with how many minibatches it had; from there on its losses are NaN. ``arrays``: how its
-    members were computed.
+    members were computed. ``best_epochs``: int64 ``[B]``, the epochs, from 0, after which members had the weights that
+    they have now, where the task restores their best, -1 where there was none; else None.
     """
 
     losses: Tensor
@@ -54,6 +55,7 @@ class TaskReport:
     stopped: Mapping[int, int]
     _arrays: tuple[tuple[tuple[int, ...], FusedModule], ...]
     arrays: tuple[ArrayReport, ...] = ()
+    best_epochs: Tensor | None = None
 
     @cached_property
     def models(self) -> list[nn.Module]:
@@ -69,12 +71,16 @@ class TaskReport:
     def final_losses(self) -> Tensor:
         """The loss that each member had last, ``[B]``: the mean of its last evaluation, or that of a minibatch.
 
-        NaN where a member stopped before it was evaluated.
+        The mean of its best evaluation where the task restores the best weights. NaN where a member stopped before it
+        was evaluated.
         """
         steps = torch.tensor([self.stopped.get(member, len(self.losses)) for member in range(self.losses.shape[1])])
         if self.eval_losses is None:
             return self.losses.gather(0, steps.sub(1).unsqueeze(0))[0]
         means = self.eval_losses.mean(1)
+        if self.best_epochs is not None:
+            best = means.gather(0, self.best_epochs.clamp(min=0).unsqueeze(0))[0]
+            return best.masked_fill(self.best_epochs < 0, torch.nan)
         return torch.stack([_last(column, column.isnan()) for column in means.unbind(1)])
 
     @property
@@ -184,6 +190,12 @@ def in_order(arrays: Sequence[tuple[Sequence[int], Sequence[Tensor]]]) -> Tensor
     return torch.cat(blocks, 1)[:, torch.tensor(members).argsort()]
 
 
+def epochs_in_order(arrays: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
+    """The epochs of arrays, by their members, as ``[B]``."""
+    epochs = {member: epoch for members, own in arrays for member, epoch in zip(members, own, strict=True)}
+    return torch.tensor([epochs[member] for member in sorted(epochs)])
+
+
 def joined(parts: Sequence[tuple[Sequence[int], TaskReport]]) -> TaskReport:
     """What a task gave whose arrays, each of these members, were trained apart."""
     own = [sorted(members) for members, _ in parts]
@@ -195,4 +207,6 @@ def joined(parts: Sequence[tuple[Sequence[int], TaskReport]]) -> TaskReport:
         evaluated = rows.unflatten(0, (-1, found[0].shape[1]))
     stopped = {member: steps for _, part in parts for member, steps in part.stopped.items()}
     arrays = tuple(array for _, part in parts for array in part._arrays)
-    return TaskReport(losses, evaluated, stopped, arrays, tuple(one for _, part in parts for one in part.arrays))
+    best = [part.best_epochs.tolist() for _, part in parts if part.best_epochs is not None]
+    epochs = epochs_in_order([*zip(own, best, strict=True)]) if best else None
+    return TaskReport(losses, evaluated, stopped, arrays, tuple(a for _, part in parts for a in part.arrays), epochs)

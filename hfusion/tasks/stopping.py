@@ -16,7 +16,8 @@ from hfusion.checkpoint.parts import member_stacks
 from hfusion.core.errors import PlanError
 from hfusion.core.membership import membership
 from hfusion.optim.base import FusedOptimizer
-from hfusion.tasks.task import Evaluation, Step
+from hfusion.tasks.best_weights import BestWeights
+from hfusion.tasks.task import Evaluation, Step, Task
 
 Answer: TypeAlias = "bool | Tensor | Iterable[int] | None"
 OnResult: TypeAlias = Callable[[Step | Evaluation], Answer]
@@ -67,14 +68,17 @@ class StoppedMembers:
     """The members of an array that have stopped; ``steps``: each with the minibatches that it had.
 
     They are computed on where the rows of an array are computed together. A copy of their rows of parameters, buffers,
-    optimizer state and hyper-parameters is kept on the host, and written back in the end.
+    optimizer state and hyper-parameters is kept on the host, and written back in the end. ``best``: where members stop
+    by patience, or end with their best weights.
     """
 
-    def __init__(self, members: Sequence[int], array: FusedModule, optimizer: FusedOptimizer) -> None:
+    def __init__(self, task: Task, members: Sequence[int], array: FusedModule, optimizer: FusedOptimizer) -> None:
         self.steps: dict[int, int] = {}
         self._members = list(members)
         self._array = array
         self._optimizer = optimizer
+        self._epochs = task.epochs
+        self.best = BestWeights(task, array) if task.patience is not None or task.restore_best else None
         self._kept: list[tuple[list[int], dict[str, Tensor]]] = []
 
     @property
@@ -122,10 +126,12 @@ class StoppedMembers:
                 stacks[key][rows] = values.to(stacks[key])
 
     def put_back(self) -> None:
-        """Let the array and its optimizer hold what they are."""
+        """Let the array and its optimizer hold what they are, and once training is over each member's best weights."""
         if self._kept:
             self.write(self._stacks())
             self._optimizer.forget()
+        if self.best is not None and (self.all or self.best.evaluated == self._epochs):
+            self.best.restore()
 
     def _check_apart(self, members: Sequence[int]) -> None:
         for name, param in self._array.named_parameters():

@@ -15,6 +15,7 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.compare import check_alone, check_pair
 from hfusion.core.errors import FusionError, PlanError
 from hfusion.core.membership import Membership, mark, membership
+from hfusion.core.patience import Patience
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import HyperValue, MemberVector
 from hfusion.optim.lr_scheduler import Make, PerMember
@@ -86,6 +87,11 @@ class Task:
             ``True``, ``"now"`` and ``"background"`` are those of `hfusion.train_step`; ``"auto"`` compiles where that
             pays within the minibatches of the task, as ``hfusion.train_step(steps=...)``.
         parts: as of `hfusion.train_step`, where the task is compiled.
+        patience: a member stops whose mean loss of an evaluation has not improved for so many epochs in a row, as
+            `hfusion.Patience` counts, on its own. With the ``restore_best`` of that, as with the one below.
+        restore_best: in the end the members' parameters and buffers are those after the epoch whose evaluation was best
+            for each; with ``patience``, as its ``mode`` and ``least`` say. Copies are kept in host memory. Optimizers
+            stay as they are.
         callbacks: called after every minibatch with a `Step`, and after the evaluation of an epoch with an
             `Evaluation`, in another thread.
 
@@ -107,6 +113,8 @@ class Task:
     scheduler_interval: Literal["epoch", "step"] = "epoch"
     compile: bool | str = False
     parts: int | str = "auto"
+    patience: Patience | None = None
+    restore_best: bool = False
     callbacks: Sequence[Callable[[Step | Evaluation], None]] = field(default=())
 
     def __post_init__(self) -> None:
@@ -118,6 +126,10 @@ class Task:
             CompileMode.of(self.compile, None, self.parts)
         except ValueError as error:
             raise PlanError(f"task {self.name!r}: {error}") from None
+        if self.patience is not None and not isinstance(self.patience, Patience):
+            raise PlanError(f"task {self.name!r}: patience is {self.patience!r}; give hf.Patience(...)")
+        if (self.patience is not None or self.restore_best) and self.eval_loader is None:
+            raise PlanError(f"task {self.name!r}: patience and restore_best go by evaluations; give an eval_loader")
         self._check_loader("loader", self.loader)
         if self.eval_loader is not None:
             self._check_loader("eval_loader", self.eval_loader)
@@ -195,6 +207,11 @@ class Task:
     def evaluated(self) -> int:
         """Minibatches that are evaluated after every epoch."""
         return 0 if self.eval_loader is None else length(self.eval_loader)
+
+    @property
+    def restores_best(self) -> bool:
+        """Whether members end with their best weights."""
+        return self.restore_best or (self.patience is not None and self.patience.restore_best)
 
     @property
     def steps(self) -> int:

@@ -39,7 +39,7 @@ from hfusion.tasks.border import Border
 from hfusion.tasks.checkpoints import Checkpoints, interval, saving
 from hfusion.tasks.checkpoints import resume as resume_from
 from hfusion.tasks.limits import clip_limits
-from hfusion.tasks.report import ArrayReport, Report, TaskReport, in_order
+from hfusion.tasks.report import ArrayReport, Report, TaskReport, epochs_in_order, in_order
 from hfusion.tasks.scheduling import TaskScheduler
 from hfusion.tasks.sharing import claimed, listed, turns
 from hfusion.tasks.source import Stream
@@ -245,7 +245,7 @@ class _TrainRun:
         plan = self._borrowing(index, held)
         one.optimizer.initialise()
         scheduler = None if one.task.scheduler is None else TaskScheduler(one.task, one.optimizer, one.members)
-        stopped = StoppedMembers(one.members, one.array, one.optimizer)
+        stopped = StoppedMembers(one.task, one.members, one.array, one.optimizer)
         kept = None if self.saves is None else self.saves.load(index, plan, scheduler)
         # Gradients of what the user did before are none of this run's.
         one.optimizer.zero_grad()
@@ -385,7 +385,11 @@ class _TrainRun:
         arrays = tuple((one.one.members, one.one.array) for one in borders)
         stopped = {member: steps for one in borders for member, steps in one.stopped.steps.items()}
         found = tuple(map(self._array_report, indices))
-        return TaskReport(losses, evaluated, dict(sorted(stopped.items())), arrays, found)
+        epochs = None
+        if task.restores_best:
+            best = [(one.one.members, one.stopped.best.epochs) for one in borders if one.stopped.best is not None]
+            epochs = epochs_in_order(best)
+        return TaskReport(losses, evaluated, dict(sorted(stopped.items())), arrays, found, epochs)
 
     def _array_report(self, index: int) -> ArrayReport:
         one, plan, step = self.arrangements[index], self.plan.tasks[index], self._steps.get(index)
