@@ -13,6 +13,7 @@ from hfusion.checkpoint.save import load, save
 from hfusion.cluster.cluster import Cluster
 from hfusion.cluster.copies import copy_rows
 from hfusion.cluster.ranks import gather_rows, rows
+from hfusion.cluster.train_tasks import plan, train
 from hfusion.core.calls import stacked
 from hfusion.core.errors import (
     CheckpointError,
@@ -34,7 +35,7 @@ from hfusion.population.zip_loaders import zip_loaders
 from hfusion.schedule.simulate import simulate
 from hfusion.step.train_step import train_step
 from hfusion.tasks.task import Evaluation, Step, Task
-from hfusion.tasks.train import TrainError, plan, train
+from hfusion.tasks.train import TrainError
 from hfusion.tune.exploit import PBT
 from hfusion.tune.result import SweepResult
 from hfusion.tune.sweep import sweep

@@ -12,11 +12,11 @@ from rich.table import Table
 from hfusion.bench.cases import FuseCase
 from hfusion.bench.progress import Meter
 from hfusion.bench.workload import Workload
+from hfusion.cluster.train_tasks import plan, train
 from hfusion.device.machine import Device, Machine
 from hfusion.optim.adam import Adam
 from hfusion.schedule.simulate import simulate
 from hfusion.tasks.task import Task
-from hfusion.tasks.train import plan, train
 
 MODELS = ("mlp-large", "cnn", "transformer")
 MEMBERS = (4,)

@@ -40,6 +40,7 @@ from hfusion.bench.shard_results import (
 )
 from hfusion.bench.timing import collector_off
 from hfusion.bench.workload import Disagreement, Unavailable, check_agreement
+from hfusion.cluster.train_tasks import train
 from hfusion.core.errors import PlanError
 from hfusion.device.backend import backend
 from hfusion.device.machine import Device, Machine
@@ -49,7 +50,6 @@ from hfusion.schedule.task_plan import UnitActions
 from hfusion.schedule.timeline import Timeline
 from hfusion.tasks.arrange import arrange
 from hfusion.tasks.task import Task
-from hfusion.tasks.train import train
 
 # Sums in another order than the array's; Adam divides by small gradients.
 TOLERANCE = 1e-2

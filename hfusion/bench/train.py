@@ -16,11 +16,11 @@ from hfusion.bench import serial
 from hfusion.bench.cases import FuseCase
 from hfusion.bench.progress import Meter
 from hfusion.bench.workload import Workload
+from hfusion.cluster.train_tasks import train
 from hfusion.device.machine import Device, Machine
 from hfusion.optim.adam import Adam
 from hfusion.step.train_step import TrainStep, train_step
 from hfusion.tasks.task import Task
-from hfusion.tasks.train import train
 
 MODELS = ("mlp-small", "mlp-large", "cnn", "transformer")
 MEMBERS = (16,)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hfusion.cluster.drive import Drive
 from hfusion.cluster.executor import Executor
-from hfusion.cluster.jobs import arranged
+from hfusion.cluster.jobs import RunOptions, arranged
 from hfusion.cluster.processes import ProcessExecutor
 from hfusion.core.errors import PlanError
 from hfusion.device.machine import Machine, parse_bytes
@@ -101,18 +101,18 @@ class Cluster:
         of tasks are called here, in the driver.
 
         Raises:
-            PlanError: also for ``plan`` and ``on_result``, which are for one machine.
+            PlanError: also for ``plan``, which is for one machine.
         """
         found = listed(tasks)
-        if plan is not None or on_result is not None:
-            name = "plan" if plan is not None else "on_result"
-            raise PlanError(f"{name} is for an hf.Machine: the nodes of a cluster plan and decide by themselves")
+        if plan is not None:
+            raise PlanError("plan is for an hf.Machine: the nodes of a cluster plan by themselves")
         folder = None if checkpoint is None else Path(checkpoint).absolute()
+        options = RunOptions(folder, every, named(policy).name, on_result is not None)
         with ExitStack() as stack:
             executor = self._open()
             stack.callback(executor.close)
-            arrays = arranged(found, executor.devices, folder, every, named(policy).name, resume=resume)
-            drive = Drive(arrays, executor, self._max_failures)
+            arrays = arranged(found, executor.devices, options, resume=resume)
+            drive = Drive(arrays, executor, self._max_failures, on_result)
             if progress:
                 bars = TaskBars([(one.load.name, one.task.steps) for one in arrays.arrays], [0] * len(arrays.arrays))
                 drive.show = stack.enter_context(bars).reach

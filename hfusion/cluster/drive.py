@@ -11,14 +11,15 @@ import torch
 from hfusion.array.module import FusedModule
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.jobs import ClusterArrays, PlacedArray, SharedParts
-from hfusion.cluster.node import ArrayDone, ArrayLeft, Lost, Message, Raised, Told
+from hfusion.cluster.node import ArrayDone, ArrayLeft, Lost, Message, Raised, StopQuery, Told, loader_generators
 from hfusion.cluster.placement import Placement, lower_bound
 from hfusion.core.errors import HFusionError
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.timeline import Timeline
 from hfusion.tasks.report import Report, TaskReport, joined
-from hfusion.tasks.task import Step
+from hfusion.tasks.stopping import OnResult, answered
+from hfusion.tasks.task import Evaluation, Step
 from hfusion.tasks.train import TrainError
 
 # Seconds from one look at the devices to the next while none tells anything.
@@ -30,26 +31,48 @@ class DeviceLost(HFusionError):
 
 
 class Drive:
-    """One run. ``show`` is told how many minibatches an array has had."""
+    """One run. ``show`` is told how many minibatches an array has had.
 
-    def __init__(self, arrays: ClusterArrays, executor: Executor, max_failures: int) -> None:
+    Args:
+        on_result: asked who stops, as of `hfusion.train`.
+        ends_at_failure: the run ends where a task fails; else the others are trained to their end.
+    """
+
+    def __init__(
+        self,
+        arrays: ClusterArrays,
+        executor: Executor,
+        max_failures: int,
+        on_result: OnResult | None = None,
+        *,
+        ends_at_failure: bool = False,
+    ) -> None:
+        self._on_result, self._ends_at_failure = on_result, ends_at_failure
+        # Whether a callback, or who decides, was called.
+        self.heard = False
         self._tasks, self._arrays, self._executor = arrays.tasks, arrays.arrays, executor
         loads = [one.load for one in arrays.arrays]
         self._bound = lower_bound(loads, arrays.kinds)
-        saved = [number for number, one in enumerate(arrays.arrays) if one.checkpoint is not None]
+        saved = [number for number, one in enumerate(arrays.arrays) if one.options.checkpoint is not None]
         self._placement = Placement(loads, arrays.kinds, max_failures, time.monotonic, saved)
-        self._parts = SharedParts(arrays.arrays, executor)
+        self._parts, self._processes = SharedParts(arrays.arrays, executor), arrays.processes
         self._now: dict[int, int] = {}
         self._done: dict[int, tuple[int, ArrayDone]] = {}
         self._left: list[tuple[int, ArrayLeft]] = []
         self._failed: dict[int, BaseException] = {}
+        self._told: set[int] = set()
         self._began = time.time()
         self.show: Callable[[int, int], None] = lambda index, steps: None
+
+    @property
+    def unstarted(self) -> bool:
+        """Whether the first array that failed told of no minibatch, and none has been trained."""
+        return not self._done and min(self._failed, default=-1) not in self._told
 
     def run(self) -> Report:
         """Train all. Raises TrainError in the end for what failed."""
         placement = self._placement
-        while not placement.over:
+        while not placement.over and not (self._failed and self._ends_at_failure):
             for device in placement.moves():
                 self._executor.leave(device, self._arrays[self._now[device]].load.name)
             for device in placement.idle:
@@ -74,6 +97,8 @@ class Drive:
             for result in message.results:
                 self._tell(device, result)
             self._reach(device, message)
+        elif isinstance(message, StopQuery):
+            self._executor.answer(device, self._answer(device, message.result))
         elif isinstance(message, Raised):
             self._fail(device, message.error)
         elif isinstance(message, ArrayLeft):
@@ -95,6 +120,7 @@ class Drive:
     def _reach(self, device: int, message: Told) -> None:
         number, steps = self._now.get(device), [result for result in message.results if isinstance(result, Step)]
         if number is not None and steps:
+            self._told.add(number)
             done = steps[-1].epoch * self._arrays[number].task.epoch + steps[-1].step + 1
             self._placement.reach(device, done, message.at)
 
@@ -105,12 +131,25 @@ class Drive:
         one = self._arrays[number]
         if isinstance(result, Step):
             self.show(number, result.epoch * one.task.epoch + result.step + 1)
+        self.heard = self.heard or bool(one.task.callbacks)
         try:
             for callback in one.task.callbacks:
                 callback(result)  # type: ignore[arg-type]
         except Exception as error:
             # What the node makes of it from here on is not looked at.
             self._failed[number] = error
+
+    def _answer(self, device: int, result: Step | Evaluation) -> list[int]:
+        """Return the members that stop; where that fails, none."""
+        number = self._now.get(device)
+        if number is None or number in self._failed or self._on_result is None:
+            return []
+        self.heard = True
+        try:
+            return answered(self._on_result(result), result)
+        except Exception as error:
+            self._failed[number] = error
+            return []
 
     def _fail(self, device: int, error: BaseException) -> None:
         number = self._now.pop(device)
@@ -129,12 +168,14 @@ class Drive:
         report = self._report()
         if not self._failed:
             return report
-        names = dict.fromkeys(self._arrays[number].task.name for number in sorted(self._failed))
+        failed = [self._arrays[number] for number in sorted(self._failed)]
+        names = dict.fromkeys(one.load.name if self._ends_at_failure else one.task.name for one in failed)
         first = self._failed[min(self._failed)]
         told = ", ".join(map(repr, names))
         kind = "task" if len(names) == 1 else "tasks"
+        finished = "finished before" if self._ends_at_failure else "finished"
         raise TrainError(
-            f"{kind} {told} failed: {type(first).__name__}: {first}; finished: {', '.join(report) or 'none'} "
+            f"{kind} {told} failed: {type(first).__name__}: {first}; {finished}: {', '.join(report) or 'none'} "
             "(error.report)",
             report,
         ) from first
@@ -150,6 +191,8 @@ class Drive:
     def _part(self, one: PlacedArray, done: ArrayDone) -> tuple[tuple[int, ...], TaskReport]:
         """What an array gave; the one that the user holds is written over, as if it had been trained here."""
         found, models = done.report[one.task.name], one.task.models
+        for generator, state in zip(loader_generators(one.task), done.generators, strict=True):
+            generator.set_state(state)
         if isinstance(models, FusedModule):
             ((members, theirs),) = found._arrays
             with torch.no_grad():
@@ -165,7 +208,8 @@ class Drive:
         tasks = tuple(self._done[number][1].report.plan.tasks[0] for number in order)
         loads, evicts = ([getattr(device.rates, name) for device in devices] for name in ("load", "evict"))
         actions = max(device.rates.action_seconds for device in devices)
-        return Plan(tasks, {device.name: device.budget for device in devices}, min(loads), min(evicts), actions)
+        budgets = {device.name: device.budget for device in devices}
+        return Plan(tasks, budgets, min(loads), min(evicts), actions, self._processes)
 
     def _timeline(self) -> Timeline:
         """What ran on all devices, from when the driver began, by the driver's clock."""

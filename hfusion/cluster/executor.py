@@ -27,6 +27,9 @@ class Executor(Protocol):
     def leave(self, device: int, name: str) -> None:
         """Ask the array of this name to leave the device that trains it, where it is saved next to go on elsewhere."""
 
+    def answer(self, device: int, members: list[int]) -> None:
+        """Answer what an array asked: who of its members stops."""
+
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
         """What devices have told since, at least one thing unless that takes longer."""
 

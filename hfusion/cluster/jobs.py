@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import torch
 from torch import Tensor, nn
@@ -15,35 +14,64 @@ from torch.optim import lr_scheduler
 
 from hfusion.array.module import FusedModule
 from hfusion.capture.named import tensors
-from hfusion.checkpoint import files
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.node import ArrayJob, DeviceInfo
 from hfusion.cluster.parcel import pack
 from hfusion.cluster.placement import Load
-from hfusion.core.errors import CheckpointError, PlanError
-from hfusion.core.text import file_name
+from hfusion.core.errors import PlanError
+from hfusion.schedule.plan import Plan, Processes, TaskPlan
 from hfusion.tasks.arrange import Arrangement, Room, arrays_of
-from hfusion.tasks.checkpoints import check_every
+from hfusion.tasks.checkpoints import check_every, check_folder
 from hfusion.tasks.sharing import check_loaders, check_tensors
 from hfusion.tasks.task import Task
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """What the arrays of a run have in common.
+
+    Attributes:
+        checkpoint: the folder of the run.
+        every: the most minibatches that are lost.
+        policy: the name of one.
+        asks: somebody decides who stops.
+    """
+
+    checkpoint: Path | None
+    every: int | None
+    policy: str
+    asks: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class PlacedArray:
-    """An array: whose task and members, and its seconds on each kind of device. ``sent``: the task as it goes there."""
+    """An array: whose task and members, and its seconds on each kind of device.
+
+    Attributes:
+        sent: the task as it goes there.
+        plan: as it is trained; None: the process plans.
+    """
 
     task: Task
     members: tuple[int, ...]
     load: Load
     sent: Task
-    checkpoint: Path | None
-    every: int | None
-    policy: str
+    options: RunOptions
+    plan: TaskPlan | None = None
 
     def job(self, parts: SharedParts) -> ArrayJob:
-        what = f"the task {self.task.name!r}"
-        parcel = pack(what, self.sent, parts.keys)
-        return ArrayJob(self.load.name, self.members, parcel, parts.kept, self.policy, self.checkpoint, self.every)
+        parcel, options = pack(f"the task {self.task.name!r}", self.sent, parts.keys), self.options
+        return ArrayJob(
+            self.load.name,
+            self.members,
+            parcel,
+            parts.kept,
+            options.policy,
+            options.checkpoint,
+            options.every,
+            self.plan,
+            options.asks,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,16 +81,11 @@ class ClusterArrays:
     tasks: tuple[Task, ...]
     arrays: tuple[PlacedArray, ...]
     kinds: tuple[int, ...]
+    processes: Processes | None = None
 
 
 def arranged(
-    tasks: Sequence[Task],
-    devices: Sequence[DeviceInfo],
-    checkpoint: Path | None,
-    every: int | None,
-    policy: str,
-    *,
-    resume: bool,
+    tasks: Sequence[Task], devices: Sequence[DeviceInfo], options: RunOptions, *, resume: bool
 ) -> ClusterArrays:
     """The arrays that the largest device would have, as `hfusion.train` on a machine of these devices.
 
@@ -70,13 +93,8 @@ def arranged(
         PlanError, FusionError: as `hfusion.plan`.
         CheckpointError: the folder cannot be made, or holds what is not to go on.
     """
-    check_every(every)
-    for task in tasks:
-        if isinstance(task.scheduler, lr_scheduler.LRScheduler):
-            raise PlanError(
-                f"task {task.name!r}: a scheduler that exists cannot go to another process; give a function that makes "
-                "one from an optimizer"
-            )
+    check_every(options.every)
+    check_schedulers(tasks)
     rooms = list(dict.fromkeys((device.physical, device.budget, device.rates) for device in devices))
     kinds = tuple(rooms.index((device.physical, device.budget, device.rates)) for device in devices)
     check_tensors(tasks)
@@ -87,34 +105,50 @@ def arranged(
         for one in arrays_of(task, largest):
             seconds = tuple(one.seconds_on(Room(*room, keep=True)) for room in rooms)
             load = Load(one.plan.name, seconds, task.name, task.steps)
-            folder = None if checkpoint is None else checkpoint / file_name(load.name)
-            arrays.append(PlacedArray(task, one.members, load, _sent(one), folder, every, policy))
+            arrays.append(PlacedArray(task, one.members, load, seeded_task(sent_task(one)), options))
     check_loaders([(one.load.name, (one.task.loader, one.task.eval_loader)) for one in arrays])
-    if checkpoint is not None:
-        _check_folder(checkpoint, resume=resume)
+    if options.checkpoint is not None:
+        check_folder(options.checkpoint, [one.load.name for one in arrays], resume=resume)
     return ClusterArrays(tuple(tasks), tuple(arrays), kinds)
 
 
-def _check_folder(root: Path, *, resume: bool) -> None:
-    with files.told(root):
-        root.mkdir(parents=True, exist_ok=True)
-        folders = [path for path in root.iterdir() if path.is_dir()]
-        there = sorted(unquote(path.name) for path in folders if any(map(files.saves, path.iterdir())))
-    if there and not resume:
-        raise CheckpointError(f"{root} holds saves of {there}: go on with resume=True, or give a new folder")
-    if files.saves(root) or any(map(files.saves, folders)):
-        raise CheckpointError(f"{root} holds saves of a run on one machine: go on with it there, or give a new folder")
+def planned(
+    arrangements: Sequence[Arrangement], plan: Plan, devices: Sequence[DeviceInfo], options: RunOptions
+) -> ClusterArrays:
+    """The arrays of a plan of one machine, each to be trained as that says on the device of its process."""
+    kinds = tuple(range(len(devices)))
+    arrays = []
+    for one, task_plan in zip(arrangements, plan.tasks, strict=True):
+        seconds = tuple(task_plan.seconds if task_plan.device_bytes <= each.budget else None for each in devices)
+        load = Load(task_plan.name, seconds, one.task.name, one.task.steps)
+        arrays.append(PlacedArray(one.task, one.members, load, seeded_task(sent_task(one)), options, task_plan))
+    return ClusterArrays(
+        tuple({id(one.task): one.task for one in arrangements}.values()), tuple(arrays), kinds, plan.processes
+    )
 
 
-def _sent(one: Arrangement) -> Task:
-    """The task with the models of one array, and the seed that it would draw."""
+def check_schedulers(tasks: Iterable[Task]) -> None:
+    """Raise PlanError for a scheduler that drives an optimizer of this process."""
+    for task in tasks:
+        if isinstance(task.scheduler, lr_scheduler.LRScheduler):
+            raise PlanError(
+                f"task {task.name!r}: a scheduler that exists cannot go to another process; give a function that makes "
+                "one from an optimizer"
+            )
+
+
+def sent_task(one: Arrangement) -> Task:
+    """The task with the models of one array, as it goes to another process."""
     task, models = one.task, one.task.models
     if not isinstance(models, nn.Module):
         own, absent = set(one.members), nn.Identity()
         models = [model if index in own else absent for index, model in enumerate(models)]
-    # As a run on one machine draws them, in the order of the arrays.
-    seed = int(torch.randint(1 << 62, ())) if task.seed is None else task.seed
-    return replace(task, models=models, seed=seed, callbacks=())
+    return replace(task, models=models, callbacks=())
+
+
+def seeded_task(task: Task) -> Task:
+    """The task with the seed that a run on one machine would draw, which draws in the order of the arrays."""
+    return replace(task, seed=int(torch.randint(1 << 62, ())) if task.seed is None else task.seed)
 
 
 class SharedParts:

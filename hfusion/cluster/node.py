@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from threading import Event
 from typing import Any, Protocol, TypeAlias
 
@@ -16,13 +18,15 @@ from hfusion.cluster.parcel import pack_message, unpack, unpack_message
 from hfusion.device.calibrate import Rates
 from hfusion.device.machine import Device, Machine
 from hfusion.optim.base import FusedOptimizer
+from hfusion.schedule.plan import TaskPlan
 from hfusion.schedule.timeline import Timeline
+from hfusion.tasks.reading import generators
 from hfusion.tasks.report import Report
-from hfusion.tasks.task import Evaluation, Step
+from hfusion.tasks.task import Evaluation, Step, Task
 from hfusion.tasks.train import TrainError, train_array
 
-# Seconds from one telling of results to the next.
-_TELL = 0.2
+# Seconds from one telling of results to the next, and from one look at whether it ends to the next.
+_TELL, _LOOK = 0.2, 1.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,14 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class ArrayJob:
-    """An array to train: ``parcel`` is its task, and ``parts`` where what that leaves out is kept, by key."""
+    """An array to train.
+
+    Attributes:
+        parcel: its task.
+        parts: where what the task leaves out is kept, by key.
+        plan: as it is trained; None: the process plans.
+        asks: every result is answered, see `StopQuery`.
+    """
 
     name: str
     members: tuple[int, ...]
@@ -47,6 +58,8 @@ class ArrayJob:
     policy: str
     checkpoint: Path | None
     every: int | None
+    plan: TaskPlan | None = None
+    asks: bool = False
 
 
 class CallJob(Protocol):
@@ -64,13 +77,26 @@ class Told:
     at: float
 
 
+@dataclass(frozen=True)
+class StopQuery:
+    """A result on which an array waits: the driver answers with the members that stop, see `ArrayTrainer.answers`."""
+
+    result: Step | Evaluation
+
+
 @dataclass(frozen=True, eq=False)
 class ArrayDone:
-    """An array is trained. ``begun``: when its timeline begins, on the clock of its process."""
+    """An array is trained.
+
+    Attributes:
+        begun: when its timeline begins, on the clock of its process.
+        generators: the states of those that the loaders draw from, after the training.
+    """
 
     report: Report
     optimizer: FusedOptimizer | None
     begun: float
+    generators: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +131,7 @@ class Lost:
 
 # What a job ends with.
 End: TypeAlias = ArrayDone | ArrayLeft | Answered | Raised
-Message: TypeAlias = Told | End | Lost
+Message: TypeAlias = Told | StopQuery | End | Lost
 
 
 class _Stopped(Exception):
@@ -125,6 +151,8 @@ class ArrayTrainer:
         self.stopping = Event()
         # The name of an array that is to leave; another thread sets it.
         self.leaving: str | None = None
+        # What another thread got for an `StopQuery`.
+        self.answers: SimpleQueue[list[int]] = SimpleQueue()
         self.kept: dict[str, Any] = {}
 
     @property
@@ -173,6 +201,16 @@ class ArrayTrainer:
                 tell(Told(tuple(results), told))
                 results.clear()
 
+        def ask(result: Step | Evaluation) -> list[int]:
+            # First what came before, so that the driver hears all in order.
+            tell(Told(tuple(results), time.monotonic()))
+            results.clear()
+            tell(StopQuery(result))
+            while not self.stopping.is_set():
+                with suppress(Empty):
+                    return self.answers.get(timeout=_LOOK)
+            raise _Stopped
+
         report = train_array(
             replace(task, callbacks=(heard,)),
             job.members,
@@ -182,6 +220,8 @@ class ArrayTrainer:
             job.checkpoint,
             job.every,
             lambda: self.leaving == job.name,
+            job.plan,
+            ask if job.asks else None,
         )
         ended = time.time()
         if results:
@@ -191,7 +231,12 @@ class ArrayTrainer:
         found = report[task.name]
         if len(found.losses) < task.steps and len(found.stopped) < len(job.members):
             return ArrayLeft(report.timeline, report.peak, begun)
-        return ArrayDone(report, optimizer, begun)
+        return ArrayDone(report, optimizer, begun, tuple(each.get_state() for each in loader_generators(task)))
+
+
+def loader_generators(task: Task) -> list[torch.Generator]:
+    """Return the generators that reading the loaders of a task draws from."""
+    return [each for loader in (task.loader, task.eval_loader) for each in generators(loader)]
 
 
 def _portable(error: BaseException) -> BaseException:

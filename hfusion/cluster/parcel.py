@@ -22,13 +22,18 @@ def _cloudpickle() -> Any:
 
 def pack(what: str, value: Any, parts: Mapping[int, str]) -> bytes:
     """``value`` as bytes; an object whose id is in ``parts`` as its key there. Raises PlanError with ``what``."""
+    target = io.BytesIO()
+    _dump(what, value, parts, target)
+    return target.getvalue()
+
+
+def _dump(what: str, value: Any, parts: Mapping[int, str], target: Any) -> None:
     pickler: Any = _cloudpickle().Pickler
 
     class Packer(pickler):  # type: ignore[misc]
         def persistent_id(self, found: object) -> str | None:
             return parts.get(id(found))
 
-    target = io.BytesIO()
     try:
         Packer(target).dump(value)
     except Exception as error:
@@ -36,7 +41,25 @@ def pack(what: str, value: Any, parts: Mapping[int, str]) -> bytes:
             f"{what} cannot go to another process, as pickle fails: {type(error).__name__}: {error}; leave out what "
             "only this process has, such as open files, locks and generators"
         ) from error
-    return target.getvalue()
+
+
+class _Counter:
+    """A file that only counts what is written."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self.count += size
+        return size
+
+
+def packed_bytes(what: str, value: Any) -> int:
+    """Return how many bytes ``value`` is packed. Raises as `pack`."""
+    counter = _Counter()
+    _dump(what, value, {}, counter)
+    return counter.count
 
 
 def _no_parts(key: str) -> Any:

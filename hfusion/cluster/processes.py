@@ -3,46 +3,79 @@
 from __future__ import annotations
 
 import signal
+import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from multiprocessing import connection, get_all_start_methods, get_context, set_start_method
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
+from types import ModuleType
 from typing import Any
-
-import torch
 
 from hfusion.cluster.node import ArrayJob, ArrayTrainer, CallJob, DeviceInfo, Lost, Message, Raised
 from hfusion.cluster.parcel import pack, pack_message, unpack, unpack_message
+from hfusion.cluster.process_settings import ProcessSettings
 from hfusion.core.errors import HFusionError
+from hfusion.device.cache import cache_file, number, read_json, write_json
+from hfusion.device.calibrate import describe
 from hfusion.device.machine import Device, Machine
 
 # Seconds that a process has to end by itself.
 _GRACE = 5.0
+# Seconds until processes have imported torch and have their devices, where that was not measured yet.
+_BEGIN = 10.0
+_swaps = Lock()
+
+
+def begin_seconds(machine: Machine) -> float:
+    """Return how long processes of a machine took to begin when they last did; an estimate where they never did."""
+    try:
+        return number(read_json(_begin_file(machine))["seconds"], 0.0, 1e5)
+    except (OSError, ValueError, LookupError, TypeError):
+        return _BEGIN
+
+
+def _note_begin(machine: Machine, seconds: float) -> None:
+    # What cannot be kept is estimated next time.
+    with suppress(OSError):
+        write_json(_begin_file(machine), {"seconds": seconds})
+
+
+def _begin_file(machine: Machine) -> Path:
+    device = machine.devices[0].physical
+    return cache_file("processes", {**describe(device), "count": str(len(machine.devices))})
 
 
 class ProcessExecutor:
-    """One process for each device of ``machine``, which share its host memory evenly."""
+    """One process for each device of ``machine``, which share its host memory evenly.
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    Args:
+        with_main: processes import the script that runs here. Without, what it defines comes by pickle alone, and the
+            script needs no ``if __name__ == "__main__":``.
+    """
+
+    def __init__(self, machine: Machine, *, with_main: bool = True) -> None:
+        self._machine, self._with_main = machine, with_main
         self._folder = tempfile.TemporaryDirectory(prefix="hfusion-cluster-")
         self._kept = 0
         count = len(machine.devices)
         self._pipes: list[Connection | None] = [None] * count
         self._processes: list[BaseProcess | None] = [None] * count
-        # They tell a process which array is to leave; closed, as by the end of this one, to end.
+        # They tell a process which array is to leave, and answers; closed, as by the end of this one, to end.
         self._stops: list[Connection | None] = [None] * count
         self.offsets: list[float] = [0.0] * count
         self.devices: Sequence[DeviceInfo] = ()
+        began = time.monotonic()
         try:
             for device in range(count):
                 self._start(device)
             self.devices = [self._info(device) for device in range(count)]
+            _note_begin(machine, time.monotonic() - began)
         except BaseException:
             self.close()
             raise
@@ -52,9 +85,10 @@ class ProcessExecutor:
         ours, theirs = context.Pipe()
         end, stop = context.Pipe(duplex=False)
         one, host = self._machine.devices[device], max(1, self._machine.host // len(self._machine.devices))
-        args = (theirs, end, one, host, self._machine.disk, torch.get_num_threads())
+        args = (theirs, end, one, host, self._machine.disk, ProcessSettings.current())
         process = context.Process(target=_work, args=args, name=f"hfusion {one.name}", daemon=False)
-        process.start()
+        with nullcontext() if self._with_main else _main_left_out():
+            process.start()
         theirs.close()
         end.close()
         self._pipes[device], self._processes[device], self._stops[device] = ours, process, stop
@@ -88,10 +122,16 @@ class ProcessExecutor:
                 _send(pipe, job)
 
     def leave(self, device: int, name: str) -> None:
+        self._notify(device, name)
+
+    def answer(self, device: int, members: list[int]) -> None:
+        self._notify(device, members)
+
+    def _notify(self, device: int, message: str | list[int]) -> None:
         stop = self._stops[device]
         with suppress(OSError):
             if stop is not None:
-                _send(stop, name)
+                _send(stop, message)
 
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
         there = {pipe: device for device, pipe in enumerate(self._pipes) if pipe is not None}
@@ -147,14 +187,25 @@ def _send(pipe: Connection, message: Any) -> None:
     pipe.send_bytes(pack_message(message))
 
 
-def _work(pipe: Connection, end: Connection, device: Device, host: int, disk: Path, threads: int) -> None:
+@contextmanager
+def _main_left_out() -> Iterator[None]:
+    """Inside, processes that are started do not import the main module: multiprocessing reads it from sys.modules."""
+    with _swaps:
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+
+
+def _work(pipe: Connection, end: Connection, device: Device, host: int, disk: Path, settings: ProcessSettings) -> None:
     """The process of a device: jobs come, and what happens to them goes back."""
     # What starts processes here, such as a DataLoader, does so as in any other program.
     set_start_method(get_all_start_methods()[0], force=True)
     # Ctrl-C is the driver's, which tells what is to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(threads)
     try:
+        settings.apply()
         trainer = ArrayTrainer(device.name, Machine([device], host, disk))
         _send(pipe, trainer.info())
     except Exception as error:
@@ -174,5 +225,9 @@ def _work(pipe: Connection, end: Connection, device: Device, host: int, disk: Pa
 def _hear(end: Connection, trainer: ArrayTrainer) -> None:
     with suppress(EOFError, OSError):
         while True:
-            trainer.leaving = unpack_message(end.recv_bytes())
+            message = unpack_message(end.recv_bytes())
+            if isinstance(message, str):
+                trainer.leaving = message
+            else:
+                trainer.answers.put(message)
     trainer.stopping.set()

@@ -49,6 +49,9 @@ class DeviceActor:
     def leave(self, name: str) -> None:
         self._trainer.leaving = name
 
+    def answer(self, members: list[int]) -> None:
+        self._trainer.answers.put(members)
+
     def stop(self) -> None:
         """What trains ends at its next minibatch."""
         self._trainer.stopping.set()
@@ -156,6 +159,9 @@ class RayExecutor:
 
     def leave(self, device: int, name: str) -> None:
         self._actors[device].leave.remote(name)
+
+    def answer(self, device: int, members: list[int]) -> None:
+        self._actors[device].answer.remote(members)
 
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
         streams = list(self._running.values())

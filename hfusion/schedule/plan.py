@@ -20,11 +20,23 @@ from hfusion.schedule.task_plan import TaskPlan
 if TYPE_CHECKING:
     import networkx
 
-__all__ = ["Phase", "Plan", "Shard", "TaskPlan", "Unit"]
+__all__ = ["Phase", "Plan", "Processes", "Shard", "TaskPlan", "Unit"]
 
 _HEAD = ("task", "mode", "width", "shards", "steps", "s/step", "stays", "device", "of budget", "moved/step")
 # Devices that are named where a plan is printed.
 _SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Processes:
+    """How many processes of this machine train: 1 for all devices, or as many as devices; and why."""
+
+    count: int
+    reason: str
+
+    def __str__(self) -> str:
+        head = "one process for all devices" if self.count == 1 else f"{self.count} processes, one for each device"
+        return f"{head}: {self.reason}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,8 +45,8 @@ class Plan:
 
     ``devices`` maps names to budgets in bytes; ``load_rate`` and ``evict_rate`` are the bytes/s from host to
     device and back, each device having a link of its own; ``action_seconds`` is what a device takes to begin and to end
-    an action that computes. Raises PlanError for names that repeat, no device, numbers out of range, and a task that
-    fits no device.
+    an action that computes; ``processes``: which processes train, None where there is no choice. Raises PlanError for
+    names that repeat, no device, numbers out of range, and a task that fits no device.
     """
 
     tasks: tuple[TaskPlan, ...]
@@ -42,6 +54,7 @@ class Plan:
     load_rate: float
     evict_rate: float
     action_seconds: float = 0.0
+    processes: Processes | None = None
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -59,6 +72,10 @@ class Plan:
                 raise PlanError(f"{label} is {rate} bytes/s: it must be positive")
         if not 0 <= self.action_seconds < math.inf:
             raise PlanError(f"action_seconds is {self.action_seconds}: it must be finite and at least 0")
+        if self.processes is not None and self.processes.count not in (1, len(self.devices)):
+            raise PlanError(
+                f"{self.processes.count} processes for {len(self.devices)} devices: give 1, or one for each device"
+            )
         self._check_room()
 
     def _check_room(self) -> None:
@@ -111,7 +128,8 @@ class Plan:
     def __str__(self) -> str:
         largest = max(self.devices.values())
         rows = [_row(task, largest) for task in self.tasks]
-        return "\n".join([self._headline(), *aligned([_HEAD, *rows], left=2)])
+        processes = [] if self.processes is None else [f"  {self.processes}"]
+        return "\n".join([self._headline(), *processes, *aligned([_HEAD, *rows], left=2)])
 
     def __repr__(self) -> str:
         return f"<{self._headline()}>"

@@ -55,6 +55,36 @@ def saving(given: Plan, every: int | None, *, saves: bool) -> Plan:
     return replace(given, tasks=tuple(tasks))
 
 
+def check_folder(root: Path, names: Sequence[str], *, resume: bool) -> None:
+    """Make the folder of a run with arrays of these names; ``resume``: they go on where they are saved there.
+
+    Raises:
+        CheckpointError: the folder cannot be made, or is one of other tasks.
+    """
+    with files.told(root):
+        root.mkdir(parents=True, exist_ok=True)
+        folders = list(root.iterdir())
+        known = {file_name(name): name for name in names}
+        there = {known.get(path.name, unquote(path.name)) for path in folders if files.saves(path)}
+        if files.saves(root) or (root / files.MANIFEST).exists():
+            raise CheckpointError(
+                f"{root} is a checkpoint of one array, not of hf.train: give the folder of a run, or a new one"
+            )
+        if any(files.saves(path / path.name) for path in folders):
+            raise CheckpointError(f"{root} was saved on a cluster by an earlier version: give a new folder")
+        if there and not resume:
+            raise CheckpointError(
+                f"{root} holds saves of {sorted(there)}: go on with resume=True, or give a new folder"
+            )
+        others, anew = sorted(there.difference(names)), [name for name in names if name not in there]
+        if others and anew:
+            raise CheckpointError(
+                f"{root} holds saves of {others}, which are no arrays of these tasks, and none of {anew}: give the "
+                "tasks the names that they had, on a machine on which the same members are together, or a new folder, "
+                "or delete those that are not to go on"
+            )
+
+
 class Checkpoints:
     """Saves arrays at the borders of their minibatches, and gives back what was saved.
 
@@ -64,10 +94,6 @@ class Checkpoints:
         root: the folder of all.
         most: of each array, how many minibatches may be lost.
         threads: how many saves may be written at one time.
-        resume: whether the arrays go on from where they are saved.
-
-    Raises:
-        CheckpointError: the folder cannot be made, or is one of other tasks.
     """
 
     def __init__(
@@ -76,37 +102,12 @@ class Checkpoints:
         arrays: Sequence[Arrangement],
         most: Sequence[int],
         threads: int,
-        *,
-        resume: bool,
     ) -> None:
         self._root, self._arrays, self._most = Path(root), arrays, most
-        with files.told(self._root):
-            self._root.mkdir(parents=True, exist_ok=True)
-            self._check(resume=resume)
         self._writes: list[Future[Path] | None] = [None] * len(arrays)
         # After how many minibatches each was saved last, and the save is on the disk; and the one that is written now.
         self._safe, self._copied = [0] * len(arrays), [0] * len(arrays)
         self._threads = ThreadPoolExecutor(threads, "hfusion checkpoint")
-
-    def _check(self, *, resume: bool) -> None:
-        ours = [one.plan.name for one in self._arrays]
-        known = {file_name(name): name for name in ours}
-        there = {known.get(path.name, unquote(path.name)) for path in self._root.iterdir() if files.saves(path)}
-        if files.saves(self._root) or (self._root / files.MANIFEST).exists():
-            raise CheckpointError(
-                f"{self._root} is a checkpoint of one array, not of hf.train: give the folder of a run, or a new one"
-            )
-        if there and not resume:
-            raise CheckpointError(
-                f"{self._root} holds saves of {sorted(there)}: go on with resume=True, or give a new folder"
-            )
-        others, anew = sorted(there.difference(ours)), [name for name in ours if name not in there]
-        if others and anew:
-            raise CheckpointError(
-                f"{self._root} holds saves of {others}, which are no arrays of these tasks, and none of {anew}: give "
-                "the tasks the names that they had, on a machine on which the same members are together, or a new "
-                "folder, or delete those that are not to go on"
-            )
 
     def load(self, index: int, plan: TaskPlan, scheduler: TaskScheduler | None) -> Mapping[str, Any] | None:
         """Write what was saved last of an array into it, its optimizer and schedule; the rest for `resume`.

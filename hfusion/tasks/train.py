@@ -1,16 +1,14 @@
-"""Plan and train many tasks on many devices: the front door of the runtime."""
+"""Train arrays on the devices of a machine, in this process."""
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +16,7 @@ from torch import Tensor
 from hfusion.array.function_programs import FunctionPrograms
 from hfusion.array.per_model import PerModel
 from hfusion.capture.named import tensors
-from hfusion.core.errors import HFusionError, PlanError
-from hfusion.core.resuming import resume_folder
+from hfusion.core.errors import HFusionError
 from hfusion.device.backend import backend, memory_of
 from hfusion.device.machine import Machine
 from hfusion.runtime.spill import SpillFolder
@@ -29,11 +26,11 @@ from hfusion.runtime.whole import WholeTraining
 from hfusion.runtime.worker import DeviceWorker
 from hfusion.schedule.engine import Engine
 from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
-from hfusion.schedule.policy import DEFAULT, Policy, named
+from hfusion.schedule.policy import Policy, named
 from hfusion.schedule.slices import Slices
 from hfusion.schedule.timeline import Timeline
 from hfusion.schedule.work import TaskFailed
-from hfusion.tasks.arrange import Arrangement, arrange, arrange_one, checked_plan
+from hfusion.tasks.arrange import Arrangement, arrange_one
 from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.border import Border
 from hfusion.tasks.checkpoints import Checkpoints, interval, saving
@@ -41,13 +38,11 @@ from hfusion.tasks.checkpoints import resume as resume_from
 from hfusion.tasks.limits import clip_limits
 from hfusion.tasks.report import ArrayReport, Report, TaskReport, epochs_in_order, in_order
 from hfusion.tasks.scheduling import TaskScheduler
-from hfusion.tasks.sharing import claimed, listed, turns
+from hfusion.tasks.sharing import turns
 from hfusion.tasks.source import Stream
 from hfusion.tasks.stepping import ArrayStep, eagerly, obstacle
 from hfusion.tasks.stopping import OnResult, StoppedMembers
 from hfusion.tasks.task import Task
-
-_MACHINE = "give hf.Machine.detect(), or hf.Machine([hf.Device(...), ...])"
 
 
 class TrainError(HFusionError):
@@ -61,82 +56,6 @@ class TrainError(HFusionError):
         self.report = report
 
 
-class TrainingSite(Protocol):
-    """Where tasks can be trained that is no machine, such as `hfusion.Cluster`."""
-
-    def train(self, tasks: Task | Iterable[Task], policy: str | Policy, **options: Any) -> Report:
-        """As `train`, with all its options."""
-
-
-def plan(tasks: Task | Iterable[Task], machine: Machine | None = None) -> Plan:
-    """How `train` would train one task or several: which members together, resident or spilled, in how many shards.
-
-    ``machine``: by default this one (`Machine.detect`). Captures the models, but trains nothing. Raises PlanError and
-    FusionError.
-    """
-    machine = Machine.detect() if machine is None else machine
-    if not isinstance(machine, Machine):
-        raise PlanError(f"the machine is a {type(machine).__name__}: {_MACHINE}")
-    return arrange(listed(tasks), machine)[1]
-
-
-def train(
-    tasks: Task | Iterable[Task],
-    machine: Machine | TrainingSite | None = None,
-    policy: str | Policy = DEFAULT,
-    *,
-    plan: Plan | None = None,
-    progress: bool = False,
-    checkpoint: str | os.PathLike[str] | None = None,
-    every: int | None = None,
-    resume: bool = True,
-    on_result: OnResult | None = None,
-) -> Report:
-    """Train all tasks, each exactly as if alone, within the memory of every device.
-
-    Args:
-        tasks: one, or several with different names, none of which reaches memory that another trains in place.
-        machine: devices with budgets, host memory and a folder; by default this one, as `Machine.detect` finds it. Or
-            an `hfusion.Cluster`.
-        policy: which unit a device runs next; one of `hfusion.schedule.policy.POLICIES` or its name. Of more tasks than
-            devices none keeps a shard on its device unless the policy is patient.
-        plan: what `plan` gave for these tasks and this machine, possibly changed; None: plan now.
-        progress: show a bar per task; where nothing can be drawn over, as in a file, ten lines.
-        checkpoint: a folder in which each task is saved as it goes, and from which it goes on if it was saved there;
-            what had ended is not trained again. None: nothing is saved.
-        every: the most minibatches of a task that are lost if the process is killed; None: those of an epoch. It is
-            saved twice as often, so that a save is written while the half of them is trained, and at its end; where
-            gradients are accumulated, at the next step of the optimizer.
-        resume: False: a folder with saves in it is an error.
-        on_result: asked after every minibatch (with a `Step`, once the optimizer has stepped, if it is to) and every
-            evaluation (`Evaluation`) who stops, by one device at a time. It gives None or False: all go on; True: all
-            ``result.members`` stop; or the members that do, or a bool tensor with a value for each of
-            ``result.members``. Who stops is what it was then, and has losses of NaN from there on; an array of which
-            all have stopped takes no more time. When a run goes on from a checkpoint it first hears again what was
-            before, and what it answers to that does not count.
-
-    Raises:
-        PlanError: the tasks fit the machine in no way, or cannot be trained at once, or not with their loss.
-        FusionError: models that cannot be captured.
-        CheckpointError: a save is damaged, or of other tasks, members or shapes, or the folder cannot be made.
-        TrainError: a task failed, or could not be saved; ``error.report`` has the finished ones, ``error.__cause__``
-            what happened.
-    """
-    checkpoint = resume_folder("train") if checkpoint is None else checkpoint
-    machine = Machine.detect() if machine is None else machine
-    if not isinstance(machine, Machine):
-        if not callable(getattr(machine, "train", None)):
-            raise PlanError(f"the machine is a {type(machine).__name__}: {_MACHINE}, or an hf.Cluster")
-        options: dict[str, Any] = {"plan": plan, "progress": progress, "checkpoint": checkpoint, "every": every}
-        return machine.train(tasks, policy, **options, resume=resume, on_result=on_result)
-    chosen, tasks = named(policy), listed(tasks)
-    with claimed(tasks):
-        # Tasks that take turns would load and evict what they keep at every turn.
-        arrangements, made = arrange(tasks, machine, keep=chosen.patient or len(tasks) <= len(machine.devices))
-        made = made if plan is None else checked_plan(plan, made)
-        return _trained(arrangements, made, machine, chosen, progress, checkpoint, every, resume, on_result)
-
-
 def train_array(
     task: Task,
     members: Sequence[int],
@@ -146,34 +65,41 @@ def train_array(
     checkpoint: Path | None,
     every: int | None,
     leaves: Callable[[], bool],
+    task_plan: TaskPlan | None = None,
+    on_result: OnResult | None = None,
 ) -> Report:
     """Train ``members`` of a task as one array of this name; the other models are not looked at.
 
-    ``leaves``: asked between minibatches, where the array can be saved, whether it ends there, to go on from its
-    checkpoint somewhere else.
+    Args:
+        checkpoint: the folder of the run, which is there.
+        leaves: asked between minibatches, where the array can be saved, whether it ends there, to go on from its
+            checkpoint somewhere else.
+        task_plan: how it is trained; None: as is planned here.
     """
     arrangements, plan = arrange_one(task, members, name, machine)
-    return _trained(arrangements, plan, machine, named(policy), False, checkpoint, every, True, None, leaves)
+    if task_plan is not None:
+        plan = replace(plan, tasks=(task_plan,))
+    return train_arranged(arrangements, plan, machine, named(policy), False, checkpoint, every, on_result, leaves)
 
 
-def _trained(
+def train_arranged(
     arrangements: Sequence[Arrangement],
     made: Plan,
     machine: Machine,
     policy: Policy,
     progress: bool,
-    checkpoint: str | os.PathLike[str] | None,
+    checkpoint: Path | None,
     every: int | None,
-    resume: bool,
     on_result: OnResult | None,
     leaves: Callable[[], bool] = lambda: False,
 ) -> Report:
+    """Train arrays by a plan in this process, see `hfusion.train`; ``checkpoint`` was looked at by `check_folder`."""
     made = saving(made, every, saves=checkpoint is not None)
     with ExitStack() as stack:
         saves = None
         if checkpoint is not None:
             most = [interval(task, every) for task in made.tasks]
-            saves = Checkpoints(checkpoint, arrangements, most, len(made.devices), resume=resume)
+            saves = Checkpoints(checkpoint, arrangements, most, len(made.devices))
             stack.callback(saves.close)
         run = _TrainRun(arrangements, made, machine, stack, saves, on_result, leaves)
         for index, why in run.refused.items():

@@ -318,5 +318,5 @@ def test_what_a_cluster_refuses(tmp_path: Path) -> None:
     for options, said in [({"max_failures": -1}, "max_failures=-1"), ({"num_cpus": 2}, "num_cpus is of Ray's nodes")]:
         with pytest.raises(hf.PlanError, match=said):
             hf.Cluster(one, **options)
-    with pytest.raises(hf.PlanError, match=r"on_result is for an hf\.Machine"):
-        hf.train(tasks(), hf.Cluster(one), on_result=lambda result: None)
+    with pytest.raises(hf.PlanError, match=r"plan is for an hf\.Machine"):
+        hf.train(tasks(), hf.Cluster(one), plan=hf.plan(tasks(), one))

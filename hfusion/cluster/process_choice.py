@@ -1,0 +1,83 @@
+"""One process for all devices of a machine, or one for each: by what Python takes of a minibatch. Numbers only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hfusion.cluster.rates import DIFFERS
+from hfusion.device.calibrate import Rates
+from hfusion.device.native import cores
+from hfusion.passes.partition.shard import shards_at
+from hfusion.schedule.plan import Processes, TaskPlan, Unit
+from hfusion.tasks.arrange import Arrangement
+from hfusion.tasks.stepping import obstacle
+
+# Seconds per operator call, FLOP and byte that count for nothing.
+_FREE = 1e30
+
+
+@dataclass(frozen=True)
+class ArraySeconds:
+    """Seconds of an array on a device of its own.
+
+    Attributes:
+        python: of a minibatch, in which no other array of the process has Python: calls of operators, and the engine.
+        computing: of a minibatch, on the device.
+        overlaps: the device computes while Python goes on.
+    """
+
+    python: float
+    computing: float
+    minibatches: int
+    overlaps: bool
+
+    @staticmethod
+    def of(one: Arrangement, plan: TaskPlan, rates: Rates) -> ArraySeconds:
+        """Return those of an array by the rates of a device, which hold the measured seconds of a call of Python."""
+        minibatch = one.minibatch()
+        program, cuts = one.array.compiled(minibatch.arguments).program, [shard.first for shard in plan.shards[1:]]
+
+        def step_seconds(rates: Rates) -> float:
+            shards = shards_at(program, cuts, minibatch.samples, rates, one.optimizer.state_stacks)
+            return replace(plan, shards=shards).step_seconds
+
+        compiled = bool(one.task.compile) and not obstacle(plan)
+        calls = 0.0 if compiled else step_seconds(replace(rates, flops=_FREE, memory=_FREE))
+        units = [(count, Unit(plan.name, 0, *sort)) for sort, count in plan.counts.items()]
+        actions = sum(count * len(plan.actions_of(unit).computes) for count, unit in units) / plan.steps
+        computing = step_seconds(replace(rates, calls=_FREE))
+        return ArraySeconds(calls + actions * rates.action_seconds, computing, plan.steps, rates.device != "cpu")
+
+    @property
+    def whole(self) -> float:
+        """Seconds of all minibatches."""
+        both = max(self.python, self.computing) if self.overlaps else self.python + self.computing
+        return self.minibatches * both
+
+
+def devices_at_once(devices: int, rates: Rates, threads: int) -> int:
+    """Return how many devices compute at the same time: a processor has cores for some, accelerators are their own."""
+    return devices if rates.device != "cpu" else max(1, min(devices, cores() // threads))
+
+
+def choose_processes(arrays: Sequence[ArraySeconds], devices: int, at_once: int, begin: float) -> Processes:
+    """Return the processes that end soonest, by estimates.
+
+    In one process, all Python goes through one interpreter lock. Processes begin after ``begin`` seconds.
+
+    Args:
+        at_once: how many of the devices compute at the same time.
+    """
+    if len(arrays) == 1:
+        return Processes(1, "one array trains on one device at a time")
+    longest = max(arrays, key=lambda array: array.whole)
+    shared = max(longest.whole, math.fsum(array.whole for array in arrays) / at_once)
+    one = max(shared, math.fsum(array.minibatches * array.python for array in arrays))
+    several = begin + shared
+    reason = (
+        f"a minibatch takes {1e3 * longest.python:.2g} ms of Python and {1e3 * longest.computing:.2g} ms of computing, "
+        f"estimated are {one:.3g} s in one process and {several:.3g} s in {devices}, of which {begin:.2g} s to begin"
+    )
+    return Processes(devices if several * (1 + DIFFERS) < one else 1, reason)

@@ -1,0 +1,79 @@
+"""What functions of a user can reach: whether what runs here could change what another process has a copy of."""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import gc
+import logging
+import sysconfig
+from collections.abc import Hashable, Iterable, Iterator
+from enum import Enum
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+# More objects than this are not looked through.
+MAX_OBJECTS = 500_000
+
+_CLOSED = (ModuleType, type, str, bytes, int, float, complex, Enum, CodeType, logging.Logger)
+_IMMUTABLE = (*_CLOSED, FunctionType, BuiltinFunctionType, MethodType, tuple, frozenset)
+_NAMED = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL")
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+class TooManyObjects(Exception):
+    """There is more to look through than is looked through."""
+
+
+def shared_object(here: Iterable[object], sent: Iterable[object]) -> str | None:
+    """Return what ``here`` can change of what ``sent`` reaches, in words; None where nothing was found.
+
+    Looks through attributes, closures, defaults, and the global variables that functions name. Installed packages are
+    taken to keep no state that both use. Raises TooManyObjects.
+    """
+    changeable = dict(_reached(here, writes=True))
+    return next((text for key, text in _reached(sent, writes=False) if key in changeable), None) if changeable else None
+
+
+def _reached(roots: Iterable[object], *, writes: bool) -> Iterator[tuple[Hashable, str]]:
+    """Keys of what can change: of objects, and of global variables that are written, or else read."""
+    seen: set[int] = set()
+    # What is looked at is kept, so that no id stands for two.
+    kept: list[object] = []
+    waiting = list(roots)
+    while waiting:
+        if len(kept) > MAX_OBJECTS:
+            raise TooManyObjects(f"more than {MAX_OBJECTS:,} objects")
+        value = waiting.pop()
+        if id(value) in seen or value is None or isinstance(value, _CLOSED):
+            continue
+        seen.add(id(value))
+        kept.append(value)
+        if not isinstance(value, _IMMUTABLE):
+            yield id(value), f"a {type(value).__name__}"
+        if isinstance(value, FunctionType):
+            reads, written = _globals_of(value)
+            for name in written if writes else reads:
+                yield (id(value.__globals__), name), f"the variable {name}"
+            waiting += [value.__globals__[name] for name in reads if name in value.__globals__]
+            waiting += [value.__defaults__, value.__kwdefaults__, value.__dict__, *(value.__closure__ or ())]
+        else:
+            waiting += gc.get_referents(value)
+
+
+def _globals_of(function: FunctionType) -> tuple[set[str], set[str]]:
+    """The global variables that a function names, and those of them that it writes; none of installed packages."""
+    if function.__code__.co_filename.startswith(_INSTALLED):
+        return set(), set()
+    reads: set[str] = set()
+    written: set[str] = set()
+    waiting: list[Any] = [function.__code__]
+    while waiting:
+        code = waiting.pop()
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in _NAMED:
+                reads.add(instruction.argval)
+                if not instruction.opname.startswith("LOAD"):
+                    written.add(instruction.argval)
+    return {name for name in reads if not hasattr(builtins, name)}, written

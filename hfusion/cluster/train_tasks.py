@@ -1,0 +1,236 @@
+"""Plan and train many tasks on many devices: the front door of the runtime."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from multiprocessing import current_process
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hfusion.array.module import FusedModule
+from hfusion.capture.named import tensors
+from hfusion.cluster.cluster import Cluster
+from hfusion.cluster.drive import Drive
+from hfusion.cluster.jobs import RunOptions, check_schedulers, planned, sent_task
+from hfusion.cluster.parcel import packed_bytes
+from hfusion.cluster.process_choice import ArraySeconds, choose_processes, devices_at_once
+from hfusion.cluster.processes import ProcessExecutor, begin_seconds
+from hfusion.cluster.reachable import TooManyObjects, shared_object
+from hfusion.core.errors import PlanError
+from hfusion.core.resuming import resume_folder
+from hfusion.core.text import readable
+from hfusion.device.machine import Device, Machine
+from hfusion.schedule.plan import Plan, Processes
+from hfusion.schedule.policy import DEFAULT, Policy, named
+from hfusion.tasks.arrange import Arrangement, arrange, checked_plan
+from hfusion.tasks.bars import TaskBars
+from hfusion.tasks.checkpoints import check_every, check_folder
+from hfusion.tasks.report import Report
+from hfusion.tasks.sharing import claimed, listed
+from hfusion.tasks.stopping import OnResult
+from hfusion.tasks.task import Task
+from hfusion.tasks.train import TrainError, train_arranged
+
+_MACHINE = "give hf.Machine.detect(), or hf.Machine([hf.Device(...), ...])"
+# How often the process of an array may be lost, as of a cluster.
+_MAX_FAILURES = 3
+
+
+def plan(tasks: Task | Iterable[Task], machine: Machine | None = None) -> Plan:
+    """How `train` would train one task or several: which members together, resident or spilled, in how many shards.
+
+    Also in one process or one for each device (``plan.processes``), which ``dataclasses.replace`` changes:
+    ``replace(plan, processes=None)`` is decided anew, ``replace(plan.processes, count=1)`` is one.
+
+    ``machine``: by default this one (`Machine.detect`). Captures the models, but trains nothing. Raises PlanError and
+    FusionError.
+    """
+    machine = Machine.detect() if machine is None else machine
+    if not isinstance(machine, Machine):
+        raise PlanError(f"the machine is a {type(machine).__name__}: {_MACHINE}")
+    return _arranged(listed(tasks), machine, keep=True)[1]
+
+
+def train(
+    tasks: Task | Iterable[Task],
+    machine: Machine | Cluster | None = None,
+    policy: str | Policy = DEFAULT,
+    *,
+    plan: Plan | None = None,
+    progress: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int | None = None,
+    resume: bool = True,
+    on_result: OnResult | None = None,
+) -> Report:
+    """Train all tasks, each exactly as if alone, within the memory of every device.
+
+    Args:
+        tasks: one, or several with different names, none of which reaches memory that another trains in place.
+        machine: devices with budgets, host memory and a folder; by default this one, as `Machine.detect` finds it. Or
+            an `hfusion.Cluster`. Where one process would let several devices wait for Python, each has a process of
+            its own, see `hfusion.plan`: with the same results. Callbacks and ``on_result`` are called in this one.
+        policy: which unit a device runs next; one of `hfusion.schedule.policy.POLICIES` or its name. Of more tasks than
+            devices none keeps a shard on its device unless the policy is patient.
+        plan: what `plan` gave for these tasks and this machine, possibly changed; None: plan now.
+        progress: show a bar per task; where nothing can be drawn over, as in a file, ten lines.
+        checkpoint: a folder in which each task is saved as it goes, and from which it goes on if it was saved there;
+            what had ended is not trained again. None: nothing is saved.
+        every: the most minibatches of a task that are lost if the process is killed; None: those of an epoch. It is
+            saved twice as often, so that a save is written while the half of them is trained, and at its end; where
+            gradients are accumulated, at the next step of the optimizer.
+        resume: False: a folder with saves in it is an error.
+        on_result: asked after every minibatch (with a `Step`, once the optimizer has stepped, if it is to) and every
+            evaluation (`Evaluation`) who stops, by one device at a time. It gives None or False: all go on; True: all
+            ``result.members`` stop; or the members that do, or a bool tensor with a value for each of
+            ``result.members``. Who stops is what it was then, and has losses of NaN from there on; an array of which
+            all have stopped takes no more time. When a run goes on from a checkpoint it first hears again what was
+            before, and what it answers to that does not count.
+
+    Raises:
+        PlanError: the tasks fit the machine in no way, or cannot be trained at once, or not with their loss.
+        FusionError: models that cannot be captured.
+        CheckpointError: a save is damaged, or of other tasks, members or shapes, or the folder cannot be made.
+        TrainError: a task failed, or could not be saved; ``error.report`` has the finished ones, ``error.__cause__``
+            what happened.
+    """
+    checkpoint = resume_folder("train") if checkpoint is None else checkpoint
+    machine = Machine.detect() if machine is None else machine
+    if isinstance(machine, Cluster):
+        options: dict[str, Any] = {"plan": plan, "progress": progress, "checkpoint": checkpoint, "every": every}
+        return machine.train(tasks, policy, **options, resume=resume, on_result=on_result)
+    if not isinstance(machine, Machine):
+        raise PlanError(f"the machine is a {type(machine).__name__}: {_MACHINE}, or an hf.Cluster")
+    chosen, tasks, root = named(policy), listed(tasks), None if checkpoint is None else Path(checkpoint)
+    with claimed(tasks):
+        # Tasks that take turns would load and evict what they keep at every turn.
+        keep = chosen.patient or len(tasks) <= len(machine.devices)
+        arrangements, made = _arranged(tasks, machine, keep=keep, on_result=on_result)
+        if plan is not None:
+            made = _with_processes(checked_plan(plan, made), made, arrangements, machine, on_result)
+        check_every(every)
+        if root is not None:
+            check_folder(root, [one.plan.name for one in arrangements], resume=resume)
+        if made.processes is not None and made.processes.count > 1:
+            run = _ProcessRun(
+                arrangements, made, machine, RunOptions(root and root.absolute(), every, DEFAULT, on_result is not None)
+            )
+            report = run.train(on_result, progress=progress)
+            if report is not None:
+                return report
+            made = replace(made, processes=Processes(1, f"processes could not begin: {run.trouble}"))
+        return train_arranged(arrangements, made, machine, chosen, progress, root, every, on_result)
+
+
+class _ProcessRun:
+    """Arrays that are trained in a process for each device. ``trouble``: why they could not begin."""
+
+    def __init__(self, arrangements: Sequence[Arrangement], plan: Plan, machine: Machine, options: RunOptions) -> None:
+        self._arrangements, self._plan, self._options, self.trouble = arrangements, plan, options, ""
+        devices = [Device(one.device, one.name, memory=plan.devices[one.name]) for one in machine.devices]
+        self._machine = Machine(devices, machine.host, machine.disk)
+
+    def train(self, on_result: OnResult | None, *, progress: bool) -> Report | None:
+        """Return the report; None, with a warning, where an array failed before anybody heard of any.
+
+        Such as code that only this process has. What failed for another reason fails here again.
+        """
+        states, drive = torch.get_rng_state(), None
+        try:
+            with ExitStack() as stack:
+                executor = ProcessExecutor(self._machine, with_main=False)
+                stack.callback(executor.close)
+                arrays = planned(self._arrangements, self._plan, executor.devices, self._options)
+                drive = Drive(arrays, executor, _MAX_FAILURES, on_result, ends_at_failure=True)
+                if progress:
+                    bars = TaskBars([(one.name, one.steps) for one in self._plan.tasks], [0] * len(arrays.arrays))
+                    drive.show = stack.enter_context(bars).reach
+                return drive.run()
+        except Exception as error:
+            if drive is not None and (drive.heard or not isinstance(error, TrainError) or not drive.unstarted):
+                raise
+            self.trouble = f"{type(error).__name__}: {error}"
+        torch.set_rng_state(states)
+        warnings.warn(f"hf.train goes on in one process, as processes could not begin: {self.trouble}", stacklevel=3)
+        return None
+
+
+def _arranged(
+    tasks: Sequence[Task], machine: Machine, *, keep: bool, on_result: OnResult | None = None
+) -> tuple[list[Arrangement], Plan]:
+    """The arrays of tasks, and the plan, which says in which processes they are trained."""
+    began = time.monotonic()
+    arrangements, made = arrange(tasks, machine, keep=keep)
+    if len(machine.devices) == 1:
+        return arrangements, made
+    seconds = time.monotonic() - began
+    return arrangements, replace(made, processes=_processes(arrangements, made, machine, seconds, on_result))
+
+
+def _with_processes(
+    given: Plan, made: Plan, arrangements: Sequence[Arrangement], machine: Machine, on_result: OnResult | None
+) -> Plan:
+    """The plan given, with the processes of the other where it names none, and one where there cannot be more."""
+    processes = given.processes or made.processes
+    if processes is not None and processes.count > 1 and (why := _obstacle(arrangements, machine, on_result)):
+        processes = Processes(1, f"{processes.reason}; but {why}")
+    return replace(given, processes=processes)
+
+
+def _processes(
+    arrangements: Sequence[Arrangement],
+    made: Plan,
+    machine: Machine,
+    seconds: float,
+    on_result: OnResult | None,
+) -> Processes:
+    """``seconds``: what it took to arrange, which processes do again."""
+    largest = max(machine.devices, key=lambda device: device.memory)
+    rates, count = machine.calibrate()[largest.name], len(machine.devices)
+    arrays = [ArraySeconds.of(one, task_plan, rates) for one, task_plan in zip(arrangements, made.tasks, strict=True)]
+    begin = begin_seconds(machine) + seconds * -(-len(arrays) // count) / len(arrays)
+    at_once = devices_at_once(count, rates, torch.get_num_threads())
+    processes = choose_processes(arrays, count, at_once, begin)
+    if processes.count > 1 and (why := _obstacle(arrangements, machine, on_result)):
+        return Processes(1, f"{processes.reason}; but {why}")
+    return processes
+
+
+def _obstacle(arrangements: Sequence[Arrangement], machine: Machine, on_result: OnResult | None) -> str:
+    """Why arrays cannot be trained in other processes as they are here; empty where they can."""
+    if current_process().daemon:
+        return "this is a daemonic process, which may start none"
+    tasks = list({id(one.task): one.task for one in arrangements}.values())
+    for task in tasks:
+        for model in [task.models] if isinstance(task.models, FusedModule) else ():
+            place = next((tensor.device for _, tensor in tensors(model) if tensor.device.type != "cpu"), None)
+            if place is not None:
+                return f"the array of the task {task.name!r} is on {place}, where another process would need it twice"
+    listeners = [*([] if on_result is None else [on_result]), *(each for task in tasks for each in task.callbacks)]
+    sent = [each for task in tasks for each in _read_while_training(task)]
+    try:
+        check_schedulers(tasks)
+        if listeners and (text := shared_object(listeners, sent)):
+            return f"callbacks reach {text} that the training uses, and would change a copy of it"
+        largest = max(packed_bytes(f"the task {one.task.name!r}", sent_task(one)) for one in arrangements)
+    except TooManyObjects as error:
+        return f"callbacks and what the training uses hold {error}"
+    except (PlanError, ImportError) as error:
+        return str(error)
+    if largest * len(machine.devices) > machine.host:
+        copies = f"{len(machine.devices)} copies of {readable(largest)}, one for each process,"
+        return f"{copies} exceed the host's {readable(machine.host)}"
+    return ""
+
+
+def _read_while_training(task: Task) -> list[object]:
+    """What a run reads of the user's objects; models of a list are copied before."""
+    found: list[object] = [task.loader, task.eval_loader, task.loss, task.optimizer, task.scheduler]
+    return [*found, task.models] if isinstance(task.models, FusedModule) else found

@@ -1,0 +1,285 @@
+"""`hf.train` in a process for each device: the same results, callbacks, answers and saves as in one process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import hfusion as hf
+from hfusion.schedule.plan import Processes
+from tests.cluster.test_processes import Net, assert_same, machine, nothing_left, samples, shared_memory, tasks
+
+pytest.importorskip("cloudpickle")
+SEVERAL = Processes(2, "asked for")
+LONG = pytest.mark.cluster
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where temporary files are; no process and no file is left in the end."""
+    folder, before = tmp_path / "temporary", shared_memory()
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert nothing_left(folder, before)
+
+
+def trained(found: list[hf.Task], folder: Path, processes: Processes | None, **options: Any) -> Any:
+    devices = machine(folder, 2)
+    plan = replace(hf.plan(found, devices), processes=processes)
+    torch.manual_seed(1)
+    return hf.train(found, devices, plan=plan, **options)
+
+
+def in_one(found: list[hf.Task], folder: Path, **options: Any) -> Any:
+    return trained(found, folder, Processes(1, "asked for"), **options)
+
+
+def stopping(heard: list[Any]) -> Callable[[Any], Any]:
+    """Stops members by what they lost, and all of one task in its second epoch."""
+
+    def on_result(result: Any) -> Any:
+        heard.append((type(result), result.task, result.epoch, result.members, result.losses))
+        if isinstance(result, hf.Evaluation):
+            return result.losses.mean(0) > 1.1
+        return result.task == "plain" and (result.epoch, result.step) == (1, 2)
+
+    return on_result
+
+
+def by_array(heard: list[Any]) -> dict[Any, list[Any]]:
+    found: dict[Any, list[Any]] = {}
+    for kind, task, epoch, members, losses in heard:
+        found.setdefault((task, members), []).append((kind, epoch, losses.nan_to_num(-1.0).tolist()))
+    return found
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_two_processes_give_what_one_gives(stops: bool, tmp_path: Path) -> None:
+    """Callbacks hear the same in the same order, answers count from the next minibatch on."""
+    heard: dict[str, list[Any]] = {"one": [], "two": [], "one asked": [], "two asked": []}
+
+    def made(name: str) -> list[hf.Task]:
+        return tasks(
+            lambda event: heard[name].append((type(event), event.task, event.epoch, event.members, event.losses))
+        )
+
+    options = [{"on_result": stopping(heard[f"{name} asked"])} if stops else {} for name in ("one", "two")]
+    wanted = in_one(made("one"), tmp_path, **options[0])
+    found = trained(made("two"), tmp_path, SEVERAL, **options[1])
+    for name in wanted:
+        assert torch.equal(found[name].losses.nan_to_num(-1.0), wanted[name].losses.nan_to_num(-1.0))
+        assert found[name].stopped == wanted[name].stopped
+        for ours, theirs in zip(found[name].models, wanted[name].models, strict=True):
+            assert type(ours) is Net
+            for key, value in theirs.state_dict().items():
+                assert torch.equal(ours.state_dict()[key], value), (name, key)
+    assert bool(wanted["plain"].stopped) == stops
+    assert by_array(heard["two"]) == by_array(heard["one"])
+    assert by_array(heard["two asked"]) == by_array(heard["one asked"])
+    assert found.plan.processes == SEVERAL
+    assert "2 processes, one for each device" in str(found.plan)
+    if not stops:
+        found.timeline.validate(found.plan)
+    assert {span.device for span in found.timeline.actions} == {"cpu:0", "cpu:1"}
+
+
+class Broken(Exception):
+    pass
+
+
+def breaking(at: int) -> Callable[[Any], None]:
+    def callback(event: Any) -> None:
+        if isinstance(event, hf.Step) and event.task == "mixed" and (event.epoch, event.step) == divmod(at, 4):
+            raise Broken("enough")
+
+    return callback
+
+
+@pytest.mark.parametrize("order", ["one two", pytest.param("two one", marks=LONG)])
+def test_a_run_that_broke_off_goes_on_in_other_processes(order: str, tmp_path: Path) -> None:
+    """Bit for bit, and an error of a callback ends the run as it does in one process."""
+    choice = {"one": Processes(1, "asked for"), "two": SEVERAL}
+    first, second = (choice[name] for name in order.split())
+    wanted = in_one(tasks(), tmp_path)
+    saves = {"checkpoint": tmp_path / "saves", "every": 2}
+    with pytest.raises(hf.TrainError, match=r"task 'mixed\.[01]' failed: Broken: enough; finished before: ") as caught:
+        trained(tasks(breaking(9)), tmp_path, first, **saves)
+    assert isinstance(caught.value.__cause__, Broken)
+    assert {path.name.split(".")[0] for path in (tmp_path / "saves").iterdir()} <= {"mixed", "plain"}
+    heard: list[int] = []
+    again = trained(tasks(lambda event: heard.append(event.epoch)), tmp_path, second, **saves)
+    assert_same(again, wanted)
+    assert len(heard) < len(wanted["mixed"].losses) * 2
+
+
+def test_an_array_is_trained_in_place_and_generators_go_on(tmp_path: Path) -> None:
+    def made() -> list[Any]:
+        found = []
+        for seed in range(2):
+            fused = hf.fuse([Net(4, seed), Net(4, seed + 2)])
+            draws = torch.Generator().manual_seed(seed)
+            loader = DataLoader(samples(), batch_size=12, shuffle=True, generator=draws)
+            optimizer = hf.optim.Adam(fused.parameters(), lr=[0.1, 0.2])
+            found.append(hf.Task(fused, F.cross_entropy, optimizer, loader, name=f"task{seed}", epochs=2))
+        return found
+
+    ours, theirs = made(), made()
+    trained(ours, tmp_path, SEVERAL)
+    in_one(theirs, tmp_path)
+    for one, other in zip(ours, theirs, strict=True):
+        for key, value in other.models.state_dict().items():
+            assert torch.equal(one.models.state_dict()[key], value)
+        for param, like in zip(one.models.parameters(), other.models.parameters(), strict=True):
+            for name, value in other.optimizer.state[like].items():
+                assert torch.equal(one.optimizer.state[param][name], value)
+        assert torch.equal(one.loader.generator.get_state(), other.loader.generator.get_state())
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt(event: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(tasks(interrupt), tmp_path / "spill", SEVERAL)
+    assert not list(tmp_path.glob("spill/*"))
+
+
+class Home(nn.Module):
+    """Computes in the process that made it alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.process = nn.Linear(5, 3), os.getpid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if os.getpid() != self.process:
+            raise RuntimeError("not at home")
+        output: Tensor = self.linear(x)
+        return output
+
+
+def test_what_fails_elsewhere_is_trained_here(tmp_path: Path) -> None:
+    def made() -> list[hf.Task]:
+        loader = DataLoader(samples(), batch_size=12, shuffle=True)
+        torch.manual_seed(0)
+        return [hf.Task(Home(), F.cross_entropy, lambda p: hf.optim.SGD(p, lr=0.1), loader, name=name) for name in "ab"]
+
+    wanted = in_one(made(), tmp_path)
+    with pytest.warns(UserWarning, match="goes on in one process, as processes could not begin: .*not at home"):
+        found = trained(made(), tmp_path, SEVERAL)
+    assert_same(found, wanted)
+    assert "could not begin" in str(found.plan)
+
+
+def slow_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes begin at once, so that they are chosen wherever Python waits for Python."""
+    monkeypatch.setattr("hfusion.cluster.train_tasks.begin_seconds", lambda machine: -1e6)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("lock", "cannot go to another process, as pickle fails"),
+        ("reach", "callbacks reach a TensorDataset that the training uses"),
+        ("scheduler", "a scheduler that exists cannot go to another process"),
+        ("host", "exceed the host's"),
+    ],
+)
+def test_reasons_for_one_process(change: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_python(monkeypatch)
+    lock, data = threading.Lock(), samples()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) if change != "lock" or lock is not None else output
+
+    if change != "lock":
+        del lock
+        loss = F.cross_entropy  # type: ignore[assignment]
+    fused = hf.fuse([Net(4, 0)])
+    optimizer = hf.optim.SGD(fused.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1) if change == "scheduler" else None
+    loader = DataLoader(data, batch_size=12)
+    callbacks: Any = (lambda event: data.tensors,) if change == "reach" else ()
+    first = hf.Task(fused, loss, optimizer, loader, name="a", scheduler=scheduler, callbacks=callbacks)
+    devices = machine(tmp_path, 2)
+    if change == "host":
+        devices = hf.Machine(devices.devices, host=2048, disk=tmp_path)
+    (other, *_) = tasks()
+    plan = hf.plan([first, other], devices)
+    assert plan.processes is not None
+    assert plan.processes.count == 1
+    assert reason in str(plan)
+
+
+def test_a_short_run_stays_in_one_process(tmp_path: Path) -> None:
+    plan = hf.plan(tasks(), machine(tmp_path, 2))
+    assert plan.processes is not None
+    assert plan.processes.count == 1
+    assert "one process for all devices: a minibatch takes" in str(plan)
+    assert hf.plan(tasks(), machine(tmp_path, 1)).processes is None
+    with pytest.raises(hf.PlanError, match="3 processes for 2 devices"):
+        replace(plan, processes=Processes(3, "many"))
+
+
+SCRIPT = """
+import torch, torch.nn.functional as F
+from dataclasses import replace
+from torch import nn
+import hfusion as hf
+from hfusion.schedule.plan import Processes
+print("begun")
+SCALE = 2.0
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+    def forward(self, x):
+        return self.linear(x) * SCALE
+def loss(output, target):
+    return F.mse_loss(output, target) * SCALE
+def made():
+    torch.manual_seed(0)
+    loader = [(torch.ones(4, 3), torch.ones(4, 2))] * 3
+    return [hf.Task([Net(), Net()], loss, lambda p: hf.optim.SGD(p, lr=0.1), loader, name=name) for name in "ab"]
+machine = hf.Machine([hf.Device(f"cpu:{n}", memory="256MiB") for n in range(2)], host="1GiB", disk=FOLDER)
+reports = []
+for count in (1, 2):
+    tasks = made()
+    plan = replace(hf.plan(tasks, machine), processes=Processes(count, "asked for"))
+    reports.append(hf.train(tasks, machine, plan=plan))
+for name in "ab":
+    for one, other in zip(*(report[name].models for report in reports)):
+        assert type(one) is type(other) is Net
+        assert torch.equal(one.linear.weight, other.linear.weight)
+print(reports[1].plan.processes)
+"""
+
+
+@pytest.mark.parametrize("by", ["file", "stdin"])
+def test_a_script_without_a_guard(by: str, tmp_path: Path) -> None:
+    """Its classes are its own, and it runs once."""
+    text = SCRIPT.replace("FOLDER", repr(str(tmp_path)))
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    command = [sys.executable, *([str(path)] if by == "file" else ["-"])]
+    done = subprocess.run(command, input=text if by == "stdin" else None, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout == "begun\n2 processes, one for each device: asked for\n"
+    assert multiprocessing.active_children() == []
