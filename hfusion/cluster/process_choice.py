@@ -14,6 +14,8 @@ from hfusion.schedule.plan import Processes, TaskPlan, Unit
 from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.stepping import obstacle
 
+# How often the process of an array may be lost, as of a cluster.
+MAX_FAILURES = 3
 # Seconds per operator call, FLOP and byte that count for nothing.
 _FREE = 1e30
 

@@ -7,10 +7,16 @@ import dis
 import gc
 import logging
 import sysconfig
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from enum import Enum
+from multiprocessing import current_process
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+from hfusion.cluster.parcel import packed_bytes
+from hfusion.core.errors import PlanError
+from hfusion.core.text import readable
+from hfusion.device.machine import Machine
 
 # More objects than this are not looked through.
 MAX_OBJECTS = 500_000
@@ -28,11 +34,36 @@ class TooManyObjects(Exception):
 def shared_object(here: Iterable[object], sent: Iterable[object]) -> str | None:
     """Return what ``here`` can change of what ``sent`` reaches, in words; None where nothing was found.
 
-    Looks through attributes, closures, defaults, and the global variables that functions name. Installed packages are
-    taken to keep no state that both use. Raises TooManyObjects.
+    Looks through attributes, closures, defaults, and the global variables that functions name. Functions of installed
+    packages are taken to keep no state that both use. Raises TooManyObjects.
     """
     changeable = dict(_reached(here, writes=True))
     return next((text for key, text in _reached(sent, writes=False) if key in changeable), None) if changeable else None
+
+
+def copy_obstacle(
+    here: Sequence[object], sent: Sequence[object], parcels: Iterable[tuple[str, object]], machine: Machine
+) -> str:
+    """Return why a process for each device cannot train with copies of what is sent; empty where it can.
+
+    Args:
+        here: what is called in this process, such as callbacks.
+        parcels: what goes to a process, each with what it is called in errors.
+    """
+    if current_process().daemon:
+        return "this is a daemonic process, which may start none"
+    try:
+        if here and (text := shared_object(here, sent)):
+            return f"callbacks reach {text} that the training uses, and would change a copy of it"
+        largest = max(packed_bytes(name, value) for name, value in parcels)
+    except TooManyObjects as error:
+        return f"callbacks and what the training uses hold {error}"
+    except (PlanError, ImportError) as error:
+        return str(error)
+    if largest * len(machine.devices) <= machine.host:
+        return ""
+    copies = f"{len(machine.devices)} copies of {readable(largest)}, one for each process,"
+    return f"{copies} exceed the host's {readable(machine.host)}"
 
 
 def _reached(roots: Iterable[object], *, writes: bool) -> Iterator[tuple[Hashable, str]]:
@@ -56,14 +87,20 @@ def _reached(roots: Iterable[object], *, writes: bool) -> Iterator[tuple[Hashabl
             for name in written if writes else reads:
                 yield (id(value.__globals__), name), f"the variable {name}"
             waiting += [value.__globals__[name] for name in reads if name in value.__globals__]
-            waiting += [value.__defaults__, value.__kwdefaults__, value.__dict__, *(value.__closure__ or ())]
+            waiting += value.__closure__ or ()
+            if not _installed(value):
+                waiting += [value.__defaults__, value.__kwdefaults__, value.__dict__]
         else:
             waiting += gc.get_referents(value)
 
 
+def _installed(function: FunctionType) -> bool:
+    return function.__code__.co_filename.startswith(_INSTALLED)
+
+
 def _globals_of(function: FunctionType) -> tuple[set[str], set[str]]:
     """The global variables that a function names, and those of them that it writes; none of installed packages."""
-    if function.__code__.co_filename.startswith(_INSTALLED):
+    if _installed(function):
         return set(), set()
     reads: set[str] = set()
     written: set[str] = set()

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,11 @@ from hfusion.capture.named import tensors
 from hfusion.cluster.cluster import Cluster
 from hfusion.cluster.drive import Drive
 from hfusion.cluster.jobs import RunOptions, check_schedulers, planned, sent_task
-from hfusion.cluster.parcel import packed_bytes
-from hfusion.cluster.process_choice import ArraySeconds, choose_processes, devices_at_once
+from hfusion.cluster.process_choice import MAX_FAILURES, ArraySeconds, choose_processes, devices_at_once
 from hfusion.cluster.processes import ProcessExecutor, begin_seconds
-from hfusion.cluster.reachable import TooManyObjects, shared_object
+from hfusion.cluster.reachable import copy_obstacle
 from hfusion.core.errors import PlanError
 from hfusion.core.resuming import resume_folder
-from hfusion.core.text import readable
 from hfusion.device.machine import Device, Machine
 from hfusion.schedule.plan import Plan, Processes
 from hfusion.schedule.policy import DEFAULT, Policy, named
@@ -39,8 +36,6 @@ from hfusion.tasks.task import Task
 from hfusion.tasks.train import TrainError, train_arranged
 
 _MACHINE = "give hf.Machine.detect(), or hf.Machine([hf.Device(...), ...])"
-# How often the process of an array may be lost, as of a cluster.
-_MAX_FAILURES = 3
 
 
 def plan(tasks: Task | Iterable[Task], machine: Machine | None = None) -> Plan:
@@ -148,7 +143,7 @@ class _ProcessRun:
                 executor = ProcessExecutor(self._machine, with_main=False)
                 stack.callback(executor.close)
                 arrays = planned(self._arrangements, self._plan, executor.devices, self._options)
-                drive = Drive(arrays, executor, _MAX_FAILURES, on_result, ends_at_failure=True)
+                drive = Drive(arrays, executor, MAX_FAILURES, on_result, ends_at_failure=True)
                 if progress:
                     bars = TaskBars([(one.name, one.steps) for one in self._plan.tasks], [0] * len(arrays.arrays))
                     drive.show = stack.enter_context(bars).reach
@@ -205,8 +200,6 @@ def _processes(
 
 def _obstacle(arrangements: Sequence[Arrangement], machine: Machine, on_result: OnResult | None) -> str:
     """Why arrays cannot be trained in other processes as they are here; empty where they can."""
-    if current_process().daemon:
-        return "this is a daemonic process, which may start none"
     tasks = list({id(one.task): one.task for one in arrangements}.values())
     for task in tasks:
         for model in [task.models] if isinstance(task.models, FusedModule) else ():
@@ -217,17 +210,10 @@ def _obstacle(arrangements: Sequence[Arrangement], machine: Machine, on_result: 
     sent = [each for task in tasks for each in _read_while_training(task)]
     try:
         check_schedulers(tasks)
-        if listeners and (text := shared_object(listeners, sent)):
-            return f"callbacks reach {text} that the training uses, and would change a copy of it"
-        largest = max(packed_bytes(f"the task {one.task.name!r}", sent_task(one)) for one in arrangements)
-    except TooManyObjects as error:
-        return f"callbacks and what the training uses hold {error}"
-    except (PlanError, ImportError) as error:
+    except PlanError as error:
         return str(error)
-    if largest * len(machine.devices) > machine.host:
-        copies = f"{len(machine.devices)} copies of {readable(largest)}, one for each process,"
-        return f"{copies} exceed the host's {readable(machine.host)}"
-    return ""
+    parcels = ((f"the task {one.task.name!r}", sent_task(one)) for one in arrangements)
+    return copy_obstacle(listeners, sent, parcels, machine)
 
 
 def _read_while_training(task: Task) -> list[object]:

@@ -25,6 +25,8 @@ from hfusion.tune.trial_rows import TrialRows
 from hfusion.tune.workers import RowsCall
 
 _MAKER = "maker"
+# In errors.
+SWEEP_PARCEL = "what the sweep trains with"
 # Calls of an array that has trained nothing since it was opened, and then restored or joined.
 _UNTRAINED = 2
 
@@ -82,12 +84,13 @@ class _SentCalls:
 class ClusterWorkers:
     """All in processes of ``executor``.
 
+    ``kept`` finds the recipe and the maker.
     ``place`` names the device for an array whose device is gone, of those that are not; the owner sets it.
     """
 
     def __init__(self, executor: Executor, recipe: SweepRecipe, maker: ModelMaker, max_failures: int) -> None:
         self._executor, self._maker, self._max_failures = executor, maker, max_failures
-        self._kept = executor.put(pack("what the sweep trains with", (recipe, maker), {}))
+        self.kept = executor.put(pack(SWEEP_PARCEL, (recipe, maker), {}))
         self._told: dict[str, _SentCalls] = {}
         self._dropped: dict[int, list[str]] = {}
         self._collect: set[int] = set()
@@ -136,7 +139,7 @@ class ClusterWorkers:
         calls = {name: tuple(self._told[name].calls[self._told[name].done :]) for name in names}
         dropped, collect = tuple(self._dropped.pop(device, ())), device in self._collect
         self._collect.discard(device)
-        self._executor.begin(device, RowsJob(self._kept, calls, dropped, collect))
+        self._executor.begin(device, RowsJob(self.kept, calls, dropped, collect))
 
     def _lose(self, device: int, running: Sequence[str], reason: str) -> None:
         """Its arrays begin again there, or on other devices."""

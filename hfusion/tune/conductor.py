@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 class Extent:
     """How many ``trials`` of how many ``epochs``, in at most so many ``rows`` at once; what users let trials raise.
 
-    After ``deadline``, of time.monotonic, no more trials are asked.
+    After ``deadline``, of time.monotonic, no more trials are asked. ``processes``: how many train, of a machine.
     """
 
     trials: int
@@ -47,6 +47,7 @@ class Extent:
     catch: tuple[type[BaseException], ...]
     pbt: PBT | None
     deadline: float
+    processes: int = 1
 
 
 class Conductor:
@@ -284,6 +285,7 @@ class Conductor:
             "base": self.trials.base,
             "seed": self._extent.seed,
             "epochs": self._extent.epochs,
+            "processes": self._extent.processes,
             "round": self._round,
             "opened": self.rooms.opened,
             "asked": self.trials.asked,

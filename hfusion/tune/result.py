@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hfusion.core import html
+from hfusion.schedule.plan import Processes
 from hfusion.tune.objectives import Best
 from hfusion.tune.trials import SUGGESTED, as_trained
 
@@ -33,12 +34,14 @@ class SweepResult:
     ``params`` of trials are those that they were trained with last: with population based training others than they
     suggested, which are in their user attribute ``hfusion:suggested`` and in the ``study``.
 
-    ``numbers``: the trials that the sweep asked of the study.
+    ``numbers``: the trials that the sweep asked of the study. ``processes``: which processes of a machine with several
+    devices trained them, and why; else None.
     """
 
     study: Study
     numbers: tuple[int, ...]
     _best: tuple[Best, ...]
+    processes: Processes | None = None
 
     @property
     def trials(self) -> list[FrozenTrial]:

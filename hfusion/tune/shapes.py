@@ -45,7 +45,7 @@ class Shapes:
                 return shape
         inputs = partial(self._first_inputs, candidate.suggestion.choices)
         forward = SameForward(candidate.model, inputs, evaluates=self._recipe.evaluates)
-        minibatches = self._minibatches(candidate)
+        minibatches = self.minibatches(candidate)
         look, plain = partial(self._footprint, candidate), self._plain_form(candidate, minibatches)
         differ = self._recipe.loaders.function is not None
         return Shape(candidate, look, forward, minibatches if differ and minibatches else 1, plain)
@@ -69,7 +69,7 @@ class Shapes:
         self._inputs.append((choices.loader, inputs))
         return inputs
 
-    def _minibatches(self, candidate: TrialModel) -> int | None:
+    def minibatches(self, candidate: TrialModel) -> int | None:
         """How many an epoch has; None where only reading them all would tell, and they are the same for all trials."""
         loader = self._recipe.loaders.loader(candidate.suggestion.choices.loader)
         if self._recipe.loaders.function is None and not hasattr(loader, "__len__"):

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from hfusion.core.errors import CheckpointError
 from hfusion.core.resuming import resume_folder
 from hfusion.device.machine import Machine
 from hfusion.optim import AdamW
+from hfusion.schedule.plan import Processes
 from hfusion.step.making import CompileMode
 from hfusion.tune.beats import Beats, dead_runs
 from hfusion.tune.chosen_optimizer import MakeOptimizer
@@ -31,6 +33,7 @@ from hfusion.tune.objectives import check_objectives
 from hfusion.tune.result import SweepResult
 from hfusion.tune.space import MakeModel, Maker, MakeScheduler, Space, SweepDefaults
 from hfusion.tune.study import Draws, check_outlives, import_optuna, listening, open_study
+from hfusion.tune.sweep_processes import several_devices
 from hfusion.tune.sweep_progress import SweepProgress
 from hfusion.tune.sweep_recipe import SweepRecipe
 from hfusion.tune.trials import Callback, Trials, Verdict
@@ -100,8 +103,9 @@ def sweep(
         storage: as optuna.create_study takes it. By default a journal in ``directory``, or memory; with a directory
             it must outlive the process.
         machine: on whose largest device the arrays are; never in more bytes than it has there. By default this one.
-            A Cluster: on all devices of its; the trials, values and decisions are those of one machine with the same
-            ``rows``. Functions then go to other processes.
+            Where a sweep on several devices takes longer than processes to begin, its arrays are on all of them, in a
+            process for each, see ``result.processes``. A Cluster: on all devices of its; the trials, values and
+            decisions are those of one machine with the same ``rows``. Functions then go to other processes.
         directory: where the sweep is saved after every round, and goes on after it was killed.
         rows: the most trials at once; by default so many as make a trial cheaper by the machine's rates;
             with ``pbt`` all.
@@ -152,9 +156,9 @@ def sweep(
     directory = resume_folder("sweep") if directory is None else directory
     if directory is not None:
         check_outlives(study, storage, Path(directory))
-    # The driver of a cluster makes models to look at.
-    device = torch.device("cpu") if isinstance(machine, Cluster) else largest(machine).physical
-    loaders = Loaders(loader, seed)
+    # Other processes may train, and models to look at are made here.
+    device = torch.device("cpu")
+    loaders, callbacks = Loaders(loader, seed), list(callbacks)
     every_step = scheduler_interval == "step"
     defaults = SweepDefaults(optimizer, epochs, clip, accumulate)
     maker = Maker(make_model, space, loss, loaders.function, scheduler, defaults, device)
@@ -174,7 +178,9 @@ def sweep(
         stack.enter_context(listening(found))
         asked = _trials(found, body, callbacks, alone=own)
         beats = Beats(found, asked.run, root)
-        workers = _workers(machine, recipe, maker, stack)
+        here = [space, found, *callbacks]
+        workers, recipe, processes = _workers(machine, recipe, maker, extent, here, body.get("processes"), stack)
+        extent = replace(extent, processes=1 if processes is None else processes.count)
         bar = SweepProgress(found, trials, shown=progress)
         stack.callback(bar.close)
         conductor = Conductor(asked, maker, recipe, extent, workers, folder, beats, bar)
@@ -194,7 +200,7 @@ def sweep(
                 beats.end()
             raise
         beats.end()
-        return SweepResult(found, tuple(asked.asked), conductor.best.all)
+        return SweepResult(found, tuple(asked.asked), conductor.best.all, processes)
 
 
 def _check_kinds(
@@ -254,14 +260,30 @@ def _trials(study: Any, body: Mapping[str, Any], callbacks: Iterable[Callback], 
 
 
 def _workers(
-    machine: Machine | Cluster, recipe: SweepRecipe, maker: Maker, stack: ExitStack
-) -> LocalWorkers | ClusterWorkers:
-    """What trains, until ``stack`` ends."""
-    if isinstance(machine, Machine):
-        return LocalWorkers(machine, recipe)
-    executor = machine._open()
-    stack.callback(executor.close)
-    return ClusterWorkers(executor, recipe, maker.models, machine._max_failures)
+    machine: Machine | Cluster,
+    recipe: SweepRecipe,
+    maker: Maker,
+    extent: Extent,
+    here: Sequence[object],
+    known: int | None,
+    stack: ExitStack,
+) -> tuple[LocalWorkers | ClusterWorkers, SweepRecipe, Processes | None]:
+    """What trains, until ``stack`` ends, with what, and in which processes of a machine with several devices.
+
+    Where that is this process, it makes models on its device from now on.
+    """
+    if isinstance(machine, Cluster):
+        executor = machine._open()
+        stack.callback(executor.close)
+        return ClusterWorkers(executor, recipe, maker.models, machine._max_failures), recipe, None
+    processes = None
+    if len(machine.devices) > 1:
+        workers, processes = several_devices(machine, maker, recipe, extent, here, known, stack)
+        if workers is not None:
+            return workers, recipe, processes
+    device = largest(machine).physical
+    recipe, maker.models = replace(recipe, device=device), replace(maker.models, device=device)
+    return LocalWorkers(machine, recipe), recipe, processes
 
 
 def _check_same(body: Any, extent: Extent) -> None:

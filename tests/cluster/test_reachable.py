@@ -53,6 +53,7 @@ def nonlocal_count() -> tuple[Callable[[Any], None], Callable[[Any], int]]:
 
 
 ADD, COUNT = nonlocal_count()
+OTHER = DataLoader(TensorDataset(torch.zeros(4, 2)), shuffle=True)
 LOADER = DataLoader(DATA, sampler=RandomSampler(DATA))
 
 
@@ -60,6 +61,7 @@ LOADER = DataLoader(DATA, sampler=RandomSampler(DATA))
     ("callback", "sent", "text"),
     [
         pytest.param([].append, LOADER, None, id="a list of its own"),
+        pytest.param(lambda event, other=OTHER: None, LOADER, None, id="another loader"),
         pytest.param(lambda event: F.relu(event.losses), reads_scale, None, id="functions of torch"),
         pytest.param(names_data, reads_scale, None, id="a logger"),
         pytest.param(names_data, LOADER, "TensorDataset", id="a global name"),
