@@ -292,7 +292,7 @@ def _outcome(
     asked = [*trained.values(), *(t for t in inputs if isinstance(t, Tensor) and t.requires_grad)]
     with backward:
         grads = torch.autograd.grad(total, asked, allow_unused=True) if total.requires_grad and trained else ()
-    outcome = {name: o.detach() for name, o in found.items()}
+    outcome: Outcome = {name: o.detach() for name, o in found.items()}
     outcome |= {name: o.map(Tensor.detach) for name, o in listed.items()}
     outcome |= {
         f"gradient of {n}": g.to_dense() if g.is_sparse else g
