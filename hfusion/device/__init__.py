@@ -1,1 +1,1 @@
-"""What the machine is, what it keeps and compiles."""
+"""Devices of the machine: budgets, rates, caches, and native code."""

@@ -1,6 +1,6 @@
-"""What is asked of a device beyond operators: queues of work, pinned memory, random numbers, free memory, waiting.
+"""Services of a device beyond operators: streams, pinned memory, random numbers, free memory, synchronisation.
 
-The one place that asks. Every accelerator answers through `torch.accelerator`, `torch.Stream` and its own module of
+Every accelerator answers through `torch.accelerator`, `torch.Stream` and its own module of
 torch, so that CUDA, ROCm, XPU and MPS are one path; the host does what it is asked for at once.
 Source: https://docs.pytorch.org/docs/stable/accelerator.html
 """
@@ -64,22 +64,22 @@ class Backend(Protocol):
         """In which it is the device on which kernels are launched."""
 
     def mark(self) -> Mark | None:
-        """What tells when all is done that this thread's queue has been asked for so far; None: it is."""
+        """Return a mark that tells when all work queued by this thread is done; None if it is."""
 
     def share(self, tensor: Tensor) -> None:
-        """This thread's queue uses a tensor of another queue: its memory is nobody's before both are done with it."""
+        """Note that this thread's queue uses a tensor of another queue, so that its memory outlives both."""
 
     def wait(self) -> None:
         """Until all queues are empty."""
 
     def recorder(self) -> Recorder | str:
-        """Return a recorder of launches, which are then repeated by one call, or in words why there is none.
+        """Return a recorder of launches, which one call then repeats, or the reason why there is none.
 
-        Empty for the host, which launches nothing.
+        The reason is empty for the host, which launches nothing.
         """
 
     def free_bytes(self) -> int:
-        """Bytes of memory that nobody has taken. Not for the host, whose memory is not this process's."""
+        """Bytes of free memory. Not for the host, whose memory other processes share."""
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Until all that ``run`` asks for is done, by the device's own clock."""
@@ -141,7 +141,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A device of its own memory, which works beside Python."""
+    """A device with its own memory that works asynchronously to Python."""
 
     device: torch.device
 
@@ -217,7 +217,7 @@ class Accelerator:
 
     @property
     def _which(self) -> tuple[torch.device, ...]:
-        """How its module is told which device is meant; there is but one of Apple's."""
+        """The device argument for functions of its torch module; Apple has a single device."""
         return () if self.device.type == "mps" else (self.device,)
 
     @property
@@ -235,12 +235,12 @@ class Recorder:
 
     @property
     def recording(self) -> bool:
-        """Whether this thread's queue is being recorded, by whomever."""
+        """Whether this thread's queue is being recorded, by hfusion or by user code."""
         asked = getattr(torch.get_device_module(self._accelerator.device), "is_current_stream_capturing", None)
         return asked is not None and bool(asked())
 
     def __call__(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
-        """What replays ``work``, and its result, which replays write anew. Raises what keeps it from being recorded.
+        """Return a function that replays ``work``, and its result, which replays overwrite. Raises errors of recording.
 
         Afterwards the thread's queue and the device's generators are as they were.
         """
@@ -263,12 +263,12 @@ class Recorder:
 
 
 def backend(device: torch.device) -> Backend:
-    """Whom to ask about ``device``."""
+    """Return the backend of ``device``."""
     return Host() if device.type == "cpu" else Accelerator(device)
 
 
 def memory_of(size: int, *, pinned: bool) -> int:
-    """What ``size`` bytes take of the host's memory: torch rounds what is pinned up to a power of two."""
+    """Return the host memory for ``size`` pinned bytes: torch rounds up to a power of two."""
     return 1 << (size - 1).bit_length() if pinned and size else size
 
 
@@ -329,19 +329,19 @@ def without_autocast(active: Any) -> AbstractContextManager[Any]:
 
 
 def seeding_locks() -> list[Any]:
-    """What `torch.manual_seed` takes, and no thread holds for long. Private names, tried on torch 2.11 and 2.13."""
+    """Return the locks that `torch.manual_seed` takes. Private names, tried on torch 2.11 and 2.13."""
     places = (torch.cuda, torch.xpu, torch.mtia)
     return [place._initialization_lock for place in places if hasattr(place, "_initialization_lock")]
 
 
 def attention_kernels() -> list[bool]:
-    """Which of torch's kernels attention may use: flash, the one that saves memory, and plain operators."""
+    """Return the enabled attention kernels: flash, memory-efficient, and plain operators."""
     asked = torch.backends.cuda
     return [asked.flash_sdp_enabled(), asked.mem_efficient_sdp_enabled(), asked.math_sdp_enabled()]
 
 
 def use_attention_kernels(flags: Sequence[bool]) -> None:
-    """Set what `attention_kernels` told."""
+    """Restore the flags that `attention_kernels` returned."""
     asked = torch.backends.cuda
     for use, flag in zip(
         (asked.enable_flash_sdp, asked.enable_mem_efficient_sdp, asked.enable_math_sdp), flags, strict=True

@@ -1,4 +1,4 @@
-"""The user's cache folder. A file there is believed if nobody else can have written it, and it is whole."""
+"""The user's cache folder. A file is trusted if no other user can have written it, and if it is complete."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cache_folder() -> Path:
 
 
 def lasts() -> bool:
-    """Whether what is kept in the cache folder is there for other processes, too."""
+    """Return whether files in the cache folder are visible to later processes."""
     wanted = _wanted()
     try:
         if wanted is not None:
@@ -132,12 +132,12 @@ def _check_own(found: os.stat_result) -> None:
 def read(path: Path) -> bytes:
     """The content of a file of the cache folder.
 
-    Raises OSError, whose ``strerror`` says why, for one that is not there or that another user could have written.
+    Raises OSError, with the reason in ``strerror``, for a missing file and one that another user could have written.
     """
     with _opened(path.parent) as folder:
         handle = os.open(path if folder is None else path.name, os.O_RDONLY | _CAREFUL, dir_fd=folder)
         try:
-            # What is checked is what is read, whatever happens to the name.
+            # The open file is checked, so that a renamed one cannot take its place.
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):
                 raise OSError(errno.EINVAL, "it is no regular file")
@@ -175,7 +175,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def read_sealed(path: Path) -> bytes:
-    """What `write_sealed` kept under this name. Raises OSError as `read`, and for a file that is damaged."""
+    """Return the bytes that `write_sealed` stored. Raises OSError as `read`, and for a damaged file."""
     sealed = read(path)
     content = sealed[: -hashlib.sha256().digest_size]
     if sealed != content + _digest(path.name, content):
@@ -195,7 +195,7 @@ def write_sealed_once(path: Path, content: bytes) -> bool:
     with _opened(path.parent) as folder:
         new, final = (beside, path) if folder is None else (Path(beside.name), Path(path.name))
         try:
-            # Unlike a renamed file a link takes nobody's place.
+            # Unlike a rename, a link never replaces an existing file.
             os.link(new, final, src_dir_fd=folder, dst_dir_fd=folder)
             return True
         except FileExistsError:
@@ -220,12 +220,12 @@ def _digest(name: str, content: bytes) -> bytes:
 
 
 def cache_file(kind: str, description: Mapping[str, str]) -> Path:
-    """The JSON file for what was measured on a machine of this description."""
+    """Return the path of the JSON file for measurements on a machine of this description."""
     return cache_folder() / f"{kind}-{hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16]}.json"
 
 
 def read_json(path: Path) -> Any:
-    """What JSON says in a file of the cache folder. Raises OSError as `read`, and ValueError for what is no JSON."""
+    """Parse a JSON file of the cache folder. Raises OSError as `read`, and ValueError for invalid JSON."""
     content = read(path)
     try:
         return json.loads(content)

@@ -1,7 +1,7 @@
-"""Draws of one thread from a generator of its own, where they would come from torch's, which all threads share.
+"""Random draws of one thread from its own generator in place of torch's, which all threads share.
 
-Each operator that draws is intercepted at a dispatch key that only such a thread has, in front of all others; what does
-not draw takes no notice of it, and costs what it costs without. A `torch.utils._python_dispatch.TorchDispatchMode`
+Each random operator is intercepted at a dispatch key that only such a thread has, before all others;
+other operators cost the same as without. A `torch.utils._python_dispatch.TorchDispatchMode`
 would see every operator, and make a loader of tensors three times as slow.
 """
 
@@ -80,7 +80,7 @@ def _in_child() -> None:
 
 @cache
 def _intercepted() -> tuple[torch.library.Library, ...]:
-    """What holds for the process from the first time on, and does nothing to other threads."""
+    """Register the interception for the process, once; it does nothing in other threads."""
     rest, aten = torch.library.Library("_", "IMPL", _KEY), torch.library.Library("aten", "IMPL", _KEY)
     rest.fallback(torch.library.fallthrough_kernel)
     for schema in torch._C._jit_get_all_schemas():
@@ -115,7 +115,7 @@ def _kernel(schema: Any, place: int | None = None) -> Callable[..., Any]:
         here = kwargs.get("generator") if only_by_name or place is None else next(iter(args[place:]), None)
         # Of one generator there may be several objects.
         given = here is not None and here._cdata != shared._cdata
-        # A mode that sees all operators comes first; what it calls is intercepted, where `seen_in_modes`.
+        # A mode that sees all operators comes first; operators that it calls are intercepted inside `seen_in_modes`.
         if _here.own is None or given or torch._C._len_torch_dispatch_stack():
             return operator.redispatch(keys - ours, *args, **kwargs)
         if _on_accelerator(args, kwargs):
@@ -133,7 +133,7 @@ def _kernel(schema: Any, place: int | None = None) -> Callable[..., Any]:
 
 
 def _on_accelerator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws there, and not on the host."""
+    """Return whether a call draws on an accelerator, not on the host."""
     devices = [value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     devices += [torch.device(kwargs["device"])] if kwargs.get("device") is not None else []
     return any(device.type not in ("cpu", "meta") for device in devices)

@@ -17,7 +17,7 @@ class GraphPool:
     """The memory pool that the graphs of a recorder share.
 
     torch frees a pool with the last graph that uses it, and fails an internal assertion if a later graph asks for it.
-    So the graphs that are alive are asked for their pool, and where there is none, torch makes a new one.
+    So the pool is that of a live graph; if there is none, torch creates a new one.
     """
 
     def __init__(self) -> None:

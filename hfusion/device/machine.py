@@ -1,7 +1,7 @@
-"""What there is to train on: devices with memory budgets, host memory, a disk, and how fast they are.
+"""The resources for training: devices with memory budgets, host memory, a disk, and their rates.
 
 Bytes are whole numbers, rates are FLOP/s and bytes/s. Several devices may share one physical device: two
-budgets on one GPU, or the CPU cut into ``cpu:0`` and ``cpu:1``; each is scheduled by itself.
+budgets on one GPU, or the CPU cut into ``cpu:0`` and ``cpu:1``; each is scheduled separately.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _DECIMAL = {"KB": 1, "MB": 2, "GB": 3, "TB": 4}
 
 
 def parse_bytes(text: str | int) -> int:
-    """A number of bytes from ``"8GiB"`` (binary units), ``"8GB"`` (decimal ones), ``"512"`` or an int.
+    """Return bytes from ``"8GiB"`` (binary units), ``"8GB"`` (decimal ones), ``"512"`` or an int.
 
-    Raises PlanError for any other text and for what is not positive.
+    Raises PlanError for other text and for numbers that are not positive.
 
     >>> parse_bytes("1.5KiB"), parse_bytes("2 kB"), parse_bytes(7)
     (1536, 2000, 7)
@@ -81,7 +81,7 @@ class Device:
 
     @property
     def physical(self) -> torch.device:
-        """Where tensors of this device really lie; equal for devices that share it."""
+        """The torch device of its tensors; equal for devices that share one."""
         kind, _, index = self.device.partition(":")
         return torch.device("cpu") if kind == "cpu" else torch.device(kind, int(index or 0))
 
@@ -125,10 +125,10 @@ class Machine:
         return Machine(found, total // 2, disk)
 
     def calibrate(self) -> dict[str, Rates]:
-        """The rates of every device by name, from short runs, kept in the user's cache folder.
+        """Measure the rates of every device, by name, and store them in the user's cache folder.
 
-        They are kept per processor, number of threads, torch version and disk folder. An unreadable file is
-        measured anew. Raises PlanError where a device is missing, or the disk cannot be written.
+        They are stored per processor, number of threads, torch version and disk folder. Raises PlanError if a device
+        is missing, or the disk cannot be written.
         """
         made: dict[torch.device, Rates] = {}
         for device in self.devices:

@@ -27,8 +27,8 @@ from hfusion.device.cache import cache_folder, read_sealed, write_sealed
 
 T = TypeVar("T")
 
-# Without contraction a vector and what is left over at its end round alike. The two -fno- only spare what
-# nobody here looks at, errno and traps; the arithmetic stays that of IEEE 754.
+# Without contraction a vector and its remainder round alike. The two -fno- only spare
+# errno and traps, which are unused here; the arithmetic stays that of IEEE 754.
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 # Not every compiler has both.
 _EXTRAS = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())
@@ -39,7 +39,7 @@ TYPES = {torch.float32: "float", torch.float64: "double"}
 
 
 def library(source: Path) -> ctypes.CDLL | str:
-    """``source`` loaded, or in words why it is not. Compiles at most once in a process."""
+    """Compile and load ``source``, at most once in a process; or return the reason why that failed."""
     if os.environ.get("HFUSION_NATIVE") == "0":
         return "HFUSION_NATIVE=0"
     return _loaded(source)
@@ -143,7 +143,7 @@ def _load(content: bytes, path: Path) -> ctypes.CDLL | None:
 
 
 def load_copy(content: bytes, path: Path, load: Callable[[Path], T]) -> T:
-    """What ``load`` gives for a file of these bytes. Raises what it raises.
+    """Return ``load(file)`` for a file of these bytes. Raises its errors.
 
     A private copy is loaded and its name removed: a file that is cut short while it is mapped ends the process. Some
     systems run nothing that lies in their folder for temporary files; there the copy lies beside ``path``.
@@ -162,7 +162,7 @@ def _load_copy(content: bytes, name: str, load: Callable[[Path], T], place: Path
 
 
 def torch_library() -> ctypes.CDLL:
-    """That of torch for CPUs, in which what it is linked to is found, too: OpenMP, MKL. Raises OSError.
+    """Load torch's CPU library, which also gives access to OpenMP and MKL. Raises OSError.
 
     Private to torch, tried on 2.13.
     """
@@ -170,12 +170,12 @@ def torch_library() -> ctypes.CDLL:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
-    """What -march=native depends on: a home may be shared by machines, and a container move."""
+    """Return what -march=native depends on, as home folders may be shared by machines and containers may move."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -16,7 +16,7 @@ import torch
 
 from hfusion.device.native import torch_library
 
-# omp_pause_soft of OpenMP 5.0: what is released comes back when it is needed.
+# omp_pause_soft of OpenMP 5.0: released resources are restored when needed.
 _SOFT = 1
 
 
@@ -46,9 +46,9 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def release_team() -> None:
-    """End the team of this thread, which is about to wait; it gets a new one when it next needs one.
+    """End the team of this thread, which is about to wait; a new one starts when needed.
 
-    Nothing is done where torch computes by another runtime than GNU's, whose threads belong to no one.
+    Does nothing with runtimes other than GNU's, whose threads belong to no single thread.
     """
     _pause()(_SOFT)
 

@@ -10,7 +10,7 @@ import torch
 
 
 class Queue(Protocol):
-    """Work that a device does in the order in which it is asked for, beside that of its other queues."""
+    """A queue of work that a device does in order, concurrently with its other queues."""
 
     def run(self, job: Callable[[], None]) -> None:
         """Call ``job``; the operators that it calls belong to this queue. They may be done later."""
@@ -19,7 +19,7 @@ class Queue(Protocol):
         """Until all of it is done."""
 
     def mark(self) -> Mark | None:
-        """What tells when all is done that it has been asked for so far; None: it is."""
+        """Return a mark that tells when all queued work is done; None if it is."""
 
 
 class Mark:
@@ -32,7 +32,7 @@ class Mark:
 
     @property
     def done(self) -> bool:
-        """Whether all before it is done."""
+        """Return whether all work before the mark is done."""
         return self._event.query()
 
     def wait(self) -> None:
@@ -46,7 +46,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class HostQueue:
-    """The queue of a host: what it is asked for is done when it has been asked."""
+    """The queue of the host, whose work is done as soon as it is queued."""
 
     def run(self, job: Callable[[], None]) -> None:
         job()

@@ -43,7 +43,7 @@ class PieceError(RuntimeError):
 
 
 def library() -> ctypes.CDLL | str:
-    """What runs the threads, or in words why there is none."""
+    """Return the library that runs the threads, or the reason why there is none."""
     return native.library(SOURCE)
 
 
@@ -61,10 +61,9 @@ def _functions() -> ctypes.CDLL:
 
 @cache
 def _setting() -> _Setting:
-    """How a thread sets for itself how many threads of torch's it computes with, as `torch.set_num_threads` does.
+    """Return functions by which a thread sets its own number of torch threads, as `torch.set_num_threads` does.
 
-    That forgets what oneDNN has prepared, each time, and so it is nothing to do at each step. Empty where the functions
-    are not found.
+    Each call drops oneDNN's caches, so it must not happen at each step. Empty if the functions are not found.
     """
     try:
         own = native.torch_library()
@@ -145,7 +144,7 @@ def team(threads: int, inner: int = 1, joined: bool = False) -> Team:
 
 @cache
 def address_of(function: str) -> int:
-    """Where a function of `team.c` is."""
+    """Return the address of a function of `team.c`."""
     return ctypes.cast(getattr(_functions(), function), _POINTER).value or 0
 
 

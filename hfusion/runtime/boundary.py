@@ -18,7 +18,7 @@ from hfusion.runtime.values import Bundle, detached, restore, spill
 
 
 class BoundaryStore:
-    """What parts give and take. One thread may load for a shard while another computes.
+    """The values that parts exchange. One thread may load for a shard while another computes.
 
     ``pinned``: the host memory is page-locked. ``resident``: all stays on the device until its task leaves.
     """
@@ -52,7 +52,7 @@ class BoundaryStore:
         return moves
 
     def entry(self, shard: int, names: Sequence[str], device: torch.device) -> dict[str, Any]:
-        """What was loaded for a backward, or else the values named, as new leaves."""
+        """Return the values loaded for a backward, or else the named ones, as new leaves."""
         loaded = self._entries.pop(shard, None)
         if loaded is None:
             return self.take(names, device)
@@ -70,14 +70,14 @@ class BoundaryStore:
         self._values = {name: value for name, value in values.items() if name in later or self._resident}
 
     def put_away(self, shard: int) -> list[Move]:
-        """What must be copied to the host when a shard leaves the device."""
+        """Return the copies to the host when a shard leaves the device."""
         # Of a backward that the shard was loaded for, should another task come first.
         self._entries.pop(shard, None)
         fresh = self._fresh.pop(shard, None)
         return [] if fresh is None else self._spill(shard, fresh)
 
     def leave(self) -> list[Move]:
-        """What must be copied to the host when the task leaves the device."""
+        """Return the copies to the host when the task leaves the device."""
         moves: list[Move] = []
         for maker in {self._makers[name] for name in self._values} - self._bundles.keys():
             moves += self._spill(maker, {n: value for n, value in self._values.items() if self._makers[n] == maker})

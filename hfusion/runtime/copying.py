@@ -12,7 +12,7 @@ from hfusion.device.queues import Mark
 
 
 class Move(NamedTuple):
-    """What is to be copied, and where."""
+    """A copy: source and destination."""
 
     target: Any
     source: Any
@@ -25,17 +25,17 @@ def copy_now(moves: Iterable[Move]) -> None:
 
 
 class Arrivals:
-    """What a device copies to the host while Python goes on, by name: when the last of each is there."""
+    """Asynchronous copies to the host, by name, and when the last of each has arrived."""
 
     def __init__(self) -> None:
         self._marks: dict[str, Mark | None] = {}
 
     def note(self, name: str, device: torch.device) -> None:
-        """A copy has been asked for in this thread's queue of ``device``."""
+        """Note a copy that was queued in this thread's queue of ``device``."""
         self._marks[name] = backend(device).mark()
 
     def wait(self, name: str) -> None:
-        """Until the last copy is there, if one was asked for."""
+        """Wait for the last copy of this name, if there is one."""
         mark = self._marks.pop(name, None)
         if mark is not None:
             mark.wait()

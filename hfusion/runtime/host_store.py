@@ -25,7 +25,7 @@ from hfusion.schedule.actions import Section
 _ALIGNMENT = 64
 
 
-# What a shard has at rest, in the order of its buffer.
+# Sections of a shard in host memory, in the order of its buffer.
 STATE = (Section.WEIGHTS, Section.OPTIMIZER, Section.GRADIENTS)
 
 
@@ -55,7 +55,7 @@ class Field:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Where the tensors of a shard lie; ``sizes`` are the bytes of the sections."""
+    """Offsets of a shard's tensors; ``sizes`` are the bytes of the sections."""
 
     fields: tuple[Field, ...]
     sizes: tuple[int, ...]
@@ -115,7 +115,7 @@ class HostStore:
         return Copy(self.layout, {section: self._buffers[section] for section in STATE if section in sections}, device)
 
     def save(self, copy: Copy, section: Section, names: Sequence[str]) -> list[Move]:
-        """What must be copied to write tensors of ``copy`` back: one piece, if it is the whole section."""
+        """Return the copies that write tensors of ``copy`` back: a single one for a whole section."""
         if names and len(names) == len(self.views[section]):
             return [Move(self._buffers[section], copy.buffers[section])]
         return [Move(self.views[section][name], copy.views[section][name]) for name in names]
@@ -134,7 +134,7 @@ class Copy:
 def _mapped(file: Path, size: int) -> Tensor:
     """``size`` bytes of a new safetensors file, memory-mapped: writing to the tensor writes to the file.
 
-    All blocks are taken at once: a disk that fills up later cannot break a mapping. Format:
+    All blocks are allocated immediately, so a disk that fills up later cannot break a mapping. Format:
     https://github.com/safetensors/safetensors#format
     """
     header = json.dumps({"shard": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()

@@ -1,4 +1,4 @@
-"""Who computes and who captures: of what torch.export patches there is one in the process."""
+"""The lock between computing and capturing: torch.export patches state of the whole process."""
 
 from __future__ import annotations
 

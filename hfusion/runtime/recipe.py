@@ -1,4 +1,4 @@
-"""What is computed: minibatches, how those of one kind are computed, and where both come from."""
+"""Minibatches, recipes to compute those of one kind, and the source of both."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How batches of one kind are computed.
+    """A recipe to compute batches of one kind.
 
     ``inputs``: the names of the program's inputs. ``losses(outputs, target)``: flat outputs of the last part to the
-    losses ``[B]``. ``random``: something draws random numbers. ``branching``: the number of members, where what these
-    use may differ.
+    losses ``[B]``. ``random``: it draws random numbers. ``branching``: the number of members, if they may use different
+    parameters.
     """
 
     parts: tuple[Part, ...]
@@ -68,23 +68,23 @@ class WholeStep(Protocol):
         """Go on where these are known, before anything was computed."""
 
     def prepare(self, batch: Batch, device: torch.device) -> Any:
-        """What `run` is given, once; it may compile."""
+        """Prepare the argument of `run`, once; may compile."""
 
     def rest(self, rows: frozenset[int]) -> None:
-        """Members of whom nobody wants to know any longer: they may get losses of NaN and gradients of 0."""
+        """Mark members whose results are no longer needed: they may get losses of NaN and gradients of 0."""
 
     def run(self, prepared: Any, update: Callable[[], object]) -> Tensor:
         """The losses ``[B]``; ``update`` is called when the gradients are those of the parameters."""
 
 
 class Source(Protocol):
-    """Where batches and their recipes come from."""
+    """A source of batches and their recipes."""
 
     def next(self, drawing: AbstractContextManager[None]) -> Batch:
         """The next minibatch. Within ``drawing``, in any thread, it may draw from torch's random numbers."""
 
     def stop(self) -> None:
-        """Whoever waits for the next minibatch gives up, by a CancelledError."""
+        """Cancel the wait for the next minibatch, by a CancelledError."""
 
     def find(self, batch: Batch) -> Recipe | None:
         """The recipe for a batch like this one, if there is one already."""

@@ -1,4 +1,4 @@
-"""The folder for what neither devices nor the host hold, empty again when the run ends, however it ends."""
+"""The folder for tensors that fit neither devices nor host memory; it is emptied however the run ends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _PREFIX = "hfusion-run-"
 
 
 class SpillFolder:
-    """A folder of this run's own inside ``parent``, made when its first file is asked for.
+    """A folder of this run inside ``parent``, created with its first file.
 
-    What killed runs have left there is removed.
+    Files of killed runs are removed.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -38,7 +38,7 @@ class SpillFolder:
     def close(self) -> None:
         """Remove the folder and all in it."""
         folder, self._folder = self._folder, None
-        # Somebody may have cleaned up before.
+        # Another process may have removed it before.
         if folder is not None and folder.path.exists():
             shutil.rmtree(folder.path)
         if folder is not None:

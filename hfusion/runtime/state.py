@@ -1,4 +1,4 @@
-"""The tensors of one task while it is trained: at home, or copied to a device shard by shard.
+"""The tensors of one task while it is trained: in host memory, or copied to a device shard by shard.
 
 A tensor that several shards use (tied weights) is at home in the first of them, whose backward comes last; the others
 borrow it.
@@ -41,7 +41,7 @@ class Holding:
 
 
 def holdings(parts: Sequence[Sequence[Slot]], names: Mapping[str, str], trained: frozenset[str]) -> tuple[Holding, ...]:
-    """What each shard holds, which takes the ``keys`` of its parts.
+    """Return the tensors of each shard, given the ``keys`` of its parts.
 
     ``names`` maps these to one key per tensor, ``trained`` are among them.
     """
@@ -82,7 +82,7 @@ class TaskTensors:
         files: where a shard is at home, None for host memory.
         pinned: the host memory is page-locked.
         carried: gradients outlive units.
-        together: all shards are loaded at once, so that one uses the tensors of another where they are.
+        together: all shards are loaded together, so that one uses the tensors of another in place.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TaskTensors:
         self._loading: int | None = None
         self._here: dict[int, _LoadedShard] = {}
         self._leaving: dict[int, tuple[_LoadedShard, Event]] = {}
-        # What training does not change keeps the memory it had, for afterwards.
+        # Tensors that training does not change keep their memory, for afterwards.
         self._frozen = {
             name: tensors[name].data
             for shard in shards
@@ -139,7 +139,7 @@ class TaskTensors:
 
     @cached_property
     def _stacks(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """What moves of the optimizer's state for a trained parameter, with its name in a home."""
+        """Optimizer state that moves with a trained parameter, with its name in the host store."""
         found = {}
         for name in self._trained:
             entry = self.optimizer.state.get(self._tensors[name], {})
@@ -168,7 +168,7 @@ class TaskTensors:
         return self._tensors[name]
 
     def trains(self, name: str) -> bool:
-        """Whether a parameter gets gradients."""
+        """Return whether a parameter gets gradients."""
         return name in self._trained
 
     def leaf(self, name: str, tensor: Tensor) -> Tensor:
@@ -182,8 +182,8 @@ class TaskTensors:
     ) -> list[Move]:
         """Take memory for a shard on a device; the shards it borrows from must be there or at home.
 
-        ``borrows``: what kinds of tensors are fetched from these. Returns what must be copied before it is used;
-        `loaded` tells that it has been.
+        ``borrows``: kinds of tensors that are fetched from these. Returns the copies that must end before it is used;
+        call `loaded` afterwards.
         """
         self._crossing.acquire()
         self._loading = shard
@@ -201,7 +201,7 @@ class TaskTensors:
         return moves
 
     def loaded(self, shard: int) -> None:
-        """What was to be copied for a shard has been, or will never be."""
+        """Note that the copies for a shard are done, or cancelled."""
         with self._lock:
             if shard in self._here:
                 self._here[shard].filled.set()
@@ -240,7 +240,7 @@ class TaskTensors:
                 here.borrowed[name].copy_(self._source(name, self.shards[shard].borrowed[name]))
 
     def wrote(self, shard: int, buffers: Sequence[str]) -> None:
-        """The loaded shard changed ``buffers``, or parameters; borrowed ones go to their owner at once."""
+        """Note that the loaded shard changed ``buffers`` or parameters; borrowed ones go to their owner now."""
         here = self._here[shard]
         for name in self._frozen.keys() & set(buffers):
             del self._frozen[name]
@@ -259,7 +259,7 @@ class TaskTensors:
                 self._homes[owner].views[Section.WEIGHTS][name].copy_(here.borrowed[name])
 
     def gradient(self, shard: int, name: str) -> Tensor:
-        """Where the loaded shard keeps the gradient of a parameter from unit to unit."""
+        """Return the gradient buffer of a parameter of the loaded shard, kept between units."""
         return self._here[shard].copy.views[Section.GRADIENTS][name]
 
     def keep_gradient(self, shard: int, name: str) -> None:
@@ -339,7 +339,7 @@ class TaskTensors:
                         home.views[section][name].copy_(here.copy.views[section][name])
 
     def close(self) -> None:
-        """Give every tensor memory of its own again, and drop the homes; a run that broke off keeps what it reached."""
+        """Give every tensor its own memory again, and drop the host stores; an interrupted run keeps its progress."""
         for shard, here in [*self._here.items()]:
             copy_now(self.evict(shard))
             backend(here.copy.device).wait()

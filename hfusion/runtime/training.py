@@ -51,9 +51,9 @@ class _PartGraph:
 
 
 class Training:
-    """One task on its way through its units. One unit runs at a time; loading and putting away go on beside it.
+    """The execution of a task's units. One unit runs at a time; loads and evictions run concurrently.
 
-    ``losses [B]`` and ``evaluations [B]`` come one by one, per minibatch. ``over``: nothing more of it is computed.
+    ``losses [B]`` and ``evaluations [B]`` come one by one, per minibatch. ``over``: no more units are computed.
     """
 
     def __init__(
@@ -97,15 +97,15 @@ class Training:
 
     @property
     def scheduled(self) -> TaskPlan:
-        """The plan whose units are run."""
+        """The plan whose units run."""
         return self.plan
 
     def begun(self, steps: int) -> int:
-        """How many units have run if so many minibatches have ended."""
+        """Return the number of units that have run after so many minibatches."""
         return self.plan.after(steps)
 
     def ran(self, unit: Unit) -> None:
-        """All of a unit that was scheduled has been asked for, and of the optimizer's step with which it ends."""
+        """Note that a scheduled unit and its optimizer step have been queued."""
         if unit.phase is not Phase.FORWARD:
             self._arrivals.wait("losses")
         self.ended(unit)
@@ -133,7 +133,7 @@ class Training:
                 source.stop()
 
     def load(self, unit: Unit, shard: int, sections: Collection[Section], device: torch.device) -> list[Move]:
-        """Memory for a shard on a device, and for a backward for what its forward started from; what must be copied."""
+        """Allocate a shard on a device, with its forward's inputs for a backward; return the copies to make."""
         moves = self.state.load(shard, sections, device, _BORROWED[unit.phase])
         again = unit.phase is Phase.BACKWARD and unit.shard == shard and not self.plan.resident
         if again and shard not in self._saved:
@@ -355,9 +355,9 @@ class Training:
         self._grads |= {place: grad for place, grad in grads.items() if place not in own}
 
     def _note_left_out(self, place: str, leaf: Tensor, later: bool, before: Tensor | None) -> None:
-        """Keep for which members the gradient of a part's input stands for none: by this part and by ``later`` ones.
+        """Note the members without a gradient for a part's input, in this part and in ``later`` ones.
 
-        ``before``: what is known of the later ones.
+        ``before``: the mask of the later ones.
         """
         rows = never_reached(leaf)
         if later:
@@ -366,7 +366,7 @@ class Training:
             self._left_out[place] = rows
 
     def _note_absent(self, name: str, grad: Tensor) -> None:
-        """Keep whose rows stand for no gradient in any minibatch so far: gradients change their memory."""
+        """Note the rows without a gradient in any minibatch so far, since gradients change their memory."""
         absent = absent_rows(grad)
         if name in self._started:
             before = self._absent.pop(name, None)

@@ -43,7 +43,7 @@ class Bundle:
 
     @cached_property
     def comparable(self) -> bool:
-        """Whether values that are equal to these are the same: 0.0 and -0.0 are not."""
+        """Whether equality implies identical bits, which does not hold for 0.0 and -0.0."""
         return not holds(self.values, (float, complex))
 
 

@@ -1,4 +1,4 @@
-"""Devices at work: what the engine decides is done here, by a thread for each lane of a device.
+"""Execution of the engine's actions, by a thread for each lane of a device.
 
 A lane does one action after the other, and tells the engine of each when the device has done it. What is computed is
 asked for while the device does what was asked for before, so that it never waits for Python; copies are asked for one
