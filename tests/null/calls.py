@@ -19,6 +19,8 @@ from torch import Tensor
 
 FOLDER = "HFUSION_NULL_CUDA"
 """The environment variable that names the folder in which the device was built."""
+REFUSED_CALLS = "HFUSION_NULL_REFUSED"
+"""The environment variable that names the folder in which processes leave the calls that were refused."""
 _LAUNCHES = ("kernel ", "triton ", "cublas", "cudnn", "memset", "memcpy")
 _REFUSED = ("BAD", "REFUSED", "DEFAULT")
 _ROOM = 1 << 24
