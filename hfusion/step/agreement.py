@@ -91,4 +91,9 @@ def _rounding(value: object) -> float:
 
 
 def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor if tensor.is_floating_point() else tensor.to(torch.complex128)))
+    if tensor.is_complex():
+        tensor = tensor.to(torch.complex128)
+    elif not tensor.is_floating_point():
+        # Not complex: CUDA's kernel of the magnitude of complex numbers is compiled when it is first called.
+        tensor = tensor.double()
+    return float(torch.linalg.vector_norm(tensor))
