@@ -486,8 +486,9 @@ int cudnnGetProperty(int t, int* v) {
 }
 
 int cudnnGetRNNTempSpaceSizes(void* h, void* a, int m, void* x, size_t* w, size_t* r) {
-  *w = 4096;
-  *r = 4096;
+  // The backward asks for the workspace only.
+  if (w) *w = 4096;
+  if (r) *r = 4096;
   return 0;
 }
 
@@ -495,7 +496,11 @@ int cudnnGetRNNWeightParams(void* h, void* d, int pl, size_t sz, void* ws, int l
                             void** ba) {
   Recurrent* r = d;
   int g = gates(r), dirs = r->dir + 1;
-  Tensor *m = md, *b = bd;
+  // torch asks for the matrix or for the bias, and gives nothing to put the other into.
+  void* nowhere;
+  Tensor unasked, *m = md ? md : &unasked, *b = bd ? bd : &unasked;
+  if (!ma) ma = &nowhere;
+  if (!ba) ba = &nowhere;
   m->type = b->type = r->type;
   m->n = b->n = 3;
   m->dim[0] = b->dim[0] = 1;
