@@ -250,8 +250,8 @@ def main(arguments: Sequence[str]) -> int:
     was measured until then is still shown and written.
     """
     if arguments and arguments[0] in SEPARATE:
-        importlib.import_module(f"hfusion.bench.{arguments[0]}").main(arguments[1:])
-        return 0
+        status = importlib.import_module(f"hfusion.bench.{arguments[0]}").main(arguments[1:])
+        return status if isinstance(status, int) else 0
     parsed = parse(arguments)
     out = console()
     if parsed.list:

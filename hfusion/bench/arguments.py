@@ -32,6 +32,7 @@ SUB_BENCHMARKS = {
 # Those with arguments of their own: see ``python -m hfusion.bench NAME --help``.
 SEPARATE = {
     "lora": "many LoRA adapters of one base, against peft one after another (`lora --help`)",
+    "contact": "the first run on a GPU: all that runs there, checked and timed, in ten minutes (`contact --help`)",
     "links": "arrays that do not fit an accelerator, simulated by its data sheet (`links --help`)",
 }
 MEMBERS = (4, 16, 64)

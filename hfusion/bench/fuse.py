@@ -89,7 +89,7 @@ def prepare(contender: Contender, workload: Workload, expected: Tensor) -> Runni
     try:
         running = contender.start(workload)
     except Exception as error:
-        return Cell(contender.name, reason=_reason(error))
+        return Cell(contender.name, reason=reason_of(error))
     try:
         check_agreement(contender.name, expected, losses(running, len(expected)), workload.tolerance)
     except Disagreement as error:
@@ -97,12 +97,12 @@ def prepare(contender: Contender, workload: Workload, expected: Tensor) -> Runni
         return Cell(contender.name, reason=str(error), disagrees=True)
     except Exception as error:
         running.close()
-        return Cell(contender.name, reason=_reason(error))
+        return Cell(contender.name, reason=reason_of(error))
     return running
 
 
-def _reason(error: Exception) -> str:
-    """The error in one line, as it will stand under the table."""
+def reason_of(error: Exception) -> str:
+    """Return the error in one line, as it stands under a table."""
     if isinstance(error, Unavailable):
         return str(error)
     lines = str(error).strip().splitlines()

@@ -5,6 +5,7 @@ Their numbers mean nothing here: losses differ, as nothing is computed, and the 
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -41,3 +42,15 @@ def test_commands_run_to_their_end(benchmark: str, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr, done.stderr
     # The last line of a table.
     assert "└" in done.stdout
+
+
+def test_first_contact(tmp_path: Path) -> None:
+    """And nothing is a fault but values, which are not compared."""
+    calls = tmp_path / "calls"
+    calls.mkdir()
+    file = tmp_path / "contact.json"
+    done = run(calls, "contact", "--quick", "--jobs", "2", "--json", str(file))
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {row["status"] for row in rows} == {"ok", "not computed"}, done.stdout
+    assert done.returncode == OK
+    assert all(row["summary"] for row in rows)

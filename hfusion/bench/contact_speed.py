@@ -1,0 +1,110 @@
+"""Times of ``contact``: training steps of all members against other ways to train them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from hfusion.bench import contenders, fuse, serial, timing
+from hfusion.bench.arguments import named
+from hfusion.bench.cases import CASES
+from hfusion.bench.contact_item import CheckResult, ContactItem, ContactStatus, computes
+from hfusion.bench.results import Cell
+from hfusion.bench.workload import Contender, Running, Workload, losses
+
+MODELS = ("mlp-small", "resnet8", "transformer")
+MEMBERS = (1, 4, 16, 64)
+QUICK = (("mlp-small", 4),)
+OURS = ("hfusion", "hfusion-compiled")
+CONTENDERS = ("serial", "serial-cuda-graph", "vmap-compiled", "processes", *OURS)
+ROUNDS, SLOT = 5, 0.05
+_DAEMON, _DAEMON_SECONDS = "nvidia-cuda-mps-control", 10.0
+
+
+def speed_items(quick: bool) -> Iterator[ContactItem]:
+    """Yield the times of each model and number of members, first of all models with few members."""
+    for model, members in QUICK if quick else [(model, members) for members in MEMBERS for model in MODELS]:
+        yield ContactItem(f"speed {model} B={members}", partial(time_steps, model, members), limit=150.0, alone=True)
+
+
+def time_steps(model: str, members: int, device: torch.device) -> CheckResult:
+    """Time a training step of all members by every contender whose losses are right."""
+    (case,) = named(CASES, [model])
+    workload = Workload(case, members, device)
+    expected = losses(serial.start(workload), fuse.AGREEMENT_STEPS)
+    steps, absent, wrong = {}, {}, []
+    with ExitStack() as stack:
+        mps = stack.enter_context(multi_process_service()) if device.type == "cuda" else "needs a CUDA device"
+        for contender in contenders.CONTENDERS:
+            if contender.name not in CONTENDERS:
+                continue
+            started = _start(contender, workload, expected)
+            if isinstance(started, Running):
+                stack.callback(started.close)
+                steps[contender.name] = started.step
+            else:
+                absent[contender.name] = started.reason
+                wrong += [started.reason] if started.disagrees else []
+        seconds = timing.interleave(steps, rounds=ROUNDS, slot=SLOT, device=device, tick=lambda: None)
+    milliseconds = {name: round(1e3 * median(times), 4) for name, times in seconds.items()}
+    result = CheckResult(
+        ContactStatus.OK if computes(device) else ContactStatus.NOT_COMPUTED,
+        summary=", ".join(f"{name} {time:.3g} ms" for name, time in milliseconds.items()),
+        values={"ms": milliseconds, "absent": absent, "mps": mps},
+    )
+    if wrong:
+        return CheckResult(ContactStatus.WRONG, "; ".join(wrong), result.summary, result.values)
+    return result.unless_fault("; ".join(absent[name] for name in OURS if name in absent))
+
+
+def _start(contender: Contender, workload: Workload, expected: torch.Tensor) -> Running | Cell:
+    """Return a contender that is ready, its losses compared where the device computes any."""
+    if computes(workload.device):
+        return fuse.prepare(contender, workload, expected)
+    try:
+        return contender.start(workload)
+    except Exception as error:
+        return Cell(contender.name, reason=fuse.reason_of(error))
+
+
+@contextmanager
+def multi_process_service() -> Iterator[str]:
+    """Let processes that start in the block share a GPU by NVIDIA's MPS. Yields how, or why they do not.
+
+    https://docs.nvidia.com/deploy/mps/index.html
+    """
+    if Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists():
+        yield "runs already"
+        return
+    program = shutil.which(_DAEMON)
+    if program is None:
+        yield f"none: {_DAEMON} is not installed"
+        return
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        variables = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        # In the foreground, so that it ends with the process group of the check at the latest.
+        daemon = subprocess.Popen(
+            [program, "-f"], env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+        stack.callback(daemon.wait)
+        stack.callback(daemon.terminate)
+        until = time.monotonic() + _DAEMON_SECONDS
+        while daemon.poll() is None and not Path(folder, "control").exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        if not Path(folder, "control").exists():
+            yield f"none: {_DAEMON} -f did not start, exit status {daemon.poll()}"
+            return
+        os.environ.update(variables)
+        for name in variables:
+            stack.callback(os.environ.pop, name, None)
+        yield "started"
