@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.only_raises import truth_without_raise
+from hfusion.capture.size_uses import NUMBER_OPERATORS
 from hfusion.core.errors import FusionError
 from hfusion.passes.expected import EXPECT
 
@@ -51,6 +52,15 @@ class _UnreadNumber:
             f"{self.source} reads a number out of a tensor, by item() or tolist(), and computes with it in Python; "  # type: ignore[attr-defined]
             "values differ between members and calls, so compute with the tensor, such as by torch.where"
         )
+
+
+def _refuse_operator(self: _UnreadNumber, *others: Any) -> Any:
+    return self.node
+
+
+# torch's own operators take what calls itself a float or an int for a constant, and ask it for its value for ever.
+for _name in (*NUMBER_OPERATORS, "__neg__", "__pos__", "__abs__", "__round__", "__trunc__", "__floor__", "__ceil__"):
+    setattr(_UnreadNumber, _name, _refuse_operator)
 
 
 class _Float(_UnreadNumber, SymFloat):

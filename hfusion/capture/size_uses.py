@@ -27,6 +27,10 @@ _OPERATORS = (
     *("eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min", "divmod", "rdivmod", "int_truediv"),
 )
 _SYMBOLS = (torch.SymInt, torch.SymFloat)
+NUMBER_OPERATORS = tuple(
+    dict.fromkeys(name for kind in _SYMBOLS for name in (f"__{o}__" for o in _OPERATORS) if name in vars(kind))
+)
+"""The methods by which Python computes with symbols of numbers."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,7 @@ def size_uses() -> Iterator[list[SizeUse]]:
     """
     uses: list[SizeUse] = []
     here = threading.get_ident()
-    before = [
-        (kind, name, vars(kind)[name])
-        for kind in _SYMBOLS
-        for name in (f"__{operator}__" for operator in _OPERATORS)
-        if name in vars(kind)
-    ]
+    before = [(kind, name, vars(kind)[name]) for kind in _SYMBOLS for name in NUMBER_OPERATORS if name in vars(kind)]
 
     def noting(method: Callable[..., Any]) -> Callable[..., Any]:
         def noted(size: Any, *others: Any) -> Any:

@@ -50,6 +50,25 @@ def test_a_condition_on_a_number(name: str) -> None:
     assert "loop over members, forward: " in str(array.report())
 
 
+COMPUTED: dict[str, Callable[[Tensor, Any], Any]] = {
+    "compared": lambda y, n: y / 2 if n > 0 else y,
+    "equal": lambda y, n: y / 2 if n == 0.0 else y,
+    "multiplied": lambda y, n: y * (2 * n - 1),
+    "divided": lambda y, n: y / (1 / (n * n + 1)),
+    "power": lambda y, n: y + (n**2) % 3 // 1,
+    "negated": lambda y, n: y + -n + abs(n),
+    "minimum": lambda y, n: y.clamp(max=max(n, 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_the_report_names_a_number_that_python_computes_with(name: str) -> None:
+    compute = COMPUTED[name]
+    make = net(lambda self, x: compute(y := self.fc(x), y.sum().item()))
+    array = assert_alone([make() for _ in range(2)], normal(3, 4), -normal(3, 4))
+    assert "reads a number out of a tensor, by item() or tolist(), and computes with it" in str(array.report())
+
+
 @pytest.mark.parametrize("zero", [lambda v: v * 0, lambda v: v - v])
 def test_a_number_that_is_zero_but_for_nan(zero: Callable[[Any], Any]) -> None:
     make = net(lambda self, x: self.fc(x.nan_to_num()) + zero(total(x)))
