@@ -15,12 +15,10 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.addresses import fills_memory
 from hfusion.capture.attribute_writes import names_used
 from hfusion.capture.contents import contents
-from hfusion.capture.foretell import foretold
 from hfusion.capture.intercept import WHOLE, Island
 from hfusion.capture.named import tensors
 from hfusion.capture.recorded import RecordedCall, Records, tensors_in
 from hfusion.capture.references import references
-from hfusion.core.errors import FusionError
 
 # What a call that runs per member may take and give beside tensors: values that are the same for all members.
 ARGUMENTS = (
@@ -57,7 +55,7 @@ class Fitness:
         who = f"{island} can only run in a loop over members, and"
         if island in self.records.failed:
             return f"{who} raises an error, which forward catches; let it ask before it calls"
-        for call, others in self.records.all_sightings(island):
+        for call in self.records.of(island):
             for leaf in pytree.tree_leaves(call.output):
                 if leaf is not None and not isinstance(leaf, (Tensor, *_RESULTS)):
                     return (
@@ -68,16 +66,11 @@ class Fitness:
                 return f"{who} addresses memory that it shares with tensors outside; use slices, or give it a copy"
             if call.altered and island != WHOLE:
                 return f"{who} changes a list, dict or object among its arguments; return what it adds"
-            leaves = pytree.tree_leaves((call.args, call.kwargs))
-            for leaf in leaves:
+            for leaf in pytree.tree_leaves((call.args, call.kwargs)):
                 if island != WHOLE and leaf is not None and not isinstance(leaf, (Tensor, *ARGUMENTS)):
                     return (
                         f"{who} takes {_told(leaf)}, which may hold what is a member's own; give it tensors and numbers"
                     )
-            try:
-                foretold(island, call, others, [k for k, leaf in enumerate(leaves) if type(leaf) is int])
-            except FusionError as error:
-                return str(error)
             if island == WHOLE and call.written:
                 return f"{who} writes into its input, which members may share; let it write into a copy"
         if island != WHOLE and (shared := self.records.state.shared(island)) is not None:

@@ -32,7 +32,7 @@ from hfusion.core.program import Capture
 class VaryingSizes:
     """What is known of sizes: for each leaf of the arguments the dims that vary, and whether they must stay open.
 
-    ``whole`` says why the sizes of what runs member by member cannot be foretold, so that all of forward does.
+    ``whole`` says why the sizes of what runs member by member cannot be inferred, so that all of forward does.
     """
 
     dims: Sequence[Collection[int]] = ()
@@ -108,7 +108,7 @@ def _with_loops(member: Member, sizes: VaryingSizes, looped: Mapping[Island, str
         with torch.inference_mode(False):
             args, kwargs = copies((args, dict(kwargs)))
             return _with_loops(replace(member, args=args, kwargs=kwargs), sizes, looped)
-    records = record(model, args, kwargs, sizes.dims)
+    records = record(model, args, kwargs)
     while True:
         found = culprits(model, records, looped)
         _check_modes(records.modes, [island.path for island in found])

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.attribute_writes import names_used
-from hfusion.capture.foretell import foretold
-from hfusion.capture.intercept import Island, Method, intercepted
+from hfusion.capture.intercept import WHOLE, Island, Method, intercepted
 from hfusion.capture.named import tensors
-from hfusion.capture.own_code import SIZE, TENSOR, OpaqueCall, Result, calls, run
+from hfusion.capture.own_code import SIZE, TENSOR, InputSize, OpaqueCall, Result, calls, run
 from hfusion.capture.python_reads import STRIDE_QUESTIONS
 from hfusion.capture.recorded import RecordedCall, Records, tensors_in
 from hfusion.capture.references import references
@@ -62,9 +61,7 @@ def opaque(
     traced, by default that of the whole forward.
     """
     met: list[OpaqueCall] = []
-    seen = {
-        island: itertools.cycle(records.sightings(top or records.top, island, culprits.keys())) for island in culprits
-    }
+    seen = {island: itertools.cycle(records.within(top or records.top, island, culprits.keys())) for island in culprits}
     stubs: dict[Island, _Stub] = {}
 
     def trace(method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,18 +78,18 @@ def stand_in(
     method: Method, why: str, record: RecordedCall, changed: frozenset[str], model: nn.Module, met: list[OpaqueCall]
 ) -> Callable[..., Any]:
     """What traces as one call of ``method`` that gives what ``record`` did, for these sizes; ``met`` keeps it alive."""
-    stub = _Stub(method, why, iter([(record, [])]), changed, [model], met)
+    stub = _Stub(method, why, iter([record]), changed, [model], met)
     return lambda *args, **kwargs: stub.trace(args, kwargs)
 
 
 class _Stub:
-    """What stands for an island while forward is traced; ``seen`` are its recorded calls in turn, as at other sizes."""
+    """What stands for an island while forward is traced; ``seen`` are its recorded calls in turn."""
 
     def __init__(
         self,
         method: Method,
         why: str,
-        seen: Iterator[tuple[RecordedCall, list[RecordedCall] | None]],
+        seen: Iterator[RecordedCall],
         changed: frozenset[str],
         members: Sequence[nn.Module],
         met: list[OpaqueCall],
@@ -114,11 +111,13 @@ class _Stub:
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
         changing = [key for key in own if key in buffers or key in self._changed]
         fixed = [key for key in own if key not in changing]
-        record, others = next(self._seen, (None, None))
+        record = next(self._seen, None)
         if record is None or record.count != len(given):
             raise FusionError(f"{self._island} is called otherwise when it is captured than when it runs")
         seen = tensors_in((record.args, record.kwargs))
         output, out_spec = pytree.tree_flatten(record.output)
+        sizes = [leaf for leaf in leaves if _open(leaf)]
+        open_sizes = bool(sizes) or any(_open(size) and fixed_size(size) is None for x in given for size in x.shape)
         call = OpaqueCall(
             str(self._island),
             self._island.path,
@@ -128,7 +127,12 @@ class _Stub:
             spec,
             tuple(fixed),
             tuple(changing),
-            foretold(self._island, record, others, [k for k, leaf in enumerate(leaves) if _open(leaf)]),
+            tuple(
+                _result(leaf, given, sizes, free=open_sizes and self._island == WHOLE)
+                if isinstance(leaf, Tensor)
+                else leaf
+                for leaf in output
+            ),
             tuple(tensor.layout is torch.strided and tensor.is_contiguous() for tensor in seen),
             record.written,
             record.assigned,
@@ -139,6 +143,7 @@ class _Stub:
             self._bodies,
             self._references,
             tuple(map(memory_order, seen)) if self._asks_strides else (),
+            open_sizes,
         )
         number = numbered(call)
         self._met.append(call)
@@ -147,11 +152,29 @@ class _Stub:
             *(len(given) + changing.index(key) for key in changing if key in record.wrote),
         ]
         links = _links(record, {key: len(given) + k for k, key in enumerate((*fixed, *changing))})
-        sizes = [leaf for leaf in leaves if _open(leaf)]
         held = [own[k] for k in fixed], [own[k] for k in changing]
         fresh = iter(OPAQUE(given, *held, number, written, links, [], [], sizes))
         hide(self._island, self._module, record.state.left)
         return pytree.tree_unflatten([next(fresh) if isinstance(o, Tensor) else o for o in output], out_spec)
+
+
+def _result(result: Tensor, inputs: Sequence[Tensor], numbers: Sequence[Any], free: bool) -> Result:
+    """Infer from equal sizes in a recorded call which sizes of a result are those of inputs that vary.
+
+    A run with other sizes shows where that is wrong, see `OtherSizes`.
+    """
+    sources: list[tuple[InputSize, Any]] = [
+        (InputSize(k, dim), size) for k, x in enumerate(inputs) for dim, size in enumerate(x.shape)
+    ]
+    sources += [(InputSize(-1 - k, 0), number) for k, number in enumerate(numbers)]
+    shape: list[int | InputSize] = []
+    for dim, size in enumerate(result.shape):
+        equal = [(source, other) for source, other in sources if (other.node.hint if _open(other) else other) == size]
+        # A size of the same dim, open or not, rather than one that varies, rather than any other.
+        equal.sort(key=lambda pair: (pair[0].dim != dim, not _open(pair[1]) or fixed_size(pair[1]) is not None))
+        varies = bool(equal) and _open(equal[0][1]) and fixed_size(equal[0][1]) is None
+        shape.append(equal[0][0] if varies else size)
+    return Result(tuple(shape), result.dtype, result.device, free)
 
 
 def numbered(call: OpaqueCall) -> int:

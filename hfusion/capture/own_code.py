@@ -37,34 +37,33 @@ SIZE = object()
 
 
 class OtherSizes(FusionError):
-    """A result has other sizes than were foretold; the array is to be captured for these."""
+    """A result has other sizes than were inferred; the array has to be captured for these."""
 
 
 @dataclass(frozen=True)
-class Follows:
-    """A size that is one of an input, and ``more``: of the tensor at ``place``, or of the argument ``-1 - place``."""
+class InputSize:
+    """The size of dim ``dim`` of the input tensor at ``index``, or the number ``-1 - index`` among the arguments."""
 
-    place: int
+    index: int
     dim: int
-    more: int
 
 
 @dataclass(frozen=True)
 class Result:
     """What a tensor is like; ``free``: its sizes may be any."""
 
-    shape: tuple[int | Follows, ...]
+    shape: tuple[int | InputSize, ...]
     dtype: torch.dtype
     device: torch.device
     free: bool = False
 
     def sizes(self, inputs: Sequence[Tensor], sizes: Sequence[Any]) -> list[Any]:
-        """As foretold for such inputs."""
+        """Return the sizes for such inputs, and such numbers among the arguments."""
 
-        def size(part: int | Follows) -> Any:
-            if not isinstance(part, Follows):
+        def size(part: int | InputSize) -> Any:
+            if not isinstance(part, InputSize):
                 return part
-            return part.more + (sizes[-1 - part.place] if part.place < 0 else inputs[part.place].shape[part.dim])
+            return sizes[-1 - part.index] if part.index < 0 else inputs[part.index].shape[part.dim]
 
         return [size(part) for part in self.shape]
 
@@ -81,7 +80,8 @@ class OpaqueCall:
     ``addresses`` whether it addresses the memory below tensors; ``grad`` whether autograd is on there, ``attached``
     whether it is off and some result needs a gradient all the same; ``bodies`` every member's submodule;
     ``references`` where each of these holds its own tensors a second time; ``orders`` the order in memory of the dims
-    of each input, where the code may ask for strides, None for one that is no permutation of a contiguous tensor.
+    of each input, where the code may ask for strides, None for one that is no permutation of a contiguous tensor;
+    ``open_sizes`` whether a size of an input varies, so that sizes of results are inferred.
     """
 
     path: str
@@ -103,6 +103,7 @@ class OpaqueCall:
     bodies: tuple[nn.Module, ...]
     references: tuple[tuple[Reference, ...], ...] = ()
     orders: tuple[tuple[int, ...] | None, ...] = ()
+    open_sizes: bool = False
     _holders: dict[int, tuple[tuple[Any, str, str], ...]] = field(default_factory=dict, init=False)
 
     def holders(self, member: int) -> tuple[tuple[Any, str, str], ...]:
@@ -115,11 +116,6 @@ class OpaqueCall:
     def positional(self) -> bool:
         """Whether the arguments are the leaves, by position."""
         return bool(self.spec == pytree.tree_structure((self.leaves, {})))
-
-    @property
-    def foretells(self) -> bool:
-        """Whether sizes of results are taken to follow from those of the inputs."""
-        return any(isinstance(size, Follows) for r in self.results if isinstance(r, Result) for size in r.shape)
 
 
 calls: WeakValueDictionary[int, OpaqueCall] = WeakValueDictionary()
@@ -293,7 +289,7 @@ def _results(
     for leaf, expected in zip(leaves, call.results, strict=True):
         if not isinstance(expected, Result):
             if isinstance(leaf, Tensor) or type(leaf) is not type(expected) or leaf != expected:
-                raise FusionError(
+                raise (OtherSizes if call.open_sizes else FusionError)(
                     f"{who} gave {_told(leaf)} where it gave {_told(expected)} when it was captured; results that "
                     "depend on values must be tensors"
                 )
@@ -307,8 +303,7 @@ def _check_shape(call: OpaqueCall, who: str, leaf: Any, expected: Result, shape:
     if alike and (expected.free or list(leaf.shape) == shape):
         return
     told = f"a result of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else _told(leaf)
-    foretold = any(isinstance(part, Follows) for part in expected.shape)
-    raise (OtherSizes if alike and foretold else FusionError)(
+    raise (OtherSizes if alike and call.open_sizes else FusionError)(
         f"{who} gave {told}, where it gave {tuple(shape)} when it was captured; shapes that depend on "
         f"values cannot be fused. It runs member by member, since {call.why}"
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.addresses import AddressWatch
-from hfusion.capture.foretell import other_sizes
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.kept import restored
 from hfusion.capture.memo import rehearse
@@ -63,8 +62,7 @@ class Records:
     """The calls of one run in the order in which they began; ``changed`` are the model's tensors that it changed.
 
     ``failed`` are the islands of which a call raised an error, which forward caught.
-    ``modes`` as of `Capture`. ``others`` are runs with other sizes, where sizes vary; None if forward takes no others.
-    ``state`` is the model's Python state meanwhile.
+    ``modes`` as of `Capture`. ``state`` is the model's Python state meanwhile.
     """
 
     calls: Sequence[RecordedCall]
@@ -72,7 +70,6 @@ class Records:
     failed: frozenset[Island]
     modes: Mapping[str, bool]
     state: ModelState
-    others: tuple[Records, ...] | None = ()
 
     @property
     def top(self) -> RecordedCall:
@@ -94,26 +91,6 @@ class Records:
             if call is top or (top.number in call.inside and not entered.intersection(_between(call, top)))
         ]
 
-    def sightings(
-        self, top: RecordedCall, island: Island, stubs: Set[Island]
-    ) -> list[tuple[RecordedCall, list[RecordedCall] | None]]:
-        """As `within`, each call with the same one in the runs with other sizes; None if those make fewer or more."""
-        nth, calls = self.of(top.island).index(top), self.within(top, island, stubs)
-        rows = []
-        for other in self.others or ():
-            tops = other.of(top.island)
-            rows.append(other.within(tops[nth], island, stubs) if nth < len(tops) else [])
-        if self.others is None or any(len(row) != len(calls) for row in rows):
-            return [(call, None) for call in calls]
-        return [(call, [row[k] for row in rows]) for k, call in enumerate(calls)]
-
-    def all_sightings(self, island: Island) -> list[tuple[RecordedCall, list[RecordedCall] | None]]:
-        """As `sightings`, of all calls of ``island``."""
-        calls, rows = self.of(island), [other.of(island) for other in self.others or ()]
-        if self.others is None or any(len(row) != len(calls) for row in rows):
-            return [(call, None) for call in calls]
-        return [(call, [row[k] for row in rows]) for k, call in enumerate(calls)]
-
     def children(self, island: Island) -> list[Island]:
         """The islands that ``island`` calls itself."""
         own = {call.number for call in self.of(island)}
@@ -130,13 +107,8 @@ def _between(call: RecordedCall, top: RecordedCall) -> tuple[int, ...]:
     return call.inside[call.inside.index(top.number) + 1 :]
 
 
-def record(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Sequence[Collection[int]] = ()
-) -> Records:
+def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Records:
     """Run a copy of ``model`` and note the calls in it. Leaves inputs and random states as they were.
-
-    Args:
-        dims: for each leaf of the arguments, dims that vary: for each of their sizes there is one more run.
 
     Raises:
         FusionError: forward changes what an array cannot keep per member: Python attributes, parameters.
@@ -147,24 +119,6 @@ def record(
             "by def forward(self, ...)"
         )
     modes = rehearse(model, args, kwargs).modes
-    found, others = _run(model, args, kwargs, modes), []
-    for calls in other_sizes(args, kwargs, dims):
-        runs = list(filter(None, (_attempt(model, *call, modes) for call in calls)))
-        if not runs:
-            return replace(found, others=None)
-        others += runs
-    return replace(found, others=tuple(others))
-
-
-def _attempt(model: nn.Module, args: Any, kwargs: Any, modes: Mapping[str, bool]) -> Records | None:
-    try:
-        return _run(model, args, kwargs, modes)
-    except Exception:
-        # Forward takes no such sizes.
-        return None
-
-
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: Mapping[str, bool]) -> Records:
     member = twin(model)
     reader = StateReader(member)
     own = dict(tensors(member))

@@ -73,7 +73,7 @@ def bind(compiled: Compiled, owner: nn.Module, members: int | None = None) -> Ca
     if compiled.opaque or members is not None:
         run = watched(run, members)
     single = spec.is_leaf()
-    if compiled.foretells or compiled.checks:
+    if compiled.infers_sizes or compiled.checks:
         run = _undone(run, compiled)
 
     ragged = any(compiled.program.result_rows)
@@ -88,7 +88,7 @@ def bind(compiled: Compiled, owner: nn.Module, members: int | None = None) -> Ca
 
 
 def _undone(run: Callable[..., Any], compiled: Compiled) -> Callable[..., Any]:
-    """``run``, which leaves no trace in buffers where sizes are others than foretold, or a check fails."""
+    """``run``, which leaves no trace in buffers where sizes are others than inferred, or a check fails."""
     written = [k for k, slot in enumerate(compiled.program.slots) if slot.name in compiled.written]
 
     def call(*values: Any) -> Any:

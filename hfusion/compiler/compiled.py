@@ -108,9 +108,9 @@ class Compiled:
         return frozenset(found | own)
 
     @property
-    def foretells(self) -> bool:
-        """Whether sizes of what runs member by member are taken to follow from those of the inputs."""
-        return any(call.foretells for call in self.opaque)
+    def infers_sizes(self) -> bool:
+        """Whether sizes of what runs member by member are inferred from those of the inputs."""
+        return any(call.open_sizes for call in self.opaque)
 
     @property
     def checks(self) -> Sequence[str]:

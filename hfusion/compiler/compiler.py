@@ -165,7 +165,7 @@ class Compiler:
         self.families.setdefault((training, arguments.loose_key), []).append(compiled)
 
     def distrust(self, training: Any, arguments: Arguments, compiled: Compiled, why: str) -> None:
-        """Forget a program that foretold other sizes than there are; from here on none is foretold."""
+        """Forget a program that inferred other sizes than there are; from here on none is inferred."""
         loose = arguments.loose_key
         self.whole[loose] = why
         self.programs = {key: found for key, found in self.programs.items() if found is not compiled}

@@ -217,7 +217,9 @@ LOOPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "loop",
     ),
     "all of it": (odd(lambda x: x, around), "inner"),
-    "one less": (odd(lambda x: x[:, 1:], around), "inner"),
+    "one less": (odd(lambda x: x[:, 1:], around), "forward"),
+    "as wide as long": (odd(lambda x: x.mT @ x, lambda s, x: s.fc(s.inner(s.fc(x)))), "inner"),
+    "another order": (odd(lambda x: x.mT, lambda s, x: s.inner(s.fc(x)).sum(2)), "inner"),
     "flat": (odd(lambda x: x.mean(1, keepdim=True), around), "inner"),
     "as long as told": (odd(lambda x, t: x[:, :t], told_a_length), "inner"),
     "half": (odd(lambda x: x[:, : x.shape[1] // 2], around), "forward"),
@@ -235,7 +237,7 @@ def test_what_needs_to_know_its_sizes_runs_member_by_member_in_the_end(name: str
     assert f"loop over members, {island}: " in str(fused.report().parts[-1])
 
 
-def test_sizes_that_were_foretold_wrongly() -> None:
+def test_sizes_that_were_inferred_wrongly() -> None:
     """What a call has changed before this shows is put back, and everything runs member by member from there on."""
     make = odd(lambda x: x[:, :8], around)
     fused = assert_alone([make(), make()], *(SEQUENCE(t, 3) for t in (3, 5, 4, 12, 6, 20, 2)))
