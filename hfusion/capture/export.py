@@ -25,7 +25,7 @@ from hfusion.capture.exporting import counted_parts, module_stack_unwound, told_
 from hfusion.capture.inlined import inlined
 from hfusion.capture.kept import restored
 from hfusion.capture.lengths import open_lengths, original
-from hfusion.capture.memo import rehearse
+from hfusion.capture.memo import Rehearsal, rehearse
 from hfusion.capture.python_reads import PythonReads
 from hfusion.capture.rehearse import ALIKE, Outcome, difference, run, run_graph, runnable, twin
 from hfusion.capture.repeated import capture_key, find_capture, forget_capture, keep_capture
@@ -62,18 +62,20 @@ def capture(
     *,
     varying: bool = True,
     dims: Sequence[Collection[int]] = (),
+    rehearsal: Rehearsal | None = None,
 ) -> Capture:
     """The forward of ``module`` in its present training mode.
 
     Args:
         varying: the first dim of every input may vary later, unless forward needs to know it.
         dims: for each leaf of the arguments, other dims that may vary, too.
+        rehearsal: what an eager run gave, if there was one.
 
     Raises:
         FusionError: what keeps the module from being captured faithfully.
     """
     with tracing:
-        return _capture(module, args, kwargs, _attempts(varying, dims))
+        return _capture(module, args, kwargs, _attempts(varying, dims), rehearsal)
 
 
 def _capture(
@@ -81,8 +83,10 @@ def _capture(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     attempts: Sequence[_Open],
+    real: Rehearsal | None,
 ) -> Capture:
-    real = rehearse(module, args, kwargs) if runnable(module) else None
+    if real is None and runnable(module):
+        real = rehearse(module, args, kwargs)
     if real is None:
         return _exported(module, args, kwargs, attempts, {})
     if real.lost:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,8 +22,16 @@ from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 
 
-def culprits(model: nn.Module, records: Records, looped: Mapping[Island, str]) -> dict[Island, str]:
+def culprits(
+    model: nn.Module,
+    records: Records,
+    looped: Mapping[Island, str],
+    capture_around: Callable[[Mapping[Island, str]], None],
+) -> dict[Island, str]:
     """What must run in a loop, each with the reason: the smallest such, and those of ``looped``.
+
+    Args:
+        capture_around: captures the whole model with the islands left out; raises where that fails.
 
     Few traces of the whole model find what raises while it is traced, however much that is. Only what is refused
     later, for another result than that of the code, is searched for island by island, once for all that are alike.
@@ -31,7 +39,7 @@ def culprits(model: nn.Module, records: Records, looped: Mapping[Island, str]) -
     Raises:
         FusionError: not even the whole forward can run in a loop.
     """
-    search = _Search(model, records, Fitness(model, records), looped)
+    search = _Search(model, records, Fitness(model, records), capture_around, looped)
     # Without any in a loop, it has been refused already.
     found = dict(looped) or search.surveyed()
     while WHOLE not in found and search.refusal(WHOLE, found) is not None:
@@ -57,6 +65,7 @@ class _Search:
     model: nn.Module
     records: Records
     fitness: Fitness
+    capture_around: Callable[[Mapping[Island, str]], None]
     given: Mapping[Island, str]
     known: dict[Island, dict[Island, str]] = field(default_factory=dict)
     verdicts: dict[Any, str | None] = field(default_factory=dict)
@@ -113,6 +122,18 @@ class _Search:
         return self.verdicts[key]
 
     def _refusal(self, island: Island, stubs: Mapping[Island, str]) -> str | None:
+        try:
+            if island == WHOLE:
+                self.capture_around(stubs)
+            else:
+                self._capture_alone(island, stubs)
+        except FusionError as error:
+            return str(error)
+        except Exception as error:
+            return f"it cannot be run by itself: {type(error).__name__}: {error}"
+        return None
+
+    def _capture_alone(self, island: Island, stubs: Mapping[Island, str]) -> None:
         top = self.records.first(island)
         args, kwargs = top.args, top.kwargs
         if top.written:
@@ -122,13 +143,7 @@ class _Search:
         with opaque(twin, stubs, self.records, [twin], top):
             module = twin.get_submodule(island.path)
             target = module if island.method == "forward" else _MethodAsModule(module, island.method)
-            try:
-                capture(target, args, kwargs, varying=False)
-            except FusionError as error:
-                return str(error)
-            except Exception as error:
-                return f"it cannot be run by itself: {type(error).__name__}: {error}"
-        return None
+            capture(target, args, kwargs, varying=False)
 
     def _likeness(self, island: Island, stubs: Mapping[Island, str]) -> Any:
         """Equal for islands of which one can be captured if another can: but for the values of tensors, one case."""

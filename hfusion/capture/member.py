@@ -15,6 +15,7 @@ from hfusion.capture.export import capture
 from hfusion.capture.fallback import culprits
 from hfusion.capture.intercept import WHOLE, Island
 from hfusion.capture.kept import restored
+from hfusion.capture.memo import Rehearsal, rehearse
 from hfusion.capture.named import tensors
 from hfusion.capture.opaque import opaque
 from hfusion.capture.own_code import OpaqueCall
@@ -77,9 +78,10 @@ def capture_member(
     """
     _check_reads(member)
     refusal: FusionError | None = None
+    rehearsal = rehearse(member.model, member.args, member.kwargs)
     if not looped:
         try:
-            found = capture(member.model, member.args, member.kwargs, dims=sizes.dims)
+            found = capture(member.model, member.args, member.kwargs, dims=sizes.dims, rehearsal=rehearsal)
         except FusionError as error:
             if not loops:
                 raise
@@ -93,12 +95,14 @@ def capture_member(
                     f"{next(iter(looped))} cannot be captured for all sizes: {next(iter(looped.values()))}"
                 )
     try:
-        return _with_loops(member, sizes, looped)
+        return _with_loops(member, sizes, looped, rehearsal)
     except FusionError as error:
         raise error from refusal
 
 
-def _with_loops(member: Member, sizes: VaryingSizes, looped: Mapping[Island, str]) -> tuple[Capture, list[OpaqueCall]]:
+def _with_loops(
+    member: Member, sizes: VaryingSizes, looped: Mapping[Island, str], rehearsal: Rehearsal
+) -> tuple[Capture, list[OpaqueCall]]:
     model, args, kwargs = member.model, member.args, member.kwargs
     if not torch.is_grad_enabled() and not names_of([model]).isdisjoint(GRADIENT_QUESTIONS):
         # A trace is made with gradients, and what stands for a looped call cannot be compared with the code.
@@ -107,15 +111,25 @@ def _with_loops(member: Member, sizes: VaryingSizes, looped: Mapping[Island, str
         # Trial runs count the versions of tensors, which those of inference mode do not have.
         with torch.inference_mode(False):
             args, kwargs = copies((args, dict(kwargs)))
-            return _with_loops(replace(member, args=args, kwargs=kwargs), sizes, looped)
-    records = record(model, args, kwargs)
-    while True:
-        found = culprits(model, records, looped)
-        _check_modes(records.modes, [island.path for island in found])
-        with opaque(model, found, records, member.bodies()) as calls:
+            return _with_loops(replace(member, args=args, kwargs=kwargs), sizes, looped, rehearse(model, args, kwargs))
+    records = record(model, args, kwargs, rehearsal.modes)
+    bodies = member.bodies()
+    graphs: dict[frozenset[Island], tuple[Capture, list[OpaqueCall]]] = {}
+
+    def capture_around(stubs: Mapping[Island, str]) -> None:
+        with opaque(model, stubs, records, bodies) as calls:
             graph = capture(model, args, kwargs, varying=False, dims=sizes.dims)
-            if not sizes.open or not sizes.closed_by(graph, member.leaves) or WHOLE in found:
-                return replace(graph, modes=records.modes), calls
+        graphs[frozenset(stubs)] = replace(graph, modes=records.modes), calls
+
+    while True:
+        found = culprits(model, records, looped, capture_around)
+        _check_modes(records.modes, [island.path for island in found])
+        if frozenset(found) not in graphs:
+            capture_around(found)
+        graph, calls = graphs[frozenset(found)]
+        if not sizes.open or not sizes.closed_by(graph, member.leaves) or WHOLE in found:
+            return graph, calls
+        with opaque(model, found, records, bodies):
             more = closing(model, args, kwargs, sizes.dims)
         looped = {**found, **more} if more.keys() - found.keys() else {WHOLE: next(iter(more.values()))}
 

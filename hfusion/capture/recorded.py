@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.addresses import AddressWatch
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.kept import restored
-from hfusion.capture.memo import rehearse
 from hfusion.capture.named import tensors
 from hfusion.capture.rehearse import call_on_copies, reset, twin
 from hfusion.capture.state_watch import CallState, ModelState, RunState, StateReader
@@ -107,18 +106,20 @@ def _between(call: RecordedCall, top: RecordedCall) -> tuple[int, ...]:
     return call.inside[call.inside.index(top.number) + 1 :]
 
 
-def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Records:
+def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: Mapping[str, bool]) -> Records:
     """Run a copy of ``model`` and note the calls in it. Leaves inputs and random states as they were.
 
+    Args:
+        modes: as of `Capture`.
+
     Raises:
-        FusionError: forward changes what an array cannot keep per member: Python attributes, parameters.
+        FusionError: forward is no plain method.
     """
     if WHOLE not in islands(model):
         raise FusionError(
             f"forward of {type(model).__name__} is no plain method, and can only run in a loop over members; define it "
             "by def forward(self, ...)"
         )
-    modes = rehearse(model, args, kwargs).modes
     member = twin(model)
     reader = StateReader(member)
     own = dict(tensors(member))
