@@ -11,7 +11,7 @@ from torch import nn
 
 from hfusion.array.modes import Change, Left, Switch, own_modes
 from hfusion.array.state import ArrayState, renewed
-from hfusion.capture.contents import modeless_fingerprint
+from hfusion.capture.attribute_values import modeless_fingerprint
 from hfusion.core.errors import FusionError
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
 from hfusion.array.state import Array, empty_stack
+from hfusion.capture.attribute_values import fingerprint
 from hfusion.capture.compare import Comparison, Sharing, check_alone, check_pair, compare
-from hfusion.capture.contents import fingerprint
 from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.core.errors import FusionError

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hfusion.capture.attribute_values import modeless_fingerprint
 from hfusion.capture.compare import check_alone
-from hfusion.capture.contents import modeless_fingerprint
 from hfusion.capture.named import tensors, ties
 from hfusion.core.errors import FusionError
 from hfusion.core.tree import leaves

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.contents import PLAIN, modeless_fingerprint
+from hfusion.capture.attribute_values import PLAIN, modeless_fingerprint
 from hfusion.capture.hooks import is_part_of_forward
 from hfusion.capture.named import tensors
 from hfusion.core.membership import is_own_hook, own_hook

@@ -13,8 +13,8 @@ from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.array.kin import Kin
+from hfusion.capture.attribute_values import modeless_fingerprint
 from hfusion.capture.compare import Comparison, Sharing, check_alone, check_pair
-from hfusion.capture.contents import modeless_fingerprint
 from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.compiler.compiler import Compiler

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hfusion.capture.attribute_values import same_marks
 from hfusion.capture.compare import Comparison
-from hfusion.capture.contents import same_marks
 from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.capture.structures import row_shapes

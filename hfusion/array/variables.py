@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import _Orthogonal
 
 from hfusion.capture.intercept import WHOLE, Island
 from hfusion.capture.python_reads import GRADIENT_QUESTIONS
-from hfusion.capture.watched import Questions, Variables, within
+from hfusion.capture.variable_guards import Questions, Variables, within
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing

@@ -22,7 +22,7 @@ from hfusion.array.lives import check_fits, put_tensor, rearranged
 from hfusion.array.row_view import RowView, said_to, tensor_states, without_hooks
 from hfusion.array.split import Split, flags_read
 from hfusion.array.state import check_one_structure
-from hfusion.capture.contents import modeless_fingerprint
+from hfusion.capture.attribute_values import modeless_fingerprint
 from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import live_rows, materialize, skeleton
 from hfusion.core.errors import FusionError

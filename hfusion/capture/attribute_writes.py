@@ -15,7 +15,7 @@ from typing import TypeAlias
 from torch import nn
 
 from hfusion.capture.intercept import Island
-from hfusion.capture.kept import functions_behind, is_foreign
+from hfusion.capture.python_state import functions_behind, is_foreign
 from hfusion.core.fingerprint import names_in
 
 

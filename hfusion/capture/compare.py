@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.capture.contents import PLAIN, fingerprint
+from hfusion.capture.attribute_values import PLAIN, fingerprint
 from hfusion.capture.hooks import is_part_of_forward, outdated
 from hfusion.capture.named import overlaps, tensors, ties
 from hfusion.core.errors import FusionError

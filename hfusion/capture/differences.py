@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hfusion.capture.contents import contents, modeless_fingerprint
+from hfusion.capture.attribute_values import contents, modeless_fingerprint
 
 # Attributes that a message names, and letters of a value that it shows.
 _MOST, _LETTERS = 3, 60

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hfusion.capture.contents import contents, modeless_fingerprint
+from hfusion.capture.attribute_values import contents, modeless_fingerprint
 from hfusion.capture.differences import parts_of
 from hfusion.capture.size_uses import SizeUse
-from hfusion.capture.watched import names_of
+from hfusion.capture.variable_guards import names_of
 
 # Containers and objects in one another that are looked into.
 MAX_DEPTH = 6

@@ -21,14 +21,14 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.assigned import assigned_as_writes
+from hfusion.capture.cache_or_state import Rehearsal, rehearse
+from hfusion.capture.capture_cache import capture_key, find_capture, forget_capture, keep_capture
+from hfusion.capture.eager_runs import ALIKE, Outcome, difference, run, run_graph, runnable, twin
 from hfusion.capture.exporting import counted_parts, module_stack_unwound, told_here_only, transforms
 from hfusion.capture.inlined import inlined
-from hfusion.capture.kept import restored
 from hfusion.capture.lengths import open_lengths, original
-from hfusion.capture.memo import Rehearsal, rehearse
 from hfusion.capture.python_reads import PythonReads
-from hfusion.capture.rehearse import ALIKE, Outcome, difference, run, run_graph, runnable, twin
-from hfusion.capture.repeated import capture_key, find_capture, forget_capture, keep_capture
+from hfusion.capture.python_state import restored
 from hfusion.capture.size_uses import size_uses
 from hfusion.core.copies import aliases, are_contiguous, contiguous_aliases
 from hfusion.core.errors import FusionError

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.contents import contents
+from hfusion.capture.attribute_values import contents
+from hfusion.capture.call_trace import Records
 from hfusion.capture.export import capture
 from hfusion.capture.fitness import ARGUMENTS, Fitness
 from hfusion.capture.intercept import WHOLE, Island
 from hfusion.capture.named import tensors
 from hfusion.capture.opaque import opaque
-from hfusion.capture.recorded import Records
 from hfusion.capture.survey import survey
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.addresses import fills_memory
+from hfusion.capture.attribute_values import contents
 from hfusion.capture.attribute_writes import names_used
-from hfusion.capture.contents import contents
+from hfusion.capture.call_trace import RecordedCall, Records, tensors_in
 from hfusion.capture.intercept import WHOLE, Island
 from hfusion.capture.named import tensors
-from hfusion.capture.recorded import RecordedCall, Records, tensors_in
 from hfusion.capture.references import references
 
 # What a call that runs per member may take and give beside tensors: values that are the same for all members.

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hfusion.capture.cache_or_state import Rehearsal, rehearse
+from hfusion.capture.call_trace import record
 from hfusion.capture.closing import closing
+from hfusion.capture.eager_runs import check_reads, twin
 from hfusion.capture.export import capture
 from hfusion.capture.fallback import culprits
 from hfusion.capture.intercept import WHOLE, Island
-from hfusion.capture.kept import restored
-from hfusion.capture.memo import Rehearsal, rehearse
 from hfusion.capture.named import tensors
 from hfusion.capture.opaque import opaque
 from hfusion.capture.own_code import OpaqueCall
 from hfusion.capture.python_reads import CLASSES, GRADIENT_QUESTIONS, STRIDE_QUESTIONS, UNANSWERABLE
-from hfusion.capture.recorded import record
-from hfusion.capture.rehearse import check_reads, twin
+from hfusion.capture.python_state import restored
 from hfusion.capture.skeleton import is_restrided
-from hfusion.capture.watched import names_of
+from hfusion.capture.variable_guards import names_of
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture

@@ -23,10 +23,10 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfusion.capture.contents import contents
-from hfusion.capture.kept import plain_variables, restored, variable_holders
+from hfusion.capture.attribute_values import contents
+from hfusion.capture.eager_runs import apart, runnable
 from hfusion.capture.named import tensors
-from hfusion.capture.rehearse import apart, runnable
+from hfusion.capture.python_state import plain_variables, restored, variable_holders
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import is_plain

@@ -24,7 +24,7 @@ from hfusion.capture.hooks import with_hooks
 from hfusion.capture.member_rows import own_leaves, own_rows
 from hfusion.capture.named import holder_of
 from hfusion.capture.references import Reference
-from hfusion.capture.repeat import next_call, seeded
+from hfusion.capture.seeded_fallback import next_call, seeded
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Listed
 from hfusion.core.marks import keep_marks

@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.contents import python_attributes
-from hfusion.capture.kept import PLAIN, slots
+from hfusion.capture.attribute_values import python_attributes
 from hfusion.capture.named import tensors
+from hfusion.capture.python_state import PLAIN, slots
 
 _LEAVES = (*PLAIN, type, nn.Module, torch.Generator)
 

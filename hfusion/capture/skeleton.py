@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import dlpack
 
-from hfusion.capture.contents import copied_result, results
+from hfusion.capture.attribute_values import copied_result, results
 from hfusion.capture.hooks import is_recipe, recompute, recomputed
 from hfusion.capture.named import tensors
 from hfusion.core.copies import module_copy

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hfusion.capture.attribute_values import python_attributes
 from hfusion.capture.attribute_writes import (
     containers_changed,
     names_in_call,
@@ -27,9 +28,8 @@ from hfusion.capture.attribute_writes import (
     written_by_call,
     written_elsewhere,
 )
-from hfusion.capture.contents import python_attributes
 from hfusion.capture.intercept import Island
-from hfusion.capture.kept import (
+from hfusion.capture.python_state import (
     CONTAINERS,
     MAX_ITEMS,
     PLAIN,

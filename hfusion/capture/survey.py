@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import nn
 
+from hfusion.capture.call_trace import RecordedCall, Records
 from hfusion.capture.export import capture, reason
 from hfusion.capture.fitness import Fitness
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.opaque import opaque, stand_in
 from hfusion.capture.own_code import OpaqueCall
-from hfusion.capture.recorded import RecordedCall, Records
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from hfusion.capture.contents import fingerprint
+from hfusion.capture.attribute_values import fingerprint
 from hfusion.capture.differences import differing_attributes
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.population.grouping import TWINS, UNIQUE, may_share, shared_frozen, shortened

@@ -16,7 +16,7 @@ from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
 from hfusion.array.split import check_alike
-from hfusion.capture.contents import fingerprint
+from hfusion.capture.attribute_values import fingerprint
 from hfusion.core.errors import ForwardsDiffer, PlanError
 from hfusion.core.program import Program
 from hfusion.device.backend import random_states_kept

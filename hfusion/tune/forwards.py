@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfusion.array.fuse import fuse
-from hfusion.capture.contents import fingerprint
+from hfusion.capture.attribute_values import fingerprint
 from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.sandbox import without_trace

@@ -8,35 +8,36 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.contents import contents
-from hfusion.capture.kept import restored, slots, variables
-from hfusion.capture.named import tensors
-from hfusion.capture.registered import REMEDY, Registered, check_registered
-from hfusion.capture.rehearse import (
+from hfusion.capture.attribute_values import contents
+from hfusion.capture.eager_runs import (
     ALIKE,
     EQUAL,
+    MAX_SIZES,
     Outcome,
+    change_parameters,
     changed_modes,
     difference,
+    other_calls,
     reset,
     run,
     run_without_gradients,
+    shortener,
+    spoil,
+    spoiled,
     twin,
 )
+from hfusion.capture.named import tensors
+from hfusion.capture.python_state import restored, variables
+from hfusion.capture.registered import REMEDY, Registered, check_registered
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
-
-# Sizes of the inputs that are tried shortened.
-MAX_SIZES = 4
 
 
 @dataclass(frozen=True)
@@ -163,12 +164,12 @@ def _results_left(subject: _Rehearsed, called: nn.Module, changed: list[str], ou
         changed: the attributes that it changed.
     """
     own, training = (subject.args, subject.kwargs), subject.module.training
-    _, other = next(_others(*own))
+    _, other = next(other_calls(*own))
     cached = contents(called)
     try:
         fresh = subject.member()
         if training:
-            _train(fresh)
+            change_parameters(fresh)
         expected = run(fresh, *other)
         after = contents(fresh)
         left = sorted(set(_changed(cached, after)) & set(changed))
@@ -177,7 +178,7 @@ def _results_left(subject: _Rehearsed, called: nn.Module, changed: list[str], ou
         if left not in ([], sorted(changed)) or not (training or left) or not _spoil_tensors(called, left, math.nan):
             return None
         if training:
-            _train(called)
+            change_parameters(called)
         # A second call here, and the first there: what counts calls differs.
         unlike = difference(run(called, *other), expected, EQUAL)
         if unlike is not None or _changed(contents(called), after):
@@ -207,7 +208,7 @@ def _spoil_tensors(member: nn.Module, names: list[str], value: float, halved: bo
         tensor = attributes.get(attribute)
         if not isinstance(tensor, Tensor):
             return False
-        _spoil(tensor, value)
+        spoil(tensor, value)
         if halved and tensor.dim():
             attributes[attribute] = tensor.detach()[: (len(tensor) + 1) // 2].clone()
     return True
@@ -226,7 +227,7 @@ def _shorter(subject: _Rehearsed) -> Any:
     if sizes & features or len(sizes) > MAX_SIZES or any(size in last for x in inputs for size in x.shape[:-1]):
         raise ValueError("one size after the other must be tried")
     for size in sizes:
-        call = pytree.tree_map_only(Tensor, _shortener(size), call)
+        call = pytree.tree_map_only(Tensor, shortener(size), call)
     return copies(call) if sizes else None
 
 
@@ -271,7 +272,7 @@ def _told(outcome: Outcome) -> str:
 
 def _compare_calls(subject: _Rehearsed, names: str, outcome: Outcome) -> None:
     """Other values, and other sizes where forward takes them, before and after the call."""
-    for when, call in _others(subject.args, subject.kwargs):
+    for when, call in other_calls(subject.args, subject.kwargs):
         try:
             fresh = run(subject.member(), *call)
         except Exception:
@@ -292,63 +293,22 @@ def _run_kept(member: nn.Module, call: Any, names: str) -> Outcome:
         ) from error
 
 
-def _others(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    call = (args, dict(kwargs))
-    yield "other inputs", pytree.tree_map_only(Tensor, _moved, copies(call))
-    inputs = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
-    sizes = sorted({size for x in inputs for size in x.shape if size > 1})
-    for size in sizes[:MAX_SIZES]:
-        yield f"size {(size + 1) // 2} in place of {size}", pytree.tree_map_only(Tensor, _shortener(size), copies(call))
-
-
-def _moved(x: Tensor) -> Tensor:
-    """Other values of the same kind: samples in another order, numbers a little smaller."""
-    dims = [dim for dim, size in enumerate(x.shape) if size > 1]
-    rolled = x.detach().roll(1, dims[0]) if dims else x.detach()
-    return (rolled * 0.75 if x.is_floating_point() else rolled).requires_grad_(x.requires_grad)
-
-
-def _shortener(size: int) -> Any:
-    def shortened(x: Tensor) -> Tensor:
-        y = x.detach()
-        for dim, length in enumerate(x.shape):
-            y = y.narrow(dim, 0, (size + 1) // 2) if length == size else y
-        return y.clone().requires_grad_(x.requires_grad)
-
-    return shortened
-
-
 def _compare_parameters(subject: _Rehearsed, names: str, kept: Mapping[str, Any]) -> set[str]:
     """What is kept must not hold on to old parameters; the attributes whose content depends on parameters."""
     fresh = subject.member()
-    _train(fresh)
+    change_parameters(fresh)
     theirs = run(fresh, subject.args, subject.kwargs)
     depend = set(_changed(kept, contents(fresh)))
     warmed = subject.warmed()
-    _train(warmed)
+    change_parameters(warmed)
     ours = _run_kept(warmed, (subject.args, subject.kwargs), names)
     _compare(subject, names, "changed parameters", theirs, ours)
     return depend
 
 
-def _train(member: nn.Module) -> None:
-    """Change the parameters, as training does: in train mode."""
-    flags = {module: module.training for module in member.modules()}
-    if not member.training:
-        member.train()
-    with torch.no_grad():
-        for parameter in member.parameters():
-            if parameter.is_floating_point() or parameter.is_complex():
-                parameter.mul_(1.25)
-    if not flags[member]:
-        member.eval()
-        for module, training in flags.items():
-            module.training = training
-
-
 def _dependent(subject: _Rehearsed, kept: Mapping[str, Any]) -> set[str]:
     """The attributes whose content depends on the values of the inputs."""
-    _, call = next(_others(subject.args, subject.kwargs))
+    _, call = next(other_calls(subject.args, subject.kwargs))
     member = subject.member()
     run(member, *call)
     return set(_changed(kept, contents(member)))
@@ -363,53 +323,10 @@ def _check_unread(subject: _Rehearsed, names: list[str], outcome: Outcome) -> No
         for name in names:
             path, _, attribute = name.rpartition(".")
             held = vars(member.get_submodule(path))
-            held[attribute] = _spoiled(held[attribute], value)
+            held[attribute] = spoiled(held[attribute], value)
         reset(member, subject.module)
         own = (subject.args, subject.kwargs)
         _compare(subject, ", ".join(names), "the next call", outcome, _run_kept(member, own, names[0]))
-
-
-def _spoiled(value: Any, number: float) -> Any:
-    """``value`` with other numbers: in tensors, which are overwritten, in lists and dicts, and as such."""
-    if isinstance(value, bool):
-        return number != 0.0
-    if isinstance(value, int):
-        return int(number) if math.isfinite(number) else -1
-    if isinstance(value, float):
-        return number
-    _spoil(value, number)
-    return value
-
-
-def _spoil(value: Any, number: float) -> None:
-    """Overwrite the tensors in ``value``, and the floats in its lists and dicts."""
-    waiting, met = [value], {}
-    while waiting:
-        item = waiting.pop()
-        if id(item) in met or isinstance(item, type | nn.Module):
-            continue
-        met[id(item)] = item
-        if isinstance(item, Tensor):
-            whole = item.is_floating_point() or item.is_complex()
-            item.detach().data.fill_(number if whole else 0)
-        elif isinstance(item, dict):
-            item.update({key: number for key, part in item.items() if isinstance(part, float)})
-            waiting += item.values()
-        elif isinstance(item, Mapping):
-            waiting += item.values()
-        elif isinstance(item, tuple):
-            waiting += tuple.__iter__(item)
-        elif isinstance(item, list | deque):
-            for k, part in enumerate(list(item)):
-                if isinstance(part, float):
-                    item[k] = number
-            waiting += item
-        elif isinstance(item, set):
-            waiting += item
-        else:
-            waiting += [getattr(item, name, None) for name in slots(type(item))]
-            if hasattr(item, "__dict__"):
-                waiting.append(vars(item))
 
 
 def _warn(module: nn.Module, names: list[str]) -> None:

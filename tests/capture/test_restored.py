@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.kept import restored, variables
+from hfusion.capture.python_state import restored, variables
 
 OWN: dict[str, int] = {}
 HELPERS: list[int] = []

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from hfusion.capture.kept import functions_behind, slots
 from hfusion.capture.python_reads import STRIDE_QUESTIONS
+from hfusion.capture.python_state import functions_behind, slots
 from hfusion.core.fingerprint import Same, imported_modules, is_installed, names_in
 from hfusion.core.torch_settings import RANDOM_STATE, asked_settings
 from hfusion.device.backend import AUTOCAST_QUESTIONS

@@ -122,11 +122,11 @@ def test_what_is_different_is_captured_anew(change: Callable[[Reading], nn.Modul
 def test_variables_outside_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     first = found(FIRST)
     for target, name, value in [
-        ("tests.capture.test_repeated", "SCALE", 3.0),
-        ("tests.capture.test_repeated", "scaled", lambda x: x),
-        ("tests.capture.test_repeated.Reading", "factor", 2.0),
-        ("tests.capture.test_repeated.Helper", "shift", 3.0),
-        ("tests.capture.test_repeated.Reading", "power", lambda self, x: x),
+        ("tests.capture.test_capture_cache", "SCALE", 3.0),
+        ("tests.capture.test_capture_cache", "scaled", lambda x: x),
+        ("tests.capture.test_capture_cache.Reading", "factor", 2.0),
+        ("tests.capture.test_capture_cache.Helper", "shift", 3.0),
+        ("tests.capture.test_capture_cache.Reading", "power", lambda self, x: x),
     ]:
         with monkeypatch.context() as changed:
             changed.setattr(f"{target}.{name}", value)

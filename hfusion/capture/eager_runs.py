@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import tensors
 from hfusion.capture.python_reads import RefusedReads
+from hfusion.capture.python_state import slots
 from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies, module_copy
 from hfusion.core.errors import FusionError
@@ -29,6 +31,8 @@ ALIKE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.f
 # What is computed anew may differ from what was kept by one rounding step.
 EQUAL = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 GRADIENTS = 10.0
+# Sizes of the inputs that are tried shortened.
+MAX_SIZES = 4
 # One that no forward sets by itself.
 SEED = 7_150_342_987
 
@@ -245,3 +249,87 @@ def _norm(tensor: Tensor) -> float:
         return 0.0
     norm = float(torch.where(tensor.isfinite(), tensor, torch.zeros_like(tensor)).abs().double().norm())
     return norm if math.isfinite(norm) else 0.0
+
+
+def other_calls(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    call = (args, dict(kwargs))
+    yield "other inputs", pytree.tree_map_only(Tensor, _moved, copies(call))
+    inputs = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+    sizes = sorted({size for x in inputs for size in x.shape if size > 1})
+    for size in sizes[:MAX_SIZES]:
+        yield f"size {(size + 1) // 2} in place of {size}", pytree.tree_map_only(Tensor, shortener(size), copies(call))
+
+
+def _moved(x: Tensor) -> Tensor:
+    """Other values of the same kind: samples in another order, numbers a little smaller."""
+    dims = [dim for dim, size in enumerate(x.shape) if size > 1]
+    rolled = x.detach().roll(1, dims[0]) if dims else x.detach()
+    return (rolled * 0.75 if x.is_floating_point() else rolled).requires_grad_(x.requires_grad)
+
+
+def shortener(size: int) -> Any:
+    def shortened(x: Tensor) -> Tensor:
+        y = x.detach()
+        for dim, length in enumerate(x.shape):
+            y = y.narrow(dim, 0, (size + 1) // 2) if length == size else y
+        return y.clone().requires_grad_(x.requires_grad)
+
+    return shortened
+
+
+def change_parameters(member: nn.Module) -> None:
+    """Change the parameters, as training does: in train mode."""
+    flags = {module: module.training for module in member.modules()}
+    if not member.training:
+        member.train()
+    with torch.no_grad():
+        for parameter in member.parameters():
+            if parameter.is_floating_point() or parameter.is_complex():
+                parameter.mul_(1.25)
+    if not flags[member]:
+        member.eval()
+        for module, training in flags.items():
+            module.training = training
+
+
+def spoiled(value: Any, number: float) -> Any:
+    """``value`` with other numbers: in tensors, which are overwritten, in lists and dicts, and as such."""
+    if isinstance(value, bool):
+        return number != 0.0
+    if isinstance(value, int):
+        return int(number) if math.isfinite(number) else -1
+    if isinstance(value, float):
+        return number
+    spoil(value, number)
+    return value
+
+
+def spoil(value: Any, number: float) -> None:
+    """Overwrite the tensors in ``value``, and the floats in its lists and dicts."""
+    waiting, met = [value], {}
+    while waiting:
+        item = waiting.pop()
+        if id(item) in met or isinstance(item, type | nn.Module):
+            continue
+        met[id(item)] = item
+        if isinstance(item, Tensor):
+            whole = item.is_floating_point() or item.is_complex()
+            item.detach().data.fill_(number if whole else 0)
+        elif isinstance(item, dict):
+            item.update({key: number for key, part in item.items() if isinstance(part, float)})
+            waiting += item.values()
+        elif isinstance(item, Mapping):
+            waiting += item.values()
+        elif isinstance(item, tuple):
+            waiting += tuple.__iter__(item)
+        elif isinstance(item, list | deque):
+            for k, part in enumerate(list(item)):
+                if isinstance(part, float):
+                    item[k] = number
+            waiting += item
+        elif isinstance(item, set):
+            waiting += item
+        else:
+            waiting += [getattr(item, name, None) for name in slots(type(item))]
+            if hasattr(item, "__dict__"):
+                waiting.append(vars(item))

@@ -15,10 +15,10 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.addresses import AddressWatch
+from hfusion.capture.eager_runs import call_on_copies, reset, twin
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
-from hfusion.capture.kept import restored
 from hfusion.capture.named import tensors
-from hfusion.capture.rehearse import call_on_copies, reset, twin
+from hfusion.capture.python_state import restored
 from hfusion.capture.state_watch import CallState, ModelState, RunState, StateReader
 from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies
