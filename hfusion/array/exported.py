@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.exporting import outside_export
+from hfusion.capture.export_context import outside_export
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound import bind
 from hfusion.compiler.compiled import Compiled, check_stackable

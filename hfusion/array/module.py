@@ -34,7 +34,7 @@ from hfusion.array.transformed import plain_stacks, run_members, unserved
 from hfusion.array.variables import Situations
 from hfusion.array.views import Views
 from hfusion.capture.attribute_values import modeless_fingerprint
-from hfusion.capture.exporting import exporting
+from hfusion.capture.export_context import exporting
 from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import live_rows, materialize
 from hfusion.capture.structures import union_of_modules

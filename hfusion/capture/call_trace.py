@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.addresses import AddressWatch
 from hfusion.capture.eager_runs import call_on_copies, reset, twin
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
+from hfusion.capture.member_memory import AddressWatch
 from hfusion.capture.named import tensors
 from hfusion.capture.python_state import restored
 from hfusion.capture.state_watch import CallState, ModelState, RunState, StateReader

@@ -20,11 +20,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.assigned import assigned_as_writes
 from hfusion.capture.cache_or_state import Rehearsal, rehearse
 from hfusion.capture.capture_cache import capture_key, find_capture, forget_capture, keep_capture
 from hfusion.capture.eager_runs import ALIKE, Outcome, difference, run, run_graph, runnable, twin
-from hfusion.capture.exporting import counted_parts, module_stack_unwound, told_here_only, transforms
+from hfusion.capture.export_context import (
+    assigned_as_writes,
+    counted_parts,
+    module_stack_unwound,
+    told_here_only,
+    transforms,
+)
 from hfusion.capture.inlined import inlined
 from hfusion.capture.lengths import open_lengths, original
 from hfusion.capture.python_reads import PythonReads
@@ -143,7 +148,8 @@ def _exported(
     constants: dict[str, Tensor] = {
         slot.name: exported.constants[slot.name] for slot in slots if slot.kind is Kind.CONSTANT
     }
-    spec, guards = exported.call_spec.out_spec, _guards(placeholders, slots)
+    examples = [n.meta["val"] for n, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.INPUT]
+    spec, guards = exported.call_spec.out_spec, Guards(tuple(examples))
     return Capture(
         graph, slots, constants, spec, guards, modes, tuple(trace.calls), tuple(trace.size_uses), needs_strides
     )
@@ -173,8 +179,9 @@ def _traced(
     if transforms(exported.graph_module):
         # Such a graph can neither be rewritten nor run in parts: it would leave the thread at another level.
         raise FusionError("forward calls torch.vmap or another transform of torch.func, which no graph holds")
-    slots = tuple(_slot(spec, k) for k, spec in _numbered(exported.graph_signature.input_specs))
-    trained = _trained(exported.graph_module.graph, slots, pytree.tree_leaves((args, dict(kwargs)), _is_none))
+    slots = _slots(exported.graph_signature.input_specs)
+    inputs = pytree.tree_leaves((args, dict(kwargs)), lambda leaf: leaf is None)
+    trained = _trained(exported.graph_module.graph, slots, inputs)
     calls = _number_calls(exported.graph_module)
     graph = _with_dense_gradients(inlined(exported.graph_module, trained))
     return _TracedForward(exported, slots, graph, calls, uses)
@@ -353,19 +360,15 @@ def _outer_random_state() -> Any:
     return random.getstate(), name, np.asarray(keys).tobytes(), tuple(rest)
 
 
-def _numbered(specs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-    """The specs, user inputs with their position among the flat inputs."""
-    count = 0
+def _slots(specs: Sequence[Any]) -> tuple[Slot, ...]:
+    slots: list[Slot] = []
     for spec in specs:
-        yield count, spec
-        count += spec.kind is InputKind.USER_INPUT
-
-
-def _slot(spec: Any, position: int) -> Slot:
-    kind = _KINDS.get(spec.kind)
-    if kind is None:
-        raise FusionError(f"the graph takes a {spec.kind.name} input, {spec.target}, which hfusion does not know")
-    return Slot(kind, str(position) if kind is Kind.INPUT else spec.target)
+        kind = _KINDS.get(spec.kind)
+        if kind is None:
+            raise FusionError(f"the graph takes a {spec.kind.name} input, {spec.target}, which hfusion does not know")
+        position = sum(slot.kind is Kind.INPUT for slot in slots)
+        slots.append(Slot(kind, str(position) if kind is Kind.INPUT else spec.target))
+    return tuple(slots)
 
 
 def _trained(graph: fx.Graph, slots: Sequence[Slot], given: Sequence[Any]) -> frozenset[str]:
@@ -376,16 +379,6 @@ def _trained(graph: fx.Graph, slots: Sequence[Slot], given: Sequence[Any]) -> fr
         if slot.kind is Kind.PARAMETER or (isinstance(leaf, Tensor) and leaf.requires_grad):
             found.add(node.name)
     return frozenset(found)
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
-
-
-def _guards(placeholders: Sequence[fx.Node], slots: Sequence[Slot]) -> Guards:
-    """Whether inputs of other shapes meet all that the capture has assumed of the sizes."""
-    examples = [n.meta["val"] for n, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.INPUT]
-    return Guards(tuple(examples))
 
 
 def _with_dense_gradients(graph: fx.Graph) -> fx.Graph:

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.addresses import own_memory
 from hfusion.capture.hooks import with_hooks
-from hfusion.capture.member_rows import own_leaves, own_rows
+from hfusion.capture.member_memory import own_leaves, own_memory, own_rows
 from hfusion.capture.named import holder_of
 from hfusion.capture.references import Reference
 from hfusion.capture.seeded_fallback import next_call, seeded

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec
 
-from hfusion.capture.differences import differing_attributes
+from hfusion.capture.python_differences import differing_attributes
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.program import Capture, Kind, Slot
 from hfusion.passes.align import align

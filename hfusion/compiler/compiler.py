@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hfusion.capture.asked import told_autocast
+from hfusion.capture.export_context import told_autocast
 from hfusion.capture.member import VaryingSizes
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled import UNKNOWN, ArraySpec, Compiled, compile_array

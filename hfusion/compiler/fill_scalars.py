@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from hfusion.capture.differing_numbers import DifferingNumbers
 from hfusion.capture.eager_runs import twin
 from hfusion.capture.export import check_faithful
 from hfusion.capture.member import Member
 from hfusion.capture.named import tensors
 from hfusion.capture.operator_trace import OperatorTrace, differing_places, trace_operators
 from hfusion.capture.own_code import OpaqueCall
+from hfusion.capture.python_differences import DifferingNumbers
 from hfusion.capture.size_uses import SizeUse
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import Guards

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from hfusion.capture.attribute_values import fingerprint
-from hfusion.capture.differences import differing_attributes
+from hfusion.capture.python_differences import differing_attributes
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.population.grouping import TWINS, UNIQUE, may_share, shared_frozen, shortened
 from hfusion.population.member_layout import PlacedGroup

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from tests.alone import assert_alone, normal
-from tests.capture.test_fallback import Square
+from tests.capture.test_eager_fallbacks import Square
 
 
 def average(self: Any, x: Tensor) -> Tensor:

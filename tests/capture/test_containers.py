@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import hfusion as hf
 from tests.alone import normal
-from tests.capture.test_fallback import Square
+from tests.capture.test_eager_fallbacks import Square
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hfusion.capture.only_raises import truth_without_raise
+from hfusion.capture.python_reads import truth_without_raise
 from tests.asserting import asserts, asserts_by_bool, asserts_not, asserts_with_text
 
 

@@ -1,4 +1,8 @@
-"""Who exports: torch tells it to the whole process, where only one thread does.
+"""Contexts around an export: what torch, the thread and the module are like while forward is traced.
+
+torch reports an export to the whole process, where only one thread exports. Captures are made without autocast, which
+acts when their program runs, so that forward gets the answer of the caller's region. Buffers that forward assigns
+(``self.mean = ...``) are written instead: torch.export sees such assignments in the root module only (2.11 to 2.15).
 
 Private to torch, tried on 2.11 and 2.13: the two flags behind `torch.compiler.is_compiling` and `is_exporting`, the
 function that sets them for an export, what an export notes of itself, the calls that it writes for transforms, and
@@ -7,16 +11,21 @@ function that sets them for an export, what an export notes of itself, the calls
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 from torch._functorch import predispatch
 from torch._guards import detect_fake_mode, tracing
 from torch.utils import _pytree as pytree
+
+from hfusion.core.errors import FusionError
+from hfusion.core.fingerprint import is_installed
+from hfusion.device.backend import AUTOCAST_QUESTIONS
 
 _FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
 _NOTES = ("_EXPORT_FLAGS", "_EXPORT_MODULE_HIERARCHY")
@@ -154,3 +163,97 @@ def _counting(node: pytree.NodeDef) -> pytree.FlattenWithKeysFunc:
         return [(pytree.SequenceKey(k), part) for k, part in enumerate(parts)], context
 
     return flatten
+
+
+@contextmanager
+def told_autocast(active: Collection[str]) -> Iterator[None]:
+    """While active, this thread's code is told that autocast is on for devices of the types ``active``.
+
+    But in regions of its own: those within the one that a capture is made in.
+
+    Raises:
+        FusionError: code that was told so fails.
+    """
+    asked = False
+    here, outer = threading.get_ident(), _nesting()
+    originals = {name: getattr(torch, name) for name in AUTOCAST_QUESTIONS if hasattr(torch, name)}
+
+    def told(name: str, original: Callable[..., bool]) -> Callable[..., bool]:
+        def answer(*args: Any) -> bool:
+            nonlocal asked
+            of_us = threading.get_ident() == here and not is_installed(sys._getframe(1).f_globals.get("__name__"))
+            if of_us and _nesting() == outer + 1:
+                found = (args[0] if args else AUTOCAST_QUESTIONS[name]) in active
+                asked |= found
+                return found
+            return original(*args)
+
+        return answer
+
+    for name, original in originals.items():
+        setattr(torch, name, told(name, original))
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        if not asked:
+            raise
+        raise FusionError(
+            f"forward asks torch whether autocast is on, and then computes what fails without it ({error}); let "
+            "autocast cast what torch's operators take, or switch it on inside forward"
+        ) from error
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)
+
+
+def _nesting() -> int:
+    """How many regions of autocast this thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+@contextmanager
+def assigned_as_writes(module: nn.Module) -> Iterator[None]:
+    """While active, each call of ``module`` ends by writing what its buffers have become into what they were."""
+    before: list[dict[tuple[str, str], Tensor]] = []
+
+    def begin(module: nn.Module, args: Any) -> None:
+        before.append(dict(_buffers(module)))
+
+    def end(module: nn.Module, args: Any, output: Any) -> Any:
+        own = before.pop()
+        now = dict(_buffers(module))
+        changed = [key for key, tensor in own.items() if now.get(key) is not tensor]
+        # What forward hands back of an old buffer keeps the old values.
+        memory = {own[key].untyped_storage()._cdata for key in changed}
+        output = pytree.tree_map_only(Tensor, lambda x: x.clone() if _in(x, memory) else x, output)
+        for path, name in changed:
+            _write(module, path, name, own[path, name], now.get((path, name)))
+        return output
+
+    handles = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    for path, part in module.named_modules():
+        yield from (((path, name), tensor) for name, tensor in part._buffers.items() if tensor is not None)
+
+
+def _in(tensor: Tensor, memory: set[int]) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in memory
+
+
+def _write(module: nn.Module, path: str, name: str, old: Tensor, new: Tensor | None) -> None:
+    full = f"{path}.{name}" if path else name
+    if new is None or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
+        raise FusionError(
+            f"forward assigns {full} anew, as something else than a tensor of the same shape, dtype and device; "
+            "write into the buffer"
+        )
+    old.copy_(new.detach())
+    module.get_submodule(path)._buffers[name] = old

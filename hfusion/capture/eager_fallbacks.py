@@ -1,0 +1,375 @@
+"""Find what has to run as the members' own code: the smallest submodules that keep a model from being captured.
+
+`Fitness` says whether a submodule can run alone, in a loop over members. `survey` finds all that raise in one trace:
+where one raises, what it gave in a recorded run stands in for it, and the trace goes on. `culprits` searches what that
+leaves, submodule by submodule.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.capture.attribute_values import contents
+from hfusion.capture.attribute_writes import names_used
+from hfusion.capture.call_trace import RecordedCall, Records, tensors_in
+from hfusion.capture.export import capture, reason
+from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
+from hfusion.capture.member_memory import fills_memory
+from hfusion.capture.named import tensors
+from hfusion.capture.opaque import opaque, stand_in
+from hfusion.capture.own_code import OpaqueCall
+from hfusion.capture.references import references
+from hfusion.core.copies import module_copy
+from hfusion.core.errors import FusionError
+
+# What a call that runs per member may take and give beside tensors: values that are the same for all members.
+ARGUMENTS = (
+    str,
+    int,
+    float,
+    complex,
+    bytes,
+    enum.Enum,
+    type,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+_RESULTS = (str, int)
+
+
+@dataclass(frozen=True, eq=False)
+class Fitness:
+    """Which islands of ``model``, whose calls are ``records``, can run by themselves."""
+
+    model: nn.Module
+    records: Records
+    _known: dict[Island, str | None] = field(default_factory=dict)
+
+    def unfit(self, island: Island) -> str | None:
+        """Why ``island`` cannot; None if it can."""
+        if island not in self._known:
+            self._known[island] = self._unfit(island)
+        return self._known[island]
+
+    def _unfit(self, island: Island) -> str | None:
+        who = f"{island} can only run in a loop over members, and"
+        if island in self.records.failed:
+            return f"{who} raises an error, which forward catches; let it ask before it calls"
+        for call in self.records.of(island):
+            for leaf in pytree.tree_leaves(call.output):
+                if leaf is not None and not isinstance(leaf, (Tensor, *_RESULTS)):
+                    return (
+                        f"{who} gives {_told(leaf)} beside tensors; let it give tensors only, in tuples, lists, dicts "
+                        f"or classes that torch.utils._pytree knows{_registration(leaf)}"
+                    )
+            if call.addresses and not self._own_only(island, call):
+                return f"{who} addresses memory that it shares with tensors outside; use slices, or give it a copy"
+            if call.altered and island != WHOLE:
+                return f"{who} changes a list, dict or object among its arguments; return what it adds"
+            for leaf in pytree.tree_leaves((call.args, call.kwargs)):
+                if island != WHOLE and leaf is not None and not isinstance(leaf, (Tensor, *ARGUMENTS)):
+                    return (
+                        f"{who} takes {_told(leaf)}, which may hold what is a member's own; give it tensors and numbers"
+                    )
+            if island == WHOLE and call.written:
+                return f"{who} writes into its input, which members may share; let it write into a copy"
+        if island != WHOLE and (shared := self.records.state.shared(island)) is not None:
+            return (
+                f"{who} has Python state in its attribute {shared} that changes outside of it, or can be read there, "
+                "while forward runs; give it as an argument, and return it"
+            )
+        held = next(self._held(island), None)
+        if held is None:
+            return None
+        return (
+            f"{who} holds {held[1]} in its attribute {held[0]}, where the array cannot put its own tensor; "
+            "register it as a parameter, buffer or submodule"
+        )
+
+    def _own_only(self, island: Island, call: RecordedCall) -> bool:
+        """Whether what the call was given, and what the island holds, have their memory for themselves."""
+        own = [tensor for _, tensor in tensors(self.model.get_submodule(island.path))]
+        given = tensors_in((call.args, call.kwargs)) if island != WHOLE else []
+        return all(map(fills_memory, (*given, *own)))
+
+    def _held(self, island: Island) -> Iterator[tuple[str, str]]:
+        """Plain attributes below ``island`` with a tensor of the model that cannot be replaced, or a module outside.
+
+        Those that forward does not name are left out. Yields with each what it holds.
+        """
+        prefix = f"{island.path}." if island.path else ""
+        module, ids = self.model.get_submodule(island.path), {name: id(t) for name, t in tensors(self.model)}
+        replaced = {
+            (f"{prefix}{reference.path}.{reference.steps[0]}".replace("..", ".").strip("."), ids[f"{prefix}{name}"])
+            for reference in references(module, self._used)
+            for name in reference.names
+        }
+        for name, value in self._contents.items():
+            if name.startswith(prefix) and name.rpartition(".")[2] in self._used:
+                for own in _own(value):
+                    inside = f"{own}.".startswith(prefix) if own in self._paths else (name, ids[own]) in replaced
+                    if not inside:
+                        yield name, own or "the whole model"
+
+    @cached_property
+    def _used(self) -> frozenset[str]:
+        return names_used(self.model)
+
+    @cached_property
+    def _contents(self) -> dict[str, Any]:
+        return contents(self.model)
+
+    @cached_property
+    def _paths(self) -> frozenset[str]:
+        return frozenset(path for path, _ in self.model.named_modules())
+
+
+def _own(value: Any) -> Iterator[str]:
+    """The model's own tensors and modules in a value that `contents` gave."""
+    if isinstance(value, tuple):
+        if len(value) == 2 and value[0] == "own":
+            yield value[1]
+        else:
+            for part in value:
+                yield from _own(part)
+
+
+def _registration(value: Any) -> str:
+    name = type(value).__name__
+    return f": torch.export.register_dataclass({name}) makes it know {name}" if is_dataclass(value) else ""
+
+
+def _told(value: Any) -> str:
+    return repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+
+
+def survey(model: nn.Module, records: Records, stubs: Mapping[Island, str], fitness: Fitness) -> dict[Island, str]:
+    """What raises while ``model`` is traced with the ``stubs`` left out, each with the reason.
+
+    Of calls in one another it is the innermost that can run by itself.
+    """
+    twin = module_copy(model)
+    trace = _Trace(twin, records, fitness)
+    call = records.top
+    others = [island for island in islands(twin) if island not in stubs]
+    # Of interest is what was met on the way.
+    with opaque(twin, stubs, records, [twin]), intercepted(twin, others, trace.call), suppress(FusionError):
+        capture(twin, call.args, call.kwargs, varying=False)
+    return trace.found
+
+
+class _Trace:
+    """``found`` is what raised so far; ``open`` are the recorded calls that the trace is in, None for others."""
+
+    def __init__(self, model: nn.Module, records: Records, fitness: Fitness) -> None:
+        self.found: dict[Island, str] = {}
+        self._model, self._records, self._fitness = model, records, fitness
+        self._open: list[RecordedCall | None] = []
+        self._begun: Counter[tuple[int, Island]] = Counter()
+        self._inside: dict[tuple[int, Island], list[RecordedCall]] = defaultdict(list)
+        self._met: list[OpaqueCall] = []
+        for call in records.calls:
+            if call.inside:
+                self._inside[call.inside[-1], call.island].append(call)
+
+    def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of ``method``, or what stands in for it where it raises."""
+        island = method.island
+        record = self._next(island)
+        self._open.append(record)
+        try:
+            return method.original(*args, **kwargs)
+        except Exception as error:
+            why = reason(error)
+            if record is None or record is self._records.top or self._fitness.unfit(island) is not None:
+                if island == WHOLE:
+                    self.found[WHOLE] = why
+                raise
+            self.found.setdefault(island, why)
+        finally:
+            self._open.pop()
+        call = stand_in(method, why, record, self._records.changed, self._model, self._met)
+        return call(*args, **kwargs)
+
+    def _next(self, island: Island) -> RecordedCall | None:
+        """The recorded call that the one of ``island`` that begins now is: by its place in the call around it."""
+        if not self._open:
+            return self._records.top if island == WHOLE else None
+        around = self._open[-1]
+        if around is None:
+            return None
+        place = (around.number, island)
+        nth, calls = self._begun[place], self._inside[place]
+        self._begun[place] += 1
+        return calls[nth] if nth < len(calls) else None
+
+
+def culprits(
+    model: nn.Module,
+    records: Records,
+    looped: Mapping[Island, str],
+    capture_around: Callable[[Mapping[Island, str]], None],
+) -> dict[Island, str]:
+    """What must run in a loop, each with the reason: the smallest such, and those of ``looped``.
+
+    Args:
+        capture_around: captures the whole model with the islands left out; raises where that fails.
+
+    Few traces of the whole model find what raises while it is traced, however much that is. Only what is refused
+    later, for another result than that of the code, is searched for island by island, once for all that are alike.
+
+    Raises:
+        FusionError: not even the whole forward can run in a loop.
+    """
+    search = _Search(model, records, Fitness(model, records), capture_around, looped)
+    # Without any in a loop, it has been refused already.
+    found = dict(looped) or search.surveyed()
+    while WHOLE not in found and search.refusal(WHOLE, found) is not None:
+        search = replace(search, given=found, known={})
+        more = search.surveyed()
+        found = found | more if more else search.culprits(WHOLE)
+        if not more:
+            break
+    if WHOLE not in found:
+        return found
+    if (why := search.fitness.unfit(WHOLE)) is not None:
+        raise FusionError(why)
+    return {WHOLE: found[WHOLE]}
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """Captures islands by themselves; ``given`` are known to run in a loop.
+
+    ``known`` are those found below an island, ``verdicts`` are for an island and all that are like it.
+    """
+
+    model: nn.Module
+    records: Records
+    fitness: Fitness
+    capture_around: Callable[[Mapping[Island, str]], None]
+    given: Mapping[Island, str]
+    known: dict[Island, dict[Island, str]] = field(default_factory=dict)
+    verdicts: dict[Any, str | None] = field(default_factory=dict)
+
+    def surveyed(self) -> dict[Island, str]:
+        """What raises in a trace with the ``given`` left out, beside these."""
+        found = survey(self.model, self.records, self.given, self.fitness)
+        # What stands in for others may itself be the reason why the whole fails.
+        return {island: why for island, why in found.items() if island != WHOLE} or found
+
+    def culprits(self, island: Island) -> dict[Island, str]:
+        """Those among ``island`` and what it calls."""
+        if island not in self.known:
+            # For an island that calls itself in turn.
+            self.known[island] = {}
+            self.known[island] = self._found(island)
+        return self.known[island]
+
+    def _found(self, island: Island) -> dict[Island, str]:
+        if island in self.given:
+            return {island: self.given[island]}
+        if not self._runs_alone(island):
+            # What is around it tells whether those that it calls are all.
+            return {stub: why for child in self.records.children(island) for stub, why in self.culprits(child).items()}
+        below = self.records.below(island)
+        inner = {stub: why for stub, why in self.given.items() if stub in below}
+        why = self.refusal(island, inner)
+        if why is None:
+            return inner
+        found: dict[Island, str] = {}
+        for child in self.records.children(island):
+            found |= self.culprits(child)
+        if found.keys() != inner.keys() and island not in found:
+            left = self.refusal(island, found)
+            if left is None:
+                return found
+            why = f"{why}; {left}"
+        return {island: why}
+
+    def _runs_alone(self, island: Island) -> bool:
+        """Whether a trial run can have the arguments of ``island``: an object may have changed since, or change."""
+        call = self.records.first(island)
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        return island == WHOLE or all(leaf is None or isinstance(leaf, (Tensor, *ARGUMENTS)) for leaf in leaves)
+
+    def refusal(self, island: Island, stubs: Mapping[Island, str]) -> str | None:
+        """Why ``island`` cannot be captured, with the ``stubs`` left out; None if it can."""
+        for stub in stubs:
+            if (why := self.fitness.unfit(stub)) is not None:
+                return why
+        key = self._likeness(island, stubs)
+        if key not in self.verdicts:
+            self.verdicts[key] = self._refusal(island, stubs)
+        return self.verdicts[key]
+
+    def _refusal(self, island: Island, stubs: Mapping[Island, str]) -> str | None:
+        try:
+            if island == WHOLE:
+                self.capture_around(stubs)
+            else:
+                self._capture_alone(island, stubs)
+        except FusionError as error:
+            return str(error)
+        except Exception as error:
+            return f"it cannot be run by itself: {type(error).__name__}: {error}"
+        return None
+
+    def _capture_alone(self, island: Island, stubs: Mapping[Island, str]) -> None:
+        top = self.records.first(island)
+        args, kwargs = top.args, top.kwargs
+        if top.written:
+            # By itself, the call would write into leaves that require grad.
+            args, kwargs = pytree.tree_map_only(Tensor, torch.detach, (args, kwargs))
+        twin = module_copy(self.model)
+        with opaque(twin, stubs, self.records, [twin], top):
+            module = twin.get_submodule(island.path)
+            target = module if island.method == "forward" else _MethodAsModule(module, island.method)
+            capture(target, args, kwargs, varying=False)
+
+    def _likeness(self, island: Island, stubs: Mapping[Island, str]) -> Any:
+        """Equal for islands of which one can be captured if another can: but for the values of tensors, one case."""
+        prefix = f"{island.path}." if island.path else ""
+        paths = frozenset((stub.path.removeprefix(prefix), stub.method) for stub in stubs)
+        if not all(stub.path.startswith(prefix) for stub in stubs):
+            return island, frozenset(stubs)
+        module, call = self.model.get_submodule(island.path), self.records.first(island)
+        leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+        if not all(leaf is None or isinstance(leaf, (Tensor, *ARGUMENTS)) for leaf in leaves):
+            return island, frozenset(stubs)
+        try:
+            held = tuple(contents(module).items())
+        except FusionError:
+            return island, frozenset(stubs)
+        parts = tuple((path, type(part), part.training) for path, part in module.named_modules())
+        own = tuple((name, _kind(tensor)) for name, tensor in tensors(module))
+        given = tuple(_kind(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
+        return island.method, parts, own, held, given, spec, call.written, paths
+
+
+def _kind(tensor: Tensor) -> Any:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+class _MethodAsModule(nn.Module):
+    """A module whose forward is another module's method."""
+
+    def __init__(self, module: nn.Module, method: str) -> None:
+        super().__init__()
+        self.module = module
+        self.method = method
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, self.method)(*args, **kwargs)
