@@ -15,8 +15,8 @@ from typing import TypeAlias
 from torch import nn
 
 from hfusion.capture.intercept import Island
-from hfusion.capture.python_state import functions_behind, is_foreign
-from hfusion.core.fingerprint import names_in
+from hfusion.capture.python_state import functions_behind
+from hfusion.core.fingerprint import is_user_code, names_in
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,6 @@ def functions_reached(model: nn.Module) -> frozenset[types.FunctionType]:
     return _reached(("forward",), _sources(model.modules()))
 
 
-def names_used(model: nn.Module) -> frozenset[str]:
-    """The names in code that forward of ``model`` may reach, and the strings by which it may ask for attributes."""
-    found = set[str]()
-    for function in functions_reached(model):
-        found.update(names_in(function.__code__).attributes)
-        found.update(const for const in function.__code__.co_consts if isinstance(const, str))
-    return frozenset(found)
-
-
 def names_in_call(island: Island, module: nn.Module) -> frozenset[str]:
     """The names of variables and attributes in code that a call of ``island``, a method of ``module``, may reach."""
     found = [
@@ -117,7 +108,7 @@ def _search(methods: tuple[str, ...], sources: _Sources) -> frozenset[types.Func
         found.add(function)
         names = names_in(function.__code__)
         values = [function.__globals__[name] for name in names.variables if name in function.__globals__]
-        waiting += [f for value in values for f in functions_behind(value) if not is_foreign(f.__module__)]
+        waiting += [f for value in values for f in functions_behind(value) if is_user_code(f.__module__)]
         more = set(names.attributes) - named
         waiting += [f for f in known if f.__name__ in more]
         named |= more
@@ -134,7 +125,7 @@ def _functions(source: type | types.FunctionType) -> tuple[types.FunctionType, .
     return tuple(
         function
         for base in source.__mro__
-        if not is_foreign(base.__module__)
+        if is_user_code(base.__module__)
         for name, value in vars(base).items()
         if name != "__init__"
         for function in functions_behind(value)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.attribute_values import contents
-from hfusion.capture.attribute_writes import names_used
 from hfusion.capture.call_trace import RecordedCall, Records, tensors_in
 from hfusion.capture.export import capture, reason
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
@@ -29,6 +28,7 @@ from hfusion.capture.named import tensors
 from hfusion.capture.opaque import opaque, stand_in
 from hfusion.capture.own_code import OpaqueCall
 from hfusion.capture.references import references
+from hfusion.capture.variable_guards import names_of
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 
@@ -125,7 +125,7 @@ class Fitness:
 
     @cached_property
     def _used(self) -> frozenset[str]:
-        return names_used(self.model)
+        return names_of([self.model])
 
     @cached_property
     def _contents(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import tensors
 from hfusion.capture.python_reads import RefusedReads
-from hfusion.capture.python_state import slots
+from hfusion.capture.python_state import parts
 from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies, module_copy
 from hfusion.core.errors import FusionError
@@ -309,27 +310,19 @@ def spoil(value: Any, number: float) -> None:
     waiting, met = [value], {}
     while waiting:
         item = waiting.pop()
-        if id(item) in met or isinstance(item, type | nn.Module):
+        if id(item) in met or isinstance(item, type | nn.Module | FunctionType | MethodType):
             continue
         met[id(item)] = item
         if isinstance(item, Tensor):
             whole = item.is_floating_point() or item.is_complex()
             item.detach().data.fill_(number if whole else 0)
-        elif isinstance(item, dict):
+            continue
+        if isinstance(item, dict):
             item.update({key: number for key, part in item.items() if isinstance(part, float)})
-            waiting += item.values()
-        elif isinstance(item, Mapping):
-            waiting += item.values()
-        elif isinstance(item, tuple):
-            waiting += tuple.__iter__(item)
         elif isinstance(item, list | deque):
             for k, part in enumerate(list(item)):
                 if isinstance(part, float):
                     item[k] = number
-            waiting += item
-        elif isinstance(item, set):
-            waiting += item
-        else:
-            waiting += [getattr(item, name, None) for name in slots(type(item))]
-            if hasattr(item, "__dict__"):
-                waiting.append(vars(item))
+        if hasattr(item, "__dict__"):
+            waiting.append(vars(item))
+        waiting += [part for _, part in parts(item)]

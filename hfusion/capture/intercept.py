@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from hfusion.capture.hooks import taken_off, with_hooks
+from hfusion.core.fingerprint import is_user_code
 
 _STANDARD = frozenset(vars(nn.Module)) - {"forward"}
 _MARK = "hfusion_intercepted"
@@ -101,7 +102,7 @@ def _methods(kind: type) -> list[str]:
     defined: dict[str, bool] = {}
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         # An array is called as a whole.
-        library = base.__module__.partition(".")[0] in ("torch", "hfusion")
+        library = not is_user_code(base.__module__)
         for name, value in vars(base).items():
             own = not library and not name.startswith("__") and name not in _STANDARD
             plain = isinstance(value, types.FunctionType) and not inspect.isgeneratorfunction(value)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.attribute_writes import names_used
 from hfusion.capture.call_trace import RecordedCall, Records, tensors_in
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted
 from hfusion.capture.named import tensors
@@ -99,7 +98,7 @@ class _Stub:
         prefix = f"{island.path}." if island.path else ""
         self._changed = frozenset(name.removeprefix(prefix) for name in changed if name.startswith(prefix))
         self._bodies = tuple(member.get_submodule(island.path) for member in members)
-        used = names_used(members[0])
+        used = names_of([members[0]])
         self._references = tuple(references(body, used) for body in self._bodies)
         self._asks_strides = not names_of([method.module]).isdisjoint(STRIDE_QUESTIONS)
 

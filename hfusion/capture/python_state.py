@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import is_array
-from hfusion.core.fingerprint import names_in
+from hfusion.core.fingerprint import is_user_code, names_in
 
-# Packages whose own variables are no state of a model.
-_FOREIGN = frozenset({"torch", "builtins", "typing", "abc", "numpy", "collections", "functools", "hfusion"})
 PLAIN = (str, bool, int, float, complex, bytes, types.NoneType, torch.dtype, torch.device, torch.Size)
 CONTAINERS = (list, dict, set, deque)
 # Classes that derive from these may have rules of their own.
@@ -77,15 +75,15 @@ def attributes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def variables(module: nn.Module) -> dict[str, Any]:
-    """The plain variables of the classes of ``module`` and its submodules, and of their files: name to a comparable
-    value."""
+    """Return the plain variables of the classes in ``module``, and of their files; see `comparable`."""
     return plain_variables(variable_holders(module))
 
 
 def plain_variables(holders: Mapping[Any, frozenset[str]]) -> dict[str, Any]:
-    """The same of `variable_holders`."""
+    """Return the same for `variable_holders`."""
+    alive: dict[int, Any] = {}
     return {
-        f"{holder_name(holder)}.{name}": _comparable(value)
+        f"{holder_name(holder)}.{name}": comparable(value, alive)
         for holder, names in holders.items()
         for name, value in list(vars(holder).items())
         if name in names and isinstance(value, VALUES)
@@ -108,7 +106,7 @@ def variable_holders(module: nn.Module) -> dict[Any, frozenset[str]]:
         kinds |= dict.fromkeys(type(part).__mro__)
         waiting += _functions_in(part)
     for kind in kinds:
-        if not is_foreign(kind.__module__):
+        if is_user_code(kind.__module__):
             found[kind] = frozenset(name for name in vars(kind) if not name.startswith("__"))
         waiting += _functions_in(kind)
     return found | _files(waiting)
@@ -126,7 +124,7 @@ def _files(functions: list[types.FunctionType]) -> dict[Any, frozenset[str]]:
     while waiting:
         function = waiting.pop()
         file = sys.modules.get(function.__module__ or "")
-        if function.__code__ in met or file is None or is_foreign(function.__module__):
+        if function.__code__ in met or file is None or not is_user_code(function.__module__):
             continue
         met.add(function.__code__)
         names = frozenset(names_in(function.__code__).variables)
@@ -144,29 +142,51 @@ def functions_behind(value: Any) -> Iterator[types.FunctionType]:
         yield from functions_behind(value.__func__)
     elif isinstance(value, property):
         yield from (code for part in (value.fget, value.fset) if part is not None for code in functions_behind(part))
-    elif isinstance(value, type) and not is_foreign(value.__module__):
+    elif isinstance(value, type) and is_user_code(value.__module__):
         yield from (part for part in vars(value).values() if isinstance(part, types.FunctionType))
 
 
-def is_foreign(file: str | None) -> bool:
-    return file is None or file.partition(".")[0] in _FOREIGN
+def parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield what a value leads to, by name: its items, its attributes, what it is closed over."""
+    if isinstance(value, Mapping):
+        yield from (
+            ((type(key), key if isinstance(key, PLAIN) else id(key)), part) for key, part in list(value.items())
+        )
+    elif isinstance(value, list | tuple | deque):
+        # Past what classes that derive from them may forbid.
+        yield from enumerate(list.__iter__(value) if isinstance(value, list) else tuple(value))
+    elif isinstance(value, set):
+        yield from (("element", part) for part in list(value))
+    elif isinstance(value, types.MethodType):
+        yield "__self__", value.__self__
+    elif isinstance(value, types.FunctionType):
+        yield from enumerate(cell.cell_contents for cell in filled_cells(value))
+    yield from ((name, getattr(value, name)) for name in slots(type(value)) if hasattr(value, name))
+    if hasattr(value, "__dict__"):
+        yield from list(vars(value).items())
 
 
-def _comparable(value: Any, depth: int = 3) -> Any:
+def identity(value: Any, alive: dict[int, Any]) -> Any:
+    """Return what is equal for plain values that are the same, and otherwise for one object, unchanged if a tensor.
+
+    Args:
+        alive: keeps the objects, so that no id is used again.
+    """
     if isinstance(value, float | complex):
-        return (type(value), repr(value))
+        # 0.0 equals -0.0, and a NaN nothing.
+        return type(value), repr(value)
     if isinstance(value, PLAIN):
-        return (type(value), value)
-    if isinstance(value, Tensor):
-        return (id(value), value._version if not value.is_inference() else 0)
-    if not isinstance(value, CONTAINERS):
-        return id(value)
-    if depth == 0 or len(value) > MAX_ITEMS:
-        return (type(value), len(value))
-    items = value.items() if isinstance(value, dict) else [(item,) for item in value]
-    if isinstance(value, set):
-        return frozenset(map(id, value))
-    return tuple(tuple(_comparable(part, depth - 1) for part in pair) for pair in items)
+        return type(value), value
+    alive[id(value)] = value
+    return id(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def comparable(value: Any, alive: dict[int, Any], depth: int = 3) -> Any:
+    """Return the `identity` of a value, and of the items of lists and the like what is in them."""
+    if not isinstance(value, CONTAINERS) or not depth or len(value) > MAX_ITEMS:
+        return identity(value, alive)
+    items = [(name, comparable(item, alive, depth - 1)) for name, item in parts(value)]
+    return type(value), frozenset(items) if isinstance(value, set) else tuple(items)
 
 
 def _remember(value: Any, undo: list[Callable[[], object]], met: dict[int, Any], objects: bool = True) -> None:

@@ -51,7 +51,7 @@ def references(module: nn.Module, used: frozenset[str]) -> tuple[Reference, ...]
     """The slots that hold registered tensors of ``module``.
 
     Args:
-        used: names that forward may read, see `names_used`; optimizers under other names are left out.
+        used: names that forward may read, see `names_of`; optimizers under other names are left out.
     """
     names = {id(tensor): name for name, tensor in tensors(module)}
     met: dict[int, Any] = {}

@@ -9,7 +9,6 @@ whenever a call begins and ends.
 from __future__ import annotations
 
 import types
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
@@ -31,18 +30,15 @@ from hfusion.capture.attribute_writes import (
 from hfusion.capture.intercept import Island
 from hfusion.capture.python_state import (
     CONTAINERS,
-    MAX_ITEMS,
     PLAIN,
     VALUES,
-    filled_cells,
+    comparable,
     holder_name,
-    slots,
+    identity,
+    parts,
     variable_holders,
 )
 from hfusion.core.errors import FusionError
-
-# Of lists in lists.
-MAX_DEPTH = 3
 
 # These lead to no state of a model.
 _LEAVES = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType, nn.Module, fx.Graph)
@@ -159,13 +155,7 @@ class StateReader:
         for holder, names in self._variables.items():
             for name, value in list(vars(holder).items()):
                 if name in names and isinstance(value, VALUES):
-                    yield f"{holder_name(holder)}.{name}", [(name, self._content(value, MAX_DEPTH))]
-
-    def _content(self, value: Any, depth: int) -> Any:
-        """What identifies a value, and what is in it if it is a list or the like."""
-        if not isinstance(value, CONTAINERS) or not depth or len(value) > MAX_ITEMS:
-            return self._identity(value)
-        return type(value), [(name, self._content(item, depth - 1)) for name, item in _items(value)]
+                    yield f"{holder_name(holder)}.{name}", [(name, comparable(value, self._alive))]
 
     def reach(self, roots: Iterable[Any]) -> State:
         """The state within reach of ``roots``: modules without their submodules, objects, containers."""
@@ -222,36 +212,12 @@ class StateReader:
         }
 
     def _identity(self, value: Any) -> Any:
-        if isinstance(value, float | complex):
-            return type(value), repr(value)
-        if isinstance(value, PLAIN):
-            return type(value), value
-        self._alive[id(value)] = value
-        return id(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+        return identity(value, self._alive)
 
 
 def _items(holder: Any) -> Iterator[tuple[Any, Any]]:
-    """The attributes and items of a holder by name."""
-    if isinstance(holder, nn.Module):
-        yield from python_attributes(holder)
-        return
-    if isinstance(holder, Mapping):
-        yield from ((_key(key), value) for key, value in list(holder.items()))
-    elif isinstance(holder, list | tuple | deque):
-        yield from enumerate(list.__iter__(holder) if isinstance(holder, list) else tuple(holder))
-    elif isinstance(holder, set):
-        yield from (("element", value) for value in list(holder))
-    elif isinstance(holder, types.MethodType):
-        yield "__self__", holder.__self__
-    elif isinstance(holder, types.FunctionType):
-        yield from enumerate(cell.cell_contents for cell in filled_cells(holder))
-    yield from ((name, getattr(holder, name, None)) for name in slots(type(holder)))
-    if hasattr(holder, "__dict__"):
-        yield from list(vars(holder).items())
-
-
-def _key(key: Any) -> Any:
-    return type(key), key if isinstance(key, PLAIN) else id(key)
+    """The attributes and items of a holder by name; of a module those that its author gave it."""
+    yield from python_attributes(holder) if isinstance(holder, nn.Module) else parts(holder)
 
 
 def hide(island: Island, module: nn.Module, left: Mapping[tuple[str, str], Any]) -> None:

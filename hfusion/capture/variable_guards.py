@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hfusion.capture.python_reads import STRIDE_QUESTIONS
 from hfusion.capture.python_state import functions_behind, slots
-from hfusion.core.fingerprint import Same, imported_modules, is_installed, names_in
+from hfusion.core.fingerprint import Same, imported_modules, is_user_code, names_in
 from hfusion.core.torch_settings import RANDOM_STATE, asked_settings
 from hfusion.device.backend import AUTOCAST_QUESTIONS
 
@@ -216,7 +216,7 @@ class _CodeSearch:
         waiting = [*self._own[kind], *self._methods(kind)]
         while waiting:
             function = waiting.pop()
-            if id(function) in met or _skipped(function.__module__):
+            if id(function) in met or not is_user_code(function.__module__):
                 continue
             met.add(id(function))
             names, variables = _attributes_named(function), _variables_named(function)
@@ -230,14 +230,14 @@ class _CodeSearch:
             for module in imported_modules(function.__code__):
                 waiting += self._named_in(module.__name__, vars(module), names, names, paths, set())
         for base in kind.__mro__:
-            if not _skipped(base.__module__):
+            if is_user_code(base.__module__):
                 self._class(base, self.named, paths)
 
     def _methods(self, kind: type) -> list[types.FunctionType]:
         return [
             function
             for base in kind.__mro__
-            if not _skipped(base.__module__)
+            if is_user_code(base.__module__)
             for name, value in list(vars(base).items())
             if name in self.named
             for function in functions_behind(value)
@@ -257,7 +257,7 @@ class _CodeSearch:
         for name in variables & space.keys():
             value = space[name]
             if isinstance(value, types.ModuleType):
-                if not _skipped(value.__name__) and id(vars(value)) not in met:
+                if is_user_code(value.__name__) and id(vars(value)) not in met:
                     yield from self._named_in(value.__name__, vars(value), names, names, paths, met)
                 continue
             self._note(f"{title}.", space, name, paths)
@@ -269,12 +269,12 @@ class _CodeSearch:
         if isinstance(value, (*_PLAIN, *_UNREAD)) or depth == 0:
             return
         if isinstance(value, type):
-            if not _skipped(value.__module__):
+            if is_user_code(value.__module__):
                 self._class(value, names, paths)
                 yield from _called(value, names)
         elif isinstance(value, types.FunctionType | types.MethodType | staticmethod | classmethod):
             yield from functions_behind(value)
-        elif not _skipped(type(value).__module__) and _attributes(value):
+        elif is_user_code(type(value).__module__) and _attributes(value):
             yield from _called(type(value), names)
             more = names.union(*(_attributes_named(function) for function in _called(type(value), names)))
             for name in more & _attributes(value):
@@ -301,7 +301,7 @@ def _called(kind: type, names: set[str]) -> list[types.FunctionType]:
     return [
         function
         for base in kind.__mro__
-        if not _skipped(base.__module__)
+        if is_user_code(base.__module__)
         for name, value in list(vars(base).items())
         if name in names or name in _MADE
         for function in functions_behind(value)
@@ -323,10 +323,6 @@ def _variables_named(function: types.FunctionType) -> set[str]:
     names = names_in(function.__code__)
     by_text = not _BY_TEXT.isdisjoint((*names.variables, *names.attributes))
     return {*names.variables, *(names.texts if by_text else ())}
-
-
-def _skipped(module: str | None) -> bool:
-    return module is None or is_installed(module) or module.partition(".")[0] == "hfusion"
 
 
 def within(readers: Mapping[str, frozenset[str]], name: str, places: Sequence[str]) -> bool:

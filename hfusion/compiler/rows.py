@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from hfusion.capture.attribute_writes import names_used
 from hfusion.capture.opaque import numbered
 from hfusion.capture.own_code import OpaqueCall, calls
 from hfusion.capture.references import references
+from hfusion.capture.variable_guards import names_of
 from hfusion.compiler.compiled import RULES, ArraySpec, Compiled, choose_ways, look_at, with_inputs_of
 from hfusion.compiler.fill_scalars import check_constant, keyed_constants
 from hfusion.core.layout import Layout
@@ -104,7 +104,7 @@ def _with_values(key: str, stack: Tensor, values: Mapping[int, tuple[Tensor, Ten
 def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, ...]:
     """Let the calls of members' own code in ``graph`` be those of the members of ``subject``; the new calls."""
     bodies = [subject.member(member) for member in range(subject.members)]
-    used = names_used(bodies[0])
+    used = names_of([bodies[0]])
     made: dict[int, OpaqueCall] = {}
     numbers: dict[int, int] = {}
 

@@ -249,6 +249,14 @@ def is_installed(module: str | None) -> bool:
     return _fixed(module) or (module or "").partition(".")[0] in sys.stdlib_module_names
 
 
+def is_user_code(module: str | None) -> bool:
+    """Return whether code of a Python module may read and keep what a capture has to know of.
+
+    That of torch, numpy, Python itself and hfusion does not; that of other packages is taken for the user's own.
+    """
+    return module is not None and not is_installed(module) and module.partition(".")[0] != "hfusion"
+
+
 # Attributes that every class has, and types without content to read.
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType)
 
