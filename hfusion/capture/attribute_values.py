@@ -79,9 +79,9 @@ def contents(model: nn.Module) -> dict[str, Any]:
 
 
 def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> dict[str, Any]:
-    known = {id(tensor): name for name, tensor in tensors(model)}
-    known |= {id(module): path for path, module in model.named_modules()}
-    reader = _AttributeReader(known, read_tensor, {})
+    registered = {id(tensor): name for name, tensor in tensors(model)}
+    registered |= {id(module): path for path, module in model.named_modules()}
+    reader = _AttributeReader(registered, read_tensor, {})
     marked = {name: reader.read(value, name) for name, value in parameter_marks(model).items()}
     return marked | {
         f"{path}.{name}".strip("."): reader.read(value, f"{path}.{name}")
@@ -110,11 +110,11 @@ def parameter_marks(model: nn.Module) -> dict[str, Any]:
 
 def same_marks(models: Sequence[nn.Module]) -> frozenset[str]:
     """Return the names of `parameter_marks` that all ``models`` have, with equal values."""
-    found = [parameter_marks(model) for model in models]
-    if not any(found):
+    marked = [parameter_marks(model) for model in models]
+    if not any(marked):
         return frozenset()
-    read = [{key: value for key, value in contents(model).items() if key in found[0]} for model in models]
-    return frozenset(key for key in found[0] if all(key in other and other[key] == read[0][key] for other in read))
+    read = [{key: value for key, value in contents(model).items() if key in marked[0]} for model in models]
+    return frozenset(key for key in marked[0] if all(key in other and other[key] == read[0][key] for other in read))
 
 
 # Marks copies of results, which have no history; a deep copy keeps it.
@@ -125,16 +125,21 @@ PLAIN = str | bool | int | bytes | torch.dtype | torch.device | torch.Size | typ
 
 @dataclass(frozen=True)
 class _AttributeReader:
-    """Turns Python values into hashable ones. ``known`` are the model's own tensors and modules; ``met`` holds every
-    object read so far, which keeps cycles short and ids from being used again."""
+    """Turns Python values into hashable ones.
 
-    known: Mapping[int, str]
+    Attributes:
+        registered: the names of the model's own tensors and modules, by id.
+        read_tensor: what a tensor is read as.
+        visited: all objects read so far, which keeps cycles short and ids from being used again.
+    """
+
+    registered: Mapping[int, str]
     read_tensor: Callable[[Tensor, str], Any]
-    met: dict[int, tuple[int, Any]]
+    visited: dict[int, tuple[int, Any]]
 
     def read(self, value: Any, where: str) -> Any:
-        if id(value) in self.known and isinstance(value, Tensor | nn.Module):
-            return ("own", self.known[id(value)])
+        if id(value) in self.registered and isinstance(value, Tensor | nn.Module):
+            return ("own", self.registered[id(value)])
         if value is None or isinstance(value, PLAIN):
             return (type(value).__name__, value)
         if isinstance(value, types.ModuleType):
@@ -145,9 +150,9 @@ class _AttributeReader:
             return ("recipe", type(value).__qualname__)
         if type(value) in (weakref.ref, *weakref.ProxyTypes):
             return self._weak(value, where)
-        if id(value) in self.met:
-            return ("again", self.met[id(value)][0])
-        self.met[id(value)] = (len(self.met), value)
+        if id(value) in self.visited:
+            return ("again", self.visited[id(value)][0])
+        self.visited[id(value)] = (len(self.visited), value)
         return self._read_new(value, where)
 
     def _weak(self, value: Any, where: str) -> Any:
@@ -199,16 +204,17 @@ class _AttributeReader:
     def _holds_registered(self, module: nn.Module) -> bool:
         """Whether all tensors of an unregistered module, if it has any, are in registered ones."""
         return all(
-            id(part) in self.known or all(t is None for t in (*part._parameters.values(), *part._buffers.values()))
+            id(part) in self.registered or all(t is None for t in (*part._parameters.values(), *part._buffers.values()))
             for part in module.modules()
         )
 
     def _check_closed_over(self, values: Any, where: str) -> None:
         """Raise a FusionError for a registered tensor among ``values``, which copies of a function share."""
         for leaf in pytree.tree_leaves(values):
-            if isinstance(leaf, Tensor) and id(leaf) in self.known:
+            if isinstance(leaf, Tensor) and id(leaf) in self.registered:
+                name = self.registered[id(leaf)]
                 raise FusionError(
-                    f"attribute {where.strip('.')} is a function that holds {self.known[id(leaf)]} in a closure or a "
+                    f"attribute {where.strip('.')} is a function that holds {name} in a closure or a "
                     "default, which a copy of the model shares with the model; let a method read it from self"
                 )
 
@@ -226,9 +232,9 @@ class _AttributeReader:
 
 def results(model: nn.Module) -> list[Tensor]:
     """The tensors in Python attributes that a computation with gradients left there."""
-    found: list[Tensor] = []
-    _attributes(model, lambda tensor, where: found.append(tensor) if tensor.grad_fn is not None else None)
-    return found
+    tensors_left: list[Tensor] = []
+    _attributes(model, lambda tensor, where: tensors_left.append(tensor) if tensor.grad_fn is not None else None)
+    return tensors_left
 
 
 def copied_result(tensor: Tensor) -> Tensor:

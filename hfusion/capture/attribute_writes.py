@@ -23,8 +23,8 @@ from hfusion.core.fingerprint import is_user_code, names_in
 class AttributeWrites:
     """The names of attributes that a function assigns: of its first argument, and of other objects."""
 
-    own: frozenset[str]
-    other: frozenset[str]
+    of_self: frozenset[str]
+    of_others: frozenset[str]
 
 
 # Classes of modules, and functions that are attributes of modules.
@@ -33,8 +33,10 @@ _Sources: TypeAlias = frozenset[type | types.FunctionType]
 
 def written_by_call(island: Island, module: nn.Module) -> frozenset[str]:
     """The names of attributes that a call of ``island``, a method of ``module``, may assign."""
-    found = [writes(function.__code__) for function in _reached((island.method, "forward"), _sources(module.modules()))]
-    return frozenset().union(*(w.own | w.other for w in found))
+    assigned = [
+        writes(function.__code__) for function in _reached((island.method, "forward"), _sources(module.modules()))
+    ]
+    return frozenset().union(*(w.of_self | w.of_others for w in assigned))
 
 
 def written_elsewhere(island: Island, module: nn.Module, outside: Iterable[nn.Module]) -> frozenset[str]:
@@ -43,8 +45,8 @@ def written_elsewhere(island: Island, module: nn.Module, outside: Iterable[nn.Mo
     named = {name for function in reached for name in names_in(function.__code__).attributes}
     named -= {"forward", island.method}
     called = [f for source in _sources(module.modules()) for f in _functions(source) if f.__name__ in named]
-    direct = (name for function in reached for name in writes(function.__code__).other)
-    return frozenset(direct).union(*(writes(function.__code__).own for function in called))
+    direct = (name for function in reached for name in writes(function.__code__).of_others)
+    return frozenset(direct).union(*(writes(function.__code__).of_self for function in called))
 
 
 def read_elsewhere(outside: Iterable[nn.Module]) -> frozenset[str]:
@@ -73,20 +75,20 @@ def functions_reached(model: nn.Module) -> frozenset[types.FunctionType]:
 
 def names_in_call(island: Island, module: nn.Module) -> frozenset[str]:
     """The names of variables and attributes in code that a call of ``island``, a method of ``module``, may reach."""
-    found = [
+    named = [
         names_in(function.__code__) for function in _reached((island.method, "forward"), _sources(module.modules()))
     ]
-    return frozenset().union(*((*names.variables, *names.attributes) for names in found))
+    return frozenset().union(*((*names.variables, *names.attributes) for names in named))
 
 
 def _sources(modules: Iterable[nn.Module]) -> _Sources:
-    found = set[type | types.FunctionType]()
+    sources = set[type | types.FunctionType]()
     for module in modules:
-        found.add(type(module))
+        sources.add(type(module))
         for value in vars(module).values():
             if callable(value) and not isinstance(value, nn.Module | type):
-                found.update(functions_behind(value))
-    return frozenset(found)
+                sources.update(functions_behind(value))
+    return frozenset(sources)
 
 
 def _reached(methods: tuple[str, ...], sources: _Sources) -> frozenset[types.FunctionType]:
@@ -97,22 +99,22 @@ def _reached(methods: tuple[str, ...], sources: _Sources) -> frozenset[types.Fun
 
 
 def _search(methods: tuple[str, ...], sources: _Sources) -> frozenset[types.FunctionType]:
-    named, found = set(methods), set[types.FunctionType]()
-    known = [function for source in sources for function in _functions(source)]
-    waiting = [function for function in known if function.__name__ in named]
+    named, reached = set(methods), set[types.FunctionType]()
+    candidates = [function for source in sources for function in _functions(source)]
+    waiting = [function for function in candidates if function.__name__ in named]
     waiting += [source for source in sources if isinstance(source, types.FunctionType)]
     while waiting:
         function = waiting.pop()
-        if function in found:
+        if function in reached:
             continue
-        found.add(function)
+        reached.add(function)
         names = names_in(function.__code__)
         values = [function.__globals__[name] for name in names.variables if name in function.__globals__]
         waiting += [f for value in values for f in functions_behind(value) if is_user_code(f.__module__)]
         more = set(names.attributes) - named
-        waiting += [f for f in known if f.__name__ in more]
+        waiting += [f for f in candidates if f.__name__ in more]
         named |= more
-    return frozenset(found)
+    return frozenset(reached)
 
 
 _search_of_classes = functools.lru_cache(maxsize=1024)(_search)
@@ -135,20 +137,20 @@ def _functions(source: type | types.FunctionType) -> tuple[types.FunctionType, .
 @functools.lru_cache(maxsize=4096)
 def writes(code: types.CodeType) -> AttributeWrites:
     """The attributes that ``code``, and functions inside it, assign or delete. Tried on Python 3.11 to 3.13."""
-    own, other = set[str](), set[str]()
+    of_self, of_others = set[str](), set[str]()
     steps = list(dis.get_instructions(code))
     selves = _selves(code)
     for k, step in enumerate(steps):
         if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
-            (own if _holder(steps, k) in selves else other).add(step.argval)
+            (of_self if _holder(steps, k) in selves else of_others).add(step.argval)
     if "setattr" in code.co_names:
         names = {const for const in code.co_consts if isinstance(const, str) and const.isidentifier()}
-        own |= names
-        other |= names
+        of_self |= names
+        of_others |= names
     for inner in (writes(const) for const in code.co_consts if isinstance(const, types.CodeType)):
-        own |= inner.own
-        other |= inner.other
-    return AttributeWrites(frozenset(own), frozenset(other))
+        of_self |= inner.of_self
+        of_others |= inner.of_others
+    return AttributeWrites(frozenset(of_self), frozenset(of_others))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -133,11 +133,11 @@ def _asks_for_gradients(subject: _Rehearsed, outcome: Outcome) -> str:
     It may ask torch.is_grad_enabled(), or its values whether they require a gradient, and a graph knows one answer.
     """
     try:
-        found = run_without_gradients(subject.member(), subject.args, subject.kwargs)
+        without = run_without_gradients(subject.member(), subject.args, subject.kwargs)
     except Exception:
         # Such as torch.autograd.grad in forward: alone, it cannot be called so.
         return ""
-    unlike = difference(_tensors_of(found), _tensors_of(outcome), ALIKE)
+    unlike = difference(_tensors_of(without), _tensors_of(outcome), ALIKE)
     if unlike is None:
         return ""
     return (
@@ -163,8 +163,8 @@ def _results_left(subject: _Rehearsed, called: nn.Module, changed: list[str], ou
         called: the member that gave ``outcome``.
         changed: the attributes that it changed.
     """
-    own, training = (subject.args, subject.kwargs), subject.module.training
-    _, other = next(other_calls(*own))
+    call, training = (subject.args, subject.kwargs), subject.module.training
+    _, other = next(other_calls(*call))
     cached = contents(called)
     try:
         fresh = subject.member()
@@ -172,10 +172,14 @@ def _results_left(subject: _Rehearsed, called: nn.Module, changed: list[str], ou
             change_parameters(fresh)
         expected = run(fresh, *other)
         after = contents(fresh)
-        left = sorted(set(_changed(cached, after)) & set(changed))
+        results = sorted(set(_changed(cached, after)) & set(changed))
         reset(called, subject.module)
         # Either all are overwritten before they are read, or all are values that do not depend on the call.
-        if left not in ([], sorted(changed)) or not (training or left) or not _spoil_tensors(called, left, math.nan):
+        if (
+            results not in ([], sorted(changed))
+            or not (training or results)
+            or not _spoil_tensors(called, results, math.nan)
+        ):
             return None
         if training:
             change_parameters(called)
@@ -183,15 +187,15 @@ def _results_left(subject: _Rehearsed, called: nn.Module, changed: list[str], ou
         unlike = difference(run(called, *other), expected, EQUAL)
         if unlike is not None or _changed(contents(called), after):
             return None
-        if not left and (shorter := _shorter(subject)) is not None:
+        if not results and (shorter := _shorter(subject)) is not None:
             fresh = subject.member()
             reset(called, subject.module)
             if difference(run(called, *shorter), run(fresh, *shorter), EQUAL) is not None:
                 return None
         reset(fresh, subject.module)
-        _spoil_tensors(fresh, left, math.inf, halved=True)
-        again = run_without_gradients(fresh, *own)
-        return left if difference(_tensors_of(again), _tensors_of(outcome), EQUAL) is None else None
+        _spoil_tensors(fresh, results, math.inf, halved=True)
+        again = run_without_gradients(fresh, *call)
+        return results if difference(_tensors_of(again), _tensors_of(outcome), EQUAL) is None else None
     except Exception:
         # Runs that ask one question each say what is wrong.
         return None
@@ -237,9 +241,9 @@ def _judge(subject: _Rehearsed, changed: list[str], outcome: Outcome) -> list[st
     second = subject.member()
     run(second, subject.args, subject.kwargs)
     reset(second, subject.module)
-    kept, outside = contents(second), variables(second)
+    cached, outside = contents(second), variables(second)
     again = run(second, subject.args, subject.kwargs)
-    further = _changed(kept | outside, contents(second) | variables(second))
+    further = _changed(cached | outside, contents(second) | variables(second))
     if further:
         raise FusionError(
             f"forward changes the Python attribute {further[0]} at every call (a counter, a list that grows, its own "
@@ -247,22 +251,22 @@ def _judge(subject: _Rehearsed, changed: list[str], outcome: Outcome) -> list[st
         )
     _compare(subject, names, "the same inputs", outcome, again)
     _compare_calls(subject, names, outcome)
-    by_parameters = _compare_parameters(subject, names, kept)
-    by_inputs = _dependent(subject, kept)
-    left = by_inputs | (by_parameters if subject.module.training else set())
-    _check_unread(subject, sorted(left), outcome)
-    return sorted(left)
+    by_parameters = _compare_parameters(subject, names, cached)
+    by_inputs = _dependent(subject, cached)
+    results = by_inputs | (by_parameters if subject.module.training else set())
+    _check_unread(subject, sorted(results), outcome)
+    return sorted(results)
 
 
-def _compare(subject: _Rehearsed, names: str, when: str, fresh: Outcome, kept: Outcome) -> None:
-    if kept.failed and not fresh.failed and not subject.module.training:
+def _compare(subject: _Rehearsed, names: str, when: str, fresh: Outcome, warmed: Outcome) -> None:
+    if warmed.failed and not fresh.failed and not subject.module.training:
         # What was kept has a graph that is gone: such a member cannot be trained in this mode, only called.
-        fresh, kept = (Outcome(o.outputs, {}) for o in (fresh, kept))
-    found = difference(kept, fresh, EQUAL)
-    if found is not None:
+        fresh, warmed = (Outcome(o.outputs, {}) for o in (fresh, warmed))
+    unlike = difference(warmed, fresh, EQUAL)
+    if unlike is not None:
         raise FusionError(
-            f"forward keeps values in the Python attribute {names}, with which {found} differs for {when} from what a "
-            f"fresh model gives{_told(kept)}; a fused array has no such state: {REMEDY}"
+            f"forward keeps values in the Python attribute {names}, with which {unlike} differs for {when} from what a "
+            f"fresh model gives{_told(warmed)}; a fused array has no such state: {REMEDY}"
         )
 
 
@@ -279,8 +283,10 @@ def _compare_calls(subject: _Rehearsed, names: str, outcome: Outcome) -> None:
             # Forward takes no such inputs: nothing to compare.
             continue
         _compare(subject, names, when, fresh, _run_kept(subject.warmed(), call, names))
-        own = (subject.args, subject.kwargs)
-        _compare(subject, names, f"these inputs after {when}", outcome, _run_kept(subject.warmed(call), own, names))
+        original = (subject.args, subject.kwargs)
+        _compare(
+            subject, names, f"these inputs after {when}", outcome, _run_kept(subject.warmed(call), original, names)
+        )
 
 
 def _run_kept(member: nn.Module, call: Any, names: str) -> Outcome:
@@ -293,12 +299,12 @@ def _run_kept(member: nn.Module, call: Any, names: str) -> Outcome:
         ) from error
 
 
-def _compare_parameters(subject: _Rehearsed, names: str, kept: Mapping[str, Any]) -> set[str]:
+def _compare_parameters(subject: _Rehearsed, names: str, cached: Mapping[str, Any]) -> set[str]:
     """What is kept must not hold on to old parameters; the attributes whose content depends on parameters."""
     fresh = subject.member()
     change_parameters(fresh)
     theirs = run(fresh, subject.args, subject.kwargs)
-    depend = set(_changed(kept, contents(fresh)))
+    depend = set(_changed(cached, contents(fresh)))
     warmed = subject.warmed()
     change_parameters(warmed)
     ours = _run_kept(warmed, (subject.args, subject.kwargs), names)
@@ -306,12 +312,12 @@ def _compare_parameters(subject: _Rehearsed, names: str, kept: Mapping[str, Any]
     return depend
 
 
-def _dependent(subject: _Rehearsed, kept: Mapping[str, Any]) -> set[str]:
+def _dependent(subject: _Rehearsed, cached: Mapping[str, Any]) -> set[str]:
     """The attributes whose content depends on the values of the inputs."""
     _, call = next(other_calls(subject.args, subject.kwargs))
     member = subject.member()
     run(member, *call)
-    return set(_changed(kept, contents(member)))
+    return set(_changed(cached, contents(member)))
 
 
 def _check_unread(subject: _Rehearsed, names: list[str], outcome: Outcome) -> None:
@@ -325,8 +331,8 @@ def _check_unread(subject: _Rehearsed, names: list[str], outcome: Outcome) -> No
             held = vars(member.get_submodule(path))
             held[attribute] = spoiled(held[attribute], value)
         reset(member, subject.module)
-        own = (subject.args, subject.kwargs)
-        _compare(subject, ", ".join(names), "the next call", outcome, _run_kept(member, own, names[0]))
+        original = (subject.args, subject.kwargs)
+        _compare(subject, ", ".join(names), "the next call", outcome, _run_kept(member, original, names[0]))
 
 
 def _warn(module: nn.Module, names: list[str]) -> None:

@@ -92,14 +92,14 @@ class Records:
 
     def children(self, island: Island) -> list[Island]:
         """The islands that ``island`` calls itself."""
-        own = {call.number for call in self.of(island)}
-        found = [call.island for call in self.calls if call.inside and call.inside[-1] in own]
-        return [child for child in dict.fromkeys(found) if child != island]
+        numbers = {call.number for call in self.of(island)}
+        called = [call.island for call in self.calls if call.inside and call.inside[-1] in numbers]
+        return [child for child in dict.fromkeys(called) if child != island]
 
     def below(self, island: Island) -> frozenset[Island]:
         """The islands that are called while ``island`` runs."""
-        own = {call.number for call in self.of(island)}
-        return frozenset(call.island for call in self.calls if own.intersection(call.inside))
+        numbers = {call.number for call in self.of(island)}
+        return frozenset(call.island for call in self.calls if numbers.intersection(call.inside))
 
 
 def _between(call: RecordedCall, top: RecordedCall) -> tuple[int, ...]:
@@ -122,20 +122,24 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], m
         )
     member = twin(model)
     reader = StateReader(member)
-    own = dict(tensors(member))
-    before = {name: _state(tensor) for name, tensor in own.items()}
+    registered = dict(tensors(member))
+    before = {name: _state(tensor) for name, tensor in registered.items()}
     with restored(model), _random_kept(), torch.enable_grad(), _no_autocast(args, kwargs):
         recorder, state = _recorded(member, args, kwargs, reader)
         after, originals = dict(tensors(member)), dict(tensors(model))
         changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
-        changed |= {name for name in own if own[name] is not after[name] or _state(own[name]) != before[name]}
+        changed |= {
+            name
+            for name in registered
+            if registered[name] is not after[name] or _state(registered[name]) != before[name]
+        }
         states = [state]
         if state.changes:
             # In a first call, a parent that clears what the last call left changes nothing.
             reset(member, model)
             states.append(_recorded(member, args, kwargs, reader)[1])
-    found = ModelState(member, reader, states)
-    return Records(recorder.made, frozenset(changed), frozenset(recorder.failed), modes, found)
+    python_state = ModelState(member, reader, states)
+    return Records(recorder.made, frozenset(changed), frozenset(recorder.failed), modes, python_state)
 
 
 def _recorded(
@@ -211,17 +215,17 @@ class _CallRecorder:
         island, module, original = method.island, method.module, method.original
         know_dataclasses((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        given = tensors_in(leaves)
+        inputs = tensors_in(leaves)
         # What is inside torch.func's transforms means nothing outside.
-        if any(map(is_functorch_wrapped_tensor, given)):
+        if any(map(is_functorch_wrapped_tensor, inputs)):
             return original(*args, **kwargs)
         number, inside = len(self.calls), tuple(self.open)
         self.calls.append(None)
         self.begun.append(island)
         begin = self.reader.read(module)
-        before = [(tensor._version, tensor.detach().clone()) for tensor in given]
-        own = dict(tensors(module))
-        states = {key: _state(tensor) for key, tensor in own.items()}
+        before = [(tensor._version, tensor.detach().clone()) for tensor in inputs]
+        registered = dict(tensors(module))
+        states = {key: _state(tensor) for key, tensor in registered.items()}
         self.open.append(number)
         try:
             output = original(*args, **kwargs)
@@ -239,15 +243,15 @@ class _CallRecorder:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         written = [
             k
-            for k, (tensor, (version, kept)) in enumerate(zip(given, before, strict=True))
-            if tensor._version != version or not same_values(tensor, kept)
+            for k, (tensor, (version, copied)) in enumerate(zip(inputs, before, strict=True))
+            if tensor._version != version or not same_values(tensor, copied)
         ]
         end = self.reader.read(module)
-        assigned = frozenset(key for key, tensor in tensors(module) if tensor is not own.get(key))
-        wrote = assigned.union(key for key, tensor in own.items() if _state(tensor) != states[key])
+        assigned = frozenset(key for key, tensor in tensors(module) if tensor is not registered.get(key))
+        wrote = assigned.union(key for key, tensor in registered.items() if _state(tensor) != states[key])
         sources: dict[int | str, Tensor] = {}
-        sources |= enumerate(given)
-        sources.update((*own.items(), *tensors(module)))
+        sources |= enumerate(inputs)
+        sources.update((*registered.items(), *tensors(module)))
         self.noting = True
         links = frozenset(_linked(tensors_in(output), sources))
         self.noting = False
@@ -259,7 +263,7 @@ class _CallRecorder:
             args,
             kwargs,
             pytree.tree_map(lambda leaf: leaf, output),
-            len(given),
+            len(inputs),
             frozenset(written),
             wrote,
             assigned,

@@ -69,9 +69,9 @@ def find_capture(key: Any) -> Capture | None:
     return _captures[key]
 
 
-def keep_capture(key: Any, found: Capture) -> None:
+def keep_capture(key: Any, captured: Capture) -> None:
     if key is not None:
-        _captures[key] = found
+        _captures[key] = captured
         if len(_captures) > MAX_CAPTURES:
             _captures.popitem(last=False)
 

@@ -39,9 +39,9 @@ class Comparison:
 
     def of_members(self, chosen: Sequence[int]) -> tuple[Comparison, list[int]]:
         """The same of some of the members; and which of the variants are left, in their new order."""
-        left = list(dict.fromkeys(self.variants[member] for member in chosen))
-        variants = tuple(left.index(self.variants[member]) for member in chosen)
-        return Comparison(variants, self.shared, self.partly), left
+        remaining = list(dict.fromkeys(self.variants[member] for member in chosen))
+        variants = tuple(remaining.index(self.variants[member]) for member in chosen)
+        return Comparison(variants, self.shared, self.partly), remaining
 
 
 def compare(models: Sequence[nn.Module]) -> Comparison:
@@ -124,10 +124,11 @@ def check_alone(index: int, model: nn.Module) -> None:
             raise FusionError(f"{where}: {name} is {tensor.layout} on {tensor.device}; only dense tensors are fused")
         if any(getattr(tensor, hooks, None) for hooks in _TENSOR_HOOKS):
             raise FusionError(f"{where}: {name} has a tensor hook, which a fused array would not run; remove it")
-    for one, other in overlaps(dict(tensors(model))):
-        if any(isinstance(t, nn.Parameter) and t.requires_grad for t in map(dict(tensors(model)).get, (one, other))):
+    named = dict(tensors(model))
+    for key, other in overlaps(named):
+        if any(isinstance(t, nn.Parameter) and t.requires_grad for t in (named[key], named[other])):
             raise FusionError(
-                f"{where}: {one} and {other} lie in the same memory, so that training one changes the other, and are "
+                f"{where}: {key} and {other} lie in the same memory, so that training one changes the other, and are "
                 "two tensors, of which an array has a stack each; register one under both names, or assign a clone()"
             )
 
@@ -205,11 +206,11 @@ def _check_tensors(model: nn.Module, index: int, other: nn.Module) -> None:
             raise FusionError(f"model {has} has a tensor {name} that model {lacks} lacks")
     for name, mine in ours.items():
         tensor = theirs[name]
-        for what in ("shape", "dtype", "device", "requires_grad"):
-            a, b = getattr(mine, what), getattr(tensor, what)
+        for attribute in ("shape", "dtype", "device", "requires_grad"):
+            a, b = getattr(mine, attribute), getattr(tensor, attribute)
             if a != b:
-                a, b = (tuple(a), tuple(b)) if what == "shape" else (a, b)
-                raise FusionError(f"{name} has {what} {a} in model 0 and {b} in model {index}; make them equal")
+                a, b = (tuple(a), tuple(b)) if attribute == "shape" else (a, b)
+                raise FusionError(f"{name} has {attribute} {a} in model 0 and {b} in model {index}; make them equal")
     if ties(ours) != ties(theirs):
         raise FusionError(f"model 0 and model {index} tie different tensors: {ties(ours)} and {ties(theirs)}")
 
@@ -221,11 +222,11 @@ def _check_memory(models: Sequence[nn.Module]) -> None:
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad or not parameter.numel():
                 continue
-            other, what, met = places.setdefault((parameter.device, parameter.data_ptr()), (index, name, parameter))
-            if met is not parameter and other != index:
+            other, owner, before = places.setdefault((parameter.device, parameter.data_ptr()), (index, name, parameter))
+            if before is not parameter and other != index:
                 raise FusionError(
-                    f"{what} of model {other} and {name} of model {index} lie in the same memory, so that training one "
-                    "changes the other; give each model its own, by copy.deepcopy"
+                    f"{owner} of model {other} and {name} of model {index} lie in the same memory, so that training "
+                    "one changes the other; give each model its own, by copy.deepcopy"
                 )
 
 
@@ -252,8 +253,8 @@ class Sharing:
             self._first = named
         same = frozenset(name for name, tensor in named.items() if index and self._first.get(name) is tensor)
         keys = same if index == 1 else self.keys & same
-        met = frozenset(name for name, tensor in named.items() if self._owners.get(tensor, index) != index)
-        some = ((self.keys | same | met) - keys) if index else frozenset()
+        reused = frozenset(name for name, tensor in named.items() if self._owners.get(tensor, index) != index)
+        some = ((self.keys | same | reused) - keys) if index else frozenset()
         for name in sorted(some):
             if isinstance(named.get(name), nn.Parameter) and (
                 named[name].requires_grad or self._first.get(name, named[name]).requires_grad

@@ -100,9 +100,9 @@ class Fitness:
 
     def _own_only(self, island: Island, call: RecordedCall) -> bool:
         """Whether what the call was given, and what the island holds, have their memory for themselves."""
-        own = [tensor for _, tensor in tensors(self.model.get_submodule(island.path))]
-        given = tensors_in((call.args, call.kwargs)) if island != WHOLE else []
-        return all(map(fills_memory, (*given, *own)))
+        registered = [tensor for _, tensor in tensors(self.model.get_submodule(island.path))]
+        inputs = tensors_in((call.args, call.kwargs)) if island != WHOLE else []
+        return all(map(fills_memory, (*inputs, *registered)))
 
     def _held(self, island: Island) -> Iterator[tuple[str, str]]:
         """Plain attributes below ``island`` with a tensor of the model that cannot be replaced, or a module outside.
@@ -118,10 +118,14 @@ class Fitness:
         }
         for name, value in self._contents.items():
             if name.startswith(prefix) and name.rpartition(".")[2] in self._used:
-                for own in _own(value):
-                    inside = f"{own}.".startswith(prefix) if own in self._paths else (name, ids[own]) in replaced
+                for registered in _own(value):
+                    inside = (
+                        f"{registered}.".startswith(prefix)
+                        if registered in self._paths
+                        else (name, ids[registered]) in replaced
+                    )
                     if not inside:
-                        yield name, own or "the whole model"
+                        yield name, registered or "the whole model"
 
     @cached_property
     def _used(self) -> frozenset[str]:
@@ -235,68 +239,68 @@ def culprits(
     """
     search = _Search(model, records, Fitness(model, records), capture_around, looped)
     # Without any in a loop, it has been refused already.
-    found = dict(looped) or search.surveyed()
-    while WHOLE not in found and search.refusal(WHOLE, found) is not None:
-        search = replace(search, given=found, known={})
+    fallbacks = dict(looped) or search.surveyed()
+    while WHOLE not in fallbacks and search.refusal(WHOLE, fallbacks) is not None:
+        search = replace(search, fallbacks=fallbacks, below={})
         more = search.surveyed()
-        found = found | more if more else search.culprits(WHOLE)
+        fallbacks = fallbacks | more if more else search.culprits(WHOLE)
         if not more:
             break
-    if WHOLE not in found:
-        return found
+    if WHOLE not in fallbacks:
+        return fallbacks
     if (why := search.fitness.unfit(WHOLE)) is not None:
         raise FusionError(why)
-    return {WHOLE: found[WHOLE]}
+    return {WHOLE: fallbacks[WHOLE]}
 
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """Captures islands by themselves; ``given`` are known to run in a loop.
+    """Captures islands by themselves; ``fallbacks`` run in a loop in any case.
 
-    ``known`` are those found below an island, ``verdicts`` are for an island and all that are like it.
+    ``below`` are those inside an island, ``verdicts`` are for an island and all that are like it.
     """
 
     model: nn.Module
     records: Records
     fitness: Fitness
     capture_around: Callable[[Mapping[Island, str]], None]
-    given: Mapping[Island, str]
-    known: dict[Island, dict[Island, str]] = field(default_factory=dict)
+    fallbacks: Mapping[Island, str]
+    below: dict[Island, dict[Island, str]] = field(default_factory=dict)
     verdicts: dict[Any, str | None] = field(default_factory=dict)
 
     def surveyed(self) -> dict[Island, str]:
-        """What raises in a trace with the ``given`` left out, beside these."""
-        found = survey(self.model, self.records, self.given, self.fitness)
+        """What raises in a trace with the ``fallbacks`` left out, beside these."""
+        raising = survey(self.model, self.records, self.fallbacks, self.fitness)
         # What stands in for others may itself be the reason why the whole fails.
-        return {island: why for island, why in found.items() if island != WHOLE} or found
+        return {island: why for island, why in raising.items() if island != WHOLE} or raising
 
     def culprits(self, island: Island) -> dict[Island, str]:
         """Those among ``island`` and what it calls."""
-        if island not in self.known:
+        if island not in self.below:
             # For an island that calls itself in turn.
-            self.known[island] = {}
-            self.known[island] = self._found(island)
-        return self.known[island]
+            self.below[island] = {}
+            self.below[island] = self._found(island)
+        return self.below[island]
 
     def _found(self, island: Island) -> dict[Island, str]:
-        if island in self.given:
-            return {island: self.given[island]}
+        if island in self.fallbacks:
+            return {island: self.fallbacks[island]}
         if not self._runs_alone(island):
             # What is around it tells whether those that it calls are all.
             return {stub: why for child in self.records.children(island) for stub, why in self.culprits(child).items()}
         below = self.records.below(island)
-        inner = {stub: why for stub, why in self.given.items() if stub in below}
+        inner = {stub: why for stub, why in self.fallbacks.items() if stub in below}
         why = self.refusal(island, inner)
         if why is None:
             return inner
-        found: dict[Island, str] = {}
+        inside: dict[Island, str] = {}
         for child in self.records.children(island):
-            found |= self.culprits(child)
-        if found.keys() != inner.keys() and island not in found:
-            left = self.refusal(island, found)
-            if left is None:
-                return found
-            why = f"{why}; {left}"
+            inside |= self.culprits(child)
+        if inside.keys() != inner.keys() and island not in inside:
+            remaining = self.refusal(island, inside)
+            if remaining is None:
+                return inside
+            why = f"{why}; {remaining}"
         return {island: why}
 
     def _runs_alone(self, island: Island) -> bool:
@@ -354,9 +358,9 @@ class _Search:
         except FusionError:
             return island, frozenset(stubs)
         parts = tuple((path, type(part), part.training) for path, part in module.named_modules())
-        own = tuple((name, _kind(tensor)) for name, tensor in tensors(module))
-        given = tuple(_kind(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
-        return island.method, parts, own, held, given, spec, call.written, paths
+        registered = tuple((name, _kind(tensor)) for name, tensor in tensors(module))
+        arguments = tuple(_kind(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
+        return island.method, parts, registered, held, arguments, spec, call.written, paths
 
 
 def _kind(tensor: Tensor) -> Any:

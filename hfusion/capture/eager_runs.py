@@ -79,9 +79,9 @@ def reset(member: nn.Module, module: nn.Module) -> None:
 
 def changed_modes(before: nn.Module, after: nn.Module) -> dict[str, bool]:
     """The submodules of ``after``, a copy of ``before`` that was called, in another mode than those of ``before``."""
-    met = {path: part.training for path, part in before.named_modules(remove_duplicate=False)}
-    left = {path: part.training for path, part in after.named_modules(remove_duplicate=False)}
-    return {path: training for path, training in left.items() if met.get(path, training) != training}
+    modes_before = {path: part.training for path, part in before.named_modules(remove_duplicate=False)}
+    modes_after = {path: part.training for path, part in after.named_modules(remove_duplicate=False)}
+    return {path: training for path, training in modes_after.items() if modes_before.get(path, training) != training}
 
 
 def run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
@@ -105,8 +105,8 @@ def check_reads(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     ``restrided``: as of `RefusedReads`.
     """
     args, kwargs = copies((args, dict(kwargs)))
-    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    with apart(module), RefusedReads([*given, *(t for _, t in tensors(module))], restrided):
+    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    with apart(module), RefusedReads([*inputs, *(t for _, t in tensors(module))], restrided):
         call_on_copies(module, args, kwargs)
 
 
@@ -125,23 +125,23 @@ def call_on_copies(module: nn.Module, args: Any, kwargs: Any) -> Any:
     try:
         return module(*args, **kwargs)
     except RuntimeError as error:
-        given = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs)))
-        if not given or "a leaf Variable that requires grad" not in str(error):
+        needs_gradient = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs)))
+        if not needs_gradient or "a leaf Variable that requires grad" not in str(error):
             raise
         raise FusionError(
             "forward writes into an input that needs a gradient, which members may share; let it write into a copy"
         ) from error
 
 
-def run_graph(found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
+def run_graph(captured: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
     """The same of a graph that was captured of ``module``."""
     args, kwargs = copies((args, dict(kwargs)))
     leaves = _leaves(module, (args, kwargs))
-    given = pytree.tree_leaves((args, kwargs), is_leaf=lambda leaf: leaf is None)
-    held = dict(tensors(module)) | found.constants
-    values = [given[int(slot.name)] if slot.kind is Kind.INPUT else held[slot.name] for slot in found.slots]
+    inputs = pytree.tree_leaves((args, kwargs), is_leaf=lambda leaf: leaf is None)
+    held = dict(tensors(module)) | captured.constants
+    values = [inputs[int(slot.name)] if slot.kind is Kind.INPUT else held[slot.name] for slot in captured.slots]
     with apart(module):
-        outputs = _MemberRun(fx.GraphModule(nn.Module(), found.graph)).run(*values)
+        outputs = _MemberRun(fx.GraphModule(nn.Module(), captured.graph)).run(*values)
         return _outcome(list(outputs), leaves, dict(tensors(module)))
 
 
@@ -175,24 +175,26 @@ def _leaves(module: nn.Module, arguments: Any) -> dict[str, Tensor]:
     return {name: t for name, t in (dict(module.named_parameters()) | inputs).items() if t.requires_grad}
 
 
-def _outcome(outputs: Sequence[Any], leaves: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Outcome:
-    values = {f"{name} afterwards": tensor.detach().clone() for name, tensor in own.items()}
+def _outcome(outputs: Sequence[Any], leaves: Mapping[str, Tensor], registered: Mapping[str, Tensor]) -> Outcome:
+    values = {f"{name} afterwards": tensor.detach().clone() for name, tensor in registered.items()}
     values |= {f".grad of {name}": t.grad.detach().clone() for name, t in leaves.items() if t.grad is not None}
-    kept = tuple(o.detach().clone() if isinstance(o, Tensor) else o for o in outputs)
+    copied = tuple(o.detach().clone() if isinstance(o, Tensor) else o for o in outputs)
     flags = {f"requires_grad of output {k}": torch.tensor(o.requires_grad) for k, o in _tensors(outputs)}
     # A buffer that forward makes require a gradient gets one that nothing reads.
-    compared = {name: t for name, t in own.items() if isinstance(t, nn.Parameter) or not t.is_leaf}
+    compared = {name: t for name, t in registered.items() if isinstance(t, nn.Parameter) or not t.is_leaf}
     flags |= {f"requires_grad of {name}": torch.tensor(t.requires_grad) for name, t in compared.items()}
     parts = [_projected(o) for _, o in _tensors(outputs) if o.requires_grad]
     if not parts or not leaves:
-        return Outcome(kept, values | flags)
+        return Outcome(copied, values | flags)
     total = torch.stack([part.double().cpu() for part in parts]).sum()
     try:
         grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     except RuntimeError as error:
-        return Outcome(kept, values | flags, str(error).partition("\n")[0])
-    found = {f"gradient of {name}": _dense(g.detach()) for name, g in zip(leaves, grads, strict=True) if g is not None}
-    return Outcome(kept, values | flags | found)
+        return Outcome(copied, values | flags, str(error).partition("\n")[0])
+    gradients = {
+        f"gradient of {name}": _dense(g.detach()) for name, g in zip(leaves, grads, strict=True) if g is not None
+    }
+    return Outcome(copied, values | flags | gradients)
 
 
 def _tensors(outputs: Sequence[Any]) -> list[tuple[int, Tensor]]:
@@ -307,12 +309,12 @@ def spoiled(value: Any, number: float) -> Any:
 
 def spoil(value: Any, number: float) -> None:
     """Overwrite the tensors in ``value``, and the floats in its lists and dicts."""
-    waiting, met = [value], {}
+    waiting, visited = [value], {}
     while waiting:
         item = waiting.pop()
-        if id(item) in met or isinstance(item, type | nn.Module | FunctionType | MethodType):
+        if id(item) in visited or isinstance(item, type | nn.Module | FunctionType | MethodType):
             continue
-        met[id(item)] = item
+        visited[id(item)] = item
         if isinstance(item, Tensor):
             whole = item.is_floating_point() or item.is_complex()
             item.detach().data.fill_(number if whole else 0)

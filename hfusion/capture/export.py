@@ -97,21 +97,21 @@ def _capture(
     if real.lost:
         raise FusionError(real.lost)
     key = capture_key(module, args, kwargs, [(attempt.first, attempt.dims) for attempt in attempts])
-    known = find_capture(key)
-    if known is not None:
-        found = replace(known, modes=real.modes)
+    cached = find_capture(key)
+    if cached is not None:
+        captured = replace(cached, modes=real.modes)
         try:
-            _check_faithful(found, module, args, kwargs, real.outcome)
+            _check_faithful(captured, module, args, kwargs, real.outcome)
         except FusionError:
             # Forward hangs on what cannot be seen from here.
             forget_capture(key)
         else:
-            _tell(module, found.graph, found.slots)
-            return found
-    found = _exported(module, args, kwargs, attempts, real.modes)
-    _check_faithful(found, module, args, kwargs, real.outcome)
-    keep_capture(key, found)
-    return found
+            _tell(module, captured.graph, captured.slots)
+            return captured
+    captured = _exported(module, args, kwargs, attempts, real.modes)
+    _check_faithful(captured, module, args, kwargs, real.outcome)
+    keep_capture(key, captured)
+    return captured
 
 
 def _tell(module: nn.Module, graph: fx.Graph, slots: Sequence[Slot]) -> None:
@@ -204,11 +204,11 @@ def _number_calls(module: fx.GraphModule, calls: list[Any] | None = None) -> lis
 
 
 def _check_faithful(
-    found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], real: Outcome
+    captured: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], real: Outcome
 ) -> None:
     """Raise a FusionError where the graph does not give what the code gave: tracing loses what it does not see."""
     try:
-        ours = run_graph(found, twin(module), args, kwargs)
+        ours = run_graph(captured, twin(module), args, kwargs)
     except RuntimeError as error:
         raise FusionError(f"the graph of forward fails where forward does not: {_first_line(error)}") from error
     lost = difference(ours, real, ALIKE)
@@ -219,17 +219,17 @@ def _check_faithful(
         )
 
 
-def check_faithful(found: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def check_faithful(captured: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise a FusionError where a capture does not give what the code of ``module`` gives, gradients included."""
     with restored(module):
         real = run(twin(module), args, kwargs)
-    _check_faithful(found, module, args, kwargs, real)
+    _check_faithful(captured, module, args, kwargs, real)
 
 
 def _attempts(varying: bool, dims: Sequence[Collection[int]]) -> list[_Open]:
     """Which dims are left open, the most first."""
-    asked = [_Open(varying, tuple(dims))] if any(dims) else []
-    return [*asked, *([_Open(True)] if varying else []), _Open(False)]
+    first_attempt = [_Open(varying, tuple(dims))] if any(dims) else []
+    return [*first_attempt, *([_Open(True)] if varying else []), _Open(False)]
 
 
 @dataclass(frozen=True)
@@ -303,13 +303,13 @@ def _varying(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     for leaf, more in zip_longest(leaves, opened.dims, fillvalue=()):
         # A size of 0 or 1 is no symbol.
-        found = [
+        open_dims = [
             dim
             for dim in {*([0] if opened.first else []), *more}
             if isinstance(leaf, Tensor) and dim < leaf.dim() and leaf.shape[dim] > 1
         ]
-        if found:
-            shapes[leaf] = dict.fromkeys(found, torch.export.Dim.AUTO)
+        if open_dims:
+            shapes[leaf] = dict.fromkeys(open_dims, torch.export.Dim.AUTO)
     return shapes.dynamic_shapes(module, args, dict(kwargs))
 
 
@@ -371,14 +371,14 @@ def _slots(specs: Sequence[Any]) -> tuple[Slot, ...]:
     return tuple(slots)
 
 
-def _trained(graph: fx.Graph, slots: Sequence[Slot], given: Sequence[Any]) -> frozenset[str]:
+def _trained(graph: fx.Graph, slots: Sequence[Slot], inputs: Sequence[Any]) -> frozenset[str]:
     """The placeholders that may need a gradient: parameters, which are frozen and thawed later, and such inputs."""
-    found = set()
+    names = set()
     for node, slot in zip(graph.find_nodes(op="placeholder"), slots, strict=True):
-        leaf = given[int(slot.name)] if slot.kind is Kind.INPUT else None
+        leaf = inputs[int(slot.name)] if slot.kind is Kind.INPUT else None
         if slot.kind is Kind.PARAMETER or (isinstance(leaf, Tensor) and leaf.requires_grad):
-            found.add(node.name)
-    return frozenset(found)
+            names.add(node.name)
+    return frozenset(names)
 
 
 def _with_dense_gradients(graph: fx.Graph) -> fx.Graph:

@@ -137,7 +137,7 @@ def exporting() -> bool:
 
 def transforms(module: fx.GraphModule) -> bool:
     """Whether forward calls `torch.vmap` or others of `torch.func`: the graph changes the level of its thread."""
-    graphs = [found.graph for found in module.modules() if isinstance(found, fx.GraphModule)]
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     targets = (node.target for graph in graphs for node in graph.nodes if node.op == "call_function")
     return any(getattr(target, "__module__", None) == predispatch.__name__ for target in targets)
 
@@ -174,28 +174,28 @@ def told_autocast(active: Collection[str]) -> Iterator[None]:
     Raises:
         FusionError: code that was told so fails.
     """
-    asked = False
+    was_asked = False
     here, outer = threading.get_ident(), _nesting()
     originals = {name: getattr(torch, name) for name in AUTOCAST_QUESTIONS if hasattr(torch, name)}
 
-    def told(name: str, original: Callable[..., bool]) -> Callable[..., bool]:
+    def answering(name: str, original: Callable[..., bool]) -> Callable[..., bool]:
         def answer(*args: Any) -> bool:
-            nonlocal asked
+            nonlocal was_asked
             of_us = threading.get_ident() == here and not is_installed(sys._getframe(1).f_globals.get("__name__"))
             if of_us and _nesting() == outer + 1:
-                found = (args[0] if args else AUTOCAST_QUESTIONS[name]) in active
-                asked |= found
-                return found
+                is_active = (args[0] if args else AUTOCAST_QUESTIONS[name]) in active
+                was_asked |= is_active
+                return is_active
             return original(*args)
 
         return answer
 
     for name, original in originals.items():
-        setattr(torch, name, told(name, original))
+        setattr(torch, name, answering(name, original))
     try:
         yield
     except (RuntimeError, TypeError, ValueError) as error:
-        if not asked:
+        if not was_asked:
             raise
         raise FusionError(
             f"forward asks torch whether autocast is on, and then computes what fails without it ({error}); let "
@@ -221,14 +221,14 @@ def assigned_as_writes(module: nn.Module) -> Iterator[None]:
         before.append(dict(_buffers(module)))
 
     def end(module: nn.Module, args: Any, output: Any) -> Any:
-        own = before.pop()
+        buffers = before.pop()
         now = dict(_buffers(module))
-        changed = [key for key, tensor in own.items() if now.get(key) is not tensor]
+        changed = [key for key, tensor in buffers.items() if now.get(key) is not tensor]
         # What forward hands back of an old buffer keeps the old values.
-        memory = {own[key].untyped_storage()._cdata for key in changed}
+        memory = {buffers[key].untyped_storage()._cdata for key in changed}
         output = pytree.tree_map_only(Tensor, lambda x: x.clone() if _in(x, memory) else x, output)
         for path, name in changed:
-            _write(module, path, name, own[path, name], now.get((path, name)))
+            _write(module, path, name, buffers[path, name], now.get((path, name)))
         return output
 
     handles = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]

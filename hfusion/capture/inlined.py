@@ -36,9 +36,9 @@ def inlined(module: fx.GraphModule, trained: Collection[str]) -> fx.Graph:
     Where gradients are off, a call takes its operands without their history. One that gives back its operand itself
     (a dropout that drops nothing, ``contiguous``, ``to``) gives it back with the history, as the code does.
     """
-    found = _Inliner(fx.Graph(), frozenset(trained))
-    found.graph.output(tuple(found.inline(module, None, enabled=True)))
-    return found.graph
+    inliner = _Inliner(fx.Graph(), frozenset(trained))
+    inliner.graph.output(tuple(inliner.inline(module, None, enabled=True)))
+    return inliner.graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,15 +52,15 @@ class _Inliner:
 
     def inline(self, module: fx.GraphModule, inputs: Sequence[Any] | None, enabled: bool) -> list[Any]:
         env: dict[fx.Node, Any] = {}
-        given = iter(inputs or ())
+        operands = iter(inputs or ())
         for node in module.graph.nodes:
             if node.op == "placeholder":
-                env[node] = self._placeholder(node) if inputs is None else next(given)
+                env[node] = self._placeholder(node) if inputs is None else next(operands)
             elif node.op == "get_attr":
                 env[node] = getattr(module, node.target)
             elif node.op == "output":
-                found = node.args[0]
-                results = found if isinstance(found, list | tuple) else [found]
+                outputs = node.args[0]
+                results = outputs if isinstance(outputs, list | tuple) else [outputs]
                 return [env[r] if isinstance(r, fx.Node) else r for r in results]
             elif isinstance(node.target, torch._ops.HigherOrderOperator):
                 env[node] = self._region(node, env, enabled)

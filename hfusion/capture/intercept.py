@@ -68,11 +68,11 @@ def intercepted(model: nn.Module, islands: Iterable[Island], handle: Handler) ->
         yield
     finally:
         hooks.close()
-        for module, name, own in reversed(before):
-            if own is None:
+        for module, name, replaced in reversed(before):
+            if replaced is None:
                 del vars(module)[name]
             else:
-                vars(module)[name] = own
+                vars(module)[name] = replaced
 
 
 def _through(handle: Handler, method: Method) -> Callable[..., Any]:
@@ -104,7 +104,7 @@ def _methods(kind: type) -> list[str]:
         # An array is called as a whole.
         library = not is_user_code(base.__module__)
         for name, value in vars(base).items():
-            own = not library and not name.startswith("__") and name not in _STANDARD
+            by_author = not library and not name.startswith("__") and name not in _STANDARD
             plain = isinstance(value, types.FunctionType) and not inspect.isgeneratorfunction(value)
-            defined.setdefault(name, plain and (own or name == "forward"))
+            defined.setdefault(name, plain and (by_author or name == "forward"))
     return [name for name, computes in defined.items() if computes]

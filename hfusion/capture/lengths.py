@@ -76,12 +76,12 @@ def _layer(func: Any, x: Tensor, *rest: Any) -> Any:
 
 def _max_pool1d(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    if isinstance(input.shape[-1], int) or given.get("return_indices"):
+    options = dict(zip(names, args, strict=False)) | kwargs
+    if isinstance(input.shape[-1], int) or options.get("return_indices"):
         return func(input, *args, **kwargs)
-    kernel, stride, padding, dilation = (_one(given.get(name)) for name in names[:4])
+    kernel, stride, padding, dilation = (_one(options.get(name)) for name in names[:4])
     sizes = (1, kernel), (1, stride or kernel), (0, padding or 0), (1, dilation or 1)
-    return torch.max_pool2d(input.unsqueeze(-2), *sizes, given.get("ceil_mode", False)).squeeze(-2)
+    return torch.max_pool2d(input.unsqueeze(-2), *sizes, options.get("ceil_mode", False)).squeeze(-2)
 
 
 def _one(value: Any) -> Any:
@@ -105,8 +105,8 @@ _WAYS: dict[Any, Callable[..., Any]] = {
 
 class _OpenLengths(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        way = _WAYS.get(func)
-        return func(*args, **(kwargs or {})) if way is None else way(func, *args, **(kwargs or {}))
+        substitute = _WAYS.get(func)
+        return func(*args, **(kwargs or {})) if substitute is None else substitute(func, *args, **(kwargs or {}))
 
 
 def open_lengths() -> TorchFunctionMode:

@@ -44,9 +44,9 @@ class VaryingSizes:
     open: bool = False
     whole: str = ""
 
-    def closed_by(self, found: Capture, leaves: Sequence[Any]) -> bool:
+    def closed_by(self, captured: Capture, leaves: Sequence[Any]) -> bool:
         """Whether a capture holds for one size only where others are met; a size of 0 or 1 is always one."""
-        inputs = found.open_dims
+        inputs = captured.open_dims
         return any(
             dim not in inputs[k] and leaves[k].shape[dim] > 1
             for k, dims in enumerate(self.dims)
@@ -126,16 +126,16 @@ def _with_loops(
         graphs[frozenset(stubs)] = replace(graph, modes=records.modes), calls
 
     while True:
-        found = culprits(model, records, looped, capture_around)
-        _check_modes(records.modes, [island.path for island in found])
-        if frozenset(found) not in graphs:
-            capture_around(found)
-        graph, calls = graphs[frozenset(found)]
-        if not sizes.open or not sizes.closed_by(graph, member.leaves) or WHOLE in found:
+        fallbacks = culprits(model, records, looped, capture_around)
+        _check_modes(records.modes, [island.path for island in fallbacks])
+        if frozenset(fallbacks) not in graphs:
+            capture_around(fallbacks)
+        graph, calls = graphs[frozenset(fallbacks)]
+        if not sizes.open or not sizes.closed_by(graph, member.leaves) or WHOLE in fallbacks:
             return graph, calls
-        with opaque(model, found, records, bodies):
+        with opaque(model, fallbacks, records, bodies):
             more = closing(model, args, kwargs, sizes.dims)
-        looped = {**found, **more} if more.keys() - found.keys() else {WHOLE: next(iter(more.values()))}
+        looped = {**fallbacks, **more} if more.keys() - fallbacks.keys() else {WHOLE: next(iter(more.values()))}
 
 
 def _check_reads(member: Member) -> None:
@@ -171,16 +171,16 @@ def closing(
     # Of interest is what was met before.
     with intercepted(model, islands(model), watch.call), suppress(FusionError):
         capture(model, args, kwargs, varying=False, dims=dims)
-    return watch.found or {Island(""): _why("a size that varies")}
+    return watch.reasons or {Island(""): _why("a size that varies")}
 
 
 @dataclass(eq=False)
 class _SizeWatch:
-    """``sizes`` are the symbols of the arguments of forward, ``told`` those of them that are known to be fixed."""
+    """``sizes`` are the symbols of the arguments of forward, ``specialized`` those of them that have one value."""
 
     sizes: list[Any] = field(default_factory=list)
-    told: set[int] = field(default_factory=set)
-    found: dict[Island, str] = field(default_factory=dict)
+    specialized: set[int] = field(default_factory=set)
+    reasons: dict[Island, str] = field(default_factory=dict)
     inside: list[Island] = field(default_factory=list)
 
     def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -194,8 +194,8 @@ class _SizeWatch:
             result = method.original(*args, **kwargs)
             self._look(method.island)
         except Exception:
-            if self.sizes and not self.found:
-                self.found[method.island] = _why("a size that varies")
+            if self.sizes and not self.reasons:
+                self.reasons[method.island] = _why("a size that varies")
             raise
         finally:
             self.inside.pop()
@@ -204,18 +204,18 @@ class _SizeWatch:
     def _begin(self, arguments: Any) -> None:
         inputs = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
         self.sizes = [size for x in inputs for size in x.shape if isinstance(size, torch.SymInt)]
-        self.told = {k for k, size in enumerate(self.sizes) if fixed(size) is not None}
+        self.specialized = {k for k, size in enumerate(self.sizes) if fixed(size) is not None}
 
     def _look(self, island: Island) -> None:
         """Note ``island``, in which the trace is, if a size was fixed since the last look."""
-        closed = {k for k, size in enumerate(self.sizes) if k not in self.told and fixed(size) is not None}
+        closed = {k for k, size in enumerate(self.sizes) if k not in self.specialized and fixed(size) is not None}
         if closed:
-            self.told |= closed
-            self.found.setdefault(island, _why(f"a size that varies ({fixed(self.sizes[min(closed)])} now)"))
+            self.specialized |= closed
+            self.reasons.setdefault(island, _why(f"a size that varies ({fixed(self.sizes[min(closed)])} now)"))
 
 
-def _why(what: str) -> str:
+def _why(needed: str) -> str:
     return (
-        f"it needs to know {what}, as a Python loop over a length does, so that a graph would hold for one size only; "
-        "pad to a few sizes to have it fused"
+        f"it needs to know {needed}, as a Python loop over a length does, so that a graph would hold for one size "
+        "only; pad to a few sizes to have it fused"
     )

@@ -28,11 +28,11 @@ _MEMORY = frozenset({"storage", "untyped_storage", "storage_offset", "set_"})
 
 
 class AddressWatch(TorchFunctionMode):
-    """While active, ``met`` is called for what addresses memory."""
+    """While active, call ``on_access`` whenever code addresses memory."""
 
-    def __init__(self, met: Callable[[], None]) -> None:
+    def __init__(self, on_access: Callable[[], None]) -> None:
         super().__init__()
-        self._met = met
+        self._on_access = on_access
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -40,7 +40,7 @@ class AddressWatch(TorchFunctionMode):
         place = _PLACED.get(name)
         placed = place is not None and (len(args) > place or kwargs.get("storage_offset") is not None)
         if placed or name in _MEMORY:
-            self._met()
+            self._on_access()
         return func(*args, **kwargs)
 
 
@@ -59,8 +59,8 @@ class _Own(torch.autograd.Function):
 
 def own_memory(tensor: Tensor) -> Tensor:
     """``tensor`` copied to a memory that holds nothing else."""
-    found: Tensor = _Own.apply(tensor)  # type: ignore[no-untyped-call]
-    return found
+    copied: Tensor = _Own.apply(tensor)  # type: ignore[no-untyped-call]
+    return copied
 
 
 def fills_memory(tensor: Tensor) -> bool:
@@ -76,8 +76,8 @@ def own_rows(column: Any, members: int) -> Sequence[Tensor]:
     if not all(is_plain(row) for row in rows):
         return rows
     if torch.is_grad_enabled() and any(row.requires_grad for row in rows):
-        found: Sequence[Tensor] = _ApartFromMemory.apply(*rows)  # type: ignore[no-untyped-call]
-        return found
+        aliases: Sequence[Tensor] = _ApartFromMemory.apply(*rows)  # type: ignore[no-untyped-call]
+        return aliases
     return [_alias(row).requires_grad_(row.requires_grad) for row in rows]
 
 

@@ -42,6 +42,6 @@ def overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
         if is_plain(tensor) and tensor.numel() and not tensor.is_meta:
             held.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), {})[name] = tensor
     for group in held.values():
-        for (one, a), (other, b) in itertools.combinations(group.items(), 2):
+        for (key, a), (other_key, b) in itertools.combinations(group.items(), 2):
             if a is not b and overlap(a, b):
-                yield one, other
+                yield key, other_key

@@ -59,25 +59,30 @@ def opaque(
     Yields the calls met; they must be kept as long as the captured graph is used. ``top`` is the recorded call that is
     traced, by default that of the whole forward.
     """
-    met: list[OpaqueCall] = []
+    traced_calls: list[OpaqueCall] = []
     seen = {island: itertools.cycle(records.within(top or records.top, island, culprits.keys())) for island in culprits}
     stubs: dict[Island, _Stub] = {}
 
     def trace(method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         island = method.island
         if island not in stubs:
-            stubs[island] = _Stub(method, culprits[island], seen[island], records.changed, members, met)
+            stubs[island] = _Stub(method, culprits[island], seen[island], records.changed, members, traced_calls)
         return stubs[island].trace(args, kwargs)
 
     with intercepted(model, culprits, trace):
-        yield met
+        yield traced_calls
 
 
 def stand_in(
-    method: Method, why: str, record: RecordedCall, changed: frozenset[str], model: nn.Module, met: list[OpaqueCall]
+    method: Method,
+    why: str,
+    record: RecordedCall,
+    changed: frozenset[str],
+    model: nn.Module,
+    alive: list[OpaqueCall],
 ) -> Callable[..., Any]:
-    """What traces as one call of ``method`` that gives what ``record`` did, for these sizes; ``met`` keeps it alive."""
-    stub = _Stub(method, why, iter([record]), changed, [model], met)
+    """Return what traces as one call of ``method`` that gives what ``record`` did; ``alive`` keeps the call alive."""
+    stub = _Stub(method, why, iter([record]), changed, [model], alive)
     return lambda *args, **kwargs: stub.trace(args, kwargs)
 
 
@@ -91,10 +96,10 @@ class _Stub:
         seen: Iterator[RecordedCall],
         changed: frozenset[str],
         members: Sequence[nn.Module],
-        met: list[OpaqueCall],
+        alive: list[OpaqueCall],
     ) -> None:
         island = method.island
-        self._module, self._island, self._why, self._seen, self._met = method.module, island, why, seen, met
+        self._module, self._island, self._why, self._seen, self._alive = method.module, island, why, seen, alive
         prefix = f"{island.path}." if island.path else ""
         self._changed = frozenset(name.removeprefix(prefix) for name in changed if name.startswith(prefix))
         self._bodies = tuple(member.get_submodule(island.path) for member in members)
@@ -105,18 +110,18 @@ class _Stub:
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         leaves = [_number(leaf) for leaf in leaves]
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        own = dict(tensors(self._module))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        registered = dict(tensors(self._module))
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
-        changing = [key for key in own if key in buffers or key in self._changed]
-        fixed = [key for key in own if key not in changing]
+        changing = [key for key in registered if key in buffers or key in self._changed]
+        fixed = [key for key in registered if key not in changing]
         record = next(self._seen, None)
-        if record is None or record.count != len(given):
+        if record is None or record.count != len(inputs):
             raise FusionError(f"{self._island} is called otherwise when it is captured than when it runs")
         seen = tensors_in((record.args, record.kwargs))
         output, out_spec = pytree.tree_flatten(record.output)
         sizes = [leaf for leaf in leaves if _open(leaf)]
-        open_sizes = bool(sizes) or any(_open(size) and fixed_size(size) is None for x in given for size in x.shape)
+        open_sizes = bool(sizes) or any(_open(size) and fixed_size(size) is None for x in inputs for size in x.shape)
         call = OpaqueCall(
             str(self._island),
             self._island.path,
@@ -127,7 +132,7 @@ class _Stub:
             tuple(fixed),
             tuple(changing),
             tuple(
-                _result(leaf, given, sizes, free=open_sizes and self._island == WHOLE)
+                _result(leaf, inputs, sizes, free=open_sizes and self._island == WHOLE)
                 if isinstance(leaf, Tensor)
                 else leaf
                 for leaf in output
@@ -145,14 +150,14 @@ class _Stub:
             open_sizes,
         )
         number = numbered(call)
-        self._met.append(call)
+        self._alive.append(call)
         written = [
             *sorted(record.written),
-            *(len(given) + changing.index(key) for key in changing if key in record.wrote),
+            *(len(inputs) + changing.index(key) for key in changing if key in record.wrote),
         ]
-        links = _links(record, {key: len(given) + k for k, key in enumerate((*fixed, *changing))})
-        held = [own[k] for k in fixed], [own[k] for k in changing]
-        fresh = iter(OPAQUE(given, *held, number, written, links, [], [], sizes))
+        links = _links(record, {key: len(inputs) + k for k, key in enumerate((*fixed, *changing))})
+        held = [registered[k] for k in fixed], [registered[k] for k in changing]
+        fresh = iter(OPAQUE(inputs, *held, number, written, links, [], [], sizes))
         hide(self._island, self._module, record.state.left)
         return pytree.tree_unflatten([next(fresh) if isinstance(o, Tensor) else o for o in output], out_spec)
 
@@ -196,8 +201,8 @@ def _marked(leaf: Any) -> Any:
 def _number(leaf: Any) -> Any:
     """A number that a trace knows as a number; of those that it does not know, sizes stay open."""
     if isinstance(leaf, torch.SymInt):
-        known = fixed_size(leaf)
-        return leaf if known is None else known
+        value = fixed_size(leaf)
+        return leaf if value is None else value
     if isinstance(leaf, torch.SymFloat):
         return float(leaf)
     return bool(leaf) if isinstance(leaf, torch.SymBool) else leaf
@@ -206,12 +211,12 @@ def _number(leaf: Any) -> Any:
 def _links(record: RecordedCall, keys: Mapping[str, int]) -> list[int]:
     """The recorded links as flat pairs of positions."""
     sources = record.count + len(keys)
-    found = []
+    links = []
     for result, source in sorted(record.links, key=str):
         place = keys.get(source) if isinstance(source, str) else source if source >= 0 else sources - 1 - source
         if place is not None:
-            found += [result, place]
-    return found
+            links += [result, place]
+    return links
 
 
 def rule(

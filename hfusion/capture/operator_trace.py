@@ -293,12 +293,12 @@ def differing_places(mine: OperatorTrace, other: OperatorTrace) -> dict[int, dic
     unlike = {
         place for place, (a, b) in enumerate(zip(mine.made, other.made, strict=True)) if not (a is b or _equal(a, b))
     }
-    found: dict[int, dict[tuple[Any, ...], tuple[Any, Any]]] = {}
+    differing: dict[int, dict[tuple[Any, ...], tuple[Any, Any]]] = {}
     for number, (a, b) in enumerate(zip(mine.calls, other.calls, strict=True)):
         places = dict(_differing(a.arguments, b.arguments, (), mine, other, unlike))
         if places:
-            found[number] = places
-    return found
+            differing[number] = places
+    return differing
 
 
 def _equal(mine: Tensor, other: Tensor) -> bool:
@@ -313,8 +313,8 @@ def _differing(
         for name, item in a.items():
             yield from _differing(item, b[name], (*path, name), mine, other, unlike)
     elif isinstance(a, tuple):
-        for place, (one, two) in enumerate(zip(a, b, strict=True)):
-            yield from _differing(one, two, (*path, place), mine, other, unlike)
+        for place, (of_a, of_b) in enumerate(zip(a, b, strict=True)):
+            yield from _differing(of_a, of_b, (*path, place), mine, other, unlike)
     elif isinstance(a, TensorRef):
         if a.kind == "made" and a.place in unlike:
             yield path, (mine.made[a.place], other.made[a.place])

@@ -146,18 +146,18 @@ def run(
         if watching is not None and isinstance(x, Listed):
             watching.took(x)
     first, place = calls[numbers[0]], next_call()
-    given = [own_rows(x, members) for x in (*(_inputs_apart(inputs) if first.addresses else inputs), *changing)]
+    rows_of = [own_rows(x, members) for x in (*(_inputs_apart(inputs) if first.addresses else inputs), *changing)]
     memory = [x if isinstance(x, Listed) else Listed([x] * members) for x in (*inputs, *changing)]
     shared = [x for x in alive if not isinstance([*inputs, *changing][x], Listed)]
     rows = []
     with _unchanged([memory[x][0] for x in shared], f"{first.path} of a model"):
         for member, number in enumerate(numbers):
             call = calls[number]
-            own = [memory[x][member] for x in alive if x not in shared]
+            watched = [memory[x][member] for x in alive if x not in shared]
             weights = own_leaves([x[member] if isinstance(x, Listed) else x for x in fixed])
-            with _unchanged(own, f"{call.path} of model {member}"), seeded(place, member):
-                rows.append(_run_member(call, member, [x[member] for x in given], weights, apart, alive, sizes))
-            for mine, row in list(zip(given, memory, strict=True))[len(inputs) :]:
+            with _unchanged(watched, f"{call.path} of model {member}"), seeded(place, member):
+                rows.append(_run_member(call, member, [x[member] for x in rows_of], weights, apart, alive, sizes))
+            for mine, row in list(zip(rows_of, memory, strict=True))[len(inputs) :]:
                 _tell_version(mine[member], row[member])
     return [_stack(first, parts) for parts in zip(*rows, strict=True)]
 
@@ -184,12 +184,12 @@ def _tell_version(row: Tensor, memory: Tensor) -> None:
 @contextmanager
 def _unchanged(tensors: Sequence[Tensor], who: str) -> Iterator[None]:
     """Put back ``tensors`` as they were, and raise a FusionError if they have changed, however that was done."""
-    kept = [tensor.detach().clone() for tensor in tensors]
+    copies = [tensor.detach().clone() for tensor in tensors]
     changed: list[Tensor] = []
     try:
         yield
     finally:
-        for tensor, before in zip(tensors, kept, strict=True):
+        for tensor, before in zip(tensors, copies, strict=True):
             if not _same_bits(tensor.detach(), before):
                 changed.append(before)
                 with torch.inference_mode(tensor.is_inference()):
@@ -208,40 +208,40 @@ def _writes(who: str, tensor: Tensor) -> str:
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def _same_bits(before: Tensor, after: Tensor) -> bool:
     """Equal also where a value is not a number."""
-    if not is_plain(one):
+    if not is_plain(before):
         return True
-    one, other = (torch.view_as_real(x) if x.is_complex() else x for x in (one, other))
-    bits = _BITS[one.element_size()]
-    return torch.equal(one.view(bits), other.view(bits))
+    before, after = (torch.view_as_real(x) if x.is_complex() else x for x in (before, after))
+    bits = _BITS[before.element_size()]
+    return torch.equal(before.view(bits), after.view(bits))
 
 
 def _run_member(
     call: OpaqueCall,
     member: int,
-    given: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     weights: Sequence[Tensor],
     apart: Sequence[int],
     alive: Sequence[int],
     sizes: Sequence[int],
 ) -> list[Tensor]:
-    count = len(given) - len(call.changing)
-    inputs = [_prepared(call, place, x) for place, x in enumerate(given[:count])]
-    held = [*inputs, *given[count:]]
+    count = len(tensors) - len(call.changing)
+    inputs = [_prepared(call, place, x) for place, x in enumerate(tensors[:count])]
+    held = [*inputs, *tensors[count:]]
     versions = [_version(x) for x in held]
     arguments, numbers = iter(inputs), iter(sizes)
     leaves = [_next(leaf, arguments, numbers) for leaf in call.leaves]
     args, kwargs = (leaves, {}) if call.positional else pytree.tree_unflatten(leaves, call.spec)
-    own = dict(zip((*call.fixed, *call.changing), (*weights, *given[count:]), strict=True))
-    with _filled(call, member, own) as body, torch.set_grad_enabled(call.grad and torch.is_grad_enabled()):
+    registered = dict(zip((*call.fixed, *call.changing), (*weights, *tensors[count:]), strict=True))
+    with _filled(call, member, registered) as body, torch.set_grad_enabled(call.grad and torch.is_grad_enabled()):
         output = _called(call, member, body, args, kwargs)
-    found = _results(call, member, output, inputs, sizes)
+    results = _results(call, member, output, inputs, sizes)
     for place in [*range(count), *(place for place in alive if place >= count)]:
         if _version(held[place]) != versions[place] and place not in call.written:
             raise FusionError(_writes(f"{call.path} of model {member}", held[place]))
-    _check_apart(call, member, found, [*inputs, *own.values()], apart)
-    return list(map(own_memory, found)) if call.addresses else found
+    _check_apart(call, member, results, [*inputs, *registered.values()], apart)
+    return list(map(own_memory, results)) if call.addresses else results
 
 
 def _called(call: OpaqueCall, member: int, body: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -301,9 +301,9 @@ def _check_shape(call: OpaqueCall, who: str, leaf: Any, expected: Result, shape:
     alike = isinstance(leaf, Tensor) and leaf.dim() == len(shape)
     if alike and (expected.free or list(leaf.shape) == shape):
         return
-    told = f"a result of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else _told(leaf)
+    description = f"a result of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else _told(leaf)
     raise (OtherSizes if alike and call.open_sizes else FusionError)(
-        f"{who} gave {told}, where it gave {tuple(shape)} when it was captured; shapes that depend on "
+        f"{who} gave {description}, where it gave {tuple(shape)} when it was captured; shapes that depend on "
         f"values cannot be fused. It runs member by member, since {call.why}"
     )
 
@@ -318,9 +318,9 @@ def _check_apart(
     around = [*sources, *results]
     for k, place in zip(apart[::2], apart[1::2], strict=True):
         if overlap(results[k], around[place]):
-            what = "one tensor twice" if place >= len(sources) else "its input or a tensor of its own"
+            result = "one tensor twice" if place >= len(sources) else "its input or a tensor of its own"
             raise FusionError(
-                f"{call.path} of model {member} gives back {what}, or a view of it, which is changed in place later; "
+                f"{call.path} of model {member} gives back {result}, or a view of it, which is changed in place later; "
                 "when it was captured it did not: give back a copy"
             )
 
@@ -334,17 +334,17 @@ def _stack(call: OpaqueCall, parts: Sequence[Tensor]) -> Tensor:
         )
     kinds = {(part.shape, part.dtype, part.device) for part in parts}
     if len(kinds) > 1:
-        told = ", ".join(f"{tuple(part.shape)} {part.dtype} {part.device}" for part in parts)
+        descriptions = ", ".join(f"{tuple(part.shape)} {part.dtype} {part.device}" for part in parts)
         raise FusionError(
-            f"{call.path} gave different results for the members: {told}; an array stacks them, so shapes that "
+            f"{call.path} gave different results for the members: {descriptions}; an array stacks them, so shapes that "
             "depend on values cannot be fused: use a form of fixed size, such as torch.where, and one dtype and device"
         )
     return join(parts)
 
 
 @contextmanager
-def _filled(call: OpaqueCall, member: int, own: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-    """The member's submodule around the tensors of ``own``; what it leaves elsewhere is written back into these.
+def _filled(call: OpaqueCall, member: int, registered: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+    """The member's submodule around the tensors of ``registered``; what it leaves elsewhere is written back into these.
 
     The tensors stay when the call is over: a checkpoint runs the body again in backward.
     """
@@ -352,7 +352,7 @@ def _filled(call: OpaqueCall, member: int, own: Mapping[str, Tensor]) -> Iterato
     places = []
     substitutes: dict[int, Tensor] = {}
     changing = frozenset(call.changing)
-    for (holder, name, key), tensor in zip(call.holders(member), own.values(), strict=True):
+    for (holder, name, key), tensor in zip(call.holders(member), registered.values(), strict=True):
         # Who assigns a buffer anew leaves the old one as it was, for backward.
         mine = own_memory(tensor) if call.addresses or key in call.assigned else tensor
         # In its present memory, as forward may give the tensor another.
@@ -369,7 +369,7 @@ def _filled(call: OpaqueCall, member: int, own: Mapping[str, Tensor]) -> Iterato
     finally:
         for holder, name, key, mine, version, memory in places:
             after = holder.get(name)
-            holder[name] = own[key]
+            holder[name] = registered[key]
             if after is mine and after.data_ptr() == memory.data_ptr():
                 continue
             # A parameter may move without a change, as those of an RNN do.
@@ -377,7 +377,7 @@ def _filled(call: OpaqueCall, member: int, own: Mapping[str, Tensor]) -> Iterato
                 seen = after is not mine or (key in changing and _version(after) != version)
                 _write_back(f"{call.path} of model {member} assigns {key} anew", memory, after, seen)
         if call.references:
-            _put(call, member, {id(mine): own[key] for _, _, key, mine, *_ in places})
+            _put(call, member, {id(mine): registered[key] for _, _, key, mine, *_ in places})
 
 
 def _put(call: OpaqueCall, member: int, substitutes: Mapping[int, Tensor]) -> None:
@@ -385,10 +385,12 @@ def _put(call: OpaqueCall, member: int, substitutes: Mapping[int, Tensor]) -> No
         reference.put(call.bodies[member], substitutes)
 
 
-def _write_back(what: str, memory: Tensor, after: Any, seen: bool) -> None:
+def _write_back(description: str, memory: Tensor, after: Any, seen: bool) -> None:
     """``after`` into ``memory``; ``seen`` by autograd, as a tensor's ``data`` is not."""
     kinds = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in (memory, after)]
     if kinds[0] != kinds[1] or isinstance(after, nn.Parameter):
-        raise FusionError(f"{what}, as something else than a buffer of the same shape, dtype and device; write into it")
+        raise FusionError(
+            f"{description}, as something else than a buffer of the same shape, dtype and device; write into it"
+        )
     with torch.no_grad():
         (memory if seen else memory.data).copy_(after.detach())

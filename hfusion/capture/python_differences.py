@@ -30,9 +30,15 @@ def differing_attributes(ours: Sequence[nn.Module], theirs: Sequence[nn.Module],
 
 
 def _attributes(ours: Sequence[nn.Module], theirs: Sequence[nn.Module], names: tuple[str, str]) -> Iterator[str]:
-    here, there = [contents(model) for model in ours], [contents(model) for model in theirs]
-    keys = dict.fromkeys(key for found in (here[0], there[0]) for key in found)
-    apart = [key for key in keys if {found.get(key) for found in here}.isdisjoint(found.get(key) for found in there)]
+    our_contents, their_contents = [contents(model) for model in ours], [contents(model) for model in theirs]
+    keys = dict.fromkeys(key for attributes in (our_contents[0], their_contents[0]) for key in attributes)
+    apart = [
+        key
+        for key in keys
+        if {attributes.get(key) for attributes in our_contents}.isdisjoint(
+            attributes.get(key) for attributes in their_contents
+        )
+    ]
     mine, other = _values(ours[0]), _values(theirs[0])
     for key in sorted(apart, key=lambda key: isinstance(mine.get(key), float)):
         if key not in mine or key not in other:
@@ -119,23 +125,23 @@ class DifferingNumbers:
 
     @staticmethod
     def of(model: nn.Module, others: Sequence[nn.Module]) -> DifferingNumbers:
-        here = contents(model)
+        own_contents = contents(model)
         closed = modeless_fingerprint(model)[1:]
         numbers: list[_Number | None] = []
         for other in others:
-            there = contents(other)
-            if here.keys() != there.keys() or modeless_fingerprint(other)[1:] != closed:
+            its_contents = contents(other)
+            if own_contents.keys() != its_contents.keys() or modeless_fingerprint(other)[1:] != closed:
                 numbers.append(None)
                 continue
-            for key in (key for key in here if here[key] != there[key]):
+            for key in (key for key in own_contents if own_contents[key] != its_contents[key]):
                 path, _, name = key.rpartition(".")
                 mine, theirs = (vars(m.get_submodule(path)).get(name, _ABSENT) for m in (model, other))
                 numbers += _differing((name,), mine, theirs, MAX_DEPTH)
-        known = [number for number in numbers if number is not None]
+        named = [number for number in numbers if number is not None]
         return DifferingNumbers(
-            frozenset(name for number in known for name in number.names),
-            frozenset(number.names[-1] for number in known),
-            tuple(number.value for number in known),
+            frozenset(name for number in named for name in number.names),
+            frozenset(number.names[-1] for number in named),
+            tuple(number.value for number in named),
             None in numbers,
         )
 
@@ -185,13 +191,13 @@ def _differing(names: tuple[str, ...], mine: Any, other: Any, depth: int) -> Ite
         return
     if mine is other:
         return
-    here, there = parts_of(mine), parts_of(other)
-    if type(mine) is not type(other) or here.keys() != there.keys() or depth == 0:
+    own_parts, other_parts = parts_of(mine), parts_of(other)
+    if type(mine) is not type(other) or own_parts.keys() != other_parts.keys() or depth == 0:
         yield None
-    elif not here:
+    elif not own_parts:
         if isinstance(mine, Tensor | nn.Module) or repr(mine) != repr(other):
             yield None
     else:
-        for name, part in here.items():
+        for name, part in own_parts.items():
             step = (name[1:],) if name.startswith(".") else (name.strip("[]'\""), names[-1])
-            yield from _differing((*names, *step), part, there[name], depth - 1)
+            yield from _differing((*names, *step), part, other_parts[name], depth - 1)

@@ -84,12 +84,12 @@ def _unreadable(number: Any, source: str) -> Any:
     return number
 
 
-def _refusal(frame: FrameType, what: str) -> FusionError:
+def _refusal(frame: FrameType, read: str) -> FusionError:
     remedy = "compute with the tensor, such as by torch.where"
     if _module(frame).startswith("torch.distributions"):
         remedy = "it is a check of torch.distributions, which validate_args=False leaves out"
     return FusionError(
-        f"{_line(frame)} reads {what} of a tensor in Python, which differs between members and calls; {remedy}"
+        f"{_line(frame)} reads {read} of a tensor in Python, which differs between members and calls; {remedy}"
     )
 
 
@@ -196,9 +196,9 @@ class RefusedReads(TorchFunctionMode):
         restrided: whether some of these lie otherwise in memory than the original's did, and so what follows.
     """
 
-    def __init__(self, own: Collection[Tensor], restrided: bool) -> None:
+    def __init__(self, registered: Collection[Tensor], restrided: bool) -> None:
         super().__init__()
-        self._own, self._restrided = own, restrided
+        self._own, self._restrided = registered, restrided
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -288,8 +288,8 @@ def truth_without_raise(frame: FrameType) -> bool | None:
     jump = instructions[place].opname
     if not jump.endswith(("_TRUE", "_FALSE")):
         return None
-    ways = instructions[place].argval, instructions[place + 1].offset
-    raising = [_only_raises(frame.f_code, offset) for offset in ways]
+    branches = instructions[place].argval, instructions[place + 1].offset
+    raising = [_only_raises(frame.f_code, offset) for offset in branches]
     if raising[0] == raising[1]:
         return None
     # With a value of this truth the code jumps.

@@ -38,12 +38,12 @@ def restored(module: nn.Module) -> Iterator[Callable[[], None]]:
     Yields: a function that puts everything back at once.
     """
     undo: list[Callable[[], object]] = []
-    met: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
     for part in module.modules():
-        _remember(part, undo, met)
+        _remember(part, undo, visited)
     holders = variable_holders(module)
     for holder, names in holders.items():
-        _remember_variables(holder, names, undo, met)
+        _remember_variables(holder, names, undo, visited)
     filled = _filled(holders)
 
     def back() -> None:
@@ -63,10 +63,10 @@ def restored(module: nn.Module) -> Iterator[Callable[[], None]]:
 def attributes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put back, at the end, the attributes of ``modules`` and their submodules, as `restored` does."""
     undo: list[Callable[[], object]] = []
-    met: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
     for module in modules:
         for part in module.modules():
-            _remember(part, undo, met)
+            _remember(part, undo, visited)
     try:
         yield
     finally:
@@ -99,7 +99,7 @@ def variable_holders(module: nn.Module) -> dict[Any, frozenset[str]]:
 
     With each the names of its variables: of a class all, of a file those that code of the classes reads or writes.
     """
-    found: dict[Any, frozenset[str]] = {}
+    holders: dict[Any, frozenset[str]] = {}
     waiting: list[types.FunctionType] = []
     kinds: dict[type, None] = {}
     for part in module.modules():
@@ -107,9 +107,9 @@ def variable_holders(module: nn.Module) -> dict[Any, frozenset[str]]:
         waiting += _functions_in(part)
     for kind in kinds:
         if is_user_code(kind.__module__):
-            found[kind] = frozenset(name for name in vars(kind) if not name.startswith("__"))
+            holders[kind] = frozenset(name for name in vars(kind) if not name.startswith("__"))
         waiting += _functions_in(kind)
-    return found | _files(waiting)
+    return holders | _files(waiting)
 
 
 def _functions_in(holder: Any) -> list[types.FunctionType]:
@@ -118,19 +118,19 @@ def _functions_in(holder: Any) -> list[types.FunctionType]:
 
 def _files(functions: list[types.FunctionType]) -> dict[Any, frozenset[str]]:
     """The files of functions and of what these call, with the names that they use there."""
-    found: dict[Any, set[str]] = {}
-    met: set[types.CodeType] = set()
+    names_of_files: dict[Any, set[str]] = {}
+    visited: set[types.CodeType] = set()
     waiting = list(functions)
     while waiting:
         function = waiting.pop()
         file = sys.modules.get(function.__module__ or "")
-        if function.__code__ in met or file is None or not is_user_code(function.__module__):
+        if function.__code__ in visited or file is None or not is_user_code(function.__module__):
             continue
-        met.add(function.__code__)
+        visited.add(function.__code__)
         names = frozenset(names_in(function.__code__).variables)
-        found.setdefault(file, set()).update(names)
+        names_of_files.setdefault(file, set()).update(names)
         waiting += [code for name in names & vars(file).keys() for code in functions_behind(vars(file)[name])]
-    return {file: frozenset(names) for file, names in found.items()}
+    return {file: frozenset(names) for file, names in names_of_files.items()}
 
 
 def functions_behind(value: Any) -> Iterator[types.FunctionType]:
@@ -189,8 +189,8 @@ def comparable(value: Any, alive: dict[int, Any], depth: int = 3) -> Any:
     return type(value), frozenset(items) if isinstance(value, set) else tuple(items)
 
 
-def _remember(value: Any, undo: list[Callable[[], object]], met: dict[int, Any], objects: bool = True) -> None:
-    """Note in ``undo`` how ``value`` and what it holds come back; ``met`` keeps what was seen, so that ids last.
+def _remember(value: Any, undo: list[Callable[[], object]], visited: dict[int, Any], objects: bool = True) -> None:
+    """Note in ``undo`` how ``value`` and what it holds come back; ``visited`` keeps what was seen, so that ids last.
 
     ``objects``: also inside of objects and closures, not of lists and the like only.
     """
@@ -198,9 +198,9 @@ def _remember(value: Any, undo: list[Callable[[], object]], met: dict[int, Any],
     while waiting:
         item = waiting.pop()
         # What stands in for a submodule notes its calls, which are no state of the model.
-        if id(item) in met or isinstance(item, _ATOMS) or is_intercepted(item):
+        if id(item) in visited or isinstance(item, _ATOMS) or is_intercepted(item):
             continue
-        met[id(item)] = item
+        visited[id(item)] = item
         if isinstance(item, torch.Generator):
             undo.append(functools.partial(item.set_state, item.get_state()))
         elif isinstance(item, nn.Module) and is_array(item):
@@ -269,22 +269,22 @@ def _refill(holder: Any, items: list[Any]) -> None:
 
 
 def _remember_variables(
-    holder: Any, names: frozenset[str], undo: list[Callable[[], object]], met: dict[int, Any]
+    holder: Any, names: frozenset[str], undo: list[Callable[[], object]], visited: dict[int, Any]
 ) -> None:
-    known = {name: value for name, value in list(vars(holder).items()) if name in names}
-    for value in known.values():
-        _remember(value, undo, met, objects=False)
+    before = {name: value for name, value in list(vars(holder).items()) if name in names}
+    for value in before.values():
+        _remember(value, undo, visited, objects=False)
     # A class may get variables of any name; those of a file are made by the names in code.
-    undo.append(functools.partial(_reset_variables, holder, known, None if isinstance(holder, type) else names))
+    undo.append(functools.partial(_reset_variables, holder, before, None if isinstance(holder, type) else names))
 
 
-def _reset_variables(holder: Any, known: dict[str, Any], names: frozenset[str] | None) -> None:
+def _reset_variables(holder: Any, before: dict[str, Any], names: frozenset[str] | None) -> None:
     now = {name: value for name, value in list(vars(holder).items()) if names is None or name in names}
     for name in [name for name, value in now.items() if isinstance(value, VALUES) and not name.startswith("__")]:
-        if name not in known:
+        if name not in before:
             delattr(holder, name)
-        elif known[name] is not now[name]:
-            setattr(holder, name, known[name])
+        elif before[name] is not now[name]:
+            setattr(holder, name, before[name])
 
 
 def _filled(holders: Iterable[Any]) -> dict[Any, int]:

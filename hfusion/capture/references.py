@@ -54,24 +54,24 @@ def references(module: nn.Module, used: frozenset[str]) -> tuple[Reference, ...]
         used: names that forward may read, see `names_of`; optimizers under other names are left out.
     """
     names = {id(tensor): name for name, tensor in tensors(module)}
-    met: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
     return tuple(
         Reference(path, steps, held)
         for path, part in module.named_modules()
         for name, value in python_attributes(part)
-        for steps, held in _slots(value, (name,), names, met, name in used)
+        for steps, held in _slots(value, (name,), names, visited, name in used)
     )
 
 
 def _slots(
-    value: Any, steps: Steps, names: Mapping[int, str], met: dict[int, Any], used: bool
+    value: Any, steps: Steps, names: Mapping[int, str], visited: dict[int, Any], used: bool
 ) -> Iterator[tuple[Steps, frozenset[str]]]:
     held = frozenset(_held(value, names))
     if held:
         yield steps, held
-    if isinstance(value, (*_LEAVES, Tensor)) or id(value) in met or (not used and is_optimizer(value)):
+    if isinstance(value, (*_LEAVES, Tensor)) or id(value) in visited or (not used and is_optimizer(value)):
         return
-    met[id(value)] = value
+    visited[id(value)] = value
     items: list[tuple[str | tuple[Any], Any]] = []
     if isinstance(value, Mapping):
         items += [((key,), item) for key, item in list(value.items())]
@@ -82,7 +82,7 @@ def _slots(
     for step, item in items:
         # A tuple is replaced as a whole; what it leads to is not in it.
         if not isinstance(value, tuple) or not _held(item, names):
-            yield from _slots(item, (*steps, step), names, met, used)
+            yield from _slots(item, (*steps, step), names, visited, used)
 
 
 def is_optimizer(value: Any) -> bool:

@@ -40,7 +40,7 @@ def _shared_memory(named: Mapping[str, Tensor]) -> frozenset[tuple[str, str]]:
 
 def check_registered(module: nn.Module, before: Registered, member: nn.Module) -> None:
     """Raise a FusionError for what forward did to tensors that a stack cannot follow."""
-    now, given = dict(tensors(member)), dict(tensors(module))
+    now, originals = dict(tensors(member)), dict(tensors(module))
     for name in {**now, **before.named}:
         if name not in now or name not in before.named:
             verb = "registers" if name in now else "takes away"
@@ -49,17 +49,17 @@ def check_registered(module: nn.Module, before: Registered, member: nn.Module) -
                 "models, in that function), or let __init__ do so, or keep a table as an attribute"
             )
         old, new = before.named[name], now[name]
-        for what in ("shape", "dtype", "device", "requires_grad"):
-            a, b = getattr(given[name], what), getattr(new, what)
-            if a != b and not (what == "requires_grad" and not isinstance(old, nn.Parameter)):
+        for flag in ("shape", "dtype", "device", "requires_grad"):
+            a, b = getattr(originals[name], flag), getattr(new, flag)
+            if a != b and not (flag == "requires_grad" and not isinstance(old, nn.Parameter)):
                 raise FusionError(
-                    f"forward changes {what} of {name} from {a} to {b}, where an array has one stack for all calls; "
+                    f"forward changes {flag} of {name} from {a} to {b}, where an array has one stack for all calls; "
                     "call each model once before fusing, or keep a table that grows as an attribute, not as a buffer"
                 )
     _check_ties(before, ties(now))
-    for one, other in _shared_memory(now) - before.shared:
-        if one != other:
-            raise FusionError(f"forward makes {one} and {other} share memory; assign a clone() to one of them")
+    for first, second in _shared_memory(now) - before.shared:
+        if first != second:
+            raise FusionError(f"forward makes {first} and {second} share memory; assign a clone() to one of them")
     for name, _ in module.named_parameters():
         if now[name] is not before.named[name]:
             raise FusionError(

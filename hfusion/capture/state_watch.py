@@ -159,17 +159,17 @@ class StateReader:
 
     def reach(self, roots: Iterable[Any]) -> State:
         """The state within reach of ``roots``: modules without their submodules, objects, containers."""
-        found: dict[int | str, Sequence[tuple[Any, Any]]] = {}
+        items_of: dict[int | str, Sequence[tuple[Any, Any]]] = {}
         waiting = list(roots)
         while waiting:
             holder = waiting.pop()
-            if id(holder) in found:
+            if id(holder) in items_of:
                 continue
             self._alive[id(holder)] = holder
             items = list(_items(holder))
-            found[id(holder)] = [(name, self._identity(value)) for name, value in items]
+            items_of[id(holder)] = [(name, self._identity(value)) for name, value in items]
             waiting += [value for _, value in items if not isinstance(value, _LEAVES)]
-        return found
+        return items_of
 
     def assignable(self, state: State) -> Set[Any]:
         """The attributes in ``state`` of modules, and of objects whose classes are in files that define modules.
@@ -220,7 +220,7 @@ def _items(holder: Any) -> Iterator[tuple[Any, Any]]:
     yield from python_attributes(holder) if isinstance(holder, nn.Module) else parts(holder)
 
 
-def hide(island: Island, module: nn.Module, left: Mapping[tuple[str, str], Any]) -> None:
+def hide(island: Island, module: nn.Module, assigned: Mapping[tuple[str, str], Any]) -> None:
     """Put what raises when it is read into the attributes that a loop over members may set.
 
     Args:
@@ -231,11 +231,11 @@ def hide(island: Island, module: nn.Module, left: Mapping[tuple[str, str], Any])
     for path, part in module.named_modules():
         for name, value in python_attributes(part):
             # Code asks whether there is a value: after a call that left None there is none.
-            if (path, name) in left and left[path, name] is None:
+            if (path, name) in assigned and assigned[path, name] is None:
                 vars(part)[name] = None
-            elif (path, name) in left or name in written:
+            elif (path, name) in assigned or name in written:
                 where = ".".join(filter(None, (island.path, path, name)))
-                tensor = isinstance(left.get((path, name), value), Tensor)
+                tensor = isinstance(assigned.get((path, name), value), Tensor)
                 vars(part)[name] = _unseen_tensor(where) if tensor else _Unseen(where)
 
 

@@ -103,13 +103,13 @@ class Variables:
         return True
 
     def _add(self, holder: _Holder, without: frozenset[str]) -> None:
-        left = [name for name in sorted(holder.names) if f"{holder.title}{name}" not in without]
-        values = [holder.read(name) for name in left]
-        if left and not isinstance(holder.held, types.CellType):
-            self._groups.append((_reader(holder.held, left), _table(holder.held), (*values, values[-1])))
-        elif left:
+        names = [name for name in sorted(holder.names) if f"{holder.title}{name}" not in without]
+        values = [holder.read(name) for name in names]
+        if names and not isinstance(holder.held, types.CellType):
+            self._groups.append((_reader(holder.held, names), _table(holder.held), (*values, values[-1])))
+        elif names:
             self._groups.append((_cells, holder.held, (values[0],)))
-        for name, value in zip(left, values, strict=True):
+        for name, value in zip(names, values, strict=True):
             title = f"{holder.title}{name}"
             self.values[title] = content(value)
             self.readers[title] = frozenset(holder.names[name])
@@ -192,8 +192,10 @@ class _CodeSearch:
         for model in models:
             for path, part in model.named_modules():
                 self._parts.setdefault(type(part), set()).add(path)
-                own = [f for value in list(vars(part).values()) if callable(value) for f in functions_behind(value)]
-                self._own.setdefault(type(part), []).extend(own)
+                functions = [
+                    f for value in list(vars(part).values()) if callable(value) for f in functions_behind(value)
+                ]
+                self._own.setdefault(type(part), []).extend(functions)
         self.named: set[str] = {"forward", "__call__", "__getattr__"}
         self.variables: set[str] = set()
         self._holders: dict[int, _Holder] = {}
@@ -212,13 +214,13 @@ class _CodeSearch:
         return [holder for holder in self._holders.values() if holder.names]
 
     def _follow(self, kind: type, paths: set[str]) -> None:
-        met: set[int] = set()
+        visited: set[int] = set()
         waiting = [*self._own[kind], *self._methods(kind)]
         while waiting:
             function = waiting.pop()
-            if id(function) in met or not is_user_code(function.__module__):
+            if id(function) in visited or not is_user_code(function.__module__):
                 continue
-            met.add(id(function))
+            visited.add(id(function))
             names, variables = _attributes_named(function), _variables_named(function)
             self.named |= names
             self.variables |= variables
@@ -250,15 +252,21 @@ class _CodeSearch:
                 self._note(f"{kind.__qualname__}.", kind, name, paths)
 
     def _named_in(
-        self, title: str, space: dict[str, Any], variables: set[str], names: set[str], paths: set[str], met: set[int]
+        self,
+        title: str,
+        space: dict[str, Any],
+        variables: set[str],
+        names: set[str],
+        paths: set[str],
+        visited: set[int],
     ) -> Iterator[types.FunctionType]:
         """Note the ``variables`` of a file, and the attributes ``names`` of these; yield the functions among them."""
-        met.add(id(space))
+        visited.add(id(space))
         for name in variables & space.keys():
             value = space[name]
             if isinstance(value, types.ModuleType):
-                if is_user_code(value.__name__) and id(vars(value)) not in met:
-                    yield from self._named_in(value.__name__, vars(value), names, names, paths, met)
+                if is_user_code(value.__name__) and id(vars(value)) not in visited:
+                    yield from self._named_in(value.__name__, vars(value), names, names, paths, visited)
                 continue
             self._note(f"{title}.", space, name, paths)
             yield from self._inside(name, value, names, paths)
@@ -288,8 +296,8 @@ class _CodeSearch:
 
 def _attributes(value: Any) -> frozenset[str]:
     """The names that an object has, itself and not by its class."""
-    own = getattr(value, "__dict__", None)
-    return slots(type(value)).union(own if isinstance(own, dict) else ())
+    attributes = getattr(value, "__dict__", None)
+    return slots(type(value)).union(attributes if isinstance(attributes, dict) else ())
 
 
 _UNREAD = (Tensor, nn.Module, logging.Logger, types.ModuleType, *_CONTAINERS)
