@@ -33,9 +33,8 @@ from hfusion.capture.eager_runs import (
     spoiled,
     twin,
 )
-from hfusion.capture.named import tensors
+from hfusion.capture.named import REMEDY, Registered, check_registered, tensors
 from hfusion.capture.python_state import restored, variables
-from hfusion.capture.registered import REMEDY, Registered, check_registered
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 

@@ -31,10 +31,9 @@ from hfusion.capture.export_context import (
     transforms,
 )
 from hfusion.capture.inlined import inlined
-from hfusion.capture.lengths import open_lengths, original
 from hfusion.capture.python_reads import PythonReads
 from hfusion.capture.python_state import restored
-from hfusion.capture.size_uses import size_uses
+from hfusion.capture.specialized_dims import open_lengths, original, size_uses
 from hfusion.core.copies import aliases, are_contiguous, contiguous_aliases
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from hfusion.capture.lengths import original
 from hfusion.capture.own_code import calls
+from hfusion.capture.specialized_dims import original
 from hfusion.core.errors import FusionError
 from hfusion.ops.random import LIKE
 from hfusion.passes.islands import OPAQUE

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hfusion.capture.attribute_values import contents, modeless_fingerprint
-from hfusion.capture.size_uses import SizeUse
+from hfusion.capture.specialized_dims import SizeUse
 from hfusion.capture.variable_guards import names_of
 
 # Attributes that a message names, and letters of a value that it shows.

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.size_uses import NUMBER_OPERATORS
+from hfusion.capture.specialized_dims import NUMBER_OPERATORS
 from hfusion.core.errors import FusionError
 from hfusion.passes.expected import EXPECT
 

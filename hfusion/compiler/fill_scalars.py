@@ -21,7 +21,7 @@ from hfusion.capture.named import tensors
 from hfusion.capture.operator_trace import OperatorTrace, differing_places, trace_operators
 from hfusion.capture.own_code import OpaqueCall
 from hfusion.capture.python_differences import DifferingNumbers
-from hfusion.capture.size_uses import SizeUse
+from hfusion.capture.specialized_dims import SizeUse
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import Guards
 from hfusion.core.program import Capture, Kind, Slot

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.lengths import recurrent
+from hfusion.capture.specialized_dims import recurrent
 from hfusion.compiler.arguments import BATCHED
 from hfusion.compiler.bound import BoundProgram, Place
 from hfusion.compiler.graph_text import Unwritable

@@ -1,0 +1,237 @@
+"""What specializes a size that varies while forward is traced, and what may depend on such a size.
+
+To know the shapes that a recurrent layer gives, torch's tracers write out every step. Inside `open_lengths` a layer is
+one call of an operator of our own, whose shapes follow from its arguments; `original` gives back torch's. Some other
+functions take no symbols for sizes, and are written by others that do. Tried with torch 2.13.
+
+`size_uses` notes where Python code computes with sizes that vary. A trace of a member at one size shows every number
+that reaches an operator, but not one that is compared with a size, or that a size is divided by: at another size, other
+operators may follow. Members that differ in what may stand there are captured each. Private to torch, tried on 2.13:
+the methods of ``torch.SymInt`` and ``torch.SymFloat`` for Python's operators.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+
+from hfusion.core.errors import FusionError
+from hfusion.core.guards import open_dims
+
+aten = torch.ops.aten
+
+_OPTIONS = (
+    "Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, bool bidirectional, bool batch_first"
+)
+_library = torch.library.Library("hfusion_recurrent", "DEF")
+_library.define(f"lstm(Tensor input, Tensor[] hx, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
+for _name in ("gru", "rnn_tanh", "rnn_relu"):
+    _library.define(f"{_name}(Tensor input, Tensor hx, {_OPTIONS}) -> (Tensor, Tensor)")
+
+_ours: Any = torch.ops.hfusion_recurrent
+_TRACED: dict[Any, OpOverload] = {
+    torch._VF.lstm: _ours.lstm.default,
+    torch._VF.gru: _ours.gru.default,
+    torch._VF.rnn_tanh: _ours.rnn_tanh.default,
+    torch._VF.rnn_relu: _ours.rnn_relu.default,
+}
+_ORIGINAL = {
+    _ours.lstm.default: aten.lstm.input,
+    _ours.gru.default: aten.gru.input,
+    _ours.rnn_tanh.default: aten.rnn_tanh.input,
+    _ours.rnn_relu.default: aten.rnn_relu.input,
+}
+
+
+def _output(x: Tensor, state: Tensor, bidirectional: bool) -> Tensor:
+    """All steps' hidden states, whose last dim is that of ``state``."""
+    return x.new_empty(*x.shape[:2], state.shape[-1] * (2 if bidirectional else 1))
+
+
+def _lstm(x: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
+    h, c = hx
+    return _output(x, h, options[4]), torch.empty_like(h), torch.empty_like(c)
+
+
+def _simple(x: Tensor, hx: Tensor, params: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
+    return _output(x, hx, options[4]), torch.empty_like(hx)
+
+
+def _refuse(ctx: Any, *grads: Any) -> Any:
+    raise FusionError("forward takes gradients through a recurrent layer over a varying number of steps")
+
+
+for _target in _ORIGINAL:
+    _fake: Callable[..., Any] = _lstm if _target is _ours.lstm.default else _simple
+    torch.library.register_fake(_target.name(), _fake, lib=_library)
+    torch.library.register_autograd(_target.name(), _refuse, lib=_library)
+
+
+def _layer(func: Any, x: Tensor, *rest: Any) -> Any:
+    # Otherwise the fourth is the weights of packed sequences.
+    symbolic = isinstance(rest[2], bool) and not isinstance(x.shape[1 if rest[7] else 0], int)
+    return _TRACED[func](x, *rest) if symbolic else func(x, *rest)
+
+
+def _max_pool1d(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+    options = dict(zip(names, args, strict=False)) | kwargs
+    if isinstance(input.shape[-1], int) or options.get("return_indices"):
+        return func(input, *args, **kwargs)
+    kernel, stride, padding, dilation = (_one(options.get(name)) for name in names[:4])
+    sizes = (1, kernel), (1, stride or kernel), (0, padding or 0), (1, dilation or 1)
+    return torch.max_pool2d(input.unsqueeze(-2), *sizes, options.get("ceil_mode", False)).squeeze(-2)
+
+
+def _one(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return value[0] if value else None
+    return value
+
+
+def _linspace(func: Any, start: Any, end: Any, steps: Any, **kwargs: Any) -> Any:
+    plain = not isinstance(steps, torch.SymInt) or isinstance(start, Tensor) or isinstance(end, Tensor)
+    return (func if plain else torch._refs.linspace)(start, end, steps, **kwargs)
+
+
+_WAYS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_TRACED, _layer),
+    torch.max_pool1d: _max_pool1d,
+    F.max_pool1d: _max_pool1d,
+    torch.linspace: _linspace,
+}
+
+
+class _OpenLengths(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        substitute = _WAYS.get(func)
+        return func(*args, **(kwargs or {})) if substitute is None else substitute(func, *args, **(kwargs or {}))
+
+
+def open_lengths() -> TorchFunctionMode:
+    """While active in this thread, such functions leave a length open that varies."""
+    return _OpenLengths()
+
+
+def original(target: Any) -> Any:
+    """Torch's operator for one of ours; any other target unchanged."""
+    return _ORIGINAL.get(target, target)
+
+
+def recurrent(graph: fx.Graph) -> bool:
+    """Whether a graph holds a recurrent layer over a number of steps that is open."""
+    layers = [node for node in graph.nodes if node.target in _ORIGINAL.values()]
+    return any((1 if node.args[8] else 0) in open_dims(node.args[0].meta.get("val")) for node in layers)
+
+
+_OPERATORS = (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
+    *("pow", "rpow", "lshift", "rlshift", "rshift", "rrshift", "and", "rand", "or", "ror", "xor", "rxor"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min", "divmod", "rdivmod", "int_truediv"),
+)
+_SYMBOLS = (torch.SymInt, torch.SymFloat)
+NUMBER_OPERATORS = tuple(
+    dict.fromkeys(name for kind in _SYMBOLS for name in (f"__{o}__" for o in _OPERATORS) if name in vars(kind))
+)
+"""The methods by which Python computes with symbols of numbers."""
+
+
+@dataclass(frozen=True)
+class SizeUse:
+    """A number ``other`` that met a size.
+
+    Attributes:
+        other: the number.
+        attribute: the attribute that it was read from, where the code tells; else empty.
+        in_torch: whether torch's own code brought them together.
+    """
+
+    other: int | float
+    attribute: str
+    in_torch: bool
+
+
+@contextmanager
+def size_uses() -> Iterator[list[SizeUse]]:
+    """While active, note the numbers that code of this thread brings together with sizes that vary.
+
+    A number that stands in the code itself, right of the operator, is no member's own and is left out.
+    """
+    uses: list[SizeUse] = []
+    here = threading.get_ident()
+    before = [(kind, name, vars(kind)[name]) for kind in _SYMBOLS for name in NUMBER_OPERATORS if name in vars(kind)]
+
+    def noting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(size: Any, *others: Any) -> Any:
+            if others and threading.get_ident() == here:
+                _note(uses, others[0], sys._getframe(1))
+            return method(size, *others)
+
+        return noted
+
+    for kind, name, method in before:
+        setattr(kind, name, noting(method))
+    try:
+        yield uses
+    finally:
+        for kind, name, method in before:
+            setattr(kind, name, method)
+
+
+def _note(uses: list[SizeUse], other: Any, frame: types.FrameType | None) -> None:
+    if not isinstance(other, int | float) or isinstance(other, Tensor):
+        return
+    while frame is not None and _is_plumbing(frame):
+        frame = frame.f_back
+    if frame is None:
+        return
+    module = str(frame.f_globals.get("__name__", ""))
+    if module.partition(".")[0] in ("sympy", "hfusion") or _computes_shapes(module):
+        return
+    operand = _right_operand(frame.f_code, frame.f_lasti)
+    if operand != _LITERAL:
+        uses.append(SizeUse(other, operand, module.partition(".")[0] == "torch"))
+
+
+def _is_plumbing(frame: types.FrameType) -> bool:
+    return frame.f_globals.get("__name__") in ("torch", "torch.fx.experimental.sym_node")
+
+
+def _computes_shapes(module: str) -> bool:
+    """Whether a module of torch has the rules for the shapes of operators, which take the numbers of their calls."""
+    return module.startswith("torch.") and not module.startswith(("torch.nn.", "torch.functional"))
+
+
+_LITERAL = "0"
+
+
+def _right_operand(code: types.CodeType, offset: int) -> str:
+    """Return the attribute that the right operand of the operator at ``offset`` was read from.
+
+    `_LITERAL` where it is a constant of the code, empty where the code does not tell.
+    """
+    last: dis.Instruction | None = None
+    for instruction in dis.get_instructions(code):
+        if instruction.offset == offset:
+            break
+        if instruction.opname not in ("CACHE", "EXTENDED_ARG"):
+            last = instruction
+    else:
+        return ""
+    if not instruction.opname.startswith(("BINARY_OP", "COMPARE_OP")) or last is None:
+        return ""
+    if last.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+        return _LITERAL
+    return str(last.argval) if last.opname == "LOAD_ATTR" else ""
