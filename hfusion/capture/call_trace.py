@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.eager_runs import call_on_copies, reset, twin
+from hfusion.capture.eager_runs import apart, call_on_copies, reset, twin
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.member_memory import AddressWatch
 from hfusion.capture.named import tensors
@@ -24,7 +21,6 @@ from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import same_values
-from hfusion.device.generators import draws_kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +83,10 @@ class Records:
         return [
             call
             for call in self.of(island)
-            if call is top or (top.number in call.inside and not entered.intersection(_between(call, top)))
+            if call is top
+            or (
+                top.number in call.inside and not entered.intersection(call.inside[call.inside.index(top.number) + 1 :])
+            )
         ]
 
     def children(self, island: Island) -> list[Island]:
@@ -100,10 +99,6 @@ class Records:
         """The islands that are called while ``island`` runs."""
         numbers = {call.number for call in self.of(island)}
         return frozenset(call.island for call in self.calls if numbers.intersection(call.inside))
-
-
-def _between(call: RecordedCall, top: RecordedCall) -> tuple[int, ...]:
-    return call.inside[call.inside.index(top.number) + 1 :]
 
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: Mapping[str, bool]) -> Records:
@@ -124,7 +119,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], m
     reader = StateReader(member)
     registered = dict(tensors(member))
     before = {name: _state(tensor) for name, tensor in registered.items()}
-    with restored(model), _random_kept(), torch.enable_grad(), _no_autocast(args, kwargs):
+    with restored(model), apart(member):
         recorder, state = _recorded(member, args, kwargs, reader)
         after, originals = dict(tensors(member)), dict(tensors(model))
         changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
@@ -161,23 +156,6 @@ def _state(tensor: Tensor) -> tuple[int, int]:
     """What a write changes: the version, or the memory where ``tensor.data`` is assigned."""
     # Not by its storage, which would count as code that addresses memory.
     return tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
-
-
-@contextmanager
-def _random_kept() -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with draws_kept():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-def _no_autocast(args: Any, kwargs: Any) -> torch.autocast:
-    """As in the capture: the caller's autocast acts when the program runs."""
-    kinds = [tensor.device.type for tensor in tensors_in((args, kwargs))]
-    return torch.autocast(kinds[0] if kinds else "cpu", enabled=False)
 
 
 def tensors_in(values: Any) -> list[Tensor]:

@@ -7,7 +7,7 @@ a new one is.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,15 +44,11 @@ def capture_key(
         str(spec),
         tuple(kinds),
         tuple(ties),
-        tuple((first, tuple(map(_dims, dims))) for first, dims in opened),
+        tuple((first, tuple(map(tuple, map(sorted, dims)))) for first, dims in opened),
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.are_deterministic_algorithms_enabled(),
     )
-
-
-def _dims(dims: Collection[int]) -> tuple[int, ...]:
-    return tuple(sorted(dims))
 
 
 def _kind(leaf: Any) -> Any:

@@ -154,6 +154,12 @@ class _MemberRun(fx.Interpreter):
             return super().call_function(target, args, kwargs)
 
 
+def python_random_state() -> Any:
+    """Return the state of Python's and of numpy's random numbers in a comparable form."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), name, np.asarray(keys).tobytes(), tuple(rest)
+
+
 @contextmanager
 def apart(module: nn.Module) -> Iterator[None]:
     """Random numbers, the same for every run, autocast and grad mode come back as they were."""

@@ -5,7 +5,6 @@ Source: https://docs.pytorch.org/docs/stable/export.html
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.capture.cache_or_state import Rehearsal, rehearse
 from hfusion.capture.capture_cache import capture_key, find_capture, forget_capture, keep_capture
-from hfusion.capture.eager_runs import ALIKE, Outcome, difference, run, run_graph, runnable, twin
+from hfusion.capture.eager_runs import ALIKE, Outcome, difference, python_random_state, run, run_graph, runnable, twin
 from hfusion.capture.export_context import (
     assigned_as_writes,
     counted_parts,
@@ -327,10 +325,10 @@ def _drawless(export: Callable[[], torch.export.ExportedProgram]) -> torch.expor
     Those are the process's: where other threads may have drawn, it is tried again.
     """
     for _ in range(1 if threading.active_count() == 1 else MAX_TRIES):
-        before = _outer_random_state()
+        before = python_random_state()
         with _watched(), random_states_kept():
             exported = export()
-        if _outer_random_state() == before:
+        if python_random_state() == before:
             return exported
     raise FusionError("forward draws from Python's or numpy's random numbers; draw from torch's instead")
 
@@ -351,12 +349,6 @@ def _watched() -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-
-
-def _outer_random_state() -> Any:
-    """The state of Python's and of numpy's random numbers, comparable."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), name, np.asarray(keys).tobytes(), tuple(rest)
 
 
 def _slots(specs: Sequence[Any]) -> tuple[Slot, ...]:

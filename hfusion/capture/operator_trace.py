@@ -9,13 +9,10 @@ allows there the one for checks of schemas is a base class that records nothing 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
@@ -24,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfusion.capture.attribute_values import contents
-from hfusion.capture.eager_runs import apart, runnable
+from hfusion.capture.eager_runs import apart, python_random_state, runnable
 from hfusion.capture.named import tensors
 from hfusion.capture.python_state import plain_variables, restored, variable_holders
 from hfusion.core.copies import copies
@@ -114,8 +111,11 @@ def _traced(member: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     recorder = _OperatorRecorder()
     recorder.know("own", dict(tensors(member)).items())
     recorder.know("input", enumerate(pytree.tree_leaves((args, kwargs))))
-    with apart(member), _python_draws() as draws, enable_python_dispatcher(), recorder:
-        result = member(*args, **kwargs)
+    with apart(member):
+        random_state = python_random_state()
+        with enable_python_dispatcher(), recorder:
+            result = member(*args, **kwargs)
+        draws = python_random_state() != random_state
     if draws or recorder.looks or recorder.hooked():
         return None
     if contents(member) != before or plain_variables(holders) != variables:
@@ -133,21 +133,6 @@ def _traced(member: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         ),
     )
     return OperatorTrace(tuple(recorder.calls), tuple(recorder.made), ends)
-
-
-@contextmanager
-def _python_draws() -> Iterator[list[str]]:
-    """Note draws from Python's and numpy's random numbers."""
-    draws: list[str] = []
-    before = random.getstate(), _numpy_state()
-    yield draws
-    draws += ["Python's"] if random.getstate() != before[0] else []
-    draws += ["numpy's"] if _numpy_state() != before[1] else []
-
-
-def _numpy_state() -> Any:
-    _, keys, *rest = np.random.get_state(legacy=True)
-    return np.asarray(keys).tobytes(), tuple(rest)
 
 
 class _OperatorRecorder(SchemaCheckMode):

@@ -146,7 +146,11 @@ def run(
         if watching is not None and isinstance(x, Listed):
             watching.took(x)
     first, place = calls[numbers[0]], next_call()
-    rows_of = [own_rows(x, members) for x in (*(_inputs_apart(inputs) if first.addresses else inputs), *changing)]
+    arguments = inputs
+    if first.addresses:
+        # What all members see stays where its owner put it.
+        arguments = [Listed([own_memory(row) for row in x]) if isinstance(x, Listed) else x for x in inputs]
+    rows_of = [own_rows(x, members) for x in (*arguments, *changing)]
     memory = [x if isinstance(x, Listed) else Listed([x] * members) for x in (*inputs, *changing)]
     shared = [x for x in alive if not isinstance([*inputs, *changing][x], Listed)]
     rows = []
@@ -160,11 +164,6 @@ def run(
             for mine, row in list(zip(rows_of, memory, strict=True))[len(inputs) :]:
                 _tell_version(mine[member], row[member])
     return [_stack(first, parts) for parts in zip(*rows, strict=True)]
-
-
-def _inputs_apart(inputs: Sequence[Any]) -> list[Any]:
-    """Each member's inputs in memory of their own; what all members see stays where its owner put it."""
-    return [Listed([own_memory(row) for row in x]) if isinstance(x, Listed) else x for x in inputs]
 
 
 def _version(tensor: Tensor) -> int:

@@ -190,10 +190,14 @@ def size_uses() -> Iterator[list[SizeUse]]:
             setattr(kind, name, method)
 
 
+# Modules of torch between an operator in code and the method of a symbol.
+_PLUMBING = ("torch", "torch.fx.experimental.sym_node")
+
+
 def _note(uses: list[SizeUse], other: Any, frame: types.FrameType | None) -> None:
     if not isinstance(other, int | float) or isinstance(other, Tensor):
         return
-    while frame is not None and _is_plumbing(frame):
+    while frame is not None and frame.f_globals.get("__name__") in _PLUMBING:
         frame = frame.f_back
     if frame is None:
         return
@@ -203,10 +207,6 @@ def _note(uses: list[SizeUse], other: Any, frame: types.FrameType | None) -> Non
     operand = _right_operand(frame.f_code, frame.f_lasti)
     if operand != _LITERAL:
         uses.append(SizeUse(other, operand, module.partition(".")[0] == "torch"))
-
-
-def _is_plumbing(frame: types.FrameType) -> bool:
-    return frame.f_globals.get("__name__") in ("torch", "torch.fx.experimental.sym_node")
 
 
 def _computes_shapes(module: str) -> bool:

@@ -108,7 +108,7 @@ class Variables:
         if names and not isinstance(holder.held, types.CellType):
             self._groups.append((_reader(holder.held, names), _table(holder.held), (*values, values[-1])))
         elif names:
-            self._groups.append((_cells, holder.held, (values[0],)))
+            self._groups.append((lambda cell: (_cell(cell),), holder.held, (values[0],)))
         for name, value in zip(names, values, strict=True):
             title = f"{holder.title}{name}"
             self.values[title] = content(value)
@@ -137,10 +137,6 @@ def _cell(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return _MISSING
-
-
-def _cells(cell: types.CellType) -> tuple[Any, ...]:
-    return (_cell(cell),)
 
 
 def _items(value: Any, depth: int = MAX_DEPTH) -> Iterator[tuple[Read, Any, tuple[Any, ...]]]:
