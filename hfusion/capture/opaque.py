@@ -132,9 +132,7 @@ class _Stub:
             tuple(fixed),
             tuple(changing),
             tuple(
-                _result(leaf, inputs, sizes, free=open_sizes and self._island == WHOLE)
-                if isinstance(leaf, Tensor)
-                else leaf
+                _result(leaf, inputs, sizes, free=self._island == WHOLE) if isinstance(leaf, Tensor) else leaf
                 for leaf in output
             ),
             tuple(tensor.layout is torch.strided and tensor.is_contiguous() for tensor in seen),
