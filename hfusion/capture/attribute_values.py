@@ -1,4 +1,4 @@
-"""What forward can read of a model besides its tensors, as hashable values."""
+"""The Python attributes that forward can read, as hashable values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fingerprint(model: nn.Module) -> Any:
 
 
 def modeless_fingerprint(model: nn.Module) -> Any:
-    """As `fingerprint`, but for train and eval modes."""
+    """Return the same as `fingerprint`, without train and eval modes."""
     arrays = tuple((path, m.fingerprint()) for path, m in model.named_modules() if is_array(m))
     classes = tuple(
         (path, type(m).__module__, type(m).__qualname__) for path, m in model.named_modules(remove_duplicate=False)
@@ -62,7 +62,7 @@ def _hooks(model: nn.Module) -> Iterator[Any]:
 
 
 def _closures(model: nn.Module) -> Iterator[Any]:
-    """What the functions of classes that are made per instance were closed over, in a comparable form."""
+    """Yield the closures of functions of classes that are created per instance, in a comparable form."""
     reader = _AttributeReader({}, _content, {})
     for path, module in model.named_modules(remove_duplicate=False):
         for name, function in vars(type(module)).items() if "<locals>" in type(module).__qualname__ else ():
@@ -202,7 +202,7 @@ class _AttributeReader:
         return self._object(value, where)
 
     def _holds_registered(self, module: nn.Module) -> bool:
-        """Whether all tensors of an unregistered module, if it has any, are in registered ones."""
+        """Return whether all tensors of an unregistered module, if it has any, are in registered ones."""
         return all(
             id(part) in self.registered or all(t is None for t in (*part._parameters.values(), *part._buffers.values()))
             for part in module.modules()
@@ -219,7 +219,7 @@ class _AttributeReader:
                 )
 
     def _object(self, value: Any, where: str) -> Any:
-        """An object by its attributes and by what pickling would keep; by identity where it has neither."""
+        """Read an object by its attributes and its pickled state, or by identity if it has neither."""
         parts = [vars(value)] if hasattr(value, "__dict__") else []
         try:
             with noted(Warning):
@@ -238,14 +238,14 @@ def results(model: nn.Module) -> list[Tensor]:
 
 
 def copied_result(tensor: Tensor) -> Tensor:
-    """A copy of a result that a computation left, which needs a gradient as the result does, and counts as one."""
+    """Copy a tensor with history that forward left in an attribute, as a leaf that requires grad and is marked."""
     copied = tensor.detach().clone().requires_grad_()
     setattr(copied, _RESULT, True)
     return copied
 
 
 def _items(value: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
-    """As list and tuple iterate, which classes that derive from them may forbid."""
+    """Iterate as list and tuple do: subclasses may forbid iteration."""
     return list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
 
 
@@ -261,7 +261,7 @@ def _content(value: Tensor, where: str) -> Any:
 
 
 def _digest(value: Tensor) -> Any:
-    """A tensor by its value."""
+    """Return shape, dtype and a hash of the values of a tensor."""
     if value.layout is not torch.strided or value.is_meta:
         return ("tensor", id(value))
     content = value.detach().cpu().resolve_conj().resolve_neg().flatten().clone().view(torch.uint8)

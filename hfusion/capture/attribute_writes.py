@@ -1,4 +1,4 @@
-"""Which attributes the code of modules may assign: of the module whose method it is, or of something else.
+"""Attributes that the code of modules may assign: of the module itself, or of other objects.
 
 A recorded run shows only the assignments that it makes, and not those of an equal value.
 """
@@ -121,7 +121,7 @@ _search_of_classes = functools.lru_cache(maxsize=1024)(_search)
 
 
 def _functions(source: type | types.FunctionType) -> tuple[types.FunctionType, ...]:
-    """A function, or those of a class and its bases, but for what makes objects and what is torch's."""
+    """Return a function, or the functions of a class and its bases, without `__init__` and library code."""
     if isinstance(source, types.FunctionType):
         return (source,)
     return tuple(

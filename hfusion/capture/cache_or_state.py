@@ -41,7 +41,7 @@ from hfusion.core.errors import FusionError
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a member's code gave; ``lost`` says in words what a graph of it would lose, as state in variables of files.
+    """The result of a trial run; ``lost`` describes what a graph of it would lose, such as state in global variables.
 
     ``modes``: the submodules, by path, that it left in train (True) or eval mode and had met in the other.
     """
@@ -84,7 +84,7 @@ def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Rehearsed:
-    """A member as it is before the call, and the call. ``back`` puts back what lies outside of members."""
+    """A member before the call, and the call. ``back`` restores Python state outside of the members."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -92,12 +92,12 @@ class _Rehearsed:
     back: Callable[[], None]
 
     def member(self) -> nn.Module:
-        """A copy that was not called; those before it are of no more use."""
+        """Return a copy that was not called. Copies returned earlier must not be used any more."""
         self.back()
         return twin(self.module)
 
     def warmed(self, call: Any = None) -> nn.Module:
-        """A member that was called once, with the tensors it had before."""
+        """Return a member that was called once, with the tensors that it had before the call."""
         member = self.member()
         args, kwargs = call or (self.args, self.kwargs)
         run(member, args, kwargs)
@@ -127,7 +127,7 @@ def _check_gradients(module: nn.Module, called: nn.Module) -> None:
 
 
 def _asks_for_gradients(subject: _Rehearsed, outcome: Outcome) -> str:
-    """What forward gives otherwise while gradients are off, in words; empty if nothing.
+    """Describe what forward computes differently while gradients are off; empty if nothing.
 
     It may ask torch.is_grad_enabled(), or its values whether they require a gradient, and a graph knows one answer.
     """
@@ -299,7 +299,7 @@ def _run_kept(member: nn.Module, call: Any, names: str) -> Outcome:
 
 
 def _compare_parameters(subject: _Rehearsed, names: str, cached: Mapping[str, Any]) -> set[str]:
-    """What is kept must not hold on to old parameters; the attributes whose content depends on parameters."""
+    """Check that cached values follow changed parameters; return the attributes that depend on parameters."""
     fresh = subject.member()
     change_parameters(fresh)
     theirs = run(fresh, subject.args, subject.kwargs)

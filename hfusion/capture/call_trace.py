@@ -1,4 +1,4 @@
-"""What the submodules of a model do in a real run: who calls what with what, and what happens to tensors thereby."""
+"""Record the calls of submodules in one eager run: inputs, outputs, writes, and shared memory."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _recorded(
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:
-    """What a write changes: the version, or the memory where ``tensor.data`` is assigned."""
+    """Return what a write changes: the version, or the address if ``tensor.data`` is assigned."""
     # Not by its storage, which would count as code that addresses memory.
     return tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
 

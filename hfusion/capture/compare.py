@@ -1,4 +1,4 @@
-"""Prove that models have one shape, and tell in words where they do not."""
+"""Check that models can be fused, and report the first difference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 @dataclass(frozen=True)
 class Comparison:
-    """What comparing B models found.
+    """The result of comparing B models.
 
     ``variants[b]`` numbers member b's set of scalars (dropout p, eps, ...): members of one variant share a capture.
     ``shared`` are the keys of the tensors that are one object in all models, ``partly`` those of buffers that are one
@@ -38,7 +38,7 @@ class Comparison:
     partly: frozenset[str] = frozenset()
 
     def of_members(self, chosen: Sequence[int]) -> tuple[Comparison, list[int]]:
-        """The same of some of the members; and which of the variants are left, in their new order."""
+        """Return the comparison of some of the members, and the remaining variants in their new order."""
         remaining = list(dict.fromkeys(self.variants[member] for member in chosen))
         variants = tuple(remaining.index(self.variants[member]) for member in chosen)
         return Comparison(variants, self.shared, self.partly), remaining
@@ -168,7 +168,7 @@ def _class(module: nn.Module) -> type[nn.Module]:
 
 
 def _alike(mine: type, theirs: type) -> bool:
-    """Whether two classes are one, or were made twice by the same code, as a graph module's is for every instance."""
+    """Return whether two classes are one, or created twice by the same code, as those of graph modules are."""
     if mine is theirs:
         return True
     if (mine.__module__, mine.__qualname__) != (theirs.__module__, theirs.__qualname__):
@@ -184,7 +184,7 @@ _MADE = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__qualna
 
 
 def _code(value: Any) -> Any:
-    """What a function does, without the values it was closed over; `fingerprint` holds those."""
+    """Return the code of a function, without its closure, which `fingerprint` compares."""
     if isinstance(value, types.FunctionType):
         return value.__code__
     if isinstance(value, staticmethod | classmethod):
@@ -231,7 +231,7 @@ def _check_memory(models: Sequence[nn.Module]) -> None:
 
 
 class Sharing:
-    """Which tensors are one object in several models; learnt model by model, of which none is kept alive.
+    """The tensors that are one object in several models, collected model by model without keeping any alive.
 
     ``keys``: those of tensors that are one object in all; ``partly`` as of `Comparison`.
     """

@@ -51,7 +51,7 @@ _RESULTS = (str, int)
 
 @dataclass(frozen=True, eq=False)
 class Fitness:
-    """Which islands of ``model``, whose calls are ``records``, can run by themselves."""
+    """Decides which submodules of ``model`` can run alone, from the recorded calls."""
 
     model: nn.Module
     records: Records
@@ -99,7 +99,7 @@ class Fitness:
         )
 
     def _own_only(self, island: Island, call: RecordedCall) -> bool:
-        """Whether what the call was given, and what the island holds, have their memory for themselves."""
+        """Return whether what the call was given, and what the island holds, have their memory for themselves."""
         registered = [tensor for _, tensor in tensors(self.model.get_submodule(island.path))]
         inputs = tensors_in((call.args, call.kwargs)) if island != WHOLE else []
         return all(map(fills_memory, (*inputs, *registered)))
@@ -160,7 +160,7 @@ def _told(value: Any) -> str:
 
 
 def survey(model: nn.Module, records: Records, stubs: Mapping[Island, str], fitness: Fitness) -> dict[Island, str]:
-    """What raises while ``model`` is traced with the ``stubs`` left out, each with the reason.
+    """Return what raises while ``model`` is traced with the ``stubs`` left out, each with the reason.
 
     Of calls in one another it is the innermost that can run by itself.
     """
@@ -189,7 +189,7 @@ class _Trace:
                 self._inside[call.inside[-1], call.island].append(call)
 
     def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of ``method``, or what stands in for it where it raises."""
+        """Call ``method``; if it raises, return its recorded result instead."""
         island = method.island
         record = self._next(island)
         self._open.append(record)
@@ -226,7 +226,7 @@ def culprits(
     looped: Mapping[Island, str],
     capture_around: Callable[[Mapping[Island, str]], None],
 ) -> dict[Island, str]:
-    """What must run in a loop, each with the reason: the smallest such, and those of ``looped``.
+    """Return the smallest submodules that must run in a loop, and ``looped``, each with the reason.
 
     Args:
         capture_around: captures the whole model with the islands left out; raises where that fails.
@@ -269,13 +269,13 @@ class _Search:
     verdicts: dict[Any, str | None] = field(default_factory=dict)
 
     def surveyed(self) -> dict[Island, str]:
-        """What raises in a trace with the ``fallbacks`` left out, beside these."""
+        """Return what raises in a trace with the ``fallbacks`` left out, in addition to these."""
         raising = survey(self.model, self.records, self.fallbacks, self.fitness)
         # What stands in for others may itself be the reason why the whole fails.
         return {island: why for island, why in raising.items() if island != WHOLE} or raising
 
     def culprits(self, island: Island) -> dict[Island, str]:
-        """Those among ``island`` and what it calls."""
+        """Return the fallbacks among ``island`` and the submodules that it calls."""
         if island not in self.below:
             # For an island that calls itself in turn.
             self.below[island] = {}
@@ -304,7 +304,7 @@ class _Search:
         return {island: why}
 
     def _runs_alone(self, island: Island) -> bool:
-        """Whether a trial run can have the arguments of ``island``: an object may have changed since, or change."""
+        """Return whether a trial can reuse the arguments of ``island``: an object may have changed since."""
         call = self.records.first(island)
         leaves = pytree.tree_leaves((call.args, call.kwargs))
         return island == WHOLE or all(leaf is None or isinstance(leaf, (Tensor, *ARGUMENTS)) for leaf in leaves)

@@ -1,4 +1,4 @@
-"""Run copies of a member's own code for real: what a graph of it must give, and what it leaves behind."""
+"""Run copies of a member eagerly, and compare the outcomes of runs and graphs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SEED = 7_150_342_987
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave: the flat ``outputs``, and by name ``values``: gradients, and tensors of the module afterwards.
+    """The outcome of a run: flat ``outputs``, and by name ``values``: gradients, and tensors after the call.
 
     ``failed``: why backward was impossible, if it was.
     """
@@ -51,13 +51,13 @@ class Outcome:
 
 
 def runnable(module: nn.Module) -> bool:
-    """Whether ``module`` has values and its own code, which a submodule that is left out of a capture has not."""
+    """Return whether ``module`` has values, and no submodule that is left out of a capture."""
     stubs = any(is_intercepted(value) for part in module.modules() for value in vars(part).values())
     return not stubs and not any(tensor.is_meta for _, tensor in tensors(module))
 
 
 def twin(module: nn.Module) -> nn.Module:
-    """A copy with tensors of its own. Raises FusionError where there is none."""
+    """Return a copy with tensors of its own. Raises FusionError if the module cannot be copied."""
     try:
         return module_copy(module)
     except (TypeError, RuntimeError) as error:
@@ -93,7 +93,7 @@ def run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def run_without_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
-    """As `run`, in torch.no_grad."""
+    """Return the same as `run`, under torch.no_grad."""
     args, kwargs = copies((args, dict(kwargs)))
     with apart(module), torch.no_grad():
         return _called(module, args, kwargs, {})
@@ -117,7 +117,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any, leaves: Mapping[str, Tens
 
 
 def call_on_copies(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What ``module`` gives for copies of the arguments of a call, which are leaves.
+    """Call ``module`` with copies of the arguments of a call, which are leaves.
 
     Raises:
         FusionError: it writes into an argument that needs a gradient.
@@ -134,7 +134,7 @@ def call_on_copies(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def run_graph(captured: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
-    """The same of a graph that was captured of ``module``."""
+    """Return the outcome of a graph that was captured from ``module``."""
     args, kwargs = copies((args, dict(kwargs)))
     leaves = _leaves(module, (args, kwargs))
     inputs = pytree.tree_leaves((args, kwargs), is_leaf=lambda leaf: leaf is None)
@@ -176,7 +176,7 @@ def apart(module: nn.Module) -> Iterator[None]:
 
 
 def _leaves(module: nn.Module, arguments: Any) -> dict[str, Tensor]:
-    """What may get a gradient, by name."""
+    """Return the parameters and inputs that may get a gradient, by name."""
     inputs = {f"input {k}": x for k, x in enumerate(pytree.tree_leaves(arguments)) if isinstance(x, Tensor)}
     return {name: t for name, t in (dict(module.named_parameters()) | inputs).items() if t.requires_grad}
 
@@ -208,7 +208,7 @@ def _tensors(outputs: Sequence[Any]) -> list[tuple[int, Tensor]]:
 
 
 def _projected(output: Tensor) -> Tensor:
-    """A number that every element of ``output`` has a part in."""
+    """Reduce ``output`` to a number that every element contributes to."""
     dense = _dense(output)
     real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     weights = torch.arange(1, real.numel() + 1, dtype=torch.float64, device=real.device).cos().view(real.shape)

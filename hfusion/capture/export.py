@@ -224,7 +224,7 @@ def check_faithful(captured: Capture, module: nn.Module, args: tuple[Any, ...], 
 
 
 def _attempts(varying: bool, dims: Sequence[Collection[int]]) -> list[_Open]:
-    """Which dims are left open, the most first."""
+    """Return which dims to leave open, the most general attempt first."""
     first_attempt = [_Open(varying, tuple(dims))] if any(dims) else []
     return [*first_attempt, *([_Open(True)] if varying else []), _Open(False)]
 
@@ -286,7 +286,7 @@ def _first_export(
 
 
 def reason(error: Exception) -> str:
-    """What is told of an ``error`` that ended a trace."""
+    """Return the message for an ``error`` that ended a trace."""
     return str(error) if isinstance(error, FusionError) else f"torch.export cannot capture it: {_first_line(error)}"
 
 
@@ -320,7 +320,7 @@ def _no_autocast(args: Any, kwargs: Any) -> Iterator[None]:
 
 
 def _drawless(export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
-    """What ``export`` gives; refused where Python's or numpy's random numbers are drawn, which a graph would lose.
+    """Run ``export``. Raises FusionError if it draws from Python's or numpy's random numbers, which a graph would lose.
 
     Those are the process's: where other threads may have drawn, it is tried again.
     """

@@ -66,7 +66,7 @@ class _InThisThread:
 
 @contextmanager
 def _as_before(owner: Any, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """What ``owner`` has under ``names``, and has again afterwards."""
+    """Restore the attributes ``names`` of ``owner`` at the end."""
     before = {name: getattr(owner, name) for name in names}
     try:
         yield before
@@ -131,12 +131,12 @@ def outside_export() -> Iterator[None]:
 
 
 def exporting() -> bool:
-    """Whether this thread is in an export; that of another thread sets the flag, too, but no mode of fake tensors."""
+    """Return whether this thread exports. Another thread's export sets the flag too, but no fake tensor mode."""
     return bool(torch.compiler.is_exporting()) and detect_fake_mode() is not None
 
 
 def transforms(module: fx.GraphModule) -> bool:
-    """Whether forward calls `torch.vmap` or others of `torch.func`: the graph changes the level of its thread."""
+    """Return whether forward calls transforms of `torch.func`: such a graph changes the level of its thread."""
     graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     targets = (node.target for graph in graphs for node in graph.nodes if node.op == "call_function")
     return any(getattr(target, "__module__", None) == predispatch.__name__ for target in targets)
@@ -207,7 +207,7 @@ def told_autocast(active: Collection[str]) -> Iterator[None]:
 
 
 def _nesting() -> int:
-    """How many regions of autocast this thread is in."""
+    """Return the number of nested autocast regions of this thread."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 

@@ -70,7 +70,7 @@ def is_recipe(value: Any) -> bool:
 
 
 def options(hook: Any) -> Any:
-    """What a hook computes with besides tensors; by which pruning chose its mask is none of it."""
+    """Return the options that a hook computes with, without those by which pruning chose its mask."""
     if isinstance(hook, BasePruningMethod):
         return "pruning", hook._tensor_name
     return type(hook).__name__, hook.__name__ if isinstance(hook, FunctionType) else vars(hook)

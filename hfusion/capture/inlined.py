@@ -102,7 +102,7 @@ class _Inliner:
         return self._attach(new, enabled)
 
     def _copied_out(self, call: fx.Node, enabled: bool) -> Any:
-        """An ``out=`` call as one without, whose results are copied into the tensors."""
+        """Replace an ``out=`` call by one without, and copy its results into the tensors."""
         functional, tensors = without_out(self.graph, call)
         self.graph.erase_node(call)
         self._attach(functional, enabled)
@@ -150,5 +150,5 @@ class _Inliner:
 
 
 def _gives_attached(call: fx.Node) -> bool:
-    """Whether members' own code gives tensors that need a gradient though gradients are off around it."""
+    """Return whether members' own code gives tensors that need a gradient though gradients are off around it."""
     return call.target is OPAQUE and calls[call.args[3]].attached  # type: ignore[index]

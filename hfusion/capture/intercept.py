@@ -1,4 +1,4 @@
-"""Methods of modules that are called through something else for a while: the one place that changes a module's code."""
+"""Call a handler in place of methods of modules, for a while: the only place that replaces methods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MARK = "hfusion_intercepted"
 
 @dataclass(frozen=True)
 class Island:
-    """What may run as the members' own code: a method of a submodule."""
+    """A method of a submodule, which may run as the members' own code."""
 
     path: str
     method: str = "forward"
@@ -37,7 +37,7 @@ WHOLE = Island("")
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """A module's method, and the ``island`` that it is in the model."""
+    """A bound method, with the ``island`` that names it in the model."""
 
     island: Island
     module: nn.Module
@@ -85,7 +85,7 @@ def _through(handle: Handler, method: Method) -> Callable[..., Any]:
 
 
 def is_intercepted(value: Any) -> bool:
-    """Whether an attribute of a module is a method that `intercepted` put there."""
+    """Return whether an attribute of a module is a method that `intercepted` put there."""
     return hasattr(value, _MARK)
 
 

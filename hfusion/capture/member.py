@@ -35,7 +35,7 @@ from hfusion.core.program import Capture
 
 @dataclass(frozen=True)
 class VaryingSizes:
-    """What is known of sizes: for each leaf of the arguments the dims that vary, and whether they must stay open.
+    """The dims that vary, for each leaf of the arguments, and whether they must stay open.
 
     ``whole`` says why the sizes of what runs member by member cannot be inferred, so that all of forward does.
     """
@@ -45,7 +45,7 @@ class VaryingSizes:
     whole: str = ""
 
     def closed_by(self, captured: Capture, leaves: Sequence[Any]) -> bool:
-        """Whether a capture holds for one size only where others are met; a size of 0 or 1 is always one."""
+        """Return whether a capture holds for one size only where others are met; a size of 0 or 1 is always one."""
         inputs = captured.open_dims
         return any(
             dim not in inputs[k] and leaves[k].shape[dim] > 1
@@ -166,7 +166,7 @@ def _check_modes(modes: Mapping[str, bool], looped: Sequence[str]) -> None:
 def closing(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Sequence[Collection[int]]
 ) -> dict[Island, str]:
-    """What fixes one of the ``dims`` of the leaves while forward is traced with them open, each with the reason."""
+    """Return the submodules that specialize one of the ``dims`` of the leaves in a trace, each with the reason."""
     watch = _SizeWatch()
     # Of interest is what was met before.
     with intercepted(model, islands(model), watch.call), suppress(FusionError):
@@ -184,7 +184,7 @@ class _SizeWatch:
     inside: list[Island] = field(default_factory=list)
 
     def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of ``method``, before and after which sizes are looked at."""
+        """Call ``method``, and look for specialized sizes before and after."""
         if self.inside:
             self._look(self.inside[-1])
         else:

@@ -45,7 +45,7 @@ class AddressWatch(TorchFunctionMode):
 
 
 class _Own(torch.autograd.Function):
-    """The same values in a memory of their own; so are the gradients, which torch's derivatives address, too."""
+    """Copy values and gradients to separate memory: torch's derivatives address memory, too."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def own_memory(tensor: Tensor) -> Tensor:
 
 
 def fills_memory(tensor: Tensor) -> bool:
-    """Whether nothing but ``tensor`` lies in its memory."""
+    """Return whether nothing but ``tensor`` lies in its memory."""
     return (
         tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     )

@@ -1,4 +1,4 @@
-"""Submodules that no graph can hold: one opaque call in the capture, a loop over the members' own code at run time."""
+"""Eager fallbacks in a graph: one opaque call per submodule, which loops over the members at run time."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def stand_in(
 
 
 class _Stub:
-    """What stands for an island while forward is traced; ``seen`` are its recorded calls in turn."""
+    """The stand-in for a submodule while forward is traced; ``seen`` are its recorded calls in order."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ def _marked(leaf: Any) -> Any:
 
 
 def _number(leaf: Any) -> Any:
-    """A number that a trace knows as a number; of those that it does not know, sizes stay open."""
+    """Return the number behind a symbol if the trace knows it; unknown sizes stay symbols."""
     if isinstance(leaf, torch.SymInt):
         value = fixed_size(leaf)
         return leaf if value is None else value
@@ -229,7 +229,7 @@ def rule(
     alive: list[Any],
     sizes: list[Any],
 ) -> Call:
-    """A loop over members around the submodule's own code."""
+    """Run the submodule's own code in a loop over members."""
     numbers = call.values if isinstance(call, MemberScalars) else (call,) * site.members
     first = calls[numbers[0]]
     for key, value in zip(first.changing, changing, strict=True):

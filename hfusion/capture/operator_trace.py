@@ -63,7 +63,7 @@ class TracedCall:
 
 @dataclass(frozen=True, eq=False)
 class OperatorTrace:
-    """What one call of a member did.
+    """The operators of one call of a member.
 
     Attributes:
         calls: the operators in order.
@@ -77,7 +77,7 @@ class OperatorTrace:
     ends: Any
 
     def same_structure(self, other: OperatorTrace) -> bool:
-        """Whether both call the same operators with the same tensors, and differ in numbers at most."""
+        """Return whether both call the same operators with the same tensors, and differ in numbers at most."""
         return (
             len(self.calls) == len(other.calls)
             and self.ends == other.ends
@@ -170,7 +170,7 @@ class _OperatorRecorder(SchemaCheckMode):
         return results
 
     def referred(self, nest: Any) -> Any:
-        """A nest with a `TensorRef` in place of each tensor."""
+        """Return a nest with a `TensorRef` in place of each tensor."""
         if isinstance(nest, Tensor):
             return self._origin(nest)
         if isinstance(nest, list | tuple):
@@ -190,7 +190,7 @@ class _OperatorRecorder(SchemaCheckMode):
         return self._origins[id(tensor)][0]
 
     def _is_constant(self, tensor: Tensor) -> bool:
-        """Whether the code holds ``tensor`` as it holds a number: unregistered, and never written in this run."""
+        """Return whether ``tensor`` is a constant of the code: unregistered, and never written in this run."""
         ref = self._origins[id(tensor)][0]
         if ref.kind != "made" or tensor._version != self._made_versions[ref.place]:
             return False
@@ -199,12 +199,12 @@ class _OperatorRecorder(SchemaCheckMode):
         return not any(is_plain(held) and held.untyped_storage().data_ptr() == memory for held in others)
 
     def hooked(self) -> bool:
-        """Whether the code hung a hook on a tensor, of which no operator tells."""
+        """Return whether the code hung a hook on a tensor, of which no operator tells."""
         return any(tensor._backward_hooks for _, tensor in self._origins.values())
 
 
 def _memory(tensor: Tensor) -> Any:
-    """Where the elements of a tensor lie, and how they are read; None where that cannot be told."""
+    """Return address, shape and strides of a tensor; None if it has no plain memory."""
     if not is_plain(tensor) or not tensor.numel():
         return None
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
@@ -225,7 +225,7 @@ def _described(result: Any) -> Any:
 
 
 def _plain(nest: Any) -> Any:
-    """A nest whose numbers are equal only if they are the same: a NaN is, 0.0 and -0.0 are not."""
+    """Return a nest in which NaN equals NaN, and 0.0 differs from -0.0."""
     if isinstance(nest, tuple):
         return tuple(map(_plain, nest))
     return (type(nest), repr(nest)) if isinstance(nest, int | float | complex) else nest
@@ -249,14 +249,14 @@ def _same_call(mine: TracedCall, other: TracedCall) -> bool:
 
 
 def _same_result(mine: Any, other: Any) -> bool:
-    """Whether two results differ in sizes at most, as where a number of a member, such as the k of topk, decides."""
+    """Return whether two results differ in sizes at most, as where the k of topk differs between members."""
     if not (isinstance(mine, _TensorKind) and isinstance(other, _TensorKind)):
         return bool(mine == other)
     return len(mine.shape) == len(other.shape) and replace(mine, shape=other.shape) == other
 
 
 def _same_arguments(mine: Any, other: Any) -> bool:
-    """Whether two nests differ in numbers at most."""
+    """Return whether two nests differ in numbers at most."""
     if isinstance(mine, dict):
         return all(_same_arguments(item, other[name]) for name, item in mine.items())
     if isinstance(mine, tuple):

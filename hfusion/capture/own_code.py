@@ -49,7 +49,7 @@ class InputSize:
 
 @dataclass(frozen=True)
 class Result:
-    """What a tensor is like; ``free``: its sizes may be any."""
+    """Shape, dtype and device of a result; with ``free`` any sizes are accepted."""
 
     shape: tuple[int | InputSize, ...]
     dtype: torch.dtype
@@ -113,7 +113,7 @@ class OpaqueCall:
 
     @cached_property
     def positional(self) -> bool:
-        """Whether the arguments are the leaves, by position."""
+        """Return whether the arguments are the leaves, by position."""
         return bool(self.spec == pytree.tree_structure((self.leaves, {})))
 
 
@@ -175,7 +175,7 @@ _FRESH = 1
 
 
 def _tell_version(row: Tensor, memory: Tensor) -> None:
-    """Autograd is to know that the memory of ``row`` has changed."""
+    """Bump the version counter of ``memory`` after a write through ``row``."""
     if row is not memory and _version(row) > _FRESH and not memory.is_inference():
         increment_version(memory)
 
@@ -264,7 +264,7 @@ def _next(leaf: Any, inputs: Iterator[Tensor], sizes: Iterator[int]) -> Any:
 
 
 def _prepared(call: OpaqueCall, place: int, x: Tensor) -> Tensor:
-    """An input as the member's code expects it: its own where it writes, and in memory as it was."""
+    """Prepare an input for a member's code: a copy if it writes, and strides as in the recorded call."""
     if place in call.written:
         return x.clone(memory_format=torch.contiguous_format if call.contiguous[place] else torch.preserve_format)
     if not call.place and call.method == "forward":

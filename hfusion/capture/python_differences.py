@@ -67,7 +67,7 @@ def _difference(where: str, mine: Any, other: Any, names: tuple[str, str], depth
 
 
 def parts_of(value: Any) -> dict[str, Any]:
-    """What a value holds, by how code would address it."""
+    """Return the items and attributes of a value, by the expression that reads them."""
     if isinstance(value, Mapping):
         return {f"[{key!r}]": part for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -146,7 +146,7 @@ class DifferingNumbers:
         )
 
     def may_stand_in(self, uses: Sequence[SizeUse], model: nn.Module) -> bool:
-        """Whether one of these numbers may be one that met a size, or that was computed of."""
+        """Return whether one of these numbers may be one that met a size, or that was computed of."""
         if self.anything:
             return bool(uses)
         if any(use.other == value for use in uses if use.in_torch for value in self.values):
@@ -164,7 +164,7 @@ class DifferingNumbers:
 
 
 def _is_computed(model: nn.Module, attribute: str) -> bool:
-    """Whether code may run where ``attribute`` is read of a module, or of an object in one."""
+    """Return whether code may run where ``attribute`` is read of a module, or of an object in one."""
     held = [part for module in model.modules() for part in (module, *vars(module).values())]
     return any(
         hasattr(type(part), attribute)

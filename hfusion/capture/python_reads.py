@@ -146,7 +146,7 @@ class PythonReads(TorchFunctionMode):
 
 
 def _read(frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a read of a tensor's value or memory by the code of ``frame`` gives. Raises FusionError."""
+    """Return the result of a read of a tensor by the code of ``frame``. Raises FusionError if no graph can hold it."""
     tensor = args[0]
     if func in _MEMORY:
         raise FusionError(f"{_line(frame)} asks for the memory of a tensor ({func.__name__}), which a graph has not")

@@ -1,4 +1,4 @@
-"""What forward can keep from one call to the next besides tensors' values: read it, and put it back."""
+"""Walk the Python state that forward can keep between calls: compare it, and put it back."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _RESTRIDED = "_hfusion_restrided"
 
 
 def is_restrided(tensor: Tensor) -> bool:
-    """Whether a member's tensor, as one in channels_last, lay otherwise in memory before the members were stacked."""
+    """Return whether a member's tensor had other strides, such as channels_last, before it was stacked."""
     return hasattr(tensor, _RESTRIDED)
 
 

@@ -131,7 +131,7 @@ def original(target: Any) -> Any:
 
 
 def recurrent(graph: fx.Graph) -> bool:
-    """Whether a graph holds a recurrent layer over a number of steps that is open."""
+    """Return whether a graph holds a recurrent layer over a number of steps that is open."""
     layers = [node for node in graph.nodes if node.target in _ORIGINAL.values()]
     return any((1 if node.args[8] else 0) in open_dims(node.args[0].meta.get("val")) for node in layers)
 
@@ -150,7 +150,7 @@ NUMBER_OPERATORS = tuple(
 
 @dataclass(frozen=True)
 class SizeUse:
-    """A number ``other`` that met a size.
+    """A number ``other`` that code combined with a size.
 
     Attributes:
         other: the number.
@@ -210,7 +210,7 @@ def _note(uses: list[SizeUse], other: Any, frame: types.FrameType | None) -> Non
 
 
 def _computes_shapes(module: str) -> bool:
-    """Whether a module of torch has the rules for the shapes of operators, which take the numbers of their calls."""
+    """Return whether a module of torch holds shape rules of operators, which take the numbers of their calls."""
     return module.startswith("torch.") and not module.startswith(("torch.nn.", "torch.functional"))
 
 

@@ -73,7 +73,7 @@ class RunState:
 
     @property
     def changes(self) -> bool:
-        """Whether a call, or the run as a whole, changes Python state."""
+        """Return whether a call, or the run as a whole, changes Python state."""
         borders = [(call.before, call.after) for calls in self.calls.values() for call in calls]
         return any(changed(before, after) for before, after in [*borders, (self.start, self.end)])
 

@@ -47,7 +47,7 @@ class _Holder:
 
 @dataclass(frozen=True)
 class Questions:
-    """What the code of models may ask of torch and of tensors besides values, by the names in it.
+    """The questions that code of models may ask of torch and tensors besides values, by the names in it.
 
     Attributes:
         names: all names in the code, also those that it passes to getattr.
@@ -93,7 +93,7 @@ class Variables:
         self.questions = Questions.of(search.all_names)
 
     def same(self) -> bool:
-        """Whether all are the very objects that they were."""
+        """Return whether all are the very objects that they were."""
         try:
             for read, held, values in self._groups:
                 if not all(map(operator.is_, read(held), values)):
@@ -140,7 +140,7 @@ def _cell(cell: types.CellType) -> Any:
 
 
 def _items(value: Any, depth: int = MAX_DEPTH) -> Iterator[tuple[Read, Any, tuple[Any, ...]]]:
-    """What is to be compared of containers of plain values, which may be changed in place."""
+    """Yield what to compare of containers of plain values, which may be changed in place."""
     if isinstance(value, list | dict) and _is_plain(value):
         yield _flat, value, tuple(_flat(value))
     if isinstance(value, list | dict | tuple) and depth and _is_plain(value):
@@ -166,7 +166,7 @@ def _is_plain(value: Any, depth: int = MAX_DEPTH) -> bool:
 
 
 def content(value: Any) -> Any:
-    """A value in a form that can be compared and hashed: what is plain by its value, else by identity."""
+    """Return a hashable form of a value: plain values by value, others by identity."""
     if not _is_plain(value):
         return Same(value)
     if isinstance(value, dict):
@@ -330,5 +330,5 @@ def _variables_named(function: types.FunctionType) -> set[str]:
 
 
 def within(readers: Mapping[str, frozenset[str]], name: str, places: Sequence[str]) -> bool:
-    """Whether a variable is read only by modules at or below ``places``."""
+    """Return whether a variable is read only by modules at or below ``places``."""
     return all(any(not at or path == at or path.startswith(f"{at}.") for at in places) for path in readers[name])
