@@ -288,10 +288,10 @@ class FusedModule(Rows, Tree):
                     self._checks[id(compiled)] = self._verify(compiled, arguments)
 
     def _verify(self, compiled: Compiled, arguments: Arguments) -> str:
-        shared = self._array.comparison.shared
+        comparison = self._array.comparison
         with outside_transforms():
-            plain = arguments.mapped(unwrapped)
-            return verify(CheckedArray(compiled, plain_stacks(self, self._real), shared, self._around, plain))
+            plain, stacks = arguments.mapped(unwrapped), plain_stacks(self, self._real)
+            return verify(CheckedArray(compiled, stacks, comparison.shared, self._around, plain, comparison.variants))
 
     def report(self) -> FusionReport:
         """Which operators run how, and why; one part per program that a call has made so far."""

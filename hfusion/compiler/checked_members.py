@@ -1,0 +1,53 @@
+"""Which members of a large array the self-check compares: those that its numbers and variants tell apart most."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hfusion.compiler.compiled import Compiled
+from hfusion.passes.align import scalars
+
+# Arrays of so few members are compared whole.
+MAX_COMPARED_WHOLE = 16
+# Members of larger ones that are compared at least, and values of one kind that are told apart.
+MIN_COMPARED, MAX_VALUES = 8, 8
+
+
+def checked_members(compiled: Compiled, variants: Sequence[int]) -> list[int]:
+    """Return the members to compare, in ascending order, the same for the same program.
+
+    All members of a program compute the same operators, but for what `scalars` of its graph tells: the numbers of each
+    at an operator, and which operators are only those of some. Of each of these, a member for every value is compared
+    where values are few, else those with the least and the greatest. The first and the last member, and some between
+    them, are compared in any case; all members where some code runs member by member.
+
+    Args:
+        variants: of each member, which set of Python numbers it has.
+    """
+    members = compiled.program.members
+    if members <= MAX_COMPARED_WHOLE or compiled.opaque:
+        return list(range(members))
+    columns = [tuple(variants), *scalars(compiled.graph, members)]
+    spread = {round(step * (members - 1) / (MIN_COMPARED - 1)) for step in range(MIN_COMPARED)}
+    return sorted(spread.union(*map(_distinct, columns)))
+
+
+def _distinct(column: Sequence[Any]) -> Iterator[int]:
+    """Members of a column ``[B]`` whose values are unlike one another."""
+    first: dict[Any, int] = {}
+    for member, value in enumerate(column):
+        first.setdefault(repr(value), member)
+    if len(first) <= MAX_VALUES:
+        yield from first.values()
+        return
+    numbers = [member for member, value in enumerate(column) if isinstance(value, int | float)]
+    kinds: dict[Any, int] = {}
+    for member, value in enumerate(column):
+        kinds.setdefault((type(value), isinstance(value, float) and not math.isfinite(value)), member)
+    yield from kinds.values()
+    ordered = sorted((member for member in numbers if math.isfinite(column[member])), key=column.__getitem__)
+    yield from (*ordered[:1], *ordered[-1:])
+    # Nearest to zero: where a number switches something off.
+    yield from (min(ordered, key=lambda member: abs(column[member])),) if ordered else ()
