@@ -78,6 +78,7 @@ dist: $(STAMP)
 test-null: $(NULL_VENV)/.installed
 	tests/null/device/build.sh $(NULL_VENV)/bin/python build/null
 	HFUSION_NULL_CUDA=build/null tests/null/run.sh $(NULL_VENV)/bin/python -m pytest -m null tests/null
+	NULL_DEVICES=2 HFUSION_NULL_CUDA=build/null tests/null/run.sh $(NULL_VENV)/bin/python -m pytest -m null tests/null/test_processes.py
 
 docs: $(VENV)/.docs
 	$(BIN)/codespell --ignore-words-list coo --skip '*.json,*.svg,*.png' README.md CONTRIBUTING.md CHANGELOG.md docs ops/README.md
@@ -122,7 +123,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 
 $(NULL_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(NULL_VENV)
-	$(NULL_VENV)/bin/python -m pip install --quiet --editable . hypothesis pytest
+	$(NULL_VENV)/bin/python -m pip install --quiet --editable . cloudpickle hypothesis pytest
 	touch $@
 
 $(VENV)/.cluster: $(STAMP)

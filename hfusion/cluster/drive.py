@@ -98,7 +98,7 @@ class Drive:
                 self._tell(device, result)
             self._reach(device, message)
         elif isinstance(message, StopQuery):
-            self._executor.answer(device, self._answer(device, message.result))
+            self._executor.answer(device, self._answer(device, *message.told.results))
         elif isinstance(message, Raised):
             self._fail(device, message.error)
         elif isinstance(message, ArrayLeft):

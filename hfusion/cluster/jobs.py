@@ -71,6 +71,7 @@ class PlacedArray:
             options.every,
             self.plan,
             options.asks,
+            bool(self.task.callbacks),
         )
 
 

@@ -49,6 +49,7 @@ class ArrayJob:
         parts: where what the task leaves out is kept, by key.
         plan: as it is trained; None: the process plans.
         asks: every result is answered, see `StopQuery`.
+        tells: the driver wants every result, and not the latest alone.
     """
 
     name: str
@@ -60,6 +61,7 @@ class ArrayJob:
     every: int | None
     plan: TaskPlan | None = None
     asks: bool = False
+    tells: bool = True
 
 
 class CallJob(Protocol):
@@ -76,12 +78,28 @@ class Told:
     results: tuple[Step | Evaluation, ...]
     at: float
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All losses as one tensor, as to pickle each takes a tenth of a small minibatch."""
+        losses = [result.losses for result in self.results]
+        if len({each.dtype for each in losses}) != 1:
+            return vars(self)
+        heads = [(type(each), {**vars(each), "losses": each.losses.shape}) for each in self.results]
+        return {"heads": heads, "losses": torch.cat([each.reshape(-1) for each in losses]), "at": self.at}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "heads" in state:
+            pieces = state["losses"].split([head["losses"].numel() for _, head in state["heads"]])
+            made = zip(state["heads"], pieces, strict=True)
+            results = (kind(**{**head, "losses": piece.view(head["losses"])}) for (kind, head), piece in made)
+            state = {"results": tuple(results), "at": state["at"]}
+        self.__dict__.update(state)
+
 
 @dataclass(frozen=True)
 class StopQuery:
-    """A result on which an array waits: the driver answers with the members that stop, see `ArrayTrainer.answers`."""
+    """A result for which an array waits: the driver answers with the members that stop, see `ArrayTrainer.answers`."""
 
-    result: Step | Evaluation
+    told: Told
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,6 +213,8 @@ class ArrayTrainer:
             nonlocal told
             if self.stopping.is_set():
                 raise _Stopped
+            if not job.tells:
+                results.clear()
             results.append(result)
             if time.monotonic() - told > _TELL:
                 told = time.monotonic()
@@ -203,9 +223,10 @@ class ArrayTrainer:
 
         def ask(result: Step | Evaluation) -> list[int]:
             # First what came before, so that the driver hears all in order.
-            tell(Told(tuple(results), time.monotonic()))
-            results.clear()
-            tell(StopQuery(result))
+            if job.tells:
+                tell(Told(tuple(results), time.monotonic()))
+                results.clear()
+            tell(StopQuery(Told((result,), time.monotonic())))
             while not self.stopping.is_set():
                 with suppress(Empty):
                     return self.answers.get(timeout=_LOOK)

@@ -33,17 +33,24 @@ _swaps = Lock()
 
 
 def begin_seconds(machine: Machine) -> float:
-    """Return how long processes of a machine took to begin when they last did; an estimate where they never did."""
+    """Return the least that processes of a machine took to begin; an estimate where they never did."""
+    measured = _measured_begin(machine)
+    return _BEGIN if measured is None else measured
+
+
+def _measured_begin(machine: Machine) -> float | None:
     try:
         return number(read_json(_begin_file(machine))["seconds"], 0.0, 1e5)
     except (OSError, ValueError, LookupError, TypeError):
-        return _BEGIN
+        return None
 
 
 def _note_begin(machine: Machine, seconds: float) -> None:
-    # What cannot be kept is estimated next time.
-    with suppress(OSError):
-        write_json(_begin_file(machine), {"seconds": seconds})
+    before = _measured_begin(machine)
+    if before is None or seconds < before:
+        # What cannot be kept is estimated next time.
+        with suppress(OSError):
+            write_json(_begin_file(machine), {"seconds": seconds})
 
 
 def _begin_file(machine: Machine) -> Path:
