@@ -96,7 +96,7 @@ def difference(expected: Tensor, actual: Tensor) -> float:
 
     NaN equals NaN; a number that should be NaN, or is NaN and should not be, differs infinitely.
     """
-    expected, actual = expected.detach().double().cpu(), actual.detach().double().cpu()
+    expected, actual = expected.detach().cpu().double(), actual.detach().cpu().double()
     if expected.shape != actual.shape:
         return torch.inf
     equal = (actual == expected) | (actual.isnan() & expected.isnan())

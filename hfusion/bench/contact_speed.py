@@ -34,7 +34,7 @@ _DAEMON, _DAEMON_SECONDS = "nvidia-cuda-mps-control", 10.0
 def speed_items(quick: bool) -> Iterator[ContactItem]:
     """Yield the times of each model and number of members, first of all models with few members."""
     for model, members in QUICK if quick else [(model, members) for members in MEMBERS for model in MODELS]:
-        yield ContactItem(f"speed {model} B={members}", partial(time_steps, model, members), limit=150.0, alone=True)
+        yield ContactItem(f"speed {model} B={members}", partial(time_steps, model, members), limit=200.0, alone=True)
 
 
 def time_steps(model: str, members: int, device: torch.device) -> CheckResult:
@@ -48,6 +48,8 @@ def time_steps(model: str, members: int, device: torch.device) -> CheckResult:
         for contender in contenders.CONTENDERS:
             if contender.name not in CONTENDERS:
                 continue
+            # The last line of a process that takes too long says where it was.
+            print(f"preparing {contender.name}", flush=True)
             started = _start(contender, workload, expected)
             if isinstance(started, Running):
                 stack.callback(started.close)
@@ -55,6 +57,7 @@ def time_steps(model: str, members: int, device: torch.device) -> CheckResult:
             else:
                 absent[contender.name] = started.reason
                 wrong += [started.reason] if started.disagrees else []
+        print("timing", flush=True)
         seconds = timing.interleave(steps, rounds=ROUNDS, slot=SLOT, device=device, tick=lambda: None)
     milliseconds = {name: round(1e3 * median(times), 4) for name, times in seconds.items()}
     result = CheckResult(

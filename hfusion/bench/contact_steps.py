@@ -145,6 +145,8 @@ def check_step(model: str, precision: str, members: int, device: torch.device) -
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for stage in ("first steps", "settled", "moved"):
+            # The last line of a process that takes too long says where it was.
+            print(stage, flush=True)
             if stage == "moved":
                 _move(fused)
             actual[stage] = losses(Running(step), LOSSES)

@@ -112,5 +112,5 @@ def _train_alone(workload: Workload, clip: float | None) -> Tensor:
                 torch.nn.utils.clip_grad_norm_(serial.trained(model), clip)
             optimizer.step()
             row.append(loss.detach())
-        rows.append(torch.stack(row).double().cpu())
+        rows.append(torch.stack(row).cpu().double())
     return torch.stack(rows)

@@ -106,7 +106,7 @@ def losses(running: Running, steps: int) -> Tensor:
     for _ in range(steps):
         row = running.step()
         rows.append(row if isinstance(row, Tensor) else torch.stack(list(row)))
-    return torch.stack([row.detach().double().cpu() for row in rows])
+    return torch.stack([row.detach().cpu().double() for row in rows])
 
 
 def check_agreement(name: str, expected: Tensor, found: Tensor, tolerance: float) -> None:
