@@ -44,6 +44,30 @@ class Mark:
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
+class Clock:
+    """When a device had done what marks mark, by the host's clock ``now``; ask in the order of the marks."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._last: tuple[Mark, float] | None = None
+
+    def ended(self, mark: Mark) -> float:
+        """Wait until all before ``mark`` is done, and return when that was."""
+        late, before = mark.done, self._last
+        if not late:
+            mark.wait()
+        ended = self._now()
+        # Python was busy with something else: the device knows when it was.
+        if late and before is not None:
+            ended = min(ended, before[1] + mark.since(before[0]))
+        self._last = mark, ended
+        return ended
+
+    def forget(self) -> None:
+        """The next mark is measured against none before it."""
+        self._last = None
+
+
 @dataclass(frozen=True)
 class HostQueue:
     """The queue of the host, whose work is done as soon as it is queued."""

@@ -216,8 +216,13 @@ class PerMember(torch_schedulers.LRScheduler):
 
     def get_last_lr(self) -> list[Tensor]:  # type: ignore[override]
         """The learning rates that were set last, for each param group ``[B]``."""
-        rates = zip(*(scheduler.get_last_lr() for scheduler in self._schedulers), strict=True)
-        return [torch.tensor(group, dtype=torch.float64) for group in rates]
+        rates = (scheduler.get_last_lr() for scheduler in self._schedulers)
+        return [torch.tensor(group, dtype=torch.float64) for group in zip(*rates, strict=True)]
+
+    @property
+    def takes_metrics(self) -> list[bool]:
+        """Which members have a ReduceLROnPlateau of torch."""
+        return [isinstance(each, torch_schedulers.ReduceLROnPlateau) for each in self._schedulers]
 
     def step(
         self,
@@ -226,12 +231,9 @@ class PerMember(torch_schedulers.LRScheduler):
         rows: Sequence[int] | None = None,
         metrics: Tensor | Sequence[float] | None = None,
     ) -> None:
-        """One step of every member's scheduler, or of those of members ``rows``.
-
-        ``metrics``: one number per member, for those that are a ReduceLROnPlateau of torch.
-        """
+        """Step the schedulers of all members, or of ``rows``; ``metrics [B]``: for each ReduceLROnPlateau of torch."""
         plain: tuple[Any, ...] = () if epoch is None else (epoch,)
-        asking = [isinstance(one, torch_schedulers.ReduceLROnPlateau) for one in self._schedulers]
+        asking = self.takes_metrics
         if metrics is None and any(asking):
             raise ValueError(f"member {asking.index(True)} has a ReduceLROnPlateau: give step metrics, one per member")
         values = [0.0] * len(asking) if metrics is None else self._metrics(metrics)
@@ -244,8 +246,7 @@ class PerMember(torch_schedulers.LRScheduler):
                 f"metrics have shape {list(values.shape)} for an array of {len(self._schedulers)} members: give one "
                 "number per member, such as the losses of hf.per_model"
             )
-        found: list[float] = values.tolist()
-        return found
+        return list(values.tolist())
 
     def _step(self, arguments: Sequence[tuple[Any, ...]], rows: Sequence[int] | None) -> None:
         self._pull()
@@ -383,9 +384,8 @@ def _copied(
 ) -> tuple[Optimizer, Any]:
     """A stand-in with such param groups, and its scheduler, at a member's state."""
     stand_in = _stand_in(optimizer)
-    values = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    for mine, value in zip(stand_in.param_groups, values, strict=True):
-        mine.update(value)
+    for mine, values in zip(stand_in.param_groups, groups, strict=True):
+        mine.update({key: value for key, value in values.items() if key != "params"})
     scheduler = make(stand_in)
     _load_member(scheduler, stand_in, state)
     return stand_in, scheduler

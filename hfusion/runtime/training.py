@@ -111,6 +111,14 @@ class Training:
         self.ended(unit)
 
     @property
+    def minibatches(self) -> int:
+        """How many have been computed; the last ones' losses may be on their way to the host."""
+        return len(self.losses)
+
+    def arrive(self) -> None:
+        """Wait until the losses of all minibatches are on the host."""
+
+    @property
     def generators(self) -> Generators:
         """Of the task's random numbers. Between units only."""
         return self._generators

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.exclusive import compiling_within
+from hfusion.runtime.loss_ring import Arrived, LossRing
 from hfusion.runtime.process import Gate
 from hfusion.runtime.recipe import WholeStep
 from hfusion.runtime.training import Training
@@ -28,6 +29,8 @@ class WholeTraining(Training):
         self._first = 0
         self._saved_at: dict[int, float] = {}
         self._step = step
+        self._ring = LossRing()
+        self._had: list[float] = []
         self._trained = {name: self.state.parameter(name) for name in self.state.shards[0].trained}
         self._params = [self.state.parameter(name) for name in self.state.shards[0].all]
 
@@ -40,6 +43,13 @@ class WholeTraining(Training):
 
     def rest(self, rows: frozenset[int]) -> None:
         self._step.rest(rows)
+
+    @property
+    def minibatches(self) -> int:
+        return len(self.losses) + len(self._ring)
+
+    def arrive(self) -> None:
+        self._arrived(self._ring.drain())
 
     @property
     def scheduled(self) -> TaskPlan:
@@ -58,7 +68,7 @@ class WholeTraining(Training):
 
     def spans(self, spans: Sequence[Span], began: float) -> Iterator[Span]:
         """What ran of slices, by minibatches; ``began``: the run did, by `time.perf_counter`."""
-        times = [Ran(*(time - began for time in each)) for each in self._times]
+        times = [Ran(*(time - began for time in each)) for each in computed(self._times, self._had)]
         saved = {step: time - began for step, time in self._saved_at.items()}
         return self.slices.spans(spans, times, self._first, saved)
 
@@ -70,14 +80,18 @@ class WholeTraining(Training):
             end = self.slices.end(unit.step)
             # To trace or compile, which a step does before it computes, nobody else may compute.
             with compiling_within(gate.exclusive):
-                while len(self.losses) < end and not self.over:
+                while self.minibatches < end and not self.over:
                     self._minibatch(device, gate)
+
+    def _arrived(self, arrived: Sequence[Arrived]) -> None:
+        self.losses.extend(each.losses for each in arrived)
+        self._had.extend(each.at for each in arrived)
 
     def update(self, unit: Unit, gate: Gate) -> None:
         """Nothing: it was made in the backward of the slice."""
 
     def _minibatch(self, device: torch.device, gate: Gate) -> None:
-        unit, began = self.slices.unit(len(self.losses), Phase.BACKWARD), perf_counter()
+        unit, began = self.slices.unit(self.minibatches, Phase.BACKWARD), perf_counter()
         recipe = self._read(self._source, device, gate)
         prepared = self._step.prepare(self._batch, device)
         read = perf_counter()
@@ -99,7 +113,7 @@ class WholeTraining(Training):
         with gate.computing():
             with self._drawing(self._generators, device):
                 losses = self._step.run(prepared, update)
-            self.losses.append(losses.cpu())
+            self._arrived(self._ring.put(losses))
             self.state.wrote(0, [self._names[name] for name in recipe.parts[0].writes])
         self.ended(unit)
         if self.plan.clipped and self.plan.closes(unit.step):
@@ -120,3 +134,18 @@ class WholeTraining(Training):
             torch._foreach_div_(list(grads.values()), self.plan.accumulate)
         self._collect(0, {f"param {name}": grad for name, grad in grads.items()})
         self._note_norms(unit)
+
+
+def computed(asked: Sequence[Ran], had: Sequence[float]) -> list[Ran]:
+    """When minibatches ran on their device, from when Python asked for them, and when their losses were there.
+
+    >>> computed([Ran(0, 1, 2, 3, 3), Ran(3, 4, 5, 6, 6)], [3, 10])[1]
+    Ran(began=3, read=4, computed=5, ended=10, saved=10)
+    """
+    times, free = list[Ran](), 0.0
+    for ran, end in zip(asked, had, strict=False):
+        ended = max(ran.ended, end)
+        read = min(max(ran.read, free), ended)
+        times.append(Ran(ran.began, read, max(ran.computed, read), ended, ended + ran.saved - ran.ended))
+        free = times[-1].saved
+    return times

@@ -20,7 +20,7 @@ import torch
 
 from hfusion.device.backend import backend
 from hfusion.device.openmp import release_team
-from hfusion.device.queues import HostQueue, Mark
+from hfusion.device.queues import Clock, HostQueue, Mark
 from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.process import Gate
 from hfusion.runtime.training import Training
@@ -79,7 +79,7 @@ class _Lane(Thread):
         self._asked: deque[_Job] = deque()
         # Who waits for an accelerator to have computed: this thread may wait for others.
         self._reporter = None if copies or isinstance(self._queue, HostQueue) else _Reporter(self)
-        self._last: tuple[Mark, float] | None = None
+        self._clock = Clock(worker.now)
 
     def run(self) -> None:
         # A new thread begins with its own number of threads, and kernels may round by it.
@@ -152,16 +152,9 @@ class _Lane(Thread):
         """When the device had done what ``mark`` marks, or all of the queue."""
         if mark is None:
             self._queue.wait()
-            self._last = None
+            self._clock.forget()
             return self._worker.now()
-        late, before = mark.done, self._last
-        mark.wait()
-        ended = self._worker.now()
-        # Python was busy with the next job: the device knows when it was.
-        if late and before is not None:
-            ended = min(ended, before[1] + mark.since(before[0]))
-        self._last = mark, ended
-        return ended
+        return self._clock.ended(mark)
 
 
 def _nothing() -> None:

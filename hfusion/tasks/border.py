@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hfusion.runtime.training import Training
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
@@ -41,12 +43,14 @@ class Border:
         self.one, self.plan, self.training, self.streams = one, plan, training, streams
         self.scheduler, self.stopped = scheduler, stopped
         self._on_result, self._asking, self._leaves = on_result, asking, leaves
+        # Minibatches that have ended, and those of them whose losses callbacks have heard.
+        self._ended = self._heard = 0
 
     @property
     def units(self) -> int:
         """How many units have ended with the last minibatch."""
         training = self.training
-        return training.scheduled.units if training.over else training.begun(len(training.losses))
+        return training.scheduled.units if training.over else training.begun(training.minibatches)
 
     def resume(self, stopped: dict[int, int]) -> None:
         """Go on where a run before ended, of which ``stopped`` were no part any longer.
@@ -55,6 +59,7 @@ class Border:
         """
         self.stopped.resume(stopped)
         self._note_stopped()
+        self._ended = self._heard = len(self.training.losses)
         if self.stopped.best is not None:
             for epoch in range(len(self.training.evaluations) // self.plan.evaluated):
                 self.stopped.best.count(self._evaluation(epoch).losses)
@@ -70,35 +75,60 @@ class Border:
         """A unit has ended. ``broken``: whether the run breaks off."""
         training, plan = self.training, self.plan
         if unit.phase is Phase.BACKWARD and unit.shard == 0:
-            training.losses[unit.step] = self.stopped.hide(training.losses[unit.step])
-            if self.one.task.callbacks:
-                self._tell(self._step(unit.step))
+            self._ended = unit.step + 1
+            self._hear()
+            if self._ended == plan.steps:
+                self.arrive()
         if plan.trained(unit):
             self._trained(unit.step, broken)
         elif unit.phase is Phase.EVALUATE and unit.shard == len(plan.shards) - 1:
+            self.arrive()
             training.evaluations[unit.step] = self.stopped.hide(training.evaluations[unit.step])
             epoch, step = divmod(unit.step, plan.evaluated)
             if step == plan.evaluated - 1:
                 self._evaluated(epoch, broken)
         if plan.ended(unit) not in (None, plan.steps) and self._leaves():
+            self.arrive()
             training.state.settle()
             training.over = training.over or not broken()
 
+    def arrive(self) -> None:
+        """Wait for the losses of all minibatches that have ended, and let callbacks hear them."""
+        self.training.arrive()
+        self._hear()
+
+    def _hear(self) -> None:
+        """Let callbacks hear the losses that have arrived."""
+        losses = self.training.losses
+        while self._heard < min(self._ended, len(losses)):
+            step, self._heard = self._heard, self._heard + 1
+            losses[step] = self.stopped.hide(losses[step])
+            if self.one.task.callbacks:
+                self._tell(self._step(step))
+
     def _trained(self, step: int, broken: Callable[[], bool]) -> None:
-        epoch, losses = self.one.task.epoch, self.training.losses
+        epoch = self.one.task.epoch
         if self.scheduler is not None and self.plan.closes(step):
-            self.scheduler.stepped(losses[step], self.stopped.rows)
+            self.scheduler.stepped(lambda: self._losses(step, step + 1), self.stopped.rows)
         if self.scheduler is not None and not (step + 1) % epoch and not self.plan.evaluated:
-            self.scheduler.epoch(torch.stack(losses[step + 1 - epoch : step + 1]), self.stopped.rows)
-        self._stop(self._ask(self._step(step)), broken)
+            self.scheduler.epoch(lambda: self._losses(step + 1 - epoch, step + 1), self.stopped.rows)
+        if self._on_result is not None:
+            self.arrive()
+            self._stop(self._ask(self._step(step)), broken)
 
     def _evaluated(self, epoch: int, broken: Callable[[], bool]) -> None:
         found = self._evaluation(epoch)
         if self.scheduler is not None:
-            self.scheduler.epoch(found.losses, self.stopped.rows)
+            self.scheduler.epoch(lambda: found.losses, self.stopped.rows)
         self._tell(found)
         over = self._count(found, broken)
         self._stop({*over, *self._ask(found)}, broken)
+
+    def _losses(self, start: int, end: int) -> Tensor:
+        """The losses ``[n, B]`` of minibatches, waiting for those that are on their way."""
+        if len(self.training.losses) < end:
+            self.arrive()
+        return torch.stack(self.training.losses[start:end])
 
     def _step(self, step: int) -> Step:
         epoch, place = divmod(step, self.one.task.epoch)
@@ -138,9 +168,21 @@ class Border:
         self.training.state.settle()
         # What was leaving a device may not have arrived where a run breaks off.
         if not broken():
-            self.stopped.stop(members, len(self.training.losses))
+            self.stopped.stop(members, self.training.minibatches)
             self._note_stopped()
 
     def _note_stopped(self) -> None:
         self.training.over = self.stopped.all
         self.training.rest(frozenset(range(len(self.one.members))).difference(self.stopped.rows))
+
+
+@contextmanager
+def all_heard(borders: Sequence[Border]) -> Iterator[None]:
+    """Where a run breaks off, callbacks hear the losses of the minibatches that had ended."""
+    try:
+        yield
+    except BaseException:
+        for border in borders:
+            with suppress(Exception):
+                border.arrive()
+        raise

@@ -180,6 +180,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written, or the save before this; the last one that was is there.
         """
+        border.arrive()
         steps = len(border.training.losses)
         one = self._arrays[index]
         # Before there is another copy of it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -24,18 +24,22 @@ class TaskScheduler:
             self.scheduler = PerMember(optimizer, makes)
         self._every_step = task.scheduler_interval == "step"
 
-    def stepped(self, losses: Tensor, rows: Sequence[int]) -> None:
-        """The optimizer has stepped, after a minibatch of ``losses [B]``; members ``rows`` go on."""
+    def stepped(self, losses: Callable[[], Tensor], rows: Sequence[int]) -> None:
+        """The optimizer has stepped, after a minibatch of ``losses() [1, B]``; members ``rows`` go on.
+
+        Losses may have to be waited for, and are asked for only where a member has a ReduceLROnPlateau.
+        """
         if self._every_step:
             self._step(losses, rows)
 
-    def epoch(self, losses: Tensor, rows: Sequence[int]) -> None:
-        """An epoch is over, of minibatches that were evaluated, or else trained, with ``losses [n, B]``."""
+    def epoch(self, losses: Callable[[], Tensor], rows: Sequence[int]) -> None:
+        """An epoch is over, of minibatches that were evaluated, or else trained, with ``losses() [n, B]``."""
         if not self._every_step:
-            self._step(losses.mean(0), rows)
+            self._step(losses, rows)
 
-    def _step(self, metrics: Tensor, rows: Sequence[int]) -> None:
+    def _step(self, losses: Callable[[], Tensor], rows: Sequence[int]) -> None:
         if isinstance(self.scheduler, PerMember):
+            metrics = losses().mean(0) if any(self.scheduler.takes_metrics) else None
             self.scheduler.step(metrics=metrics, rows=rows)
         else:
             self.scheduler.step()

@@ -32,7 +32,7 @@ from hfusion.schedule.timeline import Timeline
 from hfusion.schedule.work import TaskFailed
 from hfusion.tasks.arrange import Arrangement, arrange_one
 from hfusion.tasks.bars import TaskBars
-from hfusion.tasks.border import Border
+from hfusion.tasks.border import Border, all_heard
 from hfusion.tasks.checkpoints import Checkpoints, interval, saving
 from hfusion.tasks.checkpoints import resume as resume_from
 from hfusion.tasks.limits import clip_limits
@@ -246,7 +246,7 @@ class _TrainRun:
         scheduled = replace(self.plan, tasks=tuple(training.scheduled for training in self.trainings))
         engine = Engine(scheduled, policy, worker, lambda index: self.borders[index].training.over, first)
         try:
-            with worker:
+            with all_heard(self.borders), worker:
                 engine.run()
         except TaskFailed as failed:
             cause = failed.__cause__

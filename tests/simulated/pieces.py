@@ -17,6 +17,7 @@ from hfusion.compiler.bound import BoundProgram
 from hfusion.core.errors import FusionError
 from hfusion.passes.cost.cost import operators
 from hfusion.passes.inductor.decompositions import DECOMPOSITIONS
+from hfusion.runtime.loss_ring import Arrived, LossRing
 from hfusion.step.step_graph import StepCall, trace
 from hfusion.tasks.arrange import arrange
 from tests.simulated.device import install
@@ -188,6 +189,28 @@ def what_was_measured_on_a_cpu_is_rewritten_there_only() -> None:
     assert rewritten(THERE) == set(DECOMPOSITIONS)
 
 
+def losses_arrive_in_order_and_whole_however_late_a_device_is() -> None:
+    for lag in (0.0, 0.5, 0.9, 1.0):
+        QUEUES.start(0, lag=lag)
+        ring, wanted, arrived, late = LossRing(), list[Tensor](), list[Arrived](), 0
+        for step in range(100):
+            # Losses of another dtype, as a minibatch without autocast may have, or on another device.
+            dtype = torch.float64 if step % 30 else torch.float32
+            wanted.append(torch.full((3,), step / 7, dtype=dtype))
+            losses = torch.zeros(3, dtype=dtype, device="sim:1" if 40 < step < 60 else THERE)
+            losses += step / 7
+            arrived += ring.put(losses)
+            # As the next replay of a recorded step.
+            losses.fill_(-1)
+            late = max(late, len(ring))
+            assert len(arrived) + len(ring) == step + 1
+        assert not torch.isnan(torch.stack([each.losses.double() for each in arrived])).any()
+        arrived += ring.drain()
+        assert all(torch.equal(a.losses, b) for a, b in zip(arrived, wanted, strict=True))
+        assert late == 16 if lag == 1 else late <= 16
+        assert [each.at for each in arrived] == sorted(each.at for each in arrived)
+
+
 PIECES: tuple[Callable[[], None], ...] = (
     a_loaded_state_goes_on_wherever_its_numbers_lie,
     an_array_that_moves_without_its_state_is_refused,
@@ -197,6 +220,7 @@ PIECES: tuple[Callable[[], None], ...] = (
     an_optimizer_copies_to_its_device_from_pinned_memory_only,
     an_array_is_lowered_for_the_device_that_it_is_planned_for,
     what_was_measured_on_a_cpu_is_rewritten_there_only,
+    losses_arrive_in_order_and_whole_however_late_a_device_is,
 )
 
 
