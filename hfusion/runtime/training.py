@@ -153,7 +153,8 @@ class Training:
         if unit.shard == 0 and unit.phase is not Phase.BACKWARD:
             source = self._source if unit.phase is Phase.FORWARD else self._evaluation
             assert source is not None
-            self._next_batch(source, device, gate)
+            recipe = self._read(source, device, gate)
+            self._boundary.begin(dict(zip(recipe.inputs, self._batch.inputs, strict=True)), recipe.makers)
         with gate.computing():
             if unit.phase is Phase.FORWARD:
                 self._forward(unit.shard, device)
@@ -176,7 +177,7 @@ class Training:
             for name in names:
                 mark_absent(grads[name], self._absent.pop(name, None))
             if self._clip is not None and self._norms:
-                self._clip_by_norm(grads)
+                self._clip_by_norm(grads, self._clip)
             if grads:
                 self.state.update(shard, grads)
             self._started.difference_update(names)
@@ -188,9 +189,7 @@ class Training:
     def put_away(self, shard: int, *, leave: bool) -> list[Move]:
         """Take a shard off its device, and to ``leave`` all else of the task; what must be copied, until `left`."""
         moves = self._boundary.put_away(shard)
-        if leave:
-            moves += self._leave()
-        return moves + self.state.evict(shard)
+        return moves + (self._leave() if leave else []) + self.state.evict(shard)
 
     def _leave(self) -> list[Move]:
         """Take what lives between units off the device; what only its graph knows is computed again."""
@@ -217,10 +216,6 @@ class Training:
                 recipe = source.make(self._batch)
         self._recipe = recipe
         return recipe
-
-    def _next_batch(self, source: Source, device: torch.device, gate: Gate) -> None:
-        recipe = self._read(source, device, gate)
-        self._boundary.begin(dict(zip(recipe.inputs, self._batch.inputs, strict=True)), recipe.makers)
 
     def _forward(self, shard: int, device: torch.device) -> None:
         part = self._recipe.parts[shard]
@@ -292,10 +287,7 @@ class Training:
             self._parked = None
         saved = self._saved.pop(shard, None) or self._recomputed(shard, device)
         inputs = tracked(saved.inputs)
-        wanted = {
-            **inputs,
-            **{f"param {name}": leaf for name, leaf in saved.params.items() if leaf.requires_grad},
-        }
+        wanted = {**inputs, **{f"param {name}": leaf for name, leaf in saved.params.items() if leaf.requires_grad}}
         ends = tracked(saved.outputs)
         before = {place: self._left_out.pop(place, None) for place in (*ends, *wanted)}
         later = self._grads.keys() & before.keys()
@@ -385,18 +377,16 @@ class Training:
     def _gradient(self, shard: int, name: str) -> Tensor:
         return self.state.gradient(shard, name) if self._carried else self._grads[f"own {name}"]
 
-    def _clip_by_norm(self, grads: Mapping[str, Tensor]) -> None:
+    def _clip_by_norm(self, grads: Mapping[str, Tensor], limits: Tensor) -> None:
         """Clip by the norms over all shards."""
-        assert self._clip is not None
         if self._factors is None:
             self._arrivals.wait("norms")
             norms = total_norm([self._norms[name] for name in self.state.order if name in self._norms])
-            self._factors = clip_factors(norms, self._clip)
+            self._factors = clip_factors(norms, limits)
         used = [grad for grad in grads.values() if grad.numel()]
-        if used:
-            factors = self._factors.to(used[0].device, non_blocking=True)
-            for grad in used:
-                scale(grad, factors)
+        factors = self._factors.to(used[0].device, non_blocking=True) if used else self._factors
+        for grad in used:
+            scale(grad, factors)
 
     def _clean(self, shard: int) -> None:
         """Forget what only this minibatch's backward of the shard needed."""
