@@ -120,7 +120,11 @@ CONTENDERS = (
     Contender("vmap", "torch.func: vmap of the gradient, Adam over the stacks", vmapped.start),
     Contender("vmap-compiled", "the same, the whole step under torch.compile", vmapped.start_compiled),
     Contender("vmap-attention", "the same, attention written out, which vmap else loops over", vmapped.start_attention),
-    Contender("processes", "a process for each core, its share of the members one by one", processes.start),
+    Contender(
+        "processes",
+        "a process for each core, at most 4 on an accelerator, its share of the members one by one",
+        processes.start,
+    ),
     Contender("processes-compiled", "the same, each as serial-fused", processes.start_compiled),
     *(contender for present, contender in OPTIONAL if present),
     Contender("hfusion", "hf.fuse, hf.per_model, hf.optim.Adam", start_hfusion),

@@ -1,4 +1,4 @@
-"""Worker processes, one for each core, each training its share of the members one by one on one thread."""
+"""Worker processes, one for each core or a few on an accelerator, that train members one by one on one thread."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from torch import Tensor
 from hfusion.bench.serial import SerialLoop
 from hfusion.bench.workload import Running, Unavailable, Workload
 from hfusion.device.native import cores
+
+_ON_ACCELERATOR = 4
+"""Processes that share an accelerator: each has a context there of some 500 MB, and they take turns without MPS."""
 
 
 def _work(pipe: Connection, workload: Workload, first: int, last: int, compiled: bool) -> None:
@@ -69,7 +72,7 @@ def start(workload: Workload, compiled: bool = False) -> Running:
 
     ``compiled``: forward and loss under torch.compile, and torch's fused Adam.
     """
-    workers = min(cores(), workload.members)
+    workers = min(cores(), workload.members, _ON_ACCELERATOR if workload.device.type != "cpu" else workload.members)
     if workers == 1:
         raise Unavailable("needs at least 2 members and 2 cores")
     found = _Workers(workload, workers, compiled)

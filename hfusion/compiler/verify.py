@@ -40,6 +40,7 @@ from hfusion.core.program import Kind
 from hfusion.core.ragged import Ragged
 from hfusion.core.random import recording
 from hfusion.core.rows import leading
+from hfusion.device.backend import computes_by_tf32
 from hfusion.passes.expected import FailedCheck
 
 TIGHT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
@@ -138,9 +139,20 @@ def _check(subject: CheckedArray) -> None:
 
 
 def _compare(subject: CheckedArray) -> None:
-    suspects = _suspects(subject, TIGHT, subject.members)
+    suspects = _suspects(subject, _limits(subject.compiled, subject.stacks), subject.members)
     if suspects and not _agrees_wide(subject, _worst(suspects)):
         _check_noise(subject, suspects)
+
+
+def _limits(compiled: Compiled, stacks: Mapping[str, Tensor]) -> Mapping[torch.dtype, float]:
+    """Return the largest differences, relative; for float32 where TF32 computes it, those of float16, as exact."""
+    graphs = compiled.graph, compiled.program.module.graph
+    operators = {str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"}
+    # Members' own code may call anything.
+    operators |= {"conv", "rnn", "linear"} if compiled.opaque else set()
+    devices = {stack.device for stack in stacks.values()}
+    rounded = any(computes_by_tf32(device, operators) for device in devices)
+    return {**TIGHT, torch.float32: TIGHT[torch.float16]} if rounded else TIGHT
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -35,6 +35,9 @@ def types() -> tuple[str, ...]:
     found = torch.accelerator.current_accelerator()
     return _TYPES if found is None or found.type in _TYPES else (*_TYPES, found.type)
 
+
+_MULTIPLYING = (("conv",), ("rnn", "lstm", "gru"), ("mm", "linear", "mat", "mv", "dot", "einsum", "attention"))
+"""Parts of the names of operators that multiply float32, for each of torch's settings of their precision."""
 
 T = TypeVar("T")
 
@@ -347,3 +350,21 @@ def use_attention_kernels(flags: Sequence[bool]) -> None:
         (asked.enable_flash_sdp, asked.enable_mem_efficient_sdp, asked.enable_math_sdp), flags, strict=True
     ):
         use(flag)
+
+
+def computes_by_tf32(device: torch.device, operators: Iterable[str]) -> bool:
+    """Whether some of these operators compute float32 with the 10 bits of TF32 there, by torch's settings.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html
+    """
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    backends: Any = torch.backends
+    by_tf32 = [
+        setting.fp32_precision == "tf32" for setting in (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
+    ]
+    return any(
+        rounds and any(part in name for part in parts)
+        for name in operators
+        for rounds, parts in zip(by_tf32, _MULTIPLYING, strict=True)
+    )
