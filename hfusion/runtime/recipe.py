@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.program import Part
+from hfusion.device.backend import backend
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,20 @@ class Recipe:
     losses: Callable[[Sequence[Any], Any], Tensor]
     random: bool
     branching: int | None = None
+
+    @cached_property
+    def _placed(self) -> dict[tuple[str, torch.device], Tensor]:
+        return {}
+
+    def constant(self, name: str, device: torch.device, *, stays: bool) -> Tensor:
+        """A constant on a device, where it ``stays``; else it is copied at each call, from pinned memory."""
+        kept = device if stays else torch.device("cpu")
+        key = name, kept
+        if key not in self._placed:
+            constant = self.constants[name]
+            pins = not stays and backend(device).pins and constant.device.type == "cpu"
+            self._placed[key] = constant.pin_memory() if pins else constant.to(kept)
+        return self._placed[key].to(device, non_blocking=True)
 
     @cached_property
     def makers(self) -> dict[str, int]:

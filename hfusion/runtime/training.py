@@ -261,7 +261,7 @@ class Training:
         part, params, keys = self._recipe.parts[shard], {}, []
         for slot in part.keys:
             if slot.kind is Kind.CONSTANT:
-                keys.append(self._recipe.constants[slot.name].to(device, non_blocking=True))
+                keys.append(self._recipe.constant(slot.name, device, stays=self.plan.resident))
                 continue
             name = self._names[slot.name]
             tensor = buffers[name] if name in buffers else self.state.tensor(shard, name)

@@ -43,12 +43,14 @@ class Calls:
     """What a step asks of the device, each as a number per step.
 
     ``launches``: of kernels, library calls, copies and fills by themselves. ``graphs``: replays. ``waits``: of the host
-    for the device. ``refused``: calls that fail on a real device, such as those forbidden in capture.
+    for the device. ``pageable``: copies of memory that is not pinned. ``refused``: calls that fail on a real device,
+    such as those forbidden in capture.
     """
 
     launches: float
     graphs: float
     waits: float
+    pageable: float = 0
     refused: tuple[str, ...] = ()
 
 
@@ -71,11 +73,13 @@ def since_reset(steps: int = 1) -> Calls:
     """Return what was called since `reset`, by ``steps``."""
     counts = by_name()
 
+    pageable = sum(count for name, count in counts.items() if "memcpy" in name and "pageable" in name) / steps
+
     def total(*starts: str) -> float:
         return sum(count for name, count in counts.items() if name.startswith(starts)) / steps
 
     refused = tuple(name for name in counts if name.startswith(_REFUSED))
-    return Calls(total(*_LAUNCHES), total("graph launch"), total("SYNC"), refused)
+    return Calls(total(*_LAUNCHES), total("graph launch"), total("SYNC"), pageable, refused)
 
 
 def by_name() -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,15 @@ from hfusion.device.backend import computes_by_tf32
 pytestmark = pytest.mark.null
 
 CUDA = torch.device("cuda", 0)
+# mypy does not know all of its settings.
+BACKENDS: Any = torch.backends
 
 
 @pytest.fixture(autouse=True)
 def _settings() -> Iterator[None]:
-    convolutions, products = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+    convolutions, products = BACKENDS.cudnn.conv.fp32_precision, BACKENDS.cuda.matmul.fp32_precision
     yield
-    torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision = convolutions, products
+    BACKENDS.cudnn.conv.fp32_precision, BACKENDS.cuda.matmul.fp32_precision = convolutions, products
 
 
 def test_by_torchs_defaults() -> None:
@@ -29,7 +32,7 @@ def test_by_torchs_defaults() -> None:
 
 
 def test_as_it_is_set() -> None:
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    BACKENDS.cudnn.conv.fp32_precision = "ieee"
     assert not computes_by_tf32(CUDA, ["aten.convolution.default"])
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    BACKENDS.cuda.matmul.fp32_precision = "tf32"
     assert computes_by_tf32(CUDA, ["aten.addmm.default"])

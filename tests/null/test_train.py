@@ -58,3 +58,30 @@ def test_callbacks_hear_all_losses_in_order() -> None:
     report = hf.train([task], hf.Machine([hf.Device("cuda:0", memory="1GiB")]))
     assert [step.step for step in heard if isinstance(step, hf.Step)] == list(range(LONG))
     assert torch.equal(torch.stack([step.losses for step in heard]), report["task"].losses)
+
+
+class Offset(nn.Module):
+    """Adds numbers that forward makes, which its graph holds as a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x) + torch.tensor([0.5, 1.0, 1.5], device=x.device)
+        return out
+
+
+def test_constants_are_copied_once() -> None:
+    def pageable(minibatches: int) -> float:
+        fused = hf.fuse([Offset() for _ in range(3)], verify=False)
+        loader = [(torch.zeros(6, 8), torch.zeros(6, dtype=torch.int64)) for _ in range(minibatches)]
+        task = hf.Task(
+            fused, losses_of, optimizer=lambda params: hf.optim.SGD(params, lr=0.1), loader=loader, compile=False
+        )
+        reset()
+        hf.train([task], hf.Machine([hf.Device("cuda:0", memory="1GiB")]))
+        return since_reset().pageable
+
+    pageable(SHORT)
+    assert pageable(LONG) - pageable(SHORT) <= 2
