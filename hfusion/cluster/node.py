@@ -192,7 +192,7 @@ class ArrayTrainer:
             tell(self._trained(job, part, tell) if isinstance(job, ArrayJob) else Answered(job.call(self, part)))
         except BaseException as error:
             cause = error.__cause__ if isinstance(error, TrainError) and error.__cause__ is not None else error
-            tell(Raised(_portable(cause)))
+            tell(Raised(portable(cause)))
 
     def _trained(
         self, job: ArrayJob, part: Callable[[Any], Any], tell: Callable[[Message], None]
@@ -260,7 +260,7 @@ def loader_generators(task: Task) -> list[torch.Generator]:
     return [each for loader in (task.loader, task.eval_loader) for each in generators(loader)]
 
 
-def _portable(error: BaseException) -> BaseException:
+def portable(error: BaseException) -> BaseException:
     """An error that other processes can read, with its traceback as a note."""
     text = "".join(traceback.format_exception(error))
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -28,6 +29,10 @@ _LOCK, _STATE, _ARRAYS = "lock", "state", "arrays"
 KEEP = 2
 
 
+# Those that this process holds. A fork of it would hold them for as long as it lives.
+_open: weakref.WeakSet[SweepFolder] = weakref.WeakSet()
+
+
 class SweepFolder:
     """Holds the folder for this process until it is closed. Raises CheckpointError where another process has it."""
 
@@ -44,9 +49,11 @@ class SweepFolder:
                 raise CheckpointError(
                     f"{root} is in use by a sweep that runs: wait for its end, or give another directory"
                 ) from error
+        _open.add(self)
 
     def close(self) -> None:
         """Let others have it."""
+        _open.discard(self)
         self._lock.close()
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
@@ -73,3 +80,12 @@ class SweepFolder:
     def found(self, save: Path) -> str:
         """A save as the folder names it, wherever the folder is."""
         return os.fspath(save.relative_to(self.root.absolute()))
+
+
+def _close_in_fork() -> None:
+    for folder in list(_open):
+        folder.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_fork)

@@ -31,6 +31,11 @@ class Loaders:
         source: Any = self._source
         return None if isinstance(source, Iterable) or not callable(source) else source
 
+    @property
+    def made(self) -> list[Any]:
+        """The loaders that there are so far."""
+        return [loader for _, loader in self._made] if self.function is not None else [self._source]
+
     def loader(self, values: Mapping[str, Any]) -> Iterable[Any]:
         """Return the loader for these arguments of the function. Raises PlanError for what is no loader."""
         function = self.function

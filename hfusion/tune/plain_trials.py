@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -119,42 +120,71 @@ class PlainTrial:
             self.scheduler.load_state_dict(state["scheduler"])
 
 
+@dataclass(frozen=True)
+class TrainedEpoch:
+    """One trial's ``values`` after an epoch of ``steps`` minibatches, and its seconds."""
+
+    values: tuple[float, ...]
+    seconds: float
+    steps: int
+
+
 class PlainTrials:
     """Trials with the same choices, each alone; the methods are those of `hfusion.tune.trial_rows.TrialRows`.
 
-    ``stopping``: whether an epoch is to end at once.
+    ``stopping``: whether an epoch is to end at once. ``epochs``: rounds that were trained, the number of the next save.
     """
 
     def __init__(self, recipe: SweepRecipe, choices: ArrayChoices, stopping: Callable[[], bool]) -> None:
         self._recipe, self._choices, self._stopping = recipe, choices, stopping
         self._loader, self._loss = recipe.loaders.loader(choices.loader), recipe.loss_of(choices)
         self._trials: dict[str, PlainTrial] = {}
-        self._epochs = 0
+        self.epochs = 0
 
-    def join(self, new: Sequence[TrialModel]) -> None:
-        """Begin to train more trials."""
+    def join(self, new: Sequence[TrialModel], states: Mapping[str, dict[str, Any]] | None = None) -> None:
+        """Begin to train more trials; those that have ``states``, by tag, go on from these."""
         for member in new:
-            self._trials[member.tag] = trial = PlainTrial(member, self._recipe, self._choices)
+            trial = PlainTrial(member, self._recipe, self._choices)
             if not self._recipe.every_step:
                 check_plateaus(self._recipe.objectives, [type(trial.scheduler).__name__])
+            if states is not None and member.tag in states:
+                trial.load(states[member.tag])
+            self._trials[member.tag] = trial
 
     def epoch(self, seed: int, evaluates: bool = True) -> EpochResult:
         """Train each trial for an epoch under a seed, and evaluate it; as `TrialRows.epoch`."""
-        began, steps = time.perf_counter(), 1
-        values: dict[str, tuple[float, ...]] = {}
-        for tag, trial in self._trials.items():
-            losses = self._trained(trial, seed)
-            steps = max(steps, len(losses))
+        return self.result({tag: self.train(tag, seed, evaluates) for tag in self._trials})
+
+    def result(self, trained: Mapping[str, TrainedEpoch]) -> EpochResult:
+        """Return what an epoch of all trials comes to; ``trained`` by tag, wherever that was."""
+        self.epochs += 1
+        steps = max((epoch.steps for epoch in trained.values()), default=1)
+        values = {tag: epoch.values for tag, epoch in trained.items()}
+        return EpochResult(values, sum(epoch.seconds for epoch in trained.values()), 0.0, steps)
+
+    def train(self, tag: str, seed: int, evaluates: bool = True) -> TrainedEpoch:
+        """Train one trial for an epoch under a seed, and evaluate it."""
+        began, trial = time.perf_counter(), self._trials[tag]
+        losses = self._trained(trial, seed)
+        trial.optimizer.zero_grad()
+        if not math.isfinite(float(losses.sum())) or not trial.is_finite:
+            values = (math.nan,) * self._recipe.objectives
+        else:
             mean = float(losses.mean())
-            trial.optimizer.zero_grad()
-            if not math.isfinite(float(losses.sum())) or not trial.is_finite:
-                values[tag] = (math.nan,) * self._recipe.objectives
-                continue
-            values[tag] = self._judged(tag, trial, mean, seed) if evaluates else ()
+            values = self._judged(tag, trial, mean, seed) if evaluates else ()
             if not self._recipe.every_step:
-                trial.schedule(values[tag][0] if values[tag] else mean)
-        self._epochs += 1
-        return EpochResult(values, time.perf_counter() - began, 0.0, steps)
+                trial.schedule(values[0] if values else mean)
+        return TrainedEpoch(values, time.perf_counter() - began, max(1, len(losses)))
+
+    def state(self, tag: str) -> dict[str, Any]:
+        """All that training has made of a trial."""
+        return self._trials[tag].state()
+
+    def take(self, tag: str) -> dict[str, Any]:
+        """The state of a trial that goes on elsewhere."""
+        state = self.state(tag)
+        del self._trials[tag]
+        return state
 
     def _trained(self, trial: PlainTrial, seed: int) -> Tensor:
         """Train one trial for an epoch; the losses of its minibatches, in float64."""
@@ -216,29 +246,26 @@ class PlainTrials:
     def collect(self) -> None:
         """Do nothing: nothing of trials that left is held in cycles."""
 
-    def _encoded(self) -> tuple[Any, dict[str, Tensor]]:
+    def _encoded(self, elsewhere: Mapping[str, dict[str, Any]]) -> tuple[Any, dict[str, Tensor]]:
         found: dict[str, Tensor] = {}
-        state = {tag: trial.state() for tag, trial in self._trials.items()}
-        body = {"epochs": self._epochs, "trials": encode(state, found, "trials")}
+        state = {tag: trial.state() for tag, trial in self._trials.items()} | dict(elsewhere)
+        body = {"epochs": self.epochs, "trials": encode(state, found, "trials")}
         return body, {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
 
-    def save(self, folder: Path) -> Path:
-        """Save all; where."""
-        body, found = self._encoded()
-        return files.write(folder, body, found, step=self._epochs, keep=KEEP)
+    def save(self, folder: Path, elsewhere: Mapping[str, dict[str, Any]] | None = None) -> Path:
+        """Save all, and the states of trials that are ``elsewhere``; where."""
+        body, found = self._encoded(elsewhere or {})
+        return files.write(folder, body, found, step=self.epochs, keep=KEEP)
 
     def packed(self) -> PackedSave:
         """All that a save holds."""
-        return PackedSave.of(*self._encoded(), self._epochs)
+        return PackedSave.of(*self._encoded({}), self.epochs)
 
     def restore(self, saved: Path | PackedSave, members: Sequence[TrialModel]) -> tuple[None, int]:
         """Be what was saved or packed of these; no widths, and how many there are."""
         found = saved.saved() if isinstance(saved, PackedSave) else files.read(saved)
-        self._epochs = found.body["epochs"]
-        states = decode(found.body["trials"], found.tensors)
-        self.join(members)
-        for member in members:
-            self._trials[member.tag].load(states[member.tag])
+        self.epochs = found.body["epochs"]
+        self.join(members, decode(found.body["trials"], found.tensors))
         return None, len(self._trials)
 
 

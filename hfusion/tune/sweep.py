@@ -71,6 +71,7 @@ def sweep(
     pbt: PBT | None = None,
     compile: bool | str = False,
     progress: bool = False,
+    processes: int | None = None,
 ) -> SweepResult:
     """Search hyper-parameters with Optuna, many trials at a time in one array, each trained as if alone.
 
@@ -126,6 +127,9 @@ def sweep(
             of an array have taken as long as that, ``True`` at once, for long sweeps of few shapes.
         progress: show a bar of the trials that have finished, as study.optimize(show_progress_bar=True) does. The
             logger ``hfusion`` gets a line after every round, at level INFO.
+        processes: the most processes that train trials which are not worth an array; by default one for each core.
+            They are forks of this one, started where that is measured to save time. Functions that are called there,
+            such as ``loss`` and ``metric``, change nothing in this process: with ``processes=0`` all are called here.
 
     Raises:
         ImportError: Optuna is not installed.
@@ -142,6 +146,8 @@ def sweep(
         raise ValueError(f"clip={clip!r}: give a norm above 0, or None")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate={accumulate!r}: give a whole number of at least 1")
+    if processes is not None and (not isinstance(processes, int) or processes < 0):
+        raise ValueError(f"processes={processes!r}: give a whole number of at least 0, or None")
     if scheduler_interval not in ("epoch", "step"):
         raise ValueError(f'scheduler_interval={scheduler_interval!r}: it is "epoch" or "step"')
     if pbt is not None and scheduler is not None:
@@ -178,9 +184,9 @@ def sweep(
         stack.enter_context(listening(found))
         asked = _trials(found, body, callbacks, alone=own)
         beats = Beats(found, asked.run, root)
-        here = [space, found, *callbacks]
-        workers, recipe, processes = _workers(machine, recipe, maker, extent, here, body.get("processes"), stack)
-        extent = replace(extent, processes=1 if processes is None else processes.count)
+        here, known = [space, found, *callbacks], body.get("processes")
+        workers, recipe, chosen = _workers(machine, recipe, maker, extent, here, known, processes, stack)
+        extent = replace(extent, processes=1 if chosen is None else chosen.count)
         bar = SweepProgress(found, trials, shown=progress)
         stack.callback(bar.close)
         conductor = Conductor(asked, maker, recipe, extent, workers, folder, beats, bar)
@@ -200,7 +206,7 @@ def sweep(
                 beats.end()
             raise
         beats.end()
-        return SweepResult(found, tuple(asked.asked), conductor.best.all, processes)
+        return SweepResult(found, tuple(asked.asked), conductor.best.all, chosen)
 
 
 def _check_kinds(
@@ -266,11 +272,13 @@ def _workers(
     extent: Extent,
     here: Sequence[object],
     known: int | None,
+    plain_processes: int | None,
     stack: ExitStack,
 ) -> tuple[LocalWorkers | ClusterWorkers, SweepRecipe, Processes | None]:
-    """What trains, until ``stack`` ends, with what, and in which processes of a machine with several devices.
+    """Return what trains until ``stack`` ends, its recipe, and the processes of a machine with several devices.
 
-    Where that is this process, it makes models on its device from now on.
+    Where that is this process, models are made on its device from now on, and at most ``plain_processes`` more train
+    plain trials.
     """
     if isinstance(machine, Cluster):
         executor = machine._open()
@@ -283,7 +291,9 @@ def _workers(
             return workers, recipe, processes
     device = largest(machine).physical
     recipe, maker.models = replace(recipe, device=device), replace(maker.models, device=device)
-    return LocalWorkers(machine, recipe), recipe, processes
+    local = LocalWorkers(machine, recipe, plain_processes)
+    stack.callback(local.close)
+    return local, recipe, processes
 
 
 def _check_same(body: Any, extent: Extent) -> None:

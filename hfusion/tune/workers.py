@@ -11,8 +11,8 @@ from torch import nn
 
 from hfusion.cluster.node import DeviceInfo
 from hfusion.device.machine import Machine
-from hfusion.tune.plain_trials import PlainTrials
 from hfusion.tune.space import ArrayChoices, TrialModel
+from hfusion.tune.spread_trials import SpreadTrials, TrialSpread
 from hfusion.tune.sweep_recipe import SweepRecipe
 from hfusion.tune.trial_rows import TrialRows
 
@@ -53,23 +53,35 @@ class SweepWorkers(Protocol):
 
 
 class LocalWorkers:
-    """All on the largest device of ``machine``, in this process."""
+    """All on the largest device of ``machine``: arrays in this process, plain trials in at most ``processes`` more."""
 
-    def __init__(self, machine: Machine, recipe: SweepRecipe) -> None:
+    def __init__(self, machine: Machine, recipe: SweepRecipe, processes: int | None = 0) -> None:
         device = largest(machine)
         rates = machine.calibrate()[device.name]
         self.devices: Sequence[DeviceInfo] = [DeviceInfo(device.name, device.physical, device.memory, rates, 0.0)]
         self.gone: Collection[int] = ()
-        self._recipe, self._rows = recipe, dict[str, TrialRows | PlainTrials]()
+        self._recipe, self._rows = recipe, dict[str, TrialRows | SpreadTrials]()
+        self._spread = TrialSpread(recipe, processes)
 
     def open(self, name: str, device: int, choices: ArrayChoices, plain: bool = False) -> None:
-        self._rows[name] = (PlainTrials if plain else TrialRows)(self._recipe, choices, lambda: False)
+        if plain:
+            self._rows[name] = self._spread.open(name, choices)
+        else:
+            self._rows[name] = TrialRows(self._recipe, choices, lambda: False)
 
     def send(self, name: str, method: str, *args: Any) -> None:
         getattr(self._rows[name], method)(*args)
 
     def ask(self, calls: Mapping[str, RowsCall]) -> dict[str, Any]:
-        return {name: getattr(self._rows[name], method)(*args) for name, (method, args) in calls.items()}
+        plain = {
+            name: args
+            for name, (method, args) in calls.items()
+            if method == "epoch" and isinstance(self._rows[name], SpreadTrials)
+        }
+        self._spread.begin(plain)
+        others = {name: call for name, call in calls.items() if name not in plain}
+        found = {name: getattr(self._rows[name], method)(*args) for name, (method, args) in others.items()}
+        return found | self._spread.finish(plain)
 
     def leave(self, name: str, member: TrialModel) -> nn.Module:
         return self._rows[name].leave(member.tag)
@@ -82,8 +94,13 @@ class LocalWorkers:
 
     def drop(self, name: str, *, collect: bool) -> None:
         del self._rows[name]
+        self._spread.drop(name)
         if collect:
             gc.collect()
+
+    def close(self) -> None:
+        """End other processes."""
+        self._spread.close()
 
 
 def largest(machine: Machine) -> Any:

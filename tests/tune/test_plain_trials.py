@@ -17,6 +17,8 @@ from hfusion.device.calibrate import Rates
 from hfusion.tune.plain_footprint import PlainFootprint
 from hfusion.tune.plain_trials import torch_optimizer
 from hfusion.tune.shape_array import PlainForm
+from hfusion.tune.spread_trials import TrialSpread
+from hfusion.tune.trial_process import why_no_fork
 from hfusion.tune.trial_rows import TrialRows
 from tests.tune import chosen, test_objectives, test_resume, test_sweep
 from tests.tune.cases import EPOCHS, MACHINE, alone
@@ -26,8 +28,15 @@ from tests.tune.test_rooms import nowhere
 optuna = pytest.importorskip("optuna")
 
 
-@pytest.fixture(autouse=True)
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["here", "elsewhere"])
+def plain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "elsewhere":
+        if why_no_fork(torch.device("cpu")):
+            pytest.skip("no fork of this process could train")
+        monkeypatch.setattr("hfusion.tune.spread_trials.cores", lambda: 2)
+        monkeypatch.setattr("hfusion.tune.spread_trials._start_seconds", lambda: 0.0)
+        # Whether it is faster here decides nothing.
+        monkeypatch.setattr(TrialSpread, "_judge", lambda *args: None)
     monkeypatch.setattr("hfusion.tune.shape_array._CAPTURE_STEPS", math.inf)
     monkeypatch.setattr(TrialRows, "join", lambda *args: pytest.fail("an array was made"))
 
