@@ -98,6 +98,10 @@ class ClusterWorkers:
         self.place: Callable[[str], int] = lambda name: 0
 
     @property
+    def side_by_side(self) -> int:
+        return 1
+
+    @property
     def devices(self) -> Sequence[DeviceInfo]:
         return self._executor.devices
 

@@ -96,6 +96,7 @@ class Conductor:
             self._round += 1
             self._beats.beat()
             self.trials.caught_up()
+            self._promote()
             self._refill()
         self.save()
 
@@ -107,7 +108,7 @@ class Conductor:
         calls = {array.name: ("epoch", (seed, not several or array.any_ends)) for array in arrays}
         found: dict[str, EpochResult] = self._workers.ask(calls)
         for array in arrays:
-            self.rooms.seconds.note(array, found[array.name])
+            self.rooms.note(array, found[array.name])
         values = {array.name: found[array.name].values for array in arrays}
         seats = [(array, array.seats[tag], own) for array in arrays for tag, own in values[array.name].items()]
         left: set[int] = set()
@@ -138,6 +139,15 @@ class Conductor:
         for name, device in self._workers.move(targets, members).items():
             there[name].device = device
         self.rooms.seconds.note_move(time.monotonic() - began)
+
+    def _promote(self) -> None:
+        """Let plain trials go on as arrays where that pays by now. What was chosen is saved before it trains."""
+        for old, array in self.rooms.promoted():
+            state = self._workers.ask({old: ("packed", ())})[old]
+            self._workers.open(array.name, array.device, array.shape.first.suggestion.choices)
+            self._workers.send(array.name, "adopt", state, self._members(array))
+            self._workers.drop(old, collect=False)
+            _log.info("%d trials of one shape go on as an array", len(array.seats))
 
     def _leave(self, array: ShapeArray, seat: Seat, best: tuple[float, ...] | None) -> None:
         """A trial's row is free; its model is kept where its values are among the ``best``."""

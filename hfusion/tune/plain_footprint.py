@@ -50,6 +50,7 @@ class PlainFootprint:
         self._activations = costs.saved + sum(map(_bytes, _tensors(outputs)))
         self._outputs = 2 * evaluated * sum(map(_bytes, _tensors(outputs)))
         self._copies = _SAVING if saved and device.physical.type == "cpu" else 0
+        self.operators = max(1, costs.calls)
         rates = device.rates
         update = (2 + 2 * stacks) * self._gradients / rates.memory
         self._call = _PASSES * costs.calls / rates.calls + _ACTIONS * rates.action_seconds

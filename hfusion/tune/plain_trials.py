@@ -176,6 +176,10 @@ class PlainTrials:
                 trial.schedule(values[0] if values else mean)
         return TrainedEpoch(values, time.perf_counter() - began, max(1, len(losses)))
 
+    def trial(self, tag: str) -> PlainTrial:
+        """A trial that is trained here."""
+        return self._trials[tag]
+
     def state(self, tag: str) -> dict[str, Any]:
         """All that training has made of a trial."""
         return self._trials[tag].state()

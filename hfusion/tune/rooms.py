@@ -7,9 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from fractions import Fraction
 from heapq import nlargest
 
+from hfusion.capture.named import tensors
 from hfusion.cluster.drive import DeviceLost
 from hfusion.cluster.rates import DIFFERS
 from hfusion.core.errors import PlanError
+from hfusion.tune.array_costs import ArrayCosts
+from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.epoch_seconds import EpochSeconds
 from hfusion.tune.footprint import fits
 from hfusion.tune.shape_array import Seat, Shape, ShapeArray
@@ -31,6 +34,7 @@ class Rooms:
         self.opened = 0
         self._workers, self._trials, self._rows, self._together = workers, trials, rows, together
         self.seconds = EpochSeconds(workers.devices)
+        self.costs = ArrayCosts(workers.devices[0].physical)
 
     def check(self, shape: Shape, what: str) -> None:
         """Raise PlanError where no device has memory for one trial of a shape."""
@@ -52,8 +56,33 @@ class Rooms:
 
     def open(self, array: ShapeArray) -> None:
         """Choose whether the trials that wait become an array, or are plain; and let a worker hold them."""
-        array.choose_form(lambda: self._fits(array.device, self._on(array.device)))
+        array.plain = self._is_plain(array, array.joining, [member.suggestion.epochs for member in array.joining])
         self._workers.open(array.name, array.device, array.shape.first.suggestion.choices, array.plain)
+
+    def _is_plain(self, array: ShapeArray, members: Sequence[TrialModel], epochs: Sequence[int]) -> bool:
+        """Whether trials with so many epochs left are to be plain; those that share tensors are an array."""
+        seen = [identity for member in members for identity in {id(tensor) for _, tensor in tensors(member.model)}]
+        device = self._workers.devices[array.device]
+        shared = len(set(seen)) < len(seen)
+        choice = None if shared else array.shape.choice(epochs, device, self.costs, self._workers.side_by_side)
+        return array.shape.choose_form(choice, lambda: self._fits(array.device, self._on(array.device)))
+
+    def promoted(self) -> list[tuple[str, ShapeArray]]:
+        """Plain trials that are an array from now on, as measured seconds say; each after its old name."""
+        promoted = []
+        for array in self.arrays:
+            if array.plain and array.seats and not array.joining:
+                epochs = [seat.suggestion.epochs - seat.epochs for seat in array.seats.values()]
+                if not self._is_plain(array, (), epochs):
+                    promoted.append((array.name, array))
+                    array.promote(f"array-{self.opened}")
+                    self.opened += 1
+        return promoted
+
+    def note(self, array: ShapeArray, result: EpochResult) -> None:
+        """An array has trained an epoch."""
+        self.seconds.note(array, result)
+        array.shape.note(array, result, self._workers.devices[array.device], self.costs)
 
     def restored(self, name: str, shape: Shape, seats: Sequence[Seat], *, plain: bool) -> ShapeArray:
         """An array of before, on the device where all end soonest, if there is one with room for it."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hfusion.capture.compare import check_pair
-from hfusion.capture.named import tensors
 from hfusion.cluster.node import DeviceInfo
 from hfusion.core.errors import FusionError
 from hfusion.population.widths import Widths
+from hfusion.tune.array_costs import ArrayCosts, ArrayRecord
+from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.footprint import Footprint
 from hfusion.tune.forwards import SameForward
 from hfusion.tune.plain_footprint import PlainFootprint
@@ -42,14 +45,6 @@ class Seat:
         return self.epochs + 1 == self.suggestion.epochs
 
 
-# What the captures of an array take, in steps of one plain trial, and what a step of an array takes beside its numbers.
-# Estimates, no fit: on an AMD EPYC of the fourth generation one capture of an MLP of two to four layers and its
-# evaluation took 240 to 590 plain steps, of which arrays that change their width need several, and an eager step of
-# 2, 8 and 16 members 2.4 to 3.7, 3.9 to 8.5 and 4.9 to 15 plain ones.
-_CAPTURE_STEPS: float = 1750.0
-_ARRAY_STEP = 1.7
-
-
 @dataclass(frozen=True)
 class PlainForm:
     """What is known of the trials of a shape in plain torch.
@@ -64,16 +59,35 @@ class PlainForm:
     minibatches: int
     waves: float
 
-    def array_pays(self, new: Sequence[TrialModel]) -> bool:
-        """Whether an array of these trials saves more than its captures take, by counts alone.
 
-        Trials whose models share tensors are an array, which knows of that.
-        """
-        seen = [id(tensor) for member in new for tensor in {id(t): t for _, t in tensors(member.model)}.values()]
-        if len(set(seen)) < len(seen):
-            return True
-        steps = self.minibatches * self.waves * max(member.suggestion.epochs for member in new)
-        return steps * (len(new) - _ARRAY_STEP) > _CAPTURE_STEPS
+@dataclass(frozen=True)
+class ArrayChoice:
+    """What decides whether trials of one shape become an array.
+
+    Attributes:
+        epochs: that each of them has left.
+        minibatches: of an epoch, times the trials of the sweep for each of them.
+        plain: seconds of a minibatch of one plain trial, as measured; None where nothing is known yet.
+        array: the same of an array of all of them, in minibatches of a plain one.
+        startup: seconds until there is an array.
+        side_by_side: how many plain trials are trained at the same time.
+    """
+
+    epochs: tuple[int, ...]
+    minibatches: float
+    plain: float | None
+    array: float
+    startup: float
+    side_by_side: int
+
+
+def seconds_saved(choice: ArrayChoice) -> float:
+    """Seconds that an array saves; where nothing is known none, so that plain trials are measured first."""
+    if choice.plain is None:
+        return -math.inf
+    alone = sum(choice.epochs) / min(choice.side_by_side, len(choice.epochs))
+    together = max(choice.epochs) * choice.array
+    return choice.minibatches * choice.plain * (alone - together) - choice.startup
 
 
 class Shape:
@@ -96,6 +110,9 @@ class Shape:
     ) -> None:
         self.first, self._look, self._forward, self.minibatches = first, look, forward, minibatches
         self._plain, self.is_array = plain, plain is None
+        # Seconds of a minibatch of one plain trial, and those until there was an array, once they were measured.
+        self.plain_seconds: float | None = None
+        self.startup = 0.0
         self._footprints: dict[Any, Footprint | PlainFootprint] = {}
         self._fastest: dict[Any, int] = {}
 
@@ -109,16 +126,61 @@ class Shape:
             return False
         return self._forward.same_as(candidate.model)
 
-    def choose_form(self, new: Sequence[TrialModel], fits: Callable[[], bool]) -> bool:
-        """Return whether trials that are the first of an array are plain. Then the shape may become one of arrays."""
-        if self.is_array or self._plain is None:
+    def choose_form(self, choice: ArrayChoice | None, fits: Callable[[], bool]) -> bool:
+        """Return whether trials are plain. Those after them in the shape are an array once some are."""
+        if self.is_array or choice is None:
             return False
-        if not self._plain.array_pays(new):
+        if not seconds_saved(choice) > 0:
             return True
-        self.is_array = True
+        self.is_array, began = True, time.perf_counter()
         if not fits():
             self.is_array = False
+        self.startup = time.perf_counter() - began
         return not self.is_array
+
+    def choice(
+        self, epochs: Sequence[int], device: DeviceInfo, costs: ArrayCosts, side_by_side: int
+    ) -> ArrayChoice | None:
+        """What decides about trials that have so many epochs left each; None where they must be an array."""
+        if self._plain is None:
+            return None
+        look = self.plain_footprint(device)
+        known = costs.plain(look.operators)
+        estimated = None if known is None else known * look.seconds(1)
+        ratio = look.seconds(len(epochs)) / look.seconds(1) * costs.ratio(look.operators)
+        return ArrayChoice(
+            tuple(epochs),
+            self._plain.minibatches * self._plain.waves,
+            self.plain_seconds or estimated,
+            ratio,
+            costs.startup(look.operators),
+            side_by_side,
+        )
+
+    def note(self, array: ShapeArray, result: EpochResult, device: DeviceInfo, costs: ArrayCosts) -> None:
+        """Learn from an epoch what plain trials and arrays take here."""
+        seconds = result.seconds / result.steps
+        if self._plain is None:
+            return
+        if array.plain:
+            self.plain_seconds = seconds / max(1, len(result.values))
+        elif self.plain_seconds is not None and not array.measured:
+            look = self.plain_footprint(device)
+            ratio = look.seconds(max(1, array.width)) / look.seconds(1)
+            plain = self.plain_seconds / look.seconds(1)
+            startup = max(1e-6, self.startup + result.startup)
+            costs.note(ArrayRecord(look.operators, startup, plain, seconds / self.plain_seconds / ratio))
+        array.measured = True
+
+    def plain_footprint(self, device: DeviceInfo) -> PlainFootprint:
+        """On a device of this kind: of plain trials."""
+        assert self._plain is not None
+        kind = device.physical, device.rates, False
+        if kind not in self._footprints:
+            self._footprints[kind] = self._plain.look(device)
+        footprint = self._footprints[kind]
+        assert isinstance(footprint, PlainFootprint)
+        return footprint
 
     def footprint(self, device: DeviceInfo) -> Footprint | PlainFootprint:
         """On a device of this kind: of arrays, which takes a capture, once the shape has some."""
@@ -149,11 +211,12 @@ class ShapeArray:
         self.joining: list[TrialModel] = []
         self.widths: Widths | None = None
         self.width = 0
-        self.plain = False
+        self.plain = self.measured = False
 
-    def choose_form(self, fits: Callable[[], bool]) -> None:
-        """See `Shape.choose_form`."""
-        self.plain = self.shape.choose_form(self.joining, fits)
+    def promote(self, name: str) -> None:
+        """Become an array, of another name, after its trials were plain."""
+        self.name, self.plain, self.measured = name, False, False
+        self.widths, self.width = Widths(len(self.seats)), len(self.seats)
 
     @property
     def taken(self) -> int:

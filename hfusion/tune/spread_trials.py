@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hfusion.capture.named import tensors
+from hfusion.checkpoint.packed import PackedSave
 from hfusion.device.cache import cache_file, number, read_json, write_json
 from hfusion.device.calibrate import describe
 from hfusion.device.native import cores
@@ -79,6 +80,11 @@ class SpreadTrials:
             answer = process.ask(StatesRequest(tuple(places), leaving=False))
             elsewhere |= {tag: answer[self.name, tag] for _, tag in places}
         return self.home.save(folder, elsewhere)
+
+    def packed(self) -> PackedSave:
+        """All that a save holds; all trials are here then."""
+        self.come_home(list(self.away))
+        return self.home.packed()
 
     def restore(self, saved: Path, members: Sequence[TrialModel]) -> tuple[None, int]:
         """As `PlainTrials.restore`."""
@@ -145,6 +151,11 @@ class TrialSpread:
         Few large trials have all threads of torch, as in a loop.
         """
         return self._most > 1 and 2 * self._live > self._most
+
+    @property
+    def side_by_side(self) -> int:
+        """How many trials are trained at the same time, where there are enough."""
+        return max(1, self._most)
 
     def begin(self, calls: Mapping[str, tuple[int, bool]]) -> None:
         """Let the workers begin an epoch of arrays, each of a seed, and evaluated or not."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.checkpoint.packed import PackedSave
+from hfusion.optim.convert import fuse
 from hfusion.optim.lr_scheduler import Make
 from hfusion.population.any_models import Population
 from hfusion.population.mixed_saving import packed
@@ -23,6 +24,7 @@ from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_with
 from hfusion.tune.epoch_result import EpochResult, Stopwatch
 from hfusion.tune.folder import KEEP
 from hfusion.tune.objectives import MetricValues, check_plateaus
+from hfusion.tune.plain_trials import PlainTrials
 from hfusion.tune.reading_epochs import batches_on, seeded
 from hfusion.tune.space import ArrayChoices, Suggestion, TrialModel
 from hfusion.tune.sweep_recipe import SweepRecipe
@@ -83,6 +85,22 @@ class TrialRows:
             # Schedules begin from the rates that were just written.
             pop.scheduler.restart(rows, schedules)
             self._check_schedules()
+
+    def adopt(self, saved: PackedSave, members: Sequence[TrialModel]) -> None:
+        """Let plain trials that were packed go on as rows of a new array, with all that training has made of them."""
+        plain = PlainTrials(self._recipe, self._choices, self._stopping)
+        plain.restore(saved, members)
+        trials = [plain.trial(member.tag) for member in members]
+        self.join(members)
+        pop = self.population.array
+        pop.optimizer.load_state_dict(fuse([trial.optimizer for trial in trials], pop.fused).state_dict())
+        for row, trial in enumerate(trials):
+            if pop.scheduler is not None and trial.scheduler is not None:
+                pairs = zip(pop.scheduler.member_state(row)["groups"], trial.optimizer.param_groups, strict=True)
+                # Such as the initial rate, which schedules keep in param groups.
+                groups = [{key: group.get(key, value) for key, value in fresh.items()} for fresh, group in pairs]
+                state = {"scheduler": trial.scheduler.state_dict(), "groups": groups}
+                pop.scheduler.load_member(row, state)
 
     def _check_schedules(self) -> None:
         """Raise ValueError for a schedule that watches one value, where there are several."""

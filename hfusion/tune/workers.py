@@ -30,6 +30,10 @@ class SweepWorkers(Protocol):
     def gone(self) -> Collection[int]:
         """The numbers of the devices that are lost."""
 
+    @property
+    def side_by_side(self) -> int:
+        """How many plain trials are trained at the same time on a device."""
+
     def open(self, name: str, device: int, choices: ArrayChoices, plain: bool = False) -> None:
         """Make rows for an array of trials with these choices, on a device; or for plain trials, without an array."""
 
@@ -62,6 +66,10 @@ class LocalWorkers:
         self.gone: Collection[int] = ()
         self._recipe, self._rows = recipe, dict[str, TrialRows | SpreadTrials]()
         self._spread = TrialSpread(recipe, processes)
+
+    @property
+    def side_by_side(self) -> int:
+        return self._spread.side_by_side
 
     def open(self, name: str, device: int, choices: ArrayChoices, plain: bool = False) -> None:
         if plain:

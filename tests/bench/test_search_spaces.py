@@ -39,11 +39,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert rows[-1]["versus_best"] == min(row["seconds"] for row in rows[:2]) / rows[-1]["seconds"]
 
 
-@pytest.mark.parametrize("capture_steps", [-math.inf, math.inf], ids=["arrays", "plain"])
+@pytest.mark.parametrize("saved", [math.inf, -math.inf], ids=["arrays", "plain"])
 @pytest.mark.parametrize("space", search_spaces.SPACES)
-def test_values_are_those_of_the_loop(space: str, capture_steps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_those_of_the_loop(space: str, saved: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever way hf.sweep trains them."""
-    monkeypatch.setattr("hfusion.tune.shape_array._CAPTURE_STEPS", capture_steps)
+    monkeypatch.setattr("hfusion.tune.shape_array.seconds_saved", lambda choice: saved)
     threads = torch.get_num_threads()
     job = SearchJob("loop", space, trials=5, epochs=2, cores=1, exact=True, minibatches=2)
     alone = search_job.run(job)

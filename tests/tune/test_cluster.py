@@ -88,7 +88,7 @@ def whole() -> hf.SweepResult:
     """On one machine; its trials are those of test_sweep, which are compared with trials alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HFUSION_RATES", "standard")
-        patch.setattr("hfusion.tune.shape_array._CAPTURE_STEPS", -math.inf)
+        patch.setattr("hfusion.tune.shape_array.seconds_saved", lambda choice: math.inf)
         result = sweep(MACHINE)
     assert {one.state.name for one in result.trials} == {"COMPLETE", "PRUNED"}
     return result

@@ -16,7 +16,6 @@ import hfusion as hf
 from hfusion.device.calibrate import Rates
 from hfusion.tune.plain_footprint import PlainFootprint
 from hfusion.tune.plain_trials import torch_optimizer
-from hfusion.tune.shape_array import PlainForm
 from hfusion.tune.spread_trials import TrialSpread
 from hfusion.tune.trial_process import why_no_fork
 from hfusion.tune.trial_rows import TrialRows
@@ -37,7 +36,7 @@ def plain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("hfusion.tune.spread_trials._start_seconds", lambda: 0.0)
         # Whether it is faster here decides nothing.
         monkeypatch.setattr(TrialSpread, "_judge", lambda *args: None)
-    monkeypatch.setattr("hfusion.tune.shape_array._CAPTURE_STEPS", math.inf)
+    monkeypatch.setattr("hfusion.tune.shape_array.seconds_saved", lambda choice: -math.inf)
     monkeypatch.setattr(TrialRows, "join", lambda *args: pytest.fail("an array was made"))
 
 
@@ -146,24 +145,6 @@ def test_optimizers_are_torch_s(name: str) -> None:
         assert (group["lr"], group["betas"], group["amsgrad"], group["fused"]) == (0.2, (0.8, 0.9), True, True)
     if name == "sgd":
         assert made.param_groups[0]["nesterov"]
-
-
-def test_an_array_pays_where_steps_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfusion.tune.shape_array._CAPTURE_STEPS", 1000)
-
-    def pays(count: int, minibatches: int, models: Any = model) -> bool:
-        from types import SimpleNamespace
-
-        new: Any = [SimpleNamespace(model=models(), suggestion=SimpleNamespace(epochs=2)) for _ in range(count)]
-        look: Any = None
-        return PlainForm(look, minibatches, 1.0).array_pays(new)
-
-    assert not pays(1, 10**9)
-    assert not pays(3, 50)
-    assert pays(30, 50)
-    shared = nn.Linear(3, 3)
-    # What models share is trained together.
-    assert pays(2, 1, lambda: nn.Sequential(shared, nn.Linear(3, 2)))
 
 
 def test_a_footprint_counts_what_one_trial_takes() -> None:
