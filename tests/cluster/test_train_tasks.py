@@ -272,7 +272,7 @@ print(reports[1].plan.processes)
 """
 
 
-@pytest.mark.parametrize("by", ["file", "stdin"])
+@pytest.mark.parametrize("by", ["file", pytest.param("stdin", marks=LONG)])
 def test_a_script_without_a_guard(by: str, tmp_path: Path) -> None:
     """Its classes are its own, and it runs once."""
     text = SCRIPT.replace("FOLDER", repr(str(tmp_path)))
