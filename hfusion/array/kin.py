@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -64,23 +64,31 @@ class Kin:
     contents: tuple[Any, ...]
 
     def __call__(self, modes: Any, arguments: Arguments) -> Compiled | None:
-        programs = [
-            (contents, found)
+        earlier = [
+            (contents, state.compiler)
             for contents, state in reversed(self.fused._states.items())
-            if state.compiler is not self.compiler and (found := state.compiler.fitting(modes, arguments)) is not None
-            # Values of buffers belong to rows, and not to what members are besides.
-            if not found.numbers
+            if state.compiler is not self.compiler
         ]
-        for contents, found in programs:
-            if set(self.contents) <= set(contents):
-                made = of_rows(found, list(map(contents.index, self.contents)), self.compiler.subject)
-                trust(self.fused, found, self.fused, made)
-                return made
-        for contents, found in programs:
+        wanted = set(self.contents)
+        for contents, found in self._fitting([pair for pair in earlier if wanted <= set(pair[0])], modes, arguments):
+            made = of_rows(found, list(map(contents.index, self.contents)), self.compiler.subject)
+            trust(self.fused, found, self.fused, made)
+            return made
+        for contents, found in self._fitting(earlier, modes, arguments):
             filled = self._filled(contents, found, modes, arguments)
             if filled is not None:
                 return filled
         return None
+
+    def _fitting(
+        self, earlier: Sequence[tuple[Sequence[Any], Compiler]], modes: Any, arguments: Arguments
+    ) -> Iterator[tuple[Sequence[Any], Compiled]]:
+        """The programs of ``earlier`` members for such a call, each with what these are."""
+        for contents, compiler in earlier:
+            found = compiler.fitting(modes, arguments)
+            # Values of buffers belong to rows, and not to what members are besides.
+            if found is not None and not found.numbers:
+                yield contents, found
 
     def _filled(self, contents: Sequence[Any], found: Compiled, modes: Any, arguments: Arguments) -> Compiled | None:
         """A program in which members that differ from the earlier ones in numbers have theirs, or None."""
@@ -92,9 +100,10 @@ class Kin:
         traces = {content: self._trace(b, modes, arguments) for content, b in joining.items()}
         if known is None or any(own is None or not known.same_structure(own) for own in traces.values()):
             return None
-        models = [self.fused._member(b) for b in joining.values()] if found.size_uses else []
-        if not sizes_meet_none(found.size_uses, self.fused._member(row), models):
-            return None
+        if found.size_uses:
+            models = [self.fused._member(b) for b in joining.values()]
+            if not sizes_meet_none(found.size_uses, self.fused._member(row), models):
+                return None
         try:
             by_content = {c: changes_between(found.calls, known, own) for c, own in traces.items() if own is not None}
             if any(may_be_sizes(found.calls, changes) for changes in by_content.values()):
