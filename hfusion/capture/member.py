@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.cache_or_state import Rehearsal, rehearse
 from hfusion.capture.call_trace import record
 from hfusion.capture.eager_fallbacks import culprits
-from hfusion.capture.eager_runs import check_reads, twin
+from hfusion.capture.eager_runs import check_reads, runnable, twin
 from hfusion.capture.export import capture
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.named import tensors
@@ -82,17 +82,19 @@ def capture_member(
     """
     _check_reads(member)
     refusal: FusionError | None = None
-    rehearsal = rehearse(member.model, member.args, member.kwargs)
+    rehearsal: Rehearsal | None = None
     if not looped:
+        if runnable(member.model):
+            rehearsal = rehearse(member.model, member.args, member.kwargs)
         try:
-            found = capture(member.model, member.args, member.kwargs, dims=sizes.dims, rehearsal=rehearsal)
+            graph = capture(member.model, member.args, member.kwargs, dims=sizes.dims, rehearsal=rehearsal)
         except FusionError as error:
             if not loops:
                 raise
             refusal = error
         else:
-            if not sizes.open or not sizes.closed_by(found, member.leaves):
-                return found, []
+            if not sizes.open or not sizes.closed_by(graph, member.leaves):
+                return graph, []
             looped = closing(member.model, member.args, member.kwargs, sizes.dims)
             if not loops:
                 raise FusionError(
@@ -105,7 +107,7 @@ def capture_member(
 
 
 def _with_loops(
-    member: Member, sizes: VaryingSizes, looped: Mapping[Island, str], rehearsal: Rehearsal
+    member: Member, sizes: VaryingSizes, looped: Mapping[Island, str], rehearsal: Rehearsal | None
 ) -> tuple[Capture, list[OpaqueCall]]:
     model, args, kwargs = member.model, member.args, member.kwargs
     if not torch.is_grad_enabled() and not names_of([model]).isdisjoint(GRADIENT_QUESTIONS):
@@ -115,7 +117,8 @@ def _with_loops(
         # Trial runs count the versions of tensors, which those of inference mode do not have.
         with torch.inference_mode(False):
             args, kwargs = copies((args, dict(kwargs)))
-            return _with_loops(replace(member, args=args, kwargs=kwargs), sizes, looped, rehearse(model, args, kwargs))
+            return _with_loops(replace(member, args=args, kwargs=kwargs), sizes, looped, None)
+    rehearsal = rehearsal or rehearse(model, args, kwargs)
     records = record(model, args, kwargs, rehearsal.modes)
     bodies = member.bodies()
     graphs: dict[frozenset[Island], tuple[Capture, list[OpaqueCall]]] = {}
