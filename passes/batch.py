@@ -17,8 +17,9 @@ from hfusion.ops.lowering import Lowering, View
 from hfusion.ops.rule import MemberScalars, Operand, RuleTable, Scalar, Value
 from hfusion.ops.saved import NOTHING
 from hfusion.passes.candidates import Result, bind, candidates, result, route
-from hfusion.passes.gather import rows_of
+from hfusion.passes.gather import has_variants, rows_of
 from hfusion.passes.layouts import Choice
+from hfusion.passes.split_rows import split_gathers
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,8 @@ def batch(
             _output(emitter, node, env)
         else:
             raise FusionError(f"{node.op} {node.target} stands in a captured graph; only calls are expected")
+    if has_variants(graph):
+        split_gathers(emitter.graph, members)
     emitter.graph.lint()
     return fx.GraphModule(torch.nn.Module(), emitter.graph)
 

@@ -33,6 +33,7 @@ from hfusion.passes.batch import SCALARS
 from hfusion.passes.effects import has_effect
 from hfusion.passes.gather import PUT, width
 from hfusion.passes.islands import OPAQUE
+from hfusion.passes.split_rows import split_rows
 from hfusion.passes.views import writes
 
 # Of these operators no fake tensor can tell what they give.
@@ -202,7 +203,7 @@ class _Fake(fx.Interpreter):
             value = super().run_node(n)
         except _UNTOLD:
             return _like(example, layout, width(n, self.members))
-        if n.target not in (lift, lift_packed) and _sized(example):
+        if n.target not in (lift, lift_packed, split_rows) and _sized(example):
             self._compare(n, value, example, layout)
         self._check_view(n, value)
         return value

@@ -8,7 +8,7 @@ as long as no more than ``width`` states are alive at a time, else the best that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol, TypeAlias
@@ -23,6 +23,10 @@ from hfusion.passes.candidates import candidates, conversion, operands, reached,
 
 # States kept from one operator to the next. Exact for what residual and branching networks have alive.
 WIDTH = 32
+
+# What computing in common counts for each second that it takes: values of variants are copied side by side, into memory
+# that is cold, of which estimates know nothing.
+COMMON = 1.1
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,37 @@ def choose(
 
     Raises FusionError where no array can compute a node, whatever is chosen before it.
     """
+    return _decisions(cheapest_path(graph, layouts, members, rules, price, width))
+
+
+def choose_graph(
+    together: fx.Graph,
+    apart: fx.Graph,
+    layouts: Sequence[Layout],
+    members: int,
+    rules: RuleTable,
+    price: Callable[[fx.Graph], Pricing],
+) -> tuple[fx.Graph, dict[fx.Node, Choice]]:
+    """Whichever of two graphs that compute the same is estimated to cost less, and a choice for each of its calls.
+
+    Args:
+        together: the graph that computes for all variants what they have in common.
+        apart: the graph that computes each variant by itself.
+        price: gives the prices of a graph.
+    """
+    first, second = (cheapest_path(graph, layouts, members, rules, price(graph)) for graph in (together, apart))
+    return (together, _decisions(first)) if first.cost * COMMON < second.cost else (apart, _decisions(second))
+
+
+def cheapest_path(
+    graph: fx.Graph,
+    layouts: Sequence[Layout],
+    members: int,
+    rules: RuleTable,
+    price: Pricing,
+    width: int = WIDTH,
+) -> Path:
+    """As `choose`, with what the choices cost in sum."""
     last = _last_uses(graph)
     # Inputs are no part of a state before they are used: a deep network has hundreds.
     waiting = dict(zip(graph.find_nodes(op="placeholder"), layouts, strict=True))
@@ -122,7 +157,7 @@ def choose(
         if node.op == "call_function":
             states = _advance(node, alive, states, _Asked(node, members, rules, price))
         elif node.op == "output":
-            return _decisions(min(_finished(node, alive, states, price), key=lambda path: path.cost))
+            return min(_finished(node, alive, states, price), key=lambda path: path.cost)
         else:
             raise FusionError(f"{node.op} {node.target} stands in a captured graph; only calls are expected")
         alive.append(node)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,10 +44,11 @@ class Merged:
     """A merged graph, and its placeholders' slots.
 
     ``common``: the parameters that nodes of all members read. ``partial``: those that some
-    members lack.
+    members lack. ``apart``: a graph of the same placeholders in which each variant is computed by itself.
     """
 
     graph: fx.Graph
+    apart: fx.Graph
     slots: tuple[Slot, ...]
     common: frozenset[str]
     partial: frozenset[str]
@@ -73,7 +74,9 @@ def merge(
                 raise FusionError("a part of forward can only run as the members' own code, which must be the same")
             if node.op == "call_function" and has_effect(node) and not isinstance(node.target, OpOverload):
                 raise FusionError(f"forward sets autocast by itself ({node.name}), which must be the same")
-    return _Merge(variants, shapes, inputs or {}).run(_partial(variants))
+    partial, inputs = _partial(variants), inputs or {}
+    apart = _Merge(variants, shapes, inputs, apart=True).run(partial).graph
+    return replace(_Merge(variants, shapes, inputs).run(partial), apart=apart)
 
 
 def _partial(variants: Sequence[VariantGraph]) -> frozenset[str]:
@@ -112,8 +115,9 @@ class _Merge:
         variants: Sequence[VariantGraph],
         shapes: Mapping[str, torch.Size],
         inputs: Mapping[Slot, tuple[int, ...]],
+        apart: bool = False,
     ) -> None:
-        self.variants, self.shapes, self.inputs = variants, shapes, inputs
+        self.variants, self.shapes, self.inputs, self.apart = variants, shapes, inputs, apart
         self.members = tuple(sorted(member for variant in variants for member in variant.members))
         self.graph = fx.Graph()
         self.env: list[dict[fx.Node, fx.Node]] = [{} for _ in variants]
@@ -124,7 +128,7 @@ class _Merge:
 
     def run(self, partial: frozenset[str]) -> Merged:
         self._placeholders()
-        for entry in self._laid_over():
+        for entry in self._one_by_one() if self.apart else self._laid_over():
             for part in self._alike_sources(entry):
                 self._emit(part)
         self._output()
@@ -134,7 +138,7 @@ class _Merge:
             for slot, node in self.slots.items()
             if any(user.target is not GATHER and width(user, -1) == -1 for user in node.users)
         )
-        return Merged(self.graph, tuple(self.slots), common, partial)
+        return Merged(self.graph, self.graph, tuple(self.slots), common, partial)
 
     def _placeholders(self) -> None:
         """One for each tensor of any member; the inputs last."""
@@ -157,6 +161,11 @@ class _Merge:
     def _name(self, name: str) -> str:
         used = {node.name for node in self.slots.values()}
         return name if name not in used else f"{name}_{len(used)}"
+
+    def _one_by_one(self) -> list[Operands]:
+        """The calls of each graph after those of the one before."""
+        graphs = enumerate(variant.graph for variant in self.variants)
+        return [{number: node} for number, graph in graphs for node in graph.nodes if node.op == "call_function"]
 
     def _laid_over(self) -> list[Operands]:
         """The calls of all graphs in an order that is right for each; of one entry those that are alike."""

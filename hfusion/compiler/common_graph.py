@@ -30,7 +30,8 @@ LEAST_COMMON = 0.5
 class CommonGraph:
     """The graph of all members of an array, its placeholders' slots, and the tensors that it holds by itself.
 
-    ``differing``: the constants of which each member has its own, stacked. ``partial``: as of `hfusion.passes.merge`.
+    ``differing``: the constants of which each member has its own, stacked. ``partial``, ``apart``: as of
+    `hfusion.passes.merge`; None where all members do the same.
     """
 
     graph: fx.Graph
@@ -38,6 +39,7 @@ class CommonGraph:
     constants: dict[str, Tensor]
     differing: frozenset[str]
     partial: frozenset[str] = frozenset()
+    apart: fx.Graph | None = None
 
 
 def common_graph(
@@ -145,7 +147,7 @@ def _merged(
         graphs.append(VariantGraph(members, graph, tuple(slots)))
     merged = merge(graphs, shapes)
     _check_common([captures[group[0]] for group in groups], graphs, merged.common)
-    return CommonGraph(merged.graph, merged.slots, constants, frozenset(differing), merged.partial)
+    return CommonGraph(merged.graph, merged.slots, constants, frozenset(differing), merged.partial, merged.apart)
 
 
 def _check_common(captures: Sequence[Capture], variants: Sequence[VariantGraph], common: frozenset[str]) -> None:

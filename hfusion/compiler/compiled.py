@@ -41,7 +41,7 @@ from hfusion.passes.expected import RULES as EXPECT_RULES
 from hfusion.passes.expected import expectations
 from hfusion.passes.gather import RULES as GATHER_RULES
 from hfusion.passes.gather import has_variants, rows_of
-from hfusion.passes.layouts import Choice, choose
+from hfusion.passes.layouts import Choice, choose, choose_graph
 from hfusion.passes.regions import regions
 
 RULES = merge_tables(ATEN_RULES, OPAQUE_RULES, EXPECT_RULES, GATHER_RULES)
@@ -157,6 +157,7 @@ class _Captured:
     memory_orders: tuple[Any, ...] | None
     size_uses: tuple[Any, ...]
     partial: frozenset[str]
+    apart: fx.Graph | None
 
 
 def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, looped: Mapping[Island, str]) -> _Captured:
@@ -182,12 +183,20 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
     orders = arguments.memory_orders if any(c.needs_strides for c in captures) else None
     uses = tuple(dict.fromkeys(use for capture in captures for use in capture.size_uses))
     constants, slots = common.constants, common.slots
-    return _Captured(captures[0], graph, slots, layouts, constants, calls, guards, orders, uses, common.partial)
+    return _Captured(
+        captures[0], graph, slots, layouts, constants, calls, guards, orders, uses, common.partial, common.apart
+    )
 
 
 def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compiled:
     graph, layouts, first = captured.graph, captured.layouts, captured.first
-    choices = choose_ways(graph, layouts, subject.members, subject.tune, subject.device)
+    if captured.apart is None:
+        choices = choose_ways(graph, layouts, subject.members, subject.tune, subject.device)
+    else:
+        # What variants have in common may cost more to bring together than it saves.
+        rates = None if subject.device is None else compute_rates(subject.device)
+        price = partial(Model.of, members=subject.members, rates=rates)
+        graph, choices = choose_graph(graph, captured.apart, layouts, subject.members, RULES, price)
     module = batch(graph, layouts, subject.members, RULES, choices)
     code = regions(module, subject.members)
     program = Program(subject.name, subject.members, training, module, code, captured.slots, layouts, first.out_spec)

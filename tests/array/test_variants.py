@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.compiler.written import read_compiled, write_compiled
 from hfusion.core.program import Kind
+from hfusion.passes import layouts
 from hfusion.passes.gather import has_variants
 
 
@@ -148,6 +150,17 @@ def assert_members_equal(fused: hf.FusedModule, models: Sequence[nn.Module]) -> 
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_trains_as_alone(name: str) -> None:
+    check_training(name)
+
+
+@pytest.mark.parametrize("common", [0.0, math.inf])
+@pytest.mark.parametrize("name", ["activations with parameters", "activations and norms", "one block more"])
+def test_variants_in_common_and_apart_are_the_same(name: str, common: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "COMMON", common)
+    check_training(name)
+
+
+def check_training(name: str) -> None:
     models = made(name)
     fused = hf.fuse(models)
     lrs = [0.01 * (1 + row) for row in range(len(models))]
