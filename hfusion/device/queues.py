@@ -44,7 +44,7 @@ class Mark:
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
-class Clock:
+class MarkClock:
     """When a device had done what marks mark, by the host's clock ``now``; ask in the order of the marks."""
 
     def __init__(self, now: Callable[[], float]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hfusion.device.backend import backend
-from hfusion.device.queues import Clock, Mark
+from hfusion.device.queues import MarkClock, Mark
 
 _SLOTS = 16
 # Minibatches that a device may be behind Python. Python needs well under a millisecond for each, so that more slots
@@ -35,7 +35,7 @@ class LossRing:
         self._kind: tuple[torch.device, torch.Size, torch.dtype] | None = None
         self._next = 0
         self._pending: deque[tuple[Tensor, Mark | None]] = deque()
-        self._clock = Clock(perf_counter)
+        self._clock = MarkClock(perf_counter)
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -64,7 +64,7 @@ class LossRing:
         if kind != self._kind:
             arrived = self.drain()
             self._slots = torch.empty(_SLOTS, *losses.shape, dtype=losses.dtype, pin_memory=True)
-            self._kind, self._next, self._clock = kind, 0, Clock(perf_counter)
+            self._kind, self._next, self._clock = kind, 0, MarkClock(perf_counter)
             return arrived
         return [self._pop()] if len(self._pending) == _SLOTS else []
 

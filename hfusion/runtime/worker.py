@@ -20,7 +20,7 @@ import torch
 
 from hfusion.device.backend import backend
 from hfusion.device.openmp import release_team
-from hfusion.device.queues import Clock, HostQueue, Mark
+from hfusion.device.queues import MarkClock, HostQueue, Mark
 from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.process import Gate
 from hfusion.runtime.training import Training
@@ -79,7 +79,7 @@ class _Lane(Thread):
         self._asked: deque[_Job] = deque()
         # Who waits for an accelerator to have computed: this thread may wait for others.
         self._reporter = None if copies or isinstance(self._queue, HostQueue) else _Reporter(self)
-        self._clock = Clock(worker.now)
+        self._clock = MarkClock(worker.now)
 
     def run(self) -> None:
         # A new thread begins with its own number of threads, and kernels may round by it.
