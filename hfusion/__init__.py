@@ -11,7 +11,7 @@ from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.checkpoint.save import load, save
 from hfusion.cluster.cluster import Cluster
-from hfusion.cluster.copies import copy_rows
+from hfusion.cluster.rank_copies import copy_rows
 from hfusion.cluster.ranks import gather_rows, rows
 from hfusion.cluster.train_tasks import plan, train
 from hfusion.core.calls import stacked

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfusion.core.layout import Layout, Listed, packed_to_stacked, stacked_to_packed
-from hfusion.core.random import MemberSeeds, draw, member_seeds
+from hfusion.core.member_random import MemberSeeds, draw, member_seeds
 from hfusion.ops.lowering import View
 from hfusion.ops.rule import (
     Call,

@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Layout, Listed
-from hfusion.core.random import draws_random
+from hfusion.core.member_random import draws_random
 from hfusion.core.tree import change, holds, leaves
 from hfusion.ops.lowering import PLAIN, Efficiency, Lowering, Saves, View
 from hfusion.ops.saved import saved_by, view_of

@@ -11,7 +11,7 @@ from torch import fx
 
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import COPYING, Layout, Listed
-from hfusion.core.random import drawn_by, draws_random
+from hfusion.core.member_random import drawn_by, draws_random
 from hfusion.ops import RULES
 from hfusion.ops.lowering import Lowering, View
 from hfusion.ops.rule import MemberScalars, Operand, RuleTable, Scalar, Value

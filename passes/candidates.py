@@ -32,8 +32,8 @@ from hfusion.ops.rule import (
     values,
 )
 from hfusion.ops.saved import NOTHING
-from hfusion.passes.effects import RUNNING_STATISTICS
 from hfusion.passes.gather import GATHER, width
+from hfusion.passes.side_effects import RUNNING_STATISTICS
 from hfusion.passes.views import DROPOUTS
 
 Result: TypeAlias = Value | Scalar | None

@@ -22,17 +22,17 @@ from torch._subclasses.fake_tensor import (
 
 from hfusion.core.layout import Layout, Listed, lift, lift_packed
 from hfusion.core.program import Program
-from hfusion.core.silence import silence_tracers
 from hfusion.core.stages import BrokenProgram
+from hfusion.core.tracer_warnings import silence_tracers
 from hfusion.core.tree import leaves
 from hfusion.device.backend import accelerators
 from hfusion.device.generators import draws_kept
 from hfusion.ops.lowering import View
 from hfusion.ops.rule import hint
 from hfusion.passes.batch import SCALARS
-from hfusion.passes.effects import has_effect
 from hfusion.passes.gather import PUT, width
 from hfusion.passes.islands import OPAQUE
+from hfusion.passes.side_effects import has_effect
 from hfusion.passes.split_rows import split_rows
 from hfusion.passes.views import writes
 

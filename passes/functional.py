@@ -14,10 +14,10 @@ from torch import fx
 from torch._ops import OpOverload
 
 from hfusion.core.errors import FusionError
-from hfusion.passes.effects import RUNNING_STATISTICS, remove_dead
 from hfusion.passes.islands import OPAQUE, Watched, checked
 from hfusion.passes.old_values import differentiable, keep_old_values
-from hfusion.passes.scatters import SCATTERS, Rewriting, emit, scattered, shows_all, sizes_of
+from hfusion.passes.side_effects import RUNNING_STATISTICS, remove_dead
+from hfusion.passes.view_writes import SCATTERS, Rewriting, emit, scattered, shows_all, sizes_of
 from hfusion.passes.views import IDENTITY, LISTS, RESHAPES, location, viewed, writes
 
 aten = torch.ops.aten

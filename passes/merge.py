@@ -22,10 +22,10 @@ from hfusion.core.program import Kind, Slot
 from hfusion.core.tree import leaves
 from hfusion.ops.rule import MemberScalars, hint
 from hfusion.passes.candidates import by_name
-from hfusion.passes.effects import has_effect, written_inputs
 from hfusion.passes.gather import GATHER, PUT, width
 from hfusion.passes.islands import OPAQUE
 from hfusion.passes.laid_over import Operands, signature, size_of, woven
+from hfusion.passes.side_effects import has_effect, written_inputs
 
 aten = torch.ops.aten
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from hfusion.passes.effects import RUNNING_STATISTICS
 from hfusion.passes.islands import OPAQUE
-from hfusion.passes.scatters import Rewriting
+from hfusion.passes.side_effects import RUNNING_STATISTICS
+from hfusion.passes.view_writes import Rewriting
 from hfusion.passes.views import viewed
 
 aten = torch.ops.aten

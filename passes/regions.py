@@ -15,12 +15,12 @@ from torch import fx, nn
 from torch._ops import OpOverload
 
 from hfusion.core.layout import Layout, Listed
-from hfusion.core.random import draws_random
+from hfusion.core.member_random import draws_random
 from hfusion.ops.lowering import View
 from hfusion.ops.rule import Memberwise, each
 from hfusion.passes.candidates import pick
-from hfusion.passes.effects import has_effect
 from hfusion.passes.gather import GATHER, rows_of, width
+from hfusion.passes.side_effects import has_effect
 
 
 class Region(nn.Module):

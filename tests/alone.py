@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import hfusion as hf
 from hfusion.capture import own_code
-from hfusion.compiler.report import ProgramReport
+from hfusion.compiler.fusion_report import ProgramReport
 from hfusion.core.calls import is_stacked
 from hfusion.passes.islands import OPAQUE
 

@@ -14,7 +14,7 @@ import hfusion as hf
 from hfusion.device.calibrate import Rates
 from hfusion.optim.base import FusedOptimizer
 from hfusion.passes.cost.cost import operators
-from hfusion.passes.partition.shard import shards_at
+from hfusion.passes.partition.cut_shards import shards_at
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import Policy
 from hfusion.tasks.arrange import arrange

@@ -10,11 +10,11 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor, nn
 
+from hfusion.adapters.adapter_member import PREFIX, AdapterMember, member_class, patterns
 from hfusion.adapters.buffer_writes import may_be_written
 from hfusion.adapters.configs import Change, Config, changed, check_common, configs, target_only
 from hfusion.adapters.configs import check as check_config
 from hfusion.adapters.layers import NAME, dropout, fill, layers, lora_names, rank, settle
-from hfusion.adapters.member import PREFIX, AdapterMember, member_class, patterns
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.device.generators import draws_kept

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.calls import is_stacked
 from hfusion.core.functorch import outside_transforms, unwrapped
-from hfusion.core.silence import noted
+from hfusion.core.tracer_warnings import noted
 from hfusion.device.generators import draws_kept
 
 # Up to the caller of a per_model.

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from hfusion.array.function_programs import note_call
-from hfusion.array.kin import trust
+from hfusion.array.program_reuse import trust
 from hfusion.array.ragged_rows import check_ragged, rows_by_size
-from hfusion.array.split import MemberGroup, Split, copied_rows, flags_read, part_of
+from hfusion.array.split_by_mode import MemberGroup, Split, copied_rows, flags_read, part_of
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled import Compiled
-from hfusion.compiler.rows import of_rows
+from hfusion.compiler.compiled_program import Compiled
+from hfusion.compiler.program_rows import of_rows
 from hfusion.core.errors import FusionError
 from hfusion.core.functorch import in_transform
 

@@ -18,7 +18,7 @@ from torch._guards import tracing
 from torch.utils import _pytree as pytree
 
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled import Compiled
+from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.calls import StackedInput
 from hfusion.core.program import Kind
 

@@ -11,20 +11,20 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from hfusion.array.array_state import check_one_structure
 from hfusion.array.each_runs import EachCall, differs, run_looped, run_vmapped, selected
 from hfusion.array.module import FusedModule
-from hfusion.array.state import check_one_structure
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.report import FusionReport
+from hfusion.compiler.fusion_report import FusionReport
 from hfusion.core.calls import StackedInput
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import read_state
 from hfusion.core.functorch import in_transform
+from hfusion.core.gradient_usage import absent_rows, frozen_rows
 from hfusion.core.membership import membership
 from hfusion.core.memory import has_address
 from hfusion.core.row_gradients import settle
-from hfusion.core.rows import check_once, rows_of
-from hfusion.core.usage import absent_rows, frozen_rows
+from hfusion.core.row_indices import check_once, rows_of
 from hfusion.device.backend import random_states_kept
 from hfusion.optim import FusedOptimizer
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hfusion.array.array_state import ArrayState, renewed
 from hfusion.array.modes import Change, Left, Switch, own_modes
-from hfusion.array.state import ArrayState, renewed
 from hfusion.capture.attribute_values import modeless_fingerprint
 from hfusion.core.errors import FusionError
 

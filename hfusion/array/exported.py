@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hfusion.capture.export_context import outside_export
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.bound import bind
-from hfusion.compiler.compiled import Compiled, check_stackable
+from hfusion.compiler.bound_program import bind
+from hfusion.compiler.compiled_program import Compiled, check_stackable
 from hfusion.compiler.sandbox import apart
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError

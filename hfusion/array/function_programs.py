@@ -18,9 +18,9 @@ import torch
 
 from hfusion.capture.member import VaryingSizes
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled import ArraySpec, Compiled, compile_array
+from hfusion.compiler.compiled_program import ArraySpec, Compiled, compile_array
 from hfusion.compiler.compiler import Compiler, Met
-from hfusion.compiler.rows import of_rows
+from hfusion.compiler.program_rows import of_rows
 from hfusion.core.calls import is_stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import root, tensors_of

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from hfusion.array.array_state import Array, empty_stack
 from hfusion.array.module import FusedModule
-from hfusion.array.state import Array, empty_stack
 from hfusion.capture.attribute_values import fingerprint
 from hfusion.capture.compare import Comparison, Sharing, check_alone, check_pair, compare
 from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.core.errors import FusionError
-from hfusion.core.rows import leading
+from hfusion.core.row_indices import leading
 from hfusion.device.allocator import keep_large_blocks
 from hfusion.device.generators import draws_kept
 

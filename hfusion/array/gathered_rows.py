@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
-from hfusion.array.kin import Kin, trust
-from hfusion.array.rows import Kinds, enter, resize, written_keys
-from hfusion.array.split import part_of
-from hfusion.array.views import Views
+from hfusion.array.array_rows import Kinds, enter, resize, written_keys
+from hfusion.array.member_views import Views
+from hfusion.array.program_reuse import Kin, trust
+from hfusion.array.split_by_mode import part_of
 from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled import Compiled
+from hfusion.compiler.compiled_program import Compiled
 from hfusion.compiler.compiler import Compiler
-from hfusion.compiler.rows import of_rows
+from hfusion.compiler.program_rows import of_rows
 from hfusion.core.errors import FusionError
+from hfusion.core.gradient_usage import absent_rows, freeze_rows, frozen_rows, mark_absent
 from hfusion.core.memory import has_address
-from hfusion.core.usage import absent_rows, freeze_rows, frozen_rows, mark_absent
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule

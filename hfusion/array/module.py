@@ -14,35 +14,35 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from hfusion.array.array_rows import Rows
+from hfusion.array.array_slices import chosen_rows, slice_of
+from hfusion.array.array_state import Array, ArrayState, mark_tensors, member_rows, partly_written, row_copy
 from hfusion.array.branches import STATE, Tree, fixed_of, grow
 from hfusion.array.by_size import by_size, sized_arrays
-from hfusion.array.checked import REFUSALS, call_members
 from hfusion.array.dynamo import finder, inline
 from hfusion.array.evaluation import evaluating
 from hfusion.array.exported import exported
 from hfusion.array.function_programs import note_call
-from hfusion.array.kin import TraceCache
-from hfusion.array.lives import repeat, restore, said
+from hfusion.array.member_state import repeat, restore, said
+from hfusion.array.member_views import Views
 from hfusion.array.methods import call_method, method_names
 from hfusion.array.modes import own_modes
 from hfusion.array.number_buffers import NumberBuffers, compiler_of
-from hfusion.array.rows import Rows
-from hfusion.array.slices import chosen_rows, slice_of
-from hfusion.array.split import Split, check_together
-from hfusion.array.state import Array, ArrayState, mark_tensors, member_rows, partly_written, row_copy
+from hfusion.array.program_reuse import TraceCache
+from hfusion.array.raising_checks import REFUSALS, call_members
+from hfusion.array.split_by_mode import Split, check_together
 from hfusion.array.transformed import plain_stacks, run_members, unserved
 from hfusion.array.variables import Situations
-from hfusion.array.views import Views
 from hfusion.capture.attribute_values import modeless_fingerprint
 from hfusion.capture.export_context import exporting
 from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import live_rows, materialize
 from hfusion.capture.structures import union_of_modules
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.bound import bind
-from hfusion.compiler.compiled import ArraySpec, Compiled, check_stackable
+from hfusion.compiler.bound_program import bind
+from hfusion.compiler.compiled_program import ArraySpec, Compiled, check_stackable
 from hfusion.compiler.compiler import Compiler, SparseArgument
-from hfusion.compiler.report import FusionReport, describe, joined
+from hfusion.compiler.fusion_report import FusionReport, describe, joined
 from hfusion.compiler.verify import CheckedArray, verify
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing

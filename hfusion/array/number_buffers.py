@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hfusion.capture.member import VaryingSizes
 from hfusion.capture.named import is_array
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled import UNKNOWN, ArraySpec, Compiled, compile_array
+from hfusion.compiler.compiled_program import UNKNOWN, ArraySpec, Compiled, compile_array
 from hfusion.core.errors import FusionError
 from hfusion.passes.check import check_array
 

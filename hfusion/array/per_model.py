@@ -17,18 +17,18 @@ from hfusion.array.ragged_rows import call_by_size, check_ragged, rows_by_size
 from hfusion.array.transformed import stacked_results, unserved
 from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.bound import BoundProgram, bind
-from hfusion.compiler.compiled import ArraySpec, Compiled, check_members
+from hfusion.compiler.bound_program import BoundProgram, bind
+from hfusion.compiler.compiled_program import ArraySpec, Compiled, check_members
 from hfusion.compiler.compiler import Compiler
+from hfusion.compiler.fusion_report import FusionReport, describe
 from hfusion.compiler.joined_sizes import join_sizes
-from hfusion.compiler.report import FusionReport, describe
 from hfusion.core.calls import StackedInput, is_stacked, stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of
 from hfusion.core.functorch import in_transform, is_wrapped
 from hfusion.core.program import Program
 from hfusion.core.ragged import Ragged
-from hfusion.passes.expected import FailedCheck
+from hfusion.passes.expected_checks import FailedCheck
 
 
 class _Function(nn.Module):

@@ -15,10 +15,10 @@ from torch.utils._pytree import TreeSpec
 
 from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled import Compiled
+from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.functorch import derivative_order, in_forward_mode, in_vmap, is_wrapped, outside_transforms, unwrapped
+from hfusion.core.gradient_usage import join, running, watched
 from hfusion.core.layout import Listed
-from hfusion.core.usage import join, running, watched
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
@@ -61,7 +61,7 @@ def plain_stacks(owner: nn.Module, originals: Mapping[str, Tensor]) -> dict[str,
 def run_members(fused: FusedModule, arguments: Arguments) -> Any:
     """Call every member with its rows of the array's tensors, or of those in their place, and stack what they give."""
     # Imported late, as it imports this.
-    from hfusion.array.state import check_one_structure
+    from hfusion.array.array_state import check_one_structure
 
     check_one_structure(fused, "a loop over members")
     with outside_transforms():

@@ -1,7 +1,7 @@
 """The sub-benchmark ``optim``: the step of an optimizer alone, over B members with B learning rates.
 
 hfusion's way is a kernel of its own that makes one pass over the stacks, or the optimizer's formula over the stacks
-where that one cannot run (``hfusion.optim.native``, ``gpu``). It is compared with what a user could do
+where that one cannot run (``hfusion.optim.native_kernels``, ``gpu``). It is compared with what a user could do
 instead, and with the bound: torch's fused kernel over the whole stack, which knows only one learning rate.
 """
 
@@ -21,7 +21,7 @@ from hfusion import optim
 from hfusion.bench import timing
 from hfusion.bench.progress import Meter
 from hfusion.core.membership import Membership, mark
-from hfusion.optim import gpu, native
+from hfusion.optim import gpu, native_kernels
 
 Step = Callable[[], object]
 Shapes = tuple[tuple[int, ...], ...]
@@ -211,7 +211,7 @@ ABOUT = {
 
 def form(device: torch.device) -> str:
     """What hfusion runs on ``device``, and why if it is no kernel of its own."""
-    found = (native if device.type == "cpu" else gpu).library()
+    found = (native_kernels if device.type == "cpu" else gpu).library()
     return f"formula: {found}" if isinstance(found, str) else "native"
 
 

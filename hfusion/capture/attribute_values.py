@@ -18,8 +18,8 @@ from hfusion.capture.hooks import hooks_of, is_recipe, options, recomputed
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import is_array, tensors
 from hfusion.core.errors import FusionError
-from hfusion.core.marks import marks
-from hfusion.core.silence import noted
+from hfusion.core.parameter_attributes import marks
+from hfusion.core.tracer_warnings import noted
 
 # The references of nn.RNNBase to its own parameters are renewed by its forward.
 # Modules of an array refer to it by ``_place``.

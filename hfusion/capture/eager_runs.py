@@ -24,7 +24,7 @@ from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies, module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture, Kind
-from hfusion.core.silence import silence_tracers
+from hfusion.core.tracer_warnings import silence_tracers
 from hfusion.device.generators import draws_kept
 
 # Relative; a graph has the operators of the code, so that rounding hardly differs. Gradients may be ten times that.

@@ -37,8 +37,8 @@ from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.guards import Guards
 from hfusion.core.program import Capture, Kind, Slot, describe_graph, of_kind, writable
-from hfusion.core.silence import silence_tracers
 from hfusion.core.stages import stage
+from hfusion.core.tracer_warnings import silence_tracers
 from hfusion.device.backend import random_states_kept
 from hfusion.passes.check import check_member
 from hfusion.passes.functional import functional

@@ -25,10 +25,10 @@ from hfusion.capture.named import holder_of
 from hfusion.capture.references import Reference
 from hfusion.capture.seeded_fallback import next_call, seeded
 from hfusion.core.errors import FusionError
+from hfusion.core.gradient_usage import join, running
 from hfusion.core.layout import Listed
-from hfusion.core.marks import keep_marks
 from hfusion.core.memory import is_plain, overlap, same_values
-from hfusion.core.usage import join, running
+from hfusion.core.parameter_attributes import keep_marks
 
 # Not None, which is an argument like any other.
 TENSOR = object()

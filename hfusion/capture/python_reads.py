@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.capture.specialized_dims import NUMBER_OPERATORS
 from hfusion.core.errors import FusionError
-from hfusion.passes.expected import EXPECT
+from hfusion.passes.expected_checks import EXPECT
 
 # Reads of values that give no symbol, and the Python functions of torch that read a value and format it.
 _TEXTS = frozenset({Tensor.__repr__, Tensor.__format__})

@@ -14,7 +14,7 @@ from hfusion.capture.hooks import is_recipe, recompute, recomputed
 from hfusion.capture.named import tensors
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
-from hfusion.core.rows import leading
+from hfusion.core.row_indices import leading
 from hfusion.device.backend import backend
 
 _RESTRIDED = "_hfusion_restrided"

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.core.claimed import ClaimedFolder, remove_abandoned
+from hfusion.core.claimed_folder import ClaimedFolder, remove_abandoned
 from hfusion.core.errors import CheckpointError
 
 FORMAT, VERSION = "hfusion checkpoint", 1

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from hfusion.array.module import FusedModule
 from hfusion.capture.named import tensors as tensors_of
 from hfusion.checkpoint.files import Saved, told
-from hfusion.checkpoint.parts import OWN, devices_of, shapes_of
-from hfusion.checkpoint.tree import decode, encode
+from hfusion.checkpoint.json_tree import decode, encode
+from hfusion.checkpoint.save_contents import OWN, devices_of, shapes_of
 from hfusion.core.errors import CheckpointError
 from hfusion.core.membership import membership
 from hfusion.device.backend import backend
@@ -28,7 +28,7 @@ from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.group import membership_of
 from hfusion.optim.hyper import read
 from hfusion.optim.lr_scheduler import PerMember
-from hfusion.optim.rows import begin_rows
+from hfusion.optim.optimizer_rows import begin_rows
 
 
 @dataclass

@@ -17,8 +17,8 @@ from torch import nn
 from hfusion.array.module import FusedModule
 from hfusion.checkpoint import files
 from hfusion.checkpoint.files import Saved, told
-from hfusion.checkpoint.parts import SaveWriter
 from hfusion.checkpoint.reader import SaveReader
+from hfusion.checkpoint.save_contents import SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.optim import FusedOptimizer, GradScaler
 

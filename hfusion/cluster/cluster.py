@@ -8,18 +8,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hfusion.cluster.drive import Drive
+from hfusion.cluster.driver import Drive
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.jobs import RunOptions, arranged
-from hfusion.cluster.processes import ProcessExecutor
+from hfusion.cluster.process_executor import ProcessExecutor
 from hfusion.core.errors import PlanError
 from hfusion.device.machine import Machine, parse_bytes
 from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.tasks.bars import TaskBars
-from hfusion.tasks.report import Report
 from hfusion.tasks.sharing import listed
 from hfusion.tasks.stopping import OnResult
 from hfusion.tasks.task import Task
+from hfusion.tasks.training_report import Report
 
 
 class Cluster:

@@ -16,8 +16,8 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.named import tensors
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.node import ArrayJob, DeviceInfo
-from hfusion.cluster.parcel import pack
 from hfusion.cluster.placement import Load
+from hfusion.cluster.serialization import pack
 from hfusion.core.errors import PlanError
 from hfusion.schedule.plan import Plan, Processes, TaskPlan
 from hfusion.tasks.arrange import Arrangement, Room, arrays_of

@@ -14,16 +14,16 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from hfusion.cluster.parcel import pack_message, unpack, unpack_message
+from hfusion.cluster.serialization import pack_message, unpack, unpack_message
 from hfusion.device.calibrate import Rates
 from hfusion.device.machine import Device, Machine
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.plan import TaskPlan
 from hfusion.schedule.timeline import Timeline
 from hfusion.tasks.reading import generators
-from hfusion.tasks.report import Report
 from hfusion.tasks.task import Evaluation, Step, Task
 from hfusion.tasks.train import TrainError, train_array
+from hfusion.tasks.training_report import Report
 
 # Seconds from one telling of results to the next, and from one look at whether it ends to the next.
 _TELL, _LOOK = 0.2, 1.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from hfusion.cluster.rates import DIFFERS
 from hfusion.device.calibrate import Rates
 from hfusion.device.native import cores
-from hfusion.passes.partition.shard import shards_at
+from hfusion.passes.partition.cut_shards import shards_at
 from hfusion.schedule.plan import Processes, TaskPlan, Unit
 from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.stepping import obstacle

@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Any
 
 from hfusion.cluster.node import ArrayJob, ArrayTrainer, CallJob, DeviceInfo, End, Lost, Message, Raised
-from hfusion.cluster.parcel import pack_message, unpack_message
+from hfusion.cluster.serialization import pack_message, unpack_message
 from hfusion.core.errors import PlanError
 from hfusion.device.machine import Device, Machine
 

@@ -13,7 +13,7 @@ from multiprocessing import current_process
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from hfusion.cluster.parcel import packed_bytes
+from hfusion.cluster.serialization import packed_bytes
 from hfusion.core.errors import PlanError
 from hfusion.core.text import readable
 from hfusion.device.machine import Machine

@@ -16,10 +16,10 @@ import torch
 from hfusion.array.module import FusedModule
 from hfusion.capture.named import tensors
 from hfusion.cluster.cluster import Cluster
-from hfusion.cluster.drive import Drive
+from hfusion.cluster.driver import Drive
 from hfusion.cluster.jobs import RunOptions, check_schedulers, planned, sent_task
 from hfusion.cluster.process_choice import MAX_FAILURES, ArraySeconds, choose_processes, devices_at_once
-from hfusion.cluster.processes import ProcessExecutor, begin_seconds
+from hfusion.cluster.process_executor import ProcessExecutor, begin_seconds
 from hfusion.cluster.reachable import copy_obstacle
 from hfusion.core.errors import PlanError
 from hfusion.core.resuming import resume_folder
@@ -29,11 +29,11 @@ from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.tasks.arrange import Arrangement, arrange, checked_plan
 from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.checkpoints import check_every, check_folder
-from hfusion.tasks.report import Report
 from hfusion.tasks.sharing import claimed, listed
 from hfusion.tasks.stopping import OnResult
 from hfusion.tasks.task import Task
 from hfusion.tasks.train import TrainError, train_arranged
+from hfusion.tasks.training_report import Report
 
 _MACHINE = "give hf.Machine.detect(), or hf.Machine([hf.Device(...), ...])"
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from hfusion.core.layout import Layout
+from hfusion.core.member_random import draws_random
 from hfusion.core.program import Program, source_line
-from hfusion.core.random import draws_random
 from hfusion.ops.rule import MemberScalars
 from hfusion.passes.gather import has_variants
 from hfusion.passes.islands import OPAQUE

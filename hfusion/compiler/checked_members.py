@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hfusion.compiler.compiled import Compiled
+from hfusion.compiler.compiled_program import Compiled
 from hfusion.passes.align import scalars
 
 # Arrays of so few members are compared whole.

@@ -10,7 +10,7 @@ from typing import Any
 from hfusion.capture.export_context import told_autocast
 from hfusion.capture.member import VaryingSizes
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled import UNKNOWN, ArraySpec, Compiled, compile_array
+from hfusion.compiler.compiled_program import UNKNOWN, ArraySpec, Compiled, compile_array
 from hfusion.compiler.sandbox import apart
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from hfusion.core.layout import Layout
-from hfusion.core.random import DrawnBy, drawn_by
+from hfusion.core.member_random import DrawnBy, drawn_by
 from hfusion.ops.rule import MemberScalars, Memberwise
 from hfusion.passes.regions import Region
 

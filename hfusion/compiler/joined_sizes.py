@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled import RULES, Compiled, choose_ways, look_at
+from hfusion.compiler.compiled_program import RULES, Compiled, choose_ways, look_at
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import AllHold, InputGuards
 from hfusion.core.layout import Layout

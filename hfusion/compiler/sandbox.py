@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hfusion.core.silence import silence_tracers
+from hfusion.core.tracer_warnings import silence_tracers
 from hfusion.device.generators import draws_kept
 
 

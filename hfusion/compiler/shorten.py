@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled import Compiled
+from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.calls import StackedInput
 from hfusion.core.copies import fills_stretch
 from hfusion.core.memory import is_plain

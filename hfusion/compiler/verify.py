@@ -30,18 +30,18 @@ from hfusion.capture.variable_guards import names_of
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bisect import first_difference
 from hfusion.compiler.checked_members import checked_members
-from hfusion.compiler.compiled import Compiled
+from hfusion.compiler.compiled_program import Compiled
 from hfusion.compiler.replay import Replay, Unmatched
 from hfusion.compiler.sandbox import without_trace
 from hfusion.compiler.shorten import shortened
 from hfusion.core.copies import copies_in_like_memory
 from hfusion.core.errors import FusionError
+from hfusion.core.member_random import recording
 from hfusion.core.program import Kind
 from hfusion.core.ragged import Ragged
-from hfusion.core.random import recording
-from hfusion.core.rows import leading
+from hfusion.core.row_indices import leading
 from hfusion.device.backend import computes_by_tf32
-from hfusion.passes.expected import FailedCheck
+from hfusion.passes.expected_checks import FailedCheck
 
 TIGHT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 WIDE = 1e-7

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.core.marks import keep_marks
 from hfusion.core.memory import is_plain
+from hfusion.core.parameter_attributes import keep_marks
 
 
 def copies(values: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hfusion.core.marks import user_class
+from hfusion.core.parameter_attributes import user_class
 
 
 def is_plain(tensor: Tensor) -> bool:

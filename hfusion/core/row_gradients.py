@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from hfusion.core.rows import leading
-from hfusion.core.usage import absent_rows, frozen_rows, listeners, mark_absent, note_cleared, reached
+from hfusion.core.gradient_usage import absent_rows, frozen_rows, listeners, mark_absent, note_cleared, reached
+from hfusion.core.row_indices import leading
 
 _tied: dict[int, weakref.ref[RowGradients]] = {}
 _used = threading.Event()

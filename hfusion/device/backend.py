@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from hfusion.device.device_queues import DeviceQueue, HostQueue, Mark, Queue, StreamQueue
 from hfusion.device.graphs import DeviceGraph, GraphPool, generators_kept
-from hfusion.device.queues import DeviceQueue, HostQueue, Mark, Queue, StreamQueue
 
 _TYPES = ("cuda", "xpu", "mps")
 AUTOCAST_QUESTIONS = {"is_autocast_enabled": "cuda"} | {

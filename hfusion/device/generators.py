@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hfusion.device.backend import backend, current_device, random_states_kept, seeding_locks
-from hfusion.device.draws import drawing_from
+from hfusion.device.thread_draws import drawing_from
 
 # torch's generators belong to the process and its devices: one thread at a time puts its task's state there.
 _GENERATORS = RLock()

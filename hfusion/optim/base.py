@@ -23,21 +23,21 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
 from hfusion.core.errors import CheckpointError
+from hfusion.core.gradient_usage import any_absent
 from hfusion.core.membership import mark, membership
 from hfusion.core.row_gradients import settle
-from hfusion.core.usage import any_absent
-from hfusion.optim import coupling, native
+from hfusion.optim import coupling, native_kernels
 from hfusion.optim.checks import check_memory, check_padding
 from hfusion.optim.formula import Formula
 from hfusion.optim.group import Groups, State, common_members, membership_of, same_objects
 from hfusion.optim.hyper import own, plain, read, unchanged
+from hfusion.optim.optimizer_rows import MemberRows, check_width, first_values
+from hfusion.optim.optimizer_state import check_entries, filled, numbers_shape, paired, parts_of, scalar_dtype
 from hfusion.optim.param_groups import asked_of_members
 from hfusion.optim.recording import RecordedUpdates, recording_on
-from hfusion.optim.resting import Resting, left_alone, of_members, together, without_gradient
-from hfusion.optim.rows import MemberRows, check_width, first_values
 from hfusion.optim.scaled import divide, overflown
 from hfusion.optim.settings import Options, ParamGroup, Settings, named
-from hfusion.optim.state import check_entries, filled, numbers_shape, paired, parts_of, scalar_dtype
+from hfusion.optim.skipped_members import Resting, left_alone, of_members, together, without_gradient
 from hfusion.optim.step_cache import StepCache, Work
 from hfusion.optim.unfuse import member_state_dicts
 
@@ -69,7 +69,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         super().__init__(params, dict(defaults))
         first = self.param_groups[0]["params"][0]
         if self.kernel is not None and first.is_cpu and type(first) in (Tensor, Parameter):
-            native.begin()
+            native_kernels.begin()
 
     @property
     def members(self) -> int:
@@ -348,7 +348,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         keys = list(dict.fromkeys([*(hyper.key for hyper in self.hypers), *self.options]))
         steady = (
             all(type(param.grad) is Tensor for group in groups for param in group["params"])
-            and not isinstance(native.library(), str)
+            and not isinstance(native_kernels.library(), str)
             and all(vector.is_contiguous() for settings, _ in known for vector in settings.vectors)
             # A list may change and stay the same object.
             and not any(isinstance(group[key], list) for group in groups for key in keys)

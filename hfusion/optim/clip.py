@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hfusion.core.errors import FusionError
+from hfusion.core.gradient_usage import absent_rows
 from hfusion.core.membership import membership
-from hfusion.core.usage import absent_rows
 from hfusion.optim.checks import check_gradient
 from hfusion.optim.device_numbers import sent
 from hfusion.optim.hyper import HyperValue, member_vector

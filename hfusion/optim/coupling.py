@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hfusion.core.errors import FusionError
+from hfusion.core.gradient_usage import any_absent, frozen_rows
 from hfusion.core.membership import Membership, arrays, membership
 from hfusion.core.row_gradients import settle
-from hfusion.core.usage import any_absent, frozen_rows
 from hfusion.optim.param_groups import asked_of_members, split_by_stack_dims
 
 # tests/optim/test_coupling.py trains with each of them. SparseAdam refuses dense gradients by itself.

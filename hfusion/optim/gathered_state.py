@@ -17,7 +17,7 @@ from hfusion.optim import coupling
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.group import membership_of, same_objects
 from hfusion.optim.hyper import own, plain, read
-from hfusion.optim.rows import write_hyper
+from hfusion.optim.optimizer_rows import write_hyper
 from hfusion.optim.settings import ParamGroup
 
 

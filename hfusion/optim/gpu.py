@@ -45,7 +45,7 @@ def plan(formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Seq
 
 
 class TritonStepper:
-    """As `hfusion.optim.native.NativeStepper`, for stacks on an accelerator.
+    """As `hfusion.optim.native_kernels.NativeStepper`, for stacks on an accelerator.
 
     The ``counts`` stay on the CPU, where who saves or copies members finds them; the device counts its own, and is told
     where others write to these.

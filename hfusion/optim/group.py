@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hfusion.core.membership import Membership, membership
 from hfusion.device.backend import backend
-from hfusion.optim import gpu, native
-from hfusion.optim.alone import AloneStepper
+from hfusion.optim import gpu, native_kernels
 from hfusion.optim.checks import check_gradient, check_memory, check_rows, check_state
+from hfusion.optim.eager_members import AloneStepper
 from hfusion.optim.formula import Formula
 from hfusion.optim.settings import Settings
 from hfusion.optim.stacked import StackedStepper
@@ -60,7 +60,7 @@ class RecordableStepper(Stepper, Protocol):
 Kernels: TypeAlias = Callable[[type[Formula], Sequence[Sequence[Tensor]], Sequence[Tensor]], Stepper | None]
 
 # Our own kernels by type of device; those of any accelerator are Triton's.
-KERNELS: Mapping[str, Kernels] = {"cpu": native.plan}
+KERNELS: Mapping[str, Kernels] = {"cpu": native_kernels.plan}
 _REALS = (torch.float32, torch.float64)
 
 

@@ -1,6 +1,6 @@
 /* The steps of the fused optimizers on a CPU: one pass over the memory of all tensors of a group.
 
-   hfusion/optim/native.py compiles this file at first use. Every function takes
+   hfusion/optim/native_kernels.py compiles this file at first use. Every function takes
 
      tensors, members, stride   tensors [members, size]; the columns of hyper-parameters are `stride` apart
      sizes                      elements of one member, for each tensor

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from hfusion.core.errors import FusionError
-from hfusion.core.marks import keep_marks
 from hfusion.core.membership import arrays, membership
+from hfusion.core.parameter_attributes import keep_marks
 from hfusion.optim.hyper import plain
 from hfusion.optim.settings import ParamGroup
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hfusion.core.errors import FusionError
 from hfusion.optim.group import membership_of
-from hfusion.optim.resting import Resting, of_members, together
+from hfusion.optim.skipped_members import Resting, of_members, together
 
 
 @torch.no_grad()

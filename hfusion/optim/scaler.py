@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.errors import CheckpointError, FusionError
-from hfusion.core.rows import copied, kept, rows_of
+from hfusion.core.row_indices import copied, kept, rows_of
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.device_numbers import sent
 from hfusion.optim.group import membership_of

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
 from hfusion.optim.group import Group, Groups, State, same_objects
-from hfusion.optim.native import MemoryPairs
+from hfusion.optim.native_kernels import MemoryPairs
 from hfusion.optim.settings import ParamGroup, Settings
 
 _GRAD = attrgetter("grad")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.core.rows import leading
+from hfusion.core.row_indices import leading
 from hfusion.optim.group import State, membership_of
 from hfusion.optim.hyper import plain
 from hfusion.optim.settings import ParamGroup

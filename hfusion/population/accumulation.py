@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hfusion.array.module import FusedModule
 from hfusion.population.gradients import GradientSums
-from hfusion.population.guard import Buffers
+from hfusion.population.update_guard import Buffers
 
 
 @dataclass

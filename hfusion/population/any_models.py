@@ -21,7 +21,6 @@ from hfusion.optim.lr_scheduler import Make
 from hfusion.population.evaluate import outputs
 from hfusion.population.group_options import GroupOptions
 from hfusion.population.grouping import grouped
-from hfusion.population.guard import OnNonfinite
 from hfusion.population.loading import loaded_members
 from hfusion.population.member_groups import Group
 from hfusion.population.members import listed
@@ -30,6 +29,7 @@ from hfusion.population.mixed_saving import save_mixed
 from hfusion.population.mixed_weights import average_mixed
 from hfusion.population.population import ArrayGroup
 from hfusion.population.population_rows import PopulationRows
+from hfusion.population.update_guard import OnNonfinite
 
 T = TypeVar("T")
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
 from hfusion.capture.named import tensors
-from hfusion.checkpoint.parts import OWN, SaveWriter
 from hfusion.checkpoint.reader import SaveReader
+from hfusion.checkpoint.save_contents import OWN, SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.core.membership import member_rows, membership
 from hfusion.core.patience import is_better, numbers
-from hfusion.core.rows import rows_of
+from hfusion.core.row_indices import rows_of
 from hfusion.population.members import Roll, apart
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from hfusion.array.gathered_rows import GatheredRows
 from hfusion.core.calls import StackedInput, entry_counts, is_stacked
 from hfusion.core.ragged import Ragged
-from hfusion.core.rows import check_once, rows_of
+from hfusion.core.row_indices import check_once, rows_of
 from hfusion.optim.gathered_state import GatheredState
 from hfusion.population.sample_weights import check_keyword
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hfusion.array.module import FusedModule
 from hfusion.core.calls import stacked
+from hfusion.core.gradient_usage import absent_rows, mark_absent
 from hfusion.core.membership import member_rows
-from hfusion.core.usage import absent_rows, mark_absent
 from hfusion.optim import GradScaler
 from hfusion.optim.group import membership_of
 

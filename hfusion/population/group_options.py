@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember, one_for_each
-from hfusion.optim.rows import rearrange as rearrange_optimizer
+from hfusion.optim.optimizer_rows import rearrange as rearrange_optimizer
 from hfusion.population.accumulation import Accumulation
-from hfusion.population.guard import Limits, OnNonfinite
 from hfusion.population.moving import MemberState, group_optimizer, put
 from hfusion.population.plain_member import PlainMember
 from hfusion.population.plain_module import PlainModule
 from hfusion.population.population import ArrayGroup
+from hfusion.population.update_guard import Limits, OnNonfinite
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hfusion.core.screen import ProgressBars, Tenths, plain
-from hfusion.population.sinks import Csv, LogSink, Mlflow, TensorBoard, Wandb
+from hfusion.core.progress_output import ProgressBars, Tenths, plain
+from hfusion.population.log_sinks import Csv, LogSink, Mlflow, TensorBoard, Wandb
 
 if TYPE_CHECKING:
     from rich.console import Console

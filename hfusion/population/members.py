@@ -11,13 +11,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from hfusion.array.array_state import check_one_structure
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
-from hfusion.array.state import check_one_structure
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import NonFiniteError
 from hfusion.core.membership import membership
-from hfusion.core.rows import check_once
+from hfusion.core.row_indices import check_once
 
 
 def population_array(models: Sequence[nn.Module] | FusedModule) -> FusedModule:

@@ -15,7 +15,7 @@ from hfusion.array.each import Each
 from hfusion.checkpoint.save import Writing
 from hfusion.core.errors import ForwardsDiffer
 from hfusion.core.exclusive import FairLock
-from hfusion.core.rows import check_once, is_row, pairs, rows_of
+from hfusion.core.row_indices import check_once, is_row, pairs, rows_of
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, one_for_each
 from hfusion.population.best import BestRecord

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from hfusion.checkpoint import files
 from hfusion.checkpoint.files import Saved, told
 from hfusion.checkpoint.packed import PackedSave
-from hfusion.checkpoint.parts import SaveWriter
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save import Root, Writing, in_thread
+from hfusion.checkpoint.save_contents import SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.population.group_options import GroupOptions
 from hfusion.population.grouping import Candidates, grouped, shared_frozen

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hfusion.core.rows import rows_of
+from hfusion.core.row_indices import rows_of
 from hfusion.optim.hyper import member_vector
 from hfusion.optim.lr_scheduler import Make, one_for_each
 from hfusion.population.hparams import Hparams

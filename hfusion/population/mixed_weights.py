@@ -12,7 +12,7 @@ from hfusion.array.each import Each
 from hfusion.capture.named import tensors
 from hfusion.core.membership import member_rows, membership
 from hfusion.core.patience import numbers
-from hfusion.core.rows import check_once, rows_of
+from hfusion.core.row_indices import check_once, rows_of
 from hfusion.population.average import checked_weights, weighted_mean
 from hfusion.population.best import BestMembers, BestRecord, no_best
 from hfusion.population.member_layout import check_entries, take_entries

@@ -13,10 +13,10 @@ from hfusion.array.each import Each
 from hfusion.device.backend import active_autocast
 from hfusion.optim import FusedOptimizer
 from hfusion.population.gradients import weighted
-from hfusion.population.guard import all_finite
 from hfusion.population.plain_module import PlainModule, of_row
 from hfusion.population.population import ArrayGroup
 from hfusion.population.sample_weights import sample_weighted
+from hfusion.population.update_guard import all_finite
 from hfusion.step.train_step import call_arguments
 
 

@@ -10,30 +10,30 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from hfusion.array.array_rows import rearrange as rearrange_array
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
-from hfusion.array.rows import rearrange as rearrange_array
 from hfusion.core.exclusive import FairLock
-from hfusion.core.rows import check_once, is_row, pairs, rows_of
+from hfusion.core.row_indices import check_once, is_row, pairs, rows_of
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
-from hfusion.optim.rows import rearrange as rearrange_optimizer
+from hfusion.optim.optimizer_rows import rearrange as rearrange_optimizer
 from hfusion.population.accumulation import Accumulation
 from hfusion.population.best import BestRecord, copy_records
 from hfusion.population.chosen_rows import step_rows
 from hfusion.population.evaluate import evaluate
 from hfusion.population.gradients import weighed, weighted
 from hfusion.population.group_updates import GroupUpdates
-from hfusion.population.guard import Limits, OnNonfinite, bad_rows, check_common, stacked
 from hfusion.population.hparams import Hparams
 from hfusion.population.members import Enrolled, Roll, What, apart, freeze, listed, population_array
 from hfusion.population.plain_module import PlainModule
+from hfusion.population.row_counts import Widths
 from hfusion.population.sample_weights import sample_weighted, weigh_samples
 from hfusion.population.saving import Saving, in_turn
 from hfusion.population.shared_training import step_together
+from hfusion.population.update_guard import Limits, OnNonfinite, bad_rows, check_common, stacked
 from hfusion.population.weights import MemberWeights
-from hfusion.population.widths import Widths
 from hfusion.step.train_step import train_step
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hfusion.array.each import Each, as_each
-from hfusion.core.rows import row_of
+from hfusion.core.row_indices import row_of
 from hfusion.optim.lr_scheduler import PerMember
 from hfusion.population.best import BestMembers
 from hfusion.population.grouping import TWINS, PopulationGroup
@@ -20,7 +20,7 @@ from hfusion.population.mixed import MixedMembers
 from hfusion.population.mixed_views import MixedHparams, MixedScheduler
 from hfusion.population.mixed_weights import MixedBest, active_mixed, each_mixed
 from hfusion.population.population import ArrayGroup
-from hfusion.population.widths import Widths
+from hfusion.population.row_counts import Widths
 
 
 class PopulationRows:

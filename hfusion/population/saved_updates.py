@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hfusion.checkpoint.parts import OWN, SaveWriter
 from hfusion.checkpoint.reader import SaveReader
+from hfusion.checkpoint.save_contents import OWN, SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.core.membership import member_rows
 from hfusion.optim.group import membership_of
 from hfusion.population.accumulation import Accumulation
 from hfusion.population.gradients import GradientSums
-from hfusion.population.guard import Buffers
+from hfusion.population.update_guard import Buffers
 
 if TYPE_CHECKING:
     from hfusion.population.population import ArrayGroup

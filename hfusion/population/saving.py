@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 from hfusion.checkpoint import files
 from hfusion.checkpoint.files import told
-from hfusion.checkpoint.parts import SaveWriter
+from hfusion.checkpoint.json_tree import encode
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save import Root, Writing, gather, in_thread, writing
-from hfusion.checkpoint.tree import encode
+from hfusion.checkpoint.save_contents import SaveWriter
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import CheckpointError
 from hfusion.optim.lr_scheduler import Make
 from hfusion.population.best import read_records, write_records
-from hfusion.population.guard import Limit
 from hfusion.population.members import Event, Roll, What, key_of
+from hfusion.population.row_counts import Widths
 from hfusion.population.saved_updates import load_updates, save_updates
-from hfusion.population.widths import Widths
+from hfusion.population.update_guard import Limit
 
 if TYPE_CHECKING:
     from hfusion.population.population import ArrayGroup

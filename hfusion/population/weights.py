@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hfusion.array.each import Each, as_each, training_rows
 from hfusion.capture.named import tensors
-from hfusion.core.rows import check_once, rows_of
+from hfusion.core.row_indices import check_once, rows_of
 from hfusion.population.accumulation import Accumulation
 from hfusion.population.average import checked_weights, mean_tensors, write_rows
 from hfusion.population.best import BestRecord

@@ -14,7 +14,7 @@ from torch import Tensor
 from hfusion.core.tree import change, leaves
 from hfusion.device.backend import backend
 from hfusion.runtime.copying import Move, copy_now
-from hfusion.runtime.values import Bundle, detached, restore, spill
+from hfusion.runtime.cut_values import Bundle, detached, restore, spill
 
 
 class BoundaryStore:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hfusion.device.backend import backend
-from hfusion.device.queues import Mark
+from hfusion.device.device_queues import Mark
 
 
 class Move(NamedTuple):

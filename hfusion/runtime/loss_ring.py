@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hfusion.device.backend import backend
-from hfusion.device.queues import MarkClock, Mark
+from hfusion.device.device_queues import Mark, MarkClock
 
 _SLOTS = 16
 # Minibatches that a device may be behind Python. Python needs well under a millisecond for each, so that more slots

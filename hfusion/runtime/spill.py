@@ -6,7 +6,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from hfusion.core.claimed import ClaimedFolder, remove_abandoned
+from hfusion.core.claimed_folder import ClaimedFolder, remove_abandoned
 from hfusion.core.errors import SpillError
 
 _PREFIX = "hfusion-run-"

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfusion.core.gradient_usage import absent_rows, leave_out, mark_absent, mark_found, never_reached, taken, watched
 from hfusion.core.program import Kind
-from hfusion.core.usage import absent_rows, leave_out, mark_absent, mark_found, never_reached, taken, watched
 from hfusion.device.generators import Generators
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
 from hfusion.runtime.boundary import BoundaryStore
 from hfusion.runtime.copying import Arrivals, Move, copy_now
+from hfusion.runtime.cut_values import Bundle, forgetting, restore, spill, tracked
 from hfusion.runtime.process import Gate
 from hfusion.runtime.recipe import Batch, Recipe, Source
-from hfusion.runtime.state import TaskTensors
-from hfusion.runtime.values import Bundle, forgetting, restore, spill, tracked
+from hfusion.runtime.task_state import TaskTensors
 from hfusion.schedule.actions import Section
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
 

@@ -19,14 +19,14 @@ from time import perf_counter
 import torch
 
 from hfusion.device.backend import backend
+from hfusion.device.device_queues import HostQueue, Mark, MarkClock
 from hfusion.device.openmp import release_team
-from hfusion.device.queues import MarkClock, HostQueue, Mark
 from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.process import Gate
 from hfusion.runtime.training import Training
 from hfusion.schedule.actions import Act, Action, Section
 from hfusion.schedule.plan import Phase, Unit
-from hfusion.schedule.work import TaskFailed, Ticket
+from hfusion.schedule.worker_protocol import TaskFailed, Ticket
 
 _GLANCE_SECONDS = 0.1
 # Actions that a device may have been asked to compute and not have done: one that it does, and the one after it.

@@ -18,7 +18,7 @@ from hfusion.schedule.plan import Plan, TaskPlan, Unit
 from hfusion.schedule.policy import Policy
 from hfusion.schedule.task_plan import UnitActions
 from hfusion.schedule.timeline import Span, Timeline
-from hfusion.schedule.work import Ticket, Worker
+from hfusion.schedule.worker_protocol import Ticket, Worker
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from hfusion.schedule.engine import Engine
 from hfusion.schedule.plan import Plan, Unit
 from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.schedule.timeline import Timeline
-from hfusion.schedule.work import Ticket
+from hfusion.schedule.worker_protocol import Ticket
 
 Seconds: TypeAlias = Callable[[int, Unit, Action], float]
 

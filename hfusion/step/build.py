@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfusion.core.member_random import draws_random
 from hfusion.core.program import describe_value
-from hfusion.core.random import draws_random
-from hfusion.core.silence import silence_tracers
+from hfusion.core.tracer_warnings import silence_tracers
 from hfusion.device.backend import random_states_kept
-from hfusion.step.agreement import ByOperator, disagreement, result_names, shaken
-from hfusion.step.entry import entry_of
+from hfusion.step.check_compiled import ByOperator, disagreement, result_names, shaken
+from hfusion.step.cpp_block_entry import with_row_entries
+from hfusion.step.cpp_entry import entry_of
 from hfusion.step.inductor import quick_inductor
-from hfusion.step.row_entry import with_row_entries
 from hfusion.step.step_graph import StepGraph, written_inputs
 
 

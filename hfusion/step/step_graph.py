@@ -20,18 +20,18 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hfusion.compiler.arguments import BATCHED, Arguments, describe_leaf, is_tensors
-from hfusion.compiler.bound import BoundProgram, Place
-from hfusion.compiler.compiled import of_member
-from hfusion.compiler.rows import of_rows
+from hfusion.compiler.bound_program import BoundProgram, Place
+from hfusion.compiler.compiled_program import of_member
+from hfusion.compiler.program_rows import of_rows
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.guards import Guards, open_dims
 from hfusion.core.layout import Layout
+from hfusion.core.member_random import draws_random, seeded
 from hfusion.core.program import describe_graph
-from hfusion.core.random import draws_random, seeded
-from hfusion.core.silence import silence_tracers
 from hfusion.core.stages import stage
+from hfusion.core.tracer_warnings import silence_tracers
 from hfusion.passes.check import check_rewritten
-from hfusion.passes.expected import EXPECT
+from hfusion.passes.expected_checks import EXPECT
 from hfusion.passes.inductor.batch_member_loops import batch_member_loops
 from hfusion.passes.inductor.decompositions import DECOMPOSITIONS
 from hfusion.passes.inductor.inline_constants import inline_constants

@@ -21,16 +21,16 @@ from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
 from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.bound import BoundProgram, Place
+from hfusion.compiler.bound_program import BoundProgram, Place
 from hfusion.compiler.compiler import MAX_KEYS
 from hfusion.core.exclusive import compiling
-from hfusion.core.random import keyed, new_seeds, seeded
+from hfusion.core.member_random import keyed, new_seeds, seeded
 from hfusion.device.backend import active_autocast, random_states_kept, without_autocast
 from hfusion.device.team import helped_by
 from hfusion.optim import coupling
 from hfusion.step.checked_step import checked_step
-from hfusion.step.compiled import StepProgram
-from hfusion.step.making import CompileMode, ProgramMaker
+from hfusion.step.compile_service import CompileMode, ProgramMaker
+from hfusion.step.compiled_step import StepProgram
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.variants import (
     CallReport,

@@ -14,12 +14,12 @@ from torch._C._dynamo.guards import TensorGuards
 
 from hfusion.array.module import FusedModule
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.bound import BoundProgram, Place
+from hfusion.compiler.bound_program import BoundProgram, Place
 from hfusion.core import html
-from hfusion.step.compiled import StepProgram
-from hfusion.step.parting import Parting, drawing
+from hfusion.step.block_layout import Parting, drawing
+from hfusion.step.compile_payoff import StepClock
+from hfusion.step.compiled_step import StepProgram
 from hfusion.step.step_graph import StepCall
-from hfusion.step.worth import StepClock
 
 _TRAITS = attrgetter("shape", "dtype", "device", "requires_grad")
 

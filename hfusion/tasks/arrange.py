@@ -15,7 +15,7 @@ from torch import nn
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
-from hfusion.array.split import check_alike
+from hfusion.array.split_by_mode import check_alike
 from hfusion.capture.attribute_values import fingerprint
 from hfusion.core.errors import ForwardsDiffer, PlanError
 from hfusion.core.program import Program
@@ -23,7 +23,7 @@ from hfusion.device.backend import random_states_kept
 from hfusion.device.calibrate import Rates
 from hfusion.device.machine import Machine
 from hfusion.optim.base import FusedOptimizer
-from hfusion.passes.partition.shard import Sharding, growth, sharding, shards_at
+from hfusion.passes.partition.cut_shards import Sharding, growth, sharding, shards_at
 from hfusion.runtime.recipe import Recipe
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.reading import generators, reading

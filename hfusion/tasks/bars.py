@@ -7,7 +7,7 @@ from threading import Lock
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from hfusion.core.screen import ProgressBars, Tenths, plain
+from hfusion.core.progress_output import ProgressBars, Tenths, plain
 
 if TYPE_CHECKING:
     from rich.console import Console

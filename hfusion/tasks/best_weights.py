@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfusion.array.array_rows import written_keys
 from hfusion.array.module import FusedModule
-from hfusion.array.rows import written_keys
 from hfusion.core.errors import PlanError
 from hfusion.core.membership import membership
 from hfusion.core.patience import Patience

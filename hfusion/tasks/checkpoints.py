@@ -14,14 +14,14 @@ from urllib.parse import unquote
 import torch
 
 from hfusion.checkpoint import files
-from hfusion.checkpoint.parts import OWN, SaveWriter
 from hfusion.checkpoint.reader import SaveReader
+from hfusion.checkpoint.save_contents import OWN, SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.core.text import file_name
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.best_weights import BestWeights
-from hfusion.tasks.border import Border
+from hfusion.tasks.minibatch_border import Border
 from hfusion.tasks.position import Position
 from hfusion.tasks.scheduling import TaskScheduler
 

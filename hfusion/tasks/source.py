@@ -17,17 +17,17 @@ from hfusion.array.module import FusedModule
 from hfusion.array.number_buffers import held_values
 from hfusion.array.per_model import PerModel
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled import Compiled
+from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.layout import Layout
+from hfusion.core.member_random import draws_random
 from hfusion.core.program import Part, Program
-from hfusion.core.random import draws_random
 from hfusion.device.backend import backend
 from hfusion.passes.cost.cost import operators
 from hfusion.passes.cost.flops import concrete
 from hfusion.passes.partition.match_cuts import match_cuts
-from hfusion.passes.partition.split import input_names, split
+from hfusion.passes.partition.split_program import input_names, split
 from hfusion.runtime.recipe import Batch, Recipe
 from hfusion.schedule.plan import Shard
 from hfusion.tasks.position import Position, rereading

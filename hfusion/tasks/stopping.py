@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hfusion.array.array_rows import written_keys
 from hfusion.array.module import FusedModule
-from hfusion.array.rows import written_keys
-from hfusion.checkpoint.parts import member_stacks
+from hfusion.checkpoint.save_contents import member_stacks
 from hfusion.core.errors import PlanError
 from hfusion.core.membership import membership
 from hfusion.optim.base import FusedOptimizer

@@ -19,7 +19,7 @@ from hfusion.core.patience import Patience
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import HyperValue, MemberVector
 from hfusion.optim.lr_scheduler import Make, PerMember
-from hfusion.step.making import CompileMode
+from hfusion.step.compile_service import CompileMode
 
 Factory: TypeAlias = Callable[[list[nn.Parameter]], FusedOptimizer]
 

@@ -20,29 +20,29 @@ from hfusion.core.errors import HFusionError
 from hfusion.device.backend import backend, memory_of
 from hfusion.device.machine import Machine
 from hfusion.runtime.spill import SpillFolder
-from hfusion.runtime.state import Holding, TaskTensors, holdings
+from hfusion.runtime.task_state import Holding, TaskTensors, holdings
 from hfusion.runtime.training import Training
-from hfusion.runtime.whole import WholeTraining
+from hfusion.runtime.whole_minibatch import WholeTraining
 from hfusion.runtime.worker import DeviceWorker
 from hfusion.schedule.engine import Engine
+from hfusion.schedule.minibatch_slices import Slices
 from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
 from hfusion.schedule.policy import Policy, named
-from hfusion.schedule.slices import Slices
 from hfusion.schedule.timeline import Timeline
-from hfusion.schedule.work import TaskFailed
+from hfusion.schedule.worker_protocol import TaskFailed
 from hfusion.tasks.arrange import Arrangement, arrange_one
 from hfusion.tasks.bars import TaskBars
-from hfusion.tasks.border import Border, all_heard
 from hfusion.tasks.checkpoints import Checkpoints, interval, saving
 from hfusion.tasks.checkpoints import resume as resume_from
-from hfusion.tasks.limits import clip_limits
-from hfusion.tasks.report import ArrayReport, Report, TaskReport, epochs_in_order, in_order
+from hfusion.tasks.gradient_limits import clip_limits
+from hfusion.tasks.minibatch_border import Border, all_heard
 from hfusion.tasks.scheduling import TaskScheduler
 from hfusion.tasks.sharing import turns
 from hfusion.tasks.source import Stream
 from hfusion.tasks.stepping import ArrayStep, eagerly, obstacle
 from hfusion.tasks.stopping import OnResult, StoppedMembers
 from hfusion.tasks.task import Task
+from hfusion.tasks.training_report import ArrayReport, Report, TaskReport, epochs_in_order, in_order
 
 
 class TrainError(HFusionError):

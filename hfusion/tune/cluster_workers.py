@@ -14,15 +14,15 @@ from typing import Any
 
 from torch import nn
 
-from hfusion.cluster.drive import GLANCE, DeviceLost
+from hfusion.cluster.driver import GLANCE, DeviceLost
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.node import Answered, ArrayTrainer, DeviceInfo, Lost, Raised
-from hfusion.cluster.parcel import pack, unpack
+from hfusion.cluster.serialization import pack, unpack
+from hfusion.tune.array_workers import RowsCall
 from hfusion.tune.plain_trials import PlainTrials
 from hfusion.tune.space import ArrayChoices, ModelMaker, TrialModel
 from hfusion.tune.sweep_recipe import SweepRecipe
 from hfusion.tune.trial_rows import TrialRows
-from hfusion.tune.workers import RowsCall
 
 _MAKER = "maker"
 # In errors.

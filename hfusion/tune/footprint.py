@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from hfusion.array.fuse import fuse
 from hfusion.cluster.node import DeviceInfo
 from hfusion.compiler.arguments import Arguments
-from hfusion.passes.partition.shard import shards_at
+from hfusion.passes.partition.cut_shards import shards_at
 from hfusion.schedule.plan import TaskPlan
 from hfusion.step.train_step import call_arguments
 from hfusion.tune.chosen_optimizer import MakeOptimizer

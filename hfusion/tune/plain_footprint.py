@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfusion.capture.named import tensors
 from hfusion.cluster.node import DeviceInfo
-from hfusion.device.draws import seen_in_modes
 from hfusion.device.generators import draws_kept
+from hfusion.device.thread_draws import seen_in_modes
 from hfusion.step.train_step import call_arguments
 
 # Forward and backward take so many times what forward takes.

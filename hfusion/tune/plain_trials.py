@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hfusion.capture.named import tensors
 from hfusion.checkpoint import files
+from hfusion.checkpoint.json_tree import decode, encode
 from hfusion.checkpoint.packed import PackedSave
-from hfusion.checkpoint.tree import decode, encode
 from hfusion.core.membership import Membership, mark
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import read
@@ -25,10 +25,10 @@ from hfusion.population.evaluate import member_metrics
 from hfusion.step.train_step import call_arguments
 from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_with
 from hfusion.tune.epoch_result import EpochResult
-from hfusion.tune.folder import KEEP
 from hfusion.tune.objectives import MetricValues, check_plateaus
 from hfusion.tune.reading_epochs import batches_on, seeded
 from hfusion.tune.space import ArrayChoices, Suggestion, TrialModel
+from hfusion.tune.sweep_folder import KEEP
 from hfusion.tune.sweep_recipe import SweepRecipe
 
 # Optimizers that torch updates on a CPU in one call for all parameters.

@@ -11,11 +11,11 @@ from typing import Any
 from hfusion.capture.compare import check_pair
 from hfusion.cluster.node import DeviceInfo
 from hfusion.core.errors import FusionError
-from hfusion.population.widths import Widths
+from hfusion.population.row_counts import Widths
 from hfusion.tune.array_costs import ArrayCosts, ArrayRecord
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.footprint import Footprint
-from hfusion.tune.forwards import SameForward
+from hfusion.tune.forward_groups import SameForward
 from hfusion.tune.plain_footprint import PlainFootprint
 from hfusion.tune.space import Suggestion, TrialModel
 

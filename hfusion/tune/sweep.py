@@ -21,23 +21,23 @@ from hfusion.core.resuming import resume_folder
 from hfusion.device.machine import Machine
 from hfusion.optim import AdamW
 from hfusion.schedule.plan import Processes
-from hfusion.step.making import CompileMode
-from hfusion.tune.beats import Beats, dead_runs
+from hfusion.step.compile_service import CompileMode
+from hfusion.tune.array_workers import LocalWorkers, largest
 from hfusion.tune.chosen_optimizer import MakeOptimizer
 from hfusion.tune.cluster_workers import ClusterWorkers
-from hfusion.tune.conductor import Conductor, Extent
 from hfusion.tune.exploit import PBT
-from hfusion.tune.folder import SweepFolder
+from hfusion.tune.heartbeat import Beats, dead_runs
 from hfusion.tune.loaders import Loaders
 from hfusion.tune.objectives import check_objectives
 from hfusion.tune.result import SweepResult
 from hfusion.tune.space import MakeModel, Maker, MakeScheduler, Space, SweepDefaults
 from hfusion.tune.study import Draws, check_outlives, import_optuna, listening, open_study
+from hfusion.tune.sweep_folder import SweepFolder
 from hfusion.tune.sweep_processes import several_devices
 from hfusion.tune.sweep_progress import SweepProgress
 from hfusion.tune.sweep_recipe import SweepRecipe
+from hfusion.tune.sweep_runner import Conductor, Extent
 from hfusion.tune.trials import Callback, Trials, Verdict
-from hfusion.tune.workers import LocalWorkers, largest
 
 
 def sweep(

@@ -11,27 +11,27 @@ from typing import Any
 
 import torch
 
-from hfusion.cluster.drive import GLANCE
+from hfusion.cluster.driver import GLANCE
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.node import Answered, ArrayTrainer, DeviceInfo, Lost, Raised
-from hfusion.cluster.parcel import unpack
 from hfusion.cluster.process_choice import MAX_FAILURES, devices_at_once
-from hfusion.cluster.processes import ProcessExecutor, begin_seconds
+from hfusion.cluster.process_executor import ProcessExecutor, begin_seconds
 from hfusion.cluster.rates import DIFFERS
 from hfusion.cluster.reachable import copy_obstacle
+from hfusion.cluster.serialization import unpack
 from hfusion.core.errors import HFusionError
 from hfusion.device.generators import draws_kept
 from hfusion.device.machine import Machine
 from hfusion.schedule.plan import Processes
 from hfusion.step.train_step import call_arguments
+from hfusion.tune.array_workers import largest
 from hfusion.tune.cluster_workers import SWEEP_PARCEL, ClusterWorkers
-from hfusion.tune.conductor import Extent
 from hfusion.tune.reading_epochs import first_inputs
-from hfusion.tune.shapes import Shapes
 from hfusion.tune.space import Maker, TrialModel
 from hfusion.tune.study import import_optuna
 from hfusion.tune.sweep_recipe import SweepRecipe
-from hfusion.tune.workers import largest
+from hfusion.tune.sweep_runner import Extent
+from hfusion.tune.trial_shapes import Shapes
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hfusion.core.random import draws_random
+from hfusion.core.member_random import draws_random
 from hfusion.ops.shape import equal
 from hfusion.passes.views import IDENTITY
 

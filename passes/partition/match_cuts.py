@@ -9,7 +9,7 @@ from torch import fx
 from hfusion.core.errors import PlanError
 from hfusion.core.program import Kind, Program, Slot
 from hfusion.passes.cost.cost import operators
-from hfusion.passes.partition.split import slots, weight_views
+from hfusion.passes.partition.split_program import slots, weight_views
 
 
 def match_cuts(program: Program, names: Mapping[str, str], held: Sequence[frozenset[str]], batch: int) -> list[int]:

@@ -263,7 +263,7 @@ def test_autocast() -> None:
 def test_who_is_in_which_group_costs_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = hf.fuse(models := [batch_norm() for _ in SIZES])
     fused(hf.stacked([torch.randn(n, 2, 6, 6) for n in (3, 3, 4, 5)]))
-    monkeypatch.setattr("hfusion.compiler.compiled.capture_member", lambda *_: pytest.fail("a capture"))
+    monkeypatch.setattr("hfusion.compiler.compiled_program.capture_member", lambda *_: pytest.fail("a capture"))
     for model in models:
         model.load_state_dict(fused[models.index(model)].state_dict())
     for sizes in ((3, 4, 3, 4), (7, 7, 7, 2), (2, 3, 4, 5)):

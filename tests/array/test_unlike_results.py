@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.compiler.written import read_compiled, write_compiled
+from hfusion.compiler.serialized_program import read_compiled, write_compiled
 
 DOUBLE = torch.float64
 Y = torch.tensor([0, 1, 1, 0, 1, 0])

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.compiler.written import read_compiled, write_compiled
+from hfusion.compiler.serialized_program import read_compiled, write_compiled
 from hfusion.core.program import Kind
 from hfusion.passes import layouts
 from hfusion.passes.gather import has_variants

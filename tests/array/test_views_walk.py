@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import hfusion as hf
-from tests.array.test_views import MEMBERS, MODELS, Make, backward, compare, double, inputs, outputs, pair
+from tests.array.test_member_views import MEMBERS, MODELS, Make, backward, compare, double, inputs, outputs, pair
 
 STEPS = 25
 

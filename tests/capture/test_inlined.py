@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hfusion.compiler.report import FusionReport
+from hfusion.compiler.fusion_report import FusionReport
 from tests.alone import assert_alone, call, net, normal
 from tests.capture.test_export import Sevenfold
 

@@ -23,7 +23,7 @@ import optuna
 import torch
 
 import hfusion as hf
-from tests.cluster.test_processes import assert_same, machine, tasks
+from tests.cluster.test_process_executor import assert_same, machine, tasks
 from tests.tune.cases import MACHINE, accuracy
 from tests.tune.test_cluster import assert_same_sweep, processes, sweep
 

@@ -20,9 +20,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
-from hfusion.cluster import drive
+from hfusion.cluster import driver
 from hfusion.cluster.placement import Placement
-from tests.cluster.test_processes import assert_same, machine, samples, tasks
+from tests.cluster.test_process_executor import assert_same, machine, samples, tasks
 from tests.cluster.test_ray import Nodes, cluster
 
 EPOCHS = 50
@@ -73,7 +73,7 @@ def main() -> None:
                 folder = Path(name, f"{kind} {repeat}")
                 folder.mkdir()
                 torch.manual_seed(1)
-                with patch.object(drive, "Placement", placement):
+                with patch.object(driver, "Placement", placement):
                     began = time.monotonic()
                     slow = SlowWhereItBegins(folder / "mark", os.getpid())
                     found = hf.train(made(slow), cluster(folder), checkpoint=folder / "saves")

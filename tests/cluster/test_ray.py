@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hfusion as hf
-from tests.cluster.test_processes import alone, assert_same, interrupt, tasks
+from tests.cluster.test_process_executor import alone, assert_same, interrupt, tasks
 
 pytestmark = [
     pytest.mark.cluster,
@@ -100,7 +100,7 @@ class Raising(list[Any]):
     """A loader that breaks in the processes of actors only."""
 
     def __init__(self, driver: int) -> None:
-        from tests.cluster.test_processes import samples
+        from tests.cluster.test_process_executor import samples
 
         x, y = samples().tensors
         super().__init__(zip(x.chunk(4), y.chunk(4), strict=True))

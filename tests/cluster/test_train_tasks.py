@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 import hfusion as hf
 from hfusion.schedule.plan import Processes
-from tests.cluster.test_processes import Net, assert_same, machine, nothing_left, samples, shared_memory, tasks
+from tests.cluster.test_process_executor import Net, assert_same, machine, nothing_left, samples, shared_memory, tasks
 
 pytest.importorskip("cloudpickle")
 SEVERAL = Processes(2, "asked for")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.compiler import compiled as compiling
+from hfusion.compiler import compiled_program as compiling
 from hfusion.core.layout import Layout
 from hfusion.ops.rule import Call, Site, Value
 from tests.zoo import MODELS, Model

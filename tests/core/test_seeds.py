@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hfusion.core.random import MemberSeeds, member_seeds, seeded
+from hfusion.core.member_random import MemberSeeds, member_seeds, seeded
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 

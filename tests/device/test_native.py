@@ -13,7 +13,7 @@ import pytest
 from hfusion.device import native
 from hfusion.device.cache import write_sealed
 from hfusion.ops import rnn
-from hfusion.optim import native as kernels
+from hfusion.optim import native_kernels as kernels
 from tests.device.test_cache import ATTACKS
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hfusion.compiler import compiled as compiling
+from hfusion.compiler import compiled_program as compiling
 from hfusion.core.layout import Layout
 from hfusion.ops.rule import Call
 from tests.fuzz import __main__ as command

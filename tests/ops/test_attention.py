@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hfusion.core.layout import Layout
-from hfusion.core.random import recording
+from hfusion.core.member_random import recording
 from hfusion.ops import attention
 from hfusion.passes.batch import batch
 from tests.oracle import Case, check, member_graph, t

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from hfusion.core.layout import Layout, packed_to_stacked, stacked_to_listed, stacked_to_packed
-from hfusion.core.random import recording
+from hfusion.core.member_random import recording
 from hfusion.ops.random import SELU_LIMIT
 from hfusion.ops.rule import MemberScalars
 from hfusion.passes.batch import batch

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled import RULES, Compiled
+from hfusion.compiler.compiled_program import RULES, Compiled
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind
 from hfusion.ops.rule import each, is_random

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from hfusion import optim
 from hfusion.core.membership import Membership, mark
-from hfusion.optim import native
+from hfusion.optim import native_kernels
 from tests.optim.arrays import (
     CASES,
     EVERY,
@@ -50,7 +50,7 @@ OF_TORCH = rows(KERNELS, {case: row for case, row in FORMULA_OF_EACH.items() if 
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test here runs with the native kernels and with the formulas."""
     monkeypatch.setenv("HFUSION_NATIVE", "1" if request.param == "native" else "0")
-    if request.param == "native" and isinstance(found := native.library(), str):
+    if request.param == "native" and isinstance(found := native_kernels.library(), str):
         pytest.skip(found)
 
 

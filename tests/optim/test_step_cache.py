@@ -16,7 +16,7 @@ from hfusion import optim
 from hfusion.core.membership import Membership, mark
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import member_vector
-from hfusion.optim.native import library
+from hfusion.optim.native_kernels import library
 
 MEMBERS = 3
 SHAPES = [(4, 4), (5,), (2, 3)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 
 import hfusion as hf
-from hfusion.population.widths import Widths
+from hfusion.population.row_counts import Widths
 
 DOUBLE = torch.float64
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.bench.policies import COMPARED
-from hfusion.device.queues import HostQueue
+from hfusion.device.device_queues import HostQueue
 from hfusion.runtime import worker
 from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.training import Training

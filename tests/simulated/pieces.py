@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.bound import BoundProgram
+from hfusion.compiler.bound_program import BoundProgram
 from hfusion.core.errors import FusionError
 from hfusion.passes.cost.cost import operators
 from hfusion.passes.inductor.decompositions import DECOMPOSITIONS

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from tests.core.test_usage import Before, Exit
+from tests.core.test_gradient_usage import Before, Exit
 from tests.trained import BATCHES, MEMBERS, Way, assert_same, fused, machine, plain, planned, task
 
 

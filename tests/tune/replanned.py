@@ -23,10 +23,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
-from hfusion.tune.conductor import Conductor
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.epoch_seconds import EpochSeconds
 from hfusion.tune.shape_array import ShapeArray
+from hfusion.tune.sweep_runner import Conductor
 from tests.cluster.test_ray import Nodes, cluster
 
 EPOCHS, TRIALS, ROWS = 8, 48, 16

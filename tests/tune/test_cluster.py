@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 import hfusion as hf
-from hfusion.tune.rooms import Rooms
-from tests.cluster.test_processes import nothing_left, shared_memory
+from hfusion.tune.trial_placement import Rooms
+from tests.cluster.test_process_executor import nothing_left, shared_memory
 from tests.tune.cases import EPOCHS, MACHINE, accuracy, alone, loaders, make_model, space
 
 optuna = pytest.importorskip("optuna")

@@ -22,7 +22,7 @@ from hfusion.tune.trial_rows import TrialRows
 from tests.tune import chosen, test_objectives, test_resume, test_sweep
 from tests.tune.cases import EPOCHS, MACHINE, alone
 from tests.tune.killed import everything, run
-from tests.tune.test_rooms import nowhere
+from tests.tune.test_trial_placement import nowhere
 
 optuna = pytest.importorskip("optuna")
 

@@ -127,7 +127,7 @@ def test_after_a_timeout_no_trial_is_asked(monkeypatch: pytest.MonkeyPatch) -> N
         # As if the second trial had taken an hour to suggest.
         if trial.number == 1:
             now = time.monotonic()
-            monkeypatch.setattr("hfusion.tune.conductor.time.monotonic", lambda: now + 3600)
+            monkeypatch.setattr("hfusion.tune.sweep_runner.time.monotonic", lambda: now + 3600)
         return space(trial)
 
     result = sweep(8, space=slow, pruner=PRUNERS["none"](), timeout=1800)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfusion as hf
-from tests.cluster.test_processes import nothing_left, shared_memory
+from tests.cluster.test_process_executor import nothing_left, shared_memory
 from tests.tune.cases import accuracy, loaders, make_model, space
 from tests.tune.test_cluster import assert_same_sweep, interrupting, sweep
 

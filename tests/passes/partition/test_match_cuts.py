@@ -11,7 +11,7 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.core.program import Kind, Program
 from hfusion.passes.cost.cost import operators
 from hfusion.passes.partition.match_cuts import match_cuts
-from hfusion.passes.partition.split import split
+from hfusion.passes.partition.split_program import split
 
 
 class Tied(nn.Module):

@@ -1,0 +1,104 @@
+"""Neighbouring members of an array as an array: ``fused[1:3]``. Its members are those of the whole array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hfusion.array.member_views import Views
+from hfusion.array.row_view import RowView
+from hfusion.array.split_by_mode import Split, part_of
+from hfusion.capture.skeleton import live_rows
+from hfusion.core.errors import FusionError
+from hfusion.core.gradient_usage import freeze_rows, frozen_rows
+
+if TYPE_CHECKING:
+    from hfusion.array.module import FusedModule
+
+
+def slice_of(fused: FusedModule, rows: slice, chosen: range) -> FusedModule:
+    """The members ``chosen``, whose stacks are live views of their rows; one array as long as somebody holds it."""
+    known = fused._views.slices.get(chosen)
+    if known is not None:
+        return known
+    part = part_of(fused, chosen, lambda stack, members: live_rows(stack, None if members is None else rows))
+    part._views = SliceViews(part, fused, chosen)
+    fused._views.slices[chosen] = part
+    return part
+
+
+class SliceViews(Views):
+    """The members of a slice, which are members of the ``whole`` array."""
+
+    def __init__(self, part: FusedModule, whole: FusedModule, rows: range) -> None:
+        super().__init__(part)
+        self._whole, self._chosen = whole, rows
+        for row in rows:
+            whole[row]
+        self.note(part)
+
+    @property
+    def own(self) -> dict[int, RowView]:
+        """The members by their rows in the slice."""
+        return {index: self._whole._views.members[row] for index, row in enumerate(self._chosen)}
+
+    def __bool__(self) -> bool:
+        return True
+
+    def get(self, fused: FusedModule, row: int) -> nn.Module:
+        """Member ``row`` of the slice."""
+        return self._whole[self._chosen[row]]
+
+    def heed(self, fused: FusedModule) -> Split | None:
+        """As of `Views`; what distinguishes members from one another is refused."""
+        from hfusion.array.array_rows import Kinds, enter
+
+        if self._array_changed(fused):
+            self._pass_on(fused)
+        whole = self._whole
+        whole._split()
+        modes = {index: member.training for index, member in self.own.items()}
+        hooked = {index: where for index, member in self.own.items() if (where := member.hooked)}
+        if hooked or any(own != modes[0] for own in modes.values()):
+            raise FusionError(
+                f"members {list(self._chosen)} of a fused {fused._original} cannot be computed together: "
+                f"{whole._views.split.why if whole._views.split is not None else hooked}; call the whole array, or "
+                "the members by themselves: fused[i](...)"
+            )
+        for path, branch in fused.named_modules(remove_duplicate=False):
+            branch.training = modes[0][path]
+        before, after = Kinds.of(fused), Kinds.of(whole)
+        contents = [after.contents[row] for row in self._chosen]
+        if contents != before.contents:
+            comparison, left = whole._array.comparison.of_members(self._chosen)
+            skeletons = tuple(whole._array.skeletons[variant] for variant in left)
+            enter(fused, before.contents, contents, replace(fused._array, skeletons=skeletons, comparison=comparison))
+        for name, stack in fused.stacks.items():
+            theirs = whole.stacks[name]
+            if stack.requires_grad != theirs.requires_grad and name not in fused._array.comparison.shared:
+                stack.requires_grad_(theirs.requires_grad)
+            frozen = frozen_rows(theirs)
+            freeze_rows(stack, None if frozen is None else frozen[list(self._chosen)])
+        self.note(fused)
+        return None
+
+    def rearranged(self, fused: FusedModule, sources: Sequence[Any], members: int) -> None:
+        """The slice is an array of its own from now on."""
+        self._whole._views.slices.pop(self._chosen, None)
+        fused._views = Views(fused)
+
+
+def chosen_rows(rows: slice, members: int) -> range:
+    """The rows of a slice of an array. Raises ValueError for another step than 1, IndexError where there are none."""
+    chosen = range(*rows.indices(members))
+    if chosen.step != 1:
+        raise ValueError(
+            f"a slice of an array with step {chosen.step}: it must be 1, so that the stacks are contiguous; "
+            "hf.fuse([fused[i] for i in ...]) copies any members"
+        )
+    if not chosen:
+        raise IndexError(f"{rows} takes none of the {members} members of the array")
+    return chosen

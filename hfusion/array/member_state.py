@@ -1,0 +1,138 @@
+"""What members of an array keep when rows move, and when the array is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.array.row_view import Said, said_to
+from hfusion.capture.compare import check_pair
+from hfusion.core.errors import FusionError
+from hfusion.core.gradient_usage import freeze_rows, frozen_rows
+
+if TYPE_CHECKING:
+    from hfusion.array.member_views import Views
+    from hfusion.array.module import FusedModule
+
+
+def rearranged(views: Views, fused: FusedModule, sources: Sequence[Any], members: int) -> None:
+    """Member b is ``sources[b]`` now: a row of the ``members`` before, or a model that has joined."""
+    for stack in {id(t): t for t in fused.stacks.values()}.values():
+        frozen = frozen_rows(stack)
+        if frozen is not None:
+            freeze_rows(stack, torch.tensor([isinstance(s, int) and bool(frozen[s]) for s in sources]))
+    if not views.members:
+        return
+    said = {row: said_to(member) for row, member in views.members.items()}
+    places = _places(sources, members)
+    before, views.members = views.members, {}
+    views.watched.clear()
+    for row, member in before.items():
+        if row in places:
+            member.row = places[row]
+            views.members[member.row] = member
+        else:
+            member.leave()
+    for tie in views.ties.values():
+        tie.untie_all()
+    views.watched.update(views.members)
+    for member in views.members.values():
+        for parameter in member.parameters.values():
+            parameter.grad = None
+    views.follow(fused)
+    _copy(views, fused, sources, said)
+    views.index()
+    views.freeze(fused)
+    views.hear(fused, views.members)
+
+
+def _copy(views: Views, fused: FusedModule, sources: Sequence[Any], said: Mapping[int, Said]) -> None:
+    """Let members that were written over be as those of whom they are copies."""
+    array, base = fused._array, Said(fused.training_by_path(), {}, {})
+    for row, source in enumerate(sources):
+        own = said.get(source) if isinstance(source, int) else None
+        member = views.members.get(row)
+        if member is None and own is not None and own.modes != base.modes:
+            member = views.add(fused, row)
+        if member is not None and source != row and said.get(row, own) is not None:
+            member.become(array.skeletons[array.comparison.variants[row]])
+            own = base if own is None else own
+            member.set(own.modes, own.trained or {n: fused.stacks[n].requires_grad for n in member.parameters})
+
+
+def said(views: Views, fused: FusedModule) -> dict[int, Said]:
+    """What distinguishes members from the array, by row."""
+    if views.members:
+        views.heed(fused)
+    base = Said(fused.training_by_path(), {n: t.requires_grad for n, t in fused.stacks.items()}, {})
+    found = {row: said_to(member) for row, member in views.members.items()}
+    return {
+        row: own
+        for row, own in found.items()
+        if own.modes != base.modes or own.hooks or any(base.trained[n] != flag for n, flag in own.trained.items())
+    }
+
+
+def restore(views: Views, fused: FusedModule, said: Mapping[int, Said]) -> None:
+    """Say to members what `said` has given."""
+    if said:
+        views.note(fused)
+    for row, own in said.items():
+        member = views.add(fused, row)
+        member.set(own.modes, own.trained)
+        for (path, name), hooks in own.hooks.items():
+            getattr(member.modules[path], name).update(hooks)
+        member.touch()
+
+
+def repeat(views: Views, fused: FusedModule, models: Sequence[nn.Module]) -> None:
+    """Let copies of the members be in their modes, and train what they train."""
+    for row, own in said(views, fused).items():
+        for path, module in models[row].named_modules():
+            module.training = own.modes[path]
+        for name, parameter in models[row].named_parameters():
+            parameter.requires_grad_(own.trained.get(name, parameter.requires_grad))
+
+
+def _places(sources: Sequence[Any], members: int) -> dict[int, int]:
+    """Where the members are that live on; who is written over by another stays where it is."""
+    rows = [source for source in sources if isinstance(source, int)]
+    if len(sources) == members and len(set(rows)) < members:
+        return {row: row for row in range(members)}
+    places: dict[int, int] = {}
+    for index, source in enumerate(sources):
+        if isinstance(source, int) and (source not in places or source == index):
+            places[source] = index
+    return places
+
+
+def check_fits(fused: FusedModule, row: int, model: nn.Module) -> None:
+    """Raise a FusionError where the member has become something that does not fit the array."""
+    like = fused._member(row)
+    others = dict(model.named_modules(remove_duplicate=False))
+    for path, module in like.named_modules(remove_duplicate=False):
+        module.training = others[path].training if path in others else module.training
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in like.named_parameters(remove_duplicate=False):
+        if name in named and parameter.requires_grad != named[name].requires_grad:
+            parameter.requires_grad_(named[name].requires_grad)
+    try:
+        check_pair(like, len(fused), model)
+    except FusionError as error:
+        told = str(error).replace(f"model {len(fused)}", f"member {row}").replace("model 0", "the array")
+        raise FusionError(
+            f"what was done to member {row} of a fused {fused._original} does not fit its array: {told}. Undo it, or "
+            "do it to all models of unfuse() and fuse them again"
+        ) from error
+
+
+def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """``tensor`` under ``name``, if there is another."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    table: Any = module._parameters if leaf in module._parameters else module._buffers
+    if table[leaf] is not tensor:
+        table[leaf] = tensor

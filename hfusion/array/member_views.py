@@ -1,0 +1,395 @@
+"""The members of an array as modules that live as long as their rows, and what was said to them.
+
+There is one module for each row, made when it is first asked for. Its tensors lie in the memory of the row, gradients
+are tied (`core.row_gradients`), and `heed`, at every call of the array, takes over what somebody did to a member:
+attributes become those of its variant; modes and hooks divide the members (`split`); parameters that some members do
+not train are noted on their stack. What an array cannot hold is refused there, by name.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from sys import getrefcount
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.array.array_state import check_one_structure
+from hfusion.array.member_state import check_fits, put_tensor, rearranged
+from hfusion.array.row_view import RowView, said_to, tensor_states, without_hooks
+from hfusion.array.split_by_mode import Split, flags_read
+from hfusion.capture.attribute_values import modeless_fingerprint
+from hfusion.capture.named import tensors
+from hfusion.capture.skeleton import live_rows, materialize, skeleton
+from hfusion.core.errors import FusionError
+from hfusion.core.gradient_usage import freeze_rows, frozen_rows
+from hfusion.core.row_gradients import RowGradients, lies_in
+from hfusion.core.row_indices import leading
+
+if TYPE_CHECKING:
+    from hfusion.array.module import FusedModule
+
+_MODE, _TRAINED = attrgetter("training"), attrgetter("requires_grad")
+
+
+class Views:
+    """The members that somebody asked for, by row.
+
+    Attributes:
+        split: how the array computes members that differ in modes or hooks; None where all are computed together.
+        touched: whether a member may have been told something since the last `heed`.
+        words: grows when an attribute or a hook of a member is set, so that a trace of the array ends.
+        watched: the rows of members that somebody holds or has read since.
+    """
+
+    def __init__(self, fused: FusedModule) -> None:
+        self._fused = weakref.ref(fused)
+        self.members: dict[int, RowView] = {}
+        self.split: Split | None = None
+        self.touched = False
+        self.words = 0
+        self.ties: dict[int, RowGradients] = {}
+        self._parts: dict[Any, FusedModule] = {}
+        self.slices: weakref.WeakValueDictionary[range, FusedModule] = weakref.WeakValueDictionary()
+        self.watched: set[int] = set()
+        self._modes: list[bool] = []
+        self._names: list[str] = []
+        self._stacks: list[Tensor] = []
+        self._trained: list[bool] = []
+        self._addresses: list[int] = []
+        # The members' parameters, the row of each, and the references to it: our own, and those of the last look.
+        self._flat: list[Tensor] = []
+        self._rows: list[int] = []
+        self._states: Any = None
+        self._own_counts, self._last_counts = list[int](), list[int]()
+
+    def __bool__(self) -> bool:
+        return bool(self.members)
+
+    @property
+    def own(self) -> Mapping[int, RowView]:
+        """The members by row, also of a slice, to which they do not belong."""
+        return self.members
+
+    def _touch(self, row: int, changed: bool) -> None:
+        """Somebody reads member ``row``, or may have ``changed`` it."""
+        self.touched = True
+        self.words += changed
+        if row not in self.watched and row in self.members:
+            self.watched.add(row)
+            self._settle_row(row)
+
+    def _settle_row(self, row: int) -> None:
+        for tie in self.ties.values():
+            if row in tie.rows:
+                tie.settle([row])
+
+    def _called(self) -> None:
+        """A member is about to be called, maybe after its array was moved or told something."""
+        fused = self._fused()
+        if fused is not None:
+            self._catch_up(fused)
+
+    def _catch_up(self, fused: FusedModule) -> None:
+        if self._array_changed(fused):
+            self._pass_on(fused)
+            self.note(fused)
+
+    def get(self, fused: FusedModule, row: int) -> nn.Module:
+        """Member ``row``, around the present memory of its row."""
+        if not self.members:
+            self.note(fused)
+        if row not in self.members:
+            self.add(fused, row)
+        self._catch_up(fused)
+        self.members[row].touch()
+        return self.members[row].model
+
+    def add(self, fused: FusedModule, row: int) -> RowView:
+        array, shared = fused._array, fused._array.comparison.shared
+        stacks = fused.stacks
+        rows = {name: t if name in shared else live_rows(t, row) for name, t in stacks.items()}
+        for name, tensor in rows.items():
+            frozen = frozen_rows(stacks[name])
+            if name not in shared and frozen is not None and frozen[row]:
+                tensor.requires_grad_(False)
+        model = materialize(array.skeletons[array.comparison.variants[row]], rows, fused.training_by_path())
+        member = self.members[row] = RowView(model, row, shared, self._touch, self._called)
+        del rows, model
+        self.watched.add(row)
+        self._align(fused, [row])
+        member.rest()
+        self.index()
+        return member
+
+    def note(self, fused: FusedModule) -> None:
+        """What the array is like, so that changes of all members together are seen."""
+        self._modes = list(map(_MODE, fused._branches))
+        self._names, self._stacks = list(fused._real.keys()), list(fused._real.values())
+        self._trained, self._addresses = self._stack_states()
+
+    def _stack_states(self) -> tuple[list[bool], list[int]]:
+        return list(map(_TRAINED, self._stacks)), list(map(Tensor.data_ptr, self._stacks))
+
+    def follow(self, fused: FusedModule) -> None:
+        """Lie in the memory of the array's tensors, which has changed."""
+        self._parts.clear()
+        self._cut_slices()
+        if self.members:
+            self._align(fused, list(self.members))
+            self.note(fused)
+
+    def _cut_slices(self) -> None:
+        """Let slices be arrays of their own, as they stay with the memory that they were taken of."""
+        for part in list(self.slices.values()):
+            part._views = Views(part)
+        self.slices.clear()
+
+    def _align(self, fused: FusedModule, rows: Sequence[int]) -> None:
+        stacks, shared = fused.stacks, fused._array.comparison.shared
+        for name, stack in stacks.items():
+            if name in shared:
+                for row in rows:
+                    put_tensor(self.members[row].model, name, stack)
+                continue
+            tie = self._tie(stack) if isinstance(stack, nn.Parameter) else None
+            for row in rows:
+                member = self.members[row]
+                tensor = (member.parameters if tie is not None else member.buffers).get(name)
+                if tensor is None:
+                    continue
+                if not lies_in(tensor, stack, row):
+                    if tie is not None and (tensor.dtype, tensor.device) != (stack.dtype, stack.device):
+                        tie.untie(row)
+                        tensor.grad = None
+                    tensor.data = leading(live_rows(stack, row).data, tensor.shape)
+                if tie is not None:
+                    tie.tie(row, tensor)
+        kept = {id(stack) for stack in stacks.values()}
+        self.ties = {key: tie for key, tie in self.ties.items() if key in kept}
+
+    def _tie(self, stack: Tensor) -> RowGradients:
+        if id(stack) not in self.ties:
+            self.ties[id(stack)] = RowGradients(stack, self.watched)
+        return self.ties[id(stack)]
+
+    def rearranged(self, fused: FusedModule, sources: Sequence[Any], members: int) -> None:
+        """Member b is ``sources[b]`` now: a row of the ``members`` before, or a model that has joined."""
+        rearranged(self, fused, sources, members)
+
+    def settle(self) -> None:
+        """Let gradients of members and of the array be one, after they were assigned."""
+        for tie in self.ties.values():
+            tie.settle()
+
+    def heed(self, fused: FusedModule) -> Split | None:
+        """Take over what was said to members since the last call, and return how the array computes them.
+
+        Raises:
+            FusionError: what was said to a member is nothing that an array can hold.
+        """
+        if self.touched or self._changed(fused):
+            self._hear_all(fused)
+        return self.split
+
+    def _array_changed(self, fused: FusedModule) -> bool:
+        if list(map(_MODE, fused._branches)) != self._modes:
+            return True
+        return self._stack_states() != (self._trained, self._addresses)
+
+    def _changed(self, fused: FusedModule) -> bool:
+        if self._array_changed(fused):
+            return True
+        counts = list(map(getrefcount, self._flat))
+        if counts == self._own_counts:
+            self._release(set())
+            return False
+        if counts != self._last_counts:
+            self._last_counts = counts
+            self._watch_held(counts)
+        return bool(tensor_states(self._flat) != self._states)
+
+    def _watch_held(self, counts: list[int]) -> set[int]:
+        """Watch those whose parameters somebody holds: there are more references to them than our own."""
+        self._own_counts = list(map(min, counts, self._own_counts))
+        held = {row for row, now, own in zip(self._rows, counts, self._own_counts, strict=True) if now > own}
+        for row in held - self.watched:
+            self.watched.add(row)
+            self._settle_row(row)
+        return held
+
+    def index(self) -> None:
+        """List the members' parameters, with how many references to them are our own."""
+        own = {id(t): count for t, count in zip(self._flat, self._own_counts, strict=True)}
+        self._flat = [t for member in self.members.values() for t in member.flat]
+        self._rows = [row for row, member in self.members.items() for _ in member.flat]
+        self._states = tensor_states(self._flat)
+        self._last_counts = list(map(getrefcount, self._flat))
+        self._own_counts = [own.get(id(t), now) for t, now in zip(self._flat, self._last_counts, strict=True)]
+
+    def _hear_all(self, fused: FusedModule) -> None:
+        self._pass_on(fused)
+        contents: dict[int, Any] = {}
+        rows = [row for row in self.watched if self.members[row].told()]
+        for row in rows:
+            member = self.members[row]
+            self._hear_tensors(fused, row, member)
+            if member.changed:
+                found = modeless_fingerprint(member.model)
+                if member.fingerprint is None:
+                    member.fingerprint = modeless_fingerprint(fused._member(row))
+                if found != member.fingerprint:
+                    contents[row] = found
+        if contents:
+            self._renew(fused, contents)
+        self.hear(fused, rows)
+
+    def hear(self, fused: FusedModule, rows: Iterable[int]) -> None:
+        """Divide members by what was said to those of ``rows``, and note that it was heard."""
+        before = {row: self.members[row].trains for row in rows}
+        for row in before:
+            self.members[row].look()
+        if any(self.members[row].trains != trains for row, trains in before.items()):
+            self.freeze(fused)
+        self._divide(fused)
+        self.settle()
+        for row in before:
+            self.members[row].rest()
+        self.touched = False
+        self.note(fused)
+        self._states = tensor_states(self._flat)
+        self._release(self._watch_held(list(map(getrefcount, self._flat))))
+
+    def _release(self, held: set[int]) -> None:
+        """Watch no longer whom nobody holds."""
+        for row in [row for row in self.watched if row not in held and not self.members[row].hard_to_watch]:
+            self.watched.discard(row)
+            for tie in self.ties.values():
+                if row in tie.rows:
+                    tie.release(row)
+
+    def _pass_on(self, fused: FusedModule) -> None:
+        """Modes and flags that were set on the array's own modules and stacks are those of all members."""
+        changed = [b for b, mode in zip(fused._branches, self._modes, strict=True) if b.training != mode]
+        branches = {id(branch): branch for branch in changed}
+        for path, branch in fused.named_modules(remove_duplicate=False) if branches else ():
+            if id(branch) in branches:
+                for member in self.own.values():
+                    if path in member.modules:
+                        member.modules[path].training = branch.training
+        trained, addresses = self._stack_states()
+        for name, stack, now, before in zip(self._names, self._stacks, trained, self._trained, strict=True):
+            if now != before:
+                freeze_rows(stack, None)
+                for member in self.own.values():
+                    if name in member.parameters:
+                        member.parameters[name].requires_grad_(now)
+        if addresses != self._addresses:
+            self._align(fused, list(self.members))
+
+    def _hear_tensors(self, fused: FusedModule, row: int, member: RowView) -> None:
+        """What was assigned to a member lies in its row from now on."""
+        stacks, shared = fused.stacks, fused._array.comparison.shared
+        now = dict(tensors(member.model))
+        known = {**member.parameters, **member.buffers, **{name: stacks[name] for name in shared}}
+        same = member.same_modules and now.keys() == known.keys()
+        moved = [n for n, t in now.items() if n not in shared and not (n in stacks and lies_in(t, stacks[n], row))]
+        if same and not moved and all(now[name] is tensor for name, tensor in known.items()):
+            return
+        check_fits(fused, row, member.model)
+        for name, stack in stacks.items():
+            if name in shared and now[name] is not stack:
+                raise FusionError(
+                    f"{name} of member {row} of a fused {fused._original} was assigned, and is one tensor of all "
+                    "members; write into it, or fuse models that have one each"
+                )
+        with torch.no_grad():
+            for name in moved:
+                if known[name] is not now[name]:
+                    known[name].data = known[name].data.clone()
+                target = leading(live_rows(stacks[name], row).data, now[name].shape)
+                target.copy_(now[name].detach())
+                now[name].data = target
+        member.take_modules()
+        member.take_tensors(shared)
+        self._align(fused, [row])
+        self.index()
+
+    def _renew(self, fused: FusedModule, changed: Mapping[int, Any]) -> None:
+        """Members ``changed`` have other attributes than before: what forward reads of them, by row."""
+        from hfusion.array.array_rows import Kinds, enter
+
+        kinds = Kinds.of(fused)
+        after = list(kinds.contents)
+        for row, found in changed.items():
+            if found not in kinds.skeletons:
+                kinds.skeletons[found] = without_hooks(skeleton(row, self.members[row].model))
+            after[row] = found
+        once = list(dict.fromkeys(after))
+        array = fused._array
+        comparison = replace(array.comparison, variants=tuple(map(once.index, after)))
+        skeletons = tuple(kinds.skeletons[content] for content in once)
+        enter(fused, kinds.contents, after, replace(array, skeletons=skeletons, comparison=comparison))
+        for row, found in changed.items():
+            self.members[row].fingerprint = found
+
+    def _divide(self, fused: FusedModule) -> None:
+        """Members by modes, and those with hooks."""
+        base = fused.training_by_path()
+        own = {row: member.training for row, member in self.members.items()}
+        modes = [tuple({**base, **own.get(row, {})}.values()) for row in range(len(fused))]
+        hooked = {row: where for row, member in self.members.items() if (where := member.hooked)}
+        trained = flags_read(fused)
+        if hooked or len(set(modes)) > 1 or any(flags != trained[0] for flags in trained):
+            check_one_structure(fused, "hooks, modes or frozen parameters of some members")
+            by_path = [dict(zip(base, row, strict=True)) for row in modes]
+            self.split = Split.of(fused, by_path, trained, hooked, self.members, self._parts)
+            return
+        self.split = None
+        for (_, branch), mode in zip(fused.named_modules(remove_duplicate=False), modes[0], strict=True):
+            if branch.training != mode:
+                branch.training = mode
+
+    def freeze(self, fused: FusedModule) -> None:
+        """Which members train which parameter."""
+        shared = fused._array.comparison.shared
+        for name, stack in fused.named_parameters():
+            if name in shared:
+                continue
+            before = frozen_rows(stack)
+            trains = [stack.requires_grad and not (before is not None and before[row]) for row in range(len(fused))]
+            for row, member in self.members.items():
+                if name in member.parameters:
+                    trains[row] = member.parameters[name].requires_grad
+            if stack.requires_grad != any(trains):
+                stack.requires_grad_(any(trains))
+            freeze_rows(stack, None if all(trains) or not any(trains) else ~torch.tensor(trains))
+            if id(stack) in self.ties:
+                self.ties[id(stack)].watch()
+
+    def to_all(self, path: str, change: Callable[[nn.Module], object]) -> None:
+        """Tell the submodule at ``path`` of every member what its array was told."""
+        for member in self.own.values():
+            if path in member.modules:
+                change(member.modules[path])
+
+    def renew(self, fused: FusedModule, trained: Mapping[str, bool]) -> None:
+        """Have attributes and modes as the array has them now, and train ``trained``, by key."""
+        array, modes = fused._array, fused.training_by_path()
+        for row, member in self.members.items():
+            member.become(array.skeletons[array.comparison.variants[row]])
+            member.set(modes, {**said_to(member).trained, **trained})
+        if self.members:
+            self.hear(fused, self.members)
+
+    def set_modes(self, fused: FusedModule, modes: Mapping[int, Mapping[str, bool]]) -> None:
+        """Let members be in these modes, by row and path, and the others in those of the array."""
+        base = fused.training_by_path()
+        for row, member in self.members.items():
+            member.set(modes.get(row, base), said_to(member).trained)
+        if self.members:
+            self.hear(fused, self.members)

@@ -1,0 +1,145 @@
+"""The programs of members that have joined: made of those of earlier members, without a capture."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hfusion.array.array_state import row_copy
+from hfusion.capture.operator_trace import OperatorTrace, trace_operators
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.compiled_program import Compiled
+from hfusion.compiler.compiler import Compiler
+from hfusion.compiler.fill_scalars import changes_between, may_be_sizes, sizes_meet_none
+from hfusion.compiler.program_rows import of_rows
+from hfusion.core.errors import FusionError
+from hfusion.passes.fill import Changes, Unexplained, varying
+
+if TYPE_CHECKING:
+    from hfusion.array.module import FusedModule
+
+# Traces of members that are kept, the latest.
+MAX_TRACES = 64
+
+
+@dataclass
+class TraceCache:
+    """The latest traces of an array's members, by what they are but for tensors, and by the kind of call."""
+
+    traces: OrderedDict[Any, OperatorTrace | None] = field(default_factory=OrderedDict)
+
+    def trace(
+        self, fused: FusedModule, row: int, content: Any, modes: Any, arguments: Arguments
+    ) -> OperatorTrace | None:
+        """The trace of the member in ``row``, which is known by ``content``; None where it has none."""
+        key = content, modes, arguments.key
+        if key not in self.traces:
+            args, kwargs = arguments.of_member(row)
+            self.traces[key] = trace_operators(_apart(fused, row), args, kwargs)
+            if len(self.traces) > MAX_TRACES:
+                self.traces.popitem(last=False)
+        self.traces.move_to_end(key)
+        return self.traces[key]
+
+
+def _apart(fused: FusedModule, row: int) -> nn.Module:
+    """Return a copy of a member, in memory of its own."""
+    shared = fused._array.comparison.shared
+    return fused._around(row, {n: row_copy(t, None if n in shared else row) for n, t in fused.stacks.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class Kin:
+    """Looks among the programs of an array's earlier members for one that serves the present ones.
+
+    ``contents[b]``: what member b is but for its tensors.
+    """
+
+    fused: FusedModule
+    compiler: Compiler
+    contents: tuple[Any, ...]
+
+    def __call__(self, modes: Any, arguments: Arguments) -> Compiled | None:
+        earlier = [
+            (contents, state.compiler)
+            for contents, state in reversed(self.fused._states.items())
+            if state.compiler is not self.compiler
+        ]
+        wanted = set(self.contents)
+        for contents, found in self._fitting([pair for pair in earlier if wanted <= set(pair[0])], modes, arguments):
+            made = of_rows(found, list(map(contents.index, self.contents)), self.compiler.subject)
+            trust(self.fused, found, self.fused, made)
+            return made
+        for contents, found in self._fitting(earlier, modes, arguments):
+            filled = self._filled(contents, found, modes, arguments)
+            if filled is not None:
+                return filled
+        return None
+
+    def _fitting(
+        self, earlier: Sequence[tuple[Sequence[Any], Compiler]], modes: Any, arguments: Arguments
+    ) -> Iterator[tuple[Sequence[Any], Compiled]]:
+        """The programs of ``earlier`` members for such a call, each with what these are."""
+        for contents, compiler in earlier:
+            found = compiler.fitting(modes, arguments)
+            # Values of buffers belong to rows, and not to what members are besides.
+            if found is not None and not found.numbers:
+                yield contents, found
+
+    def _filled(self, contents: Sequence[Any], found: Compiled, modes: Any, arguments: Arguments) -> Compiled | None:
+        """A program in which members that differ from the earlier ones in numbers have theirs, or None."""
+        row = next((row for row, content in enumerate(self.contents) if content in contents), None)
+        if row is None or found.opaque or not found.calls:
+            return None
+        known = self._trace(row, modes, arguments)
+        joining = {content: b for b, content in enumerate(self.contents) if content not in contents}
+        traces = {content: self._trace(b, modes, arguments) for content, b in joining.items()}
+        if known is None or any(own is None or not known.same_structure(own) for own in traces.values()):
+            return None
+        if found.size_uses:
+            models = [self.fused._member(b) for b in joining.values()]
+            if not sizes_meet_none(found.size_uses, self.fused._member(row), models):
+                return None
+        try:
+            by_content = {c: changes_between(found.calls, known, own) for c, own in traces.items() if own is not None}
+            if any(may_be_sizes(found.calls, changes) for changes in by_content.values()):
+                return None
+            base = contents.index(self.contents[row])
+            rows = [base if content in joining else contents.index(content) for content in self.contents]
+            changes = {b: by_content[content] for b, content in enumerate(self.contents) if content in joining}
+            made = of_rows(found, rows, self.compiler.subject, changes)
+        except Unexplained:
+            return None
+        if _proven(found, changes):
+            trust(self.fused, found, self.fused, made)
+            return made
+        try:
+            self.fused.check(made, arguments)
+        except FusionError:
+            return None
+        return made
+
+    def _trace(self, row: int, modes: Any, arguments: Arguments) -> OperatorTrace | None:
+        return self.fused._traces.trace(self.fused, row, self.contents[row], modes, arguments)
+
+
+def trust(donor: FusedModule, checked: Compiled, array: FusedModule, made: Compiled) -> None:
+    """Spare a program that runs every operator as the one that it was made of a self-check of its own."""
+    # Of a single member no check tells whether members are kept apart.
+    enough = checked.program.members >= min(made.program.members, 2)
+    if enough and id(checked) in donor._checks and _ways(checked) == _ways(made):
+        array._checks[id(made)] = donor._checks[id(checked)]
+
+
+def _proven(found: Compiled, changes: Mapping[int, Changes]) -> bool:
+    """Whether members differed before wherever they differ now: then the places have been checked."""
+    return all(varying(found.graph, own) for own in changes.values())
+
+
+def _ways(compiled: Compiled) -> list[Any]:
+    """How each operator runs."""
+    return [(node.target, node.meta.get("lowering")) for node in compiled.program.module.graph.nodes]

@@ -1,0 +1,313 @@
+"""Members that differ in modes, or have hooks: computed in groups, by a program for each, and joined again.
+
+A group is an array of some of the members, with the rows of the stacks as tensors: gradients reach the stacks through
+autograd. A member with hooks runs as its own code, where hooks run as they do alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hfusion.array.array_state import check_one_structure
+from hfusion.array.ragged_rows import joined_by_size
+from hfusion.array.raising_checks import REFUSALS, call_members
+from hfusion.array.row_view import RowView
+from hfusion.array.transformed import run_members
+from hfusion.capture.named import tensors
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.bound_program import bind
+from hfusion.compiler.compiled_program import Compiled, check_members
+from hfusion.core.errors import FusionError
+from hfusion.core.functorch import in_transform, is_wrapped
+from hfusion.core.gradient_usage import frozen_rows, of_rows, watching_row
+from hfusion.core.member_random import seeds_of_rows
+
+if TYPE_CHECKING:
+    from hfusion.array.module import FusedModule
+
+# Arrays of some of the members that are kept for when they are divided so again.
+MAX_PARTS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class MemberGroup:
+    """Members ``rows`` as an array whose parameters are without memory but while it is captured."""
+
+    rows: tuple[int, ...]
+    array: FusedModule
+
+    def ready(self, fused: FusedModule, arguments: Arguments) -> Compiled:
+        """The program for such a call, captured and checked with the present values."""
+        array = self.array
+        found = array.find(arguments)
+        if found is not None and id(found) in array._checks:
+            return found
+        stacks = fused.stacks
+        for name, tensor in tensors(array):
+            if name not in array._array.comparison.shared:
+                tensor.data = stacks[name].detach()[list(self.rows)]
+        try:
+            compiled = array._program(arguments)
+            array._check_once(compiled, arguments)
+        finally:
+            for parameter in array.parameters():
+                parameter.data = parameter.new_zeros(()).expand(parameter.shape)
+        if compiled.modes:
+            raise FusionError(
+                f"forward of {array._original} sets train and eval modes by itself, and members are in different "
+                "modes; set the same modes in all members, by train() or eval() of the array"
+            )
+        return compiled
+
+    def run(self, fused: FusedModule, compiled: Compiled, arguments: Arguments, watch: bool) -> Any:
+        """What the members give for ``arguments``, which are theirs."""
+        array, rows, members = self.array, list(self.rows), len(fused)
+        stacks, shared = dict(tensors(fused)), array._array.comparison.shared
+        fixed = {name for name, parameter in array.named_parameters() if not parameter.requires_grad}
+        index = {device: torch.tensor(rows, device=device) for device in {t.device for t in stacks.values()}}
+        once: dict[int, Tensor] = {}
+        own = {
+            name: stack if name in shared else once.setdefault(id(stack), stack.index_select(0, index[stack.device]))
+            for name, stack in stacks.items()
+        }
+        own = {name: tensor.detach() if name in fixed else tensor for name, tensor in own.items()}
+        with holding(dict(array.named_modules()), own), of_rows(rows, members), seeds_of_rows(rows):
+            outputs = bind(compiled, array, len(rows) if watch else None)(arguments.values)
+        with torch.no_grad():
+            for name in compiled.written - shared:
+                stacks[name].detach()[rows] = own[name].detach()
+        if compiled.opaque:
+            array._situations.ran([call.place for call in compiled.opaque])
+        return outputs
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """How an array computes members that cannot be computed together.
+
+    ``key``: equal where members are divided alike. ``alone``: the members that run as their own code, by row.
+    """
+
+    key: Any
+    groups: tuple[MemberGroup, ...]
+    alone: Mapping[int, RowView]
+    why: str
+
+    @staticmethod
+    def of(
+        fused: FusedModule,
+        modes: Sequence[Mapping[str, bool]],
+        trained: Sequence[Mapping[str, bool]],
+        hooked: Mapping[int, str],
+        members: Mapping[int, RowView],
+        parts: dict[Any, FusedModule],
+    ) -> Split:
+        """Members with hooks alone, the others by their ``modes``, and by what is ``trained`` if forward asks for it.
+
+        ``parts`` are arrays of some members that were made before.
+        """
+        found: dict[Any, list[int]] = {}
+        for row, own in enumerate(modes):
+            if row not in hooked:
+                flags = tuple(trained[row].items()) if trained else ()
+                found.setdefault((tuple(own.items()), flags), []).append(row)
+        groups = []
+        for rows in found.values():
+            key = fused._number, len(fused), tuple(rows)
+            part = parts.pop(key, None) or part_of(fused, rows, copied_rows)
+            parts[key] = part
+            while len(parts) > MAX_PARTS:
+                del parts[next(iter(parts))]
+            for path, branch in part.named_modules():
+                branch.training = modes[rows[0]][path]
+            for name, parameter in part.named_parameters():
+                known = trained[rows[0]] if trained else {}
+                parameter.requires_grad_(known.get(name, fused.stacks[name].requires_grad))
+            groups.append(MemberGroup(tuple(rows), part))
+        division = tuple((tuple(rows), own) for own, rows in found.items()), tuple(hooked.items())
+        return Split(division, tuple(groups), {row: members[row] for row in hooked}, _why(found, hooked))
+
+    def run(self, fused: FusedModule, arguments: Arguments) -> Any:
+        """What all members give."""
+        if in_transform():
+            fused._loops[f"{fused._original} inside torch.func: loop over members: {self.why}"] = None
+            return run_members(fused, arguments)
+        check_members(len(fused), arguments)
+        calls = [(group, arguments.of_rows(group.rows)) for group in self.groups]
+        compiled = [group.ready(fused, own) for group, own in calls]
+        watch = bool(self.alone) or any(one.opaque for one in compiled)
+        parts: list[tuple[Sequence[int], Any]] = []
+        for (group, own), program in zip(calls, compiled, strict=True):
+            try:
+                parts.append((group.rows, group.run(fused, program, own, watch)))
+            except REFUSALS as error:
+                models = [fused._member(row) for row in group.rows]
+                for path, training in group.array.training_by_path().items():
+                    for model in models:
+                        model.get_submodule(path).training = training
+                call_members(models, own, error)
+                group.array._compiler.distrust(group.array._modes(own), own, program, str(error))
+                parts.append((group.rows, group.run(fused, group.ready(fused, own), own, True)))
+        for row, member in self.alone.items():
+            parts.append(([row], _run_alone(fused, row, member, arguments)))
+        return joined_by_size(parts) if arguments.ragged else _joined(fused, parts)
+
+
+def _why(groups: Mapping[Any, Sequence[int]], hooked: Mapping[int, str]) -> str:
+    reasons = [f"member {row} has a hook at {where}" for row, where in hooked.items()]
+    if len(groups) > 1:
+        ((one, _), first), ((other, _), second) = list(groups.items())[:2]
+        path = next((name for (name, a), (_, b) in zip(one, other, strict=True) if a != b), None)
+        if path is None:
+            reasons.append("forward asks which parameters need a gradient, in which members differ")
+            return "; ".join(reasons)
+        modes = ["train" if dict(own)[path] else "eval" for own in (one, other)]
+        reasons.append(
+            f"{path or 'member'} is in {modes[0]} mode in members {list(first)}, in {modes[1]} mode in {list(second)}"
+        )
+    return "; ".join(reasons)
+
+
+def part_of(fused: FusedModule, rows: Sequence[int], stack: Callable[[Tensor, Any], Tensor]) -> FusedModule:
+    """An array of some members, in the modes of ``fused``; ``stack(whole, rows)`` gives its tensors.
+
+    ``rows`` is None for a tensor that all members share.
+    """
+    from hfusion.array.module import FusedModule
+
+    check_one_structure(fused, "an array of some of the members")
+    array = fused._array
+    comparison, left = array.comparison.of_members(rows)
+    skeletons = tuple(array.skeletons[variant] for variant in left)
+    part = replace(array, members=len(rows), skeletons=skeletons, comparison=comparison, origins=WeakIdKeyDictionary())
+    for parameter, (member, name) in array.origins.items():
+        if member in rows:
+            part.origins[parameter] = (list(rows).index(member), name)
+    once: dict[int, Tensor] = {}
+    shared = comparison.shared
+    stacks = {n: once.setdefault(id(t), stack(t, None if n in shared else rows)) for n, t in fused.stacks.items()}
+    found = FusedModule(part, stacks)
+    for path, module in fused.named_modules():
+        found.get_submodule(path).training = module.training
+    return found
+
+
+def copied_rows(stack: Tensor, rows: Sequence[int] | None) -> Tensor:
+    """Rows of a stack in memory of their own, all of a tensor that members share; a parameter if it is one."""
+    copy = stack.detach() if rows is None else stack.detach()[list(rows)]
+    return nn.Parameter(copy, requires_grad=stack.requires_grad) if isinstance(stack, nn.Parameter) else copy
+
+
+@contextmanager
+def holding(modules: Mapping[str, nn.Module], own: Mapping[str, Tensor]) -> Iterator[None]:
+    """``modules``, by path, with other tensors by key; afterwards as before."""
+    before = []
+    for name, tensor in own.items():
+        path, _, leaf = name.rpartition(".")
+        table: Any = modules[path]._parameters
+        table = table if dict.__contains__(table, leaf) else modules[path]._buffers
+        before.append((table, leaf, dict.__getitem__(table, leaf)))
+        dict.__setitem__(table, leaf, tensor)
+    try:
+        yield
+    finally:
+        for table, leaf, tensor in reversed(before):
+            dict.__setitem__(table, leaf, tensor)
+
+
+def _run_alone(fused: FusedModule, row: int, member: RowView, arguments: Arguments) -> Any:
+    """A member's own code, with its hooks: its parameters are rows of the stacks, so that gradients reach these."""
+    stacks = dict(tensors(fused))
+    once: dict[int, Tensor] = {}
+    for name, parameter in member.parameters.items():
+        stack, frozen = stacks[name], frozen_rows(stacks[name])
+        if id(stack) not in once:
+            tensor = stack.detach()[row] if frozen is not None and frozen[row] else stack[row]
+            for hook in (parameter._backward_hooks or {}).values() if tensor.requires_grad else ():
+                tensor.register_hook(hook)
+            once[id(stack)] = tensor
+    own = {name: once[id(stacks[name])] for name in member.parameters}
+    given = [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    versions = [tensor._version for tensor in given]
+    args, kwargs = arguments.of_member(row)
+    with holding(member.modules, own), watching_row(list(once.values()), row, len(fused)):
+        outputs = member.model(*args, **kwargs)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            place = stacks[name].detach()[row]
+            if not is_wrapped(stacks[name]) and tensor.data_ptr() != place.data_ptr():
+                # Forward has given it other data.
+                place.copy_(tensor.detach())
+    if [tensor._version for tensor in given] != versions:
+        raise FusionError(
+            f"member {row} of a fused {fused._original} runs as its own code, as it has hooks, and writes into an "
+            "input that all members see; let it write into a copy, or give each its own by hf.stacked"
+        )
+    return pytree.tree_map(lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, outputs)
+
+
+def _joined(fused: FusedModule, parts: Sequence[tuple[Sequence[int], Any]]) -> Any:
+    """The results of all members, in their order."""
+    flat = [pytree.tree_flatten(outputs) for _, outputs in parts]
+    order = [row for rows, _ in parts for row in rows]
+    for (rows, _), (leaves, spec) in zip(parts, flat, strict=True):
+        if spec != flat[0][1] or list(map(_kind, leaves)) != list(map(_kind, flat[0][0])):
+            raise FusionError(
+                f"members {list(parts[0][0])} and {list(rows)} of a fused {fused._original} differ in modes or "
+                f"hooks, and give {list(map(_kind, flat[0][0]))} and {list(map(_kind, leaves))}, which an "
+                "array cannot stack; let their hooks and modes give results of one kind, or call them by themselves: "
+                "fused[i](...)"
+            )
+    back = sorted(range(len(order)), key=order.__getitem__)
+
+    def join(values: Sequence[Any]) -> Any:
+        if not isinstance(values[0], Tensor):
+            return values[0]
+        whole = torch.cat(list(values))
+        return whole if back == order == list(range(len(order))) else whole[torch.tensor(back, device=whole.device)]
+
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten(list(map(join, columns)), flat[0][1])
+
+
+def _kind(leaf: Any) -> Any:
+    return (tuple(leaf.shape[1:]), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+
+
+def flags_read(fused: FusedModule) -> list[dict[str, bool]]:
+    """Which parameters each member trains, where members differ in that and forward asks; else empty."""
+    frozen = {name: rows for name, stack in fused.stacks.items() if (rows := frozen_rows(stack)) is not None}
+    if not frozen or not fused._situations.asks_gradients(fused._array.skeletons):
+        return []
+    return [{name: not bool(rows[row]) for name, rows in frozen.items()} for row in range(len(fused))]
+
+
+def check_together(fused: FusedModule, what: str) -> None:
+    """Raise a FusionError where members differ in modes or hooks, so that ``what`` cannot hold them."""
+    split = fused._split()
+    if split is not None:
+        raise FusionError(
+            f"members of a fused {fused._original} cannot be computed together: {split.why}; {what} needs members of "
+            "equal modes without hooks: call train() or eval() of the array, and remove the hooks"
+        )
+
+
+def check_alike(fused: FusedModule, what: str) -> None:
+    """Raise a FusionError where members differ in modes, in hooks, or in what they train."""
+    check_together(fused, what)
+    for name, tensor in fused.stacks.items():
+        frozen = frozen_rows(tensor)
+        if frozen is not None:
+            raise FusionError(
+                f"members {frozen.nonzero().reshape(-1).tolist()} of a fused {fused._original} do not train {name}, "
+                f"which others train; {what} trains a parameter in all members or in none: use hf.train_step or "
+                "hf.Population, or freeze it in all by requires_grad_ of the array"
+            )

@@ -1,0 +1,151 @@
+"""Contents of a checkpoint, for each part of an array.
+
+Tensors whose key begins with ``members/`` have a row for each member that was saved; the others are of all members.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hfusion.array.module import FusedModule
+from hfusion.capture.named import tensors as tensors_of
+from hfusion.checkpoint.json_tree import encode
+from hfusion.core.errors import CheckpointError
+from hfusion.core.membership import Membership, membership
+from hfusion.device.backend import backend
+from hfusion.optim import FusedOptimizer, GradScaler
+from hfusion.optim.group import membership_of
+from hfusion.optim.hyper import plain, read
+from hfusion.optim.lr_scheduler import PerMember
+
+OWN = "members/"
+
+
+def member_stacks(fused: FusedModule, optimizer: FusedOptimizer) -> dict[str, Tensor]:
+    """Return the stacked tensors of an array and its optimizer by their keys in a checkpoint, to access rows."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors_of(fused):
+        known = membership(tensor)
+        if known is not None and known.stacked:
+            found[f"module/{name}"] = tensor.detach()
+    for number, group in enumerate(optimizer.param_groups):
+        vectors, _ = read(group, optimizer.hypers, optimizer.members)
+        for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
+            found[f"optimizer/{number}/{hyper.label}"] = vector.as_subclass(Tensor)
+        for param in group["params"]:
+            if membership_of(param).stacked:
+                for entry, value in optimizer.state.get(param, {}).items():
+                    found[f"optimizer/state/{membership_of(param).name}/{entry}"] = value
+    return found
+
+
+def shapes_of(fused: nn.Module, rows: Sequence[int]) -> dict[str, list[list[int] | None]]:
+    """The members' own shapes of the tensors that differ in that, None where a member has none."""
+    found = {}
+    for name, tensor in tensors_of(fused):
+        known = membership(tensor)
+        if known is not None and known.shapes:
+            own = [known.shapes[row] for row in rows]
+            found[name] = [None if shape is None else list(shape) for shape in own]
+    return found
+
+
+@dataclass
+class SaveWriter:
+    """Collects a save: ``rows`` are the array's rows of the members that are saved."""
+
+    rows: Sequence[int]
+    body: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def own(self, key: str, stack: Tensor) -> None:
+        """Keep the members' rows of a stack; a copy on the CPU."""
+        if list(self.rows) == list(range(len(stack))):
+            # No memory of the device is taken.
+            self.tensors[OWN + key] = stack.detach().to("cpu", copy=True)
+            return
+        rows = torch.as_tensor(list(self.rows), device=stack.device)
+        self.tensors[OWN + key] = stack.detach().index_select(0, rows).cpu()
+
+    def common(self, key: str, tensor: Tensor) -> None:
+        """Keep a tensor of all members; a copy on the CPU."""
+        self.tensors[key] = tensor.detach().cpu().clone()
+
+    def _keep(self, key: str, tensor: Tensor, found: Membership | None) -> None:
+        """Keep a tensor, or a state of it, as its membership says; that of a member in no array as its only row."""
+        if found is None or not found.is_own:
+            self.common(key, tensor)
+        else:
+            self.own(key, tensor if found.stacked else tensor.unsqueeze(0))
+
+    def tree(self, key: str, value: Any) -> Any:
+        """A nest of plain values and tensors as JSON, the tensors kept."""
+        found: dict[str, Tensor] = {}
+        try:
+            made = encode(value, found, key)
+        except RecursionError as error:
+            raise CheckpointError(f"{key} is nested too deep, or holds itself: keep plain values") from error
+        self.tensors |= {name: tensor.cpu().clone() for name, tensor in found.items()}
+        return made
+
+    def module(self, fused: FusedModule) -> None:
+        names = {}
+        for name, tensor in tensors_of(fused):
+            found = membership(tensor)
+            names[name] = found is not None and found.is_own
+            self._keep(f"module/{name}", tensor, found)
+        self.body["module"] = {"class": fused._original, "stacked": names}
+        shapes = shapes_of(fused, self.rows)
+        if shapes:
+            self.body["module"]["shapes"] = shapes
+
+    def optimizer(self, optimizer: FusedOptimizer) -> None:
+        groups = []
+        for number, group in enumerate(optimizer.param_groups):
+            vectors, _ = read(group, optimizer.hypers, optimizer.members)
+            for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
+                self.own(f"optimizer/{number}/{hyper.label}", plain(vector))
+            names = [membership_of(param).name for param in group["params"]]
+            options = self.tree(f"optimizer/{number}/options", {key: group[key] for key in optimizer.options})
+            groups.append({"params": names, "options": options})
+            for param, name in zip(group["params"], names, strict=True):
+                for entry, value in optimizer.state.get(param, {}).items():
+                    self._keep(f"optimizer/state/{name}/{entry}", value, membership_of(param))
+        kind = type(optimizer).__name__
+        self.body["optimizer"] = {"class": kind, "groups": groups, "begun": encode(optimizer.begun, {}, "begun")}
+
+    def scheduler(self, scheduler: Any) -> None:
+        if isinstance(scheduler, PerMember):
+            own = [self.tree(f"schedule/{row}", scheduler.member_state(row)) for row in self.rows]
+            self.body["schedule"] = {"members": own, "kinds": [scheduler.kinds[row] for row in self.rows]}
+        else:
+            state = self.tree("schedule", scheduler.state_dict())
+            self.body["schedule"] = {"all": state, "kinds": [type(scheduler).__name__]}
+
+    def scaler(self, scaler: GradScaler) -> None:
+        state = scaler.state_dict()
+        self.body["scaler"] = sorted(state)
+        self.body["scaler begun"] = encode(scaler.begun, {}, "scaler begun")
+        for name, value in state.items():
+            self.own(f"scaler/{name}", value)
+
+    def random(self, fused: FusedModule) -> None:
+        """The states of the random generators: torch's on the devices of the array, Python's, numpy's."""
+        state = {
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "devices": {str(device): backend(device).random_states() for device in devices_of(fused)},
+        }
+        self.body["random"] = self.tree("random", state)
+
+
+def devices_of(model: nn.Module) -> list[torch.device]:
+    return list(dict.fromkeys(tensor.device for _, tensor in tensors_of(model)))

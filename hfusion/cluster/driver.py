@@ -1,0 +1,237 @@
+"""The driver of a run on a cluster: it sends arrays, hears what becomes of them, and puts the report together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from hfusion.array.module import FusedModule
+from hfusion.cluster.executor import Executor
+from hfusion.cluster.jobs import ClusterArrays, PlacedArray, SharedParts
+from hfusion.cluster.node import ArrayDone, ArrayLeft, Lost, Message, Raised, StopQuery, Told, loader_generators
+from hfusion.cluster.placement import Placement, lower_bound
+from hfusion.core.errors import HFusionError
+from hfusion.optim.base import FusedOptimizer
+from hfusion.schedule.plan import Plan
+from hfusion.schedule.timeline import Timeline
+from hfusion.tasks.stopping import OnResult, answered
+from hfusion.tasks.task import Evaluation, Step
+from hfusion.tasks.train import TrainError
+from hfusion.tasks.training_report import Report, TaskReport, joined
+
+# Seconds from one look at the devices to the next while none tells anything.
+GLANCE = 1.0
+
+
+class DeviceLost(HFusionError):
+    """The processes of an array were lost more often than its cluster allows."""
+
+
+class Drive:
+    """One run. ``show`` is told how many minibatches an array has had.
+
+    Args:
+        on_result: asked who stops, as of `hfusion.train`.
+        ends_at_failure: the run ends where a task fails; else the others are trained to their end.
+    """
+
+    def __init__(
+        self,
+        arrays: ClusterArrays,
+        executor: Executor,
+        max_failures: int,
+        on_result: OnResult | None = None,
+        *,
+        ends_at_failure: bool = False,
+    ) -> None:
+        self._on_result, self._ends_at_failure = on_result, ends_at_failure
+        # Whether a callback, or who decides, was called.
+        self.heard = False
+        self._tasks, self._arrays, self._executor = arrays.tasks, arrays.arrays, executor
+        loads = [one.load for one in arrays.arrays]
+        self._bound = lower_bound(loads, arrays.kinds)
+        saved = [number for number, one in enumerate(arrays.arrays) if one.options.checkpoint is not None]
+        self._placement = Placement(loads, arrays.kinds, max_failures, time.monotonic, saved)
+        self._parts, self._processes = SharedParts(arrays.arrays, executor), arrays.processes
+        self._now: dict[int, int] = {}
+        self._done: dict[int, tuple[int, ArrayDone]] = {}
+        self._left: list[tuple[int, ArrayLeft]] = []
+        self._failed: dict[int, BaseException] = {}
+        self._told: set[int] = set()
+        self._began = time.time()
+        self.show: Callable[[int, int], None] = lambda index, steps: None
+
+    @property
+    def unstarted(self) -> bool:
+        """Whether the first array that failed told of no minibatch, and none has been trained."""
+        return not self._done and min(self._failed, default=-1) not in self._told
+
+    def run(self) -> Report:
+        """Train all. Raises TrainError in the end for what failed."""
+        placement = self._placement
+        while not placement.over and not (self._failed and self._ends_at_failure):
+            for device in placement.moves():
+                self._executor.leave(device, self._arrays[self._now[device]].load.name)
+            for device in placement.idle:
+                number = placement.begin(device)
+                if number is not None:
+                    self._now[device] = number
+                    self._begin(device, number)
+            for device, message in self._executor.wait(GLANCE):
+                self._hear(device, message)
+        return self._result()
+
+    def _begin(self, device: int, number: int) -> None:
+        try:
+            self._executor.begin(device, self._arrays[number].job(self._parts))
+        except HFusionError as error:
+            self._fail(device, error)
+
+    def _hear(self, device: int, message: Message) -> None:
+        if isinstance(message, Lost):
+            self._lose(device, message.reason)
+        elif isinstance(message, Told):
+            for result in message.results:
+                self._tell(device, result)
+            self._reach(device, message)
+        elif isinstance(message, StopQuery):
+            self._executor.answer(device, self._answer(device, *message.told.results))
+        elif isinstance(message, Raised):
+            self._fail(device, message.error)
+        elif isinstance(message, ArrayLeft):
+            self._leave(device, message)
+        elif isinstance(message, ArrayDone):
+            number = self._now.pop(device)
+            self._placement.end(device)
+            self._done[number] = (device, message)
+            self.show(number, self._arrays[number].task.steps)
+
+    def _leave(self, device: int, message: ArrayLeft) -> None:
+        number = self._now.pop(device)
+        self._left.append((device, message))
+        if number in self._failed:
+            self._placement.end(device)
+        else:
+            self._placement.left(device)
+
+    def _reach(self, device: int, message: Told) -> None:
+        number, steps = self._now.get(device), [result for result in message.results if isinstance(result, Step)]
+        if number is not None and steps:
+            self._told.add(number)
+            done = steps[-1].epoch * self._arrays[number].task.epoch + steps[-1].step + 1
+            self._placement.reach(device, done, message.at)
+
+    def _tell(self, device: int, result: object) -> None:
+        number = self._now.get(device)
+        if number is None or number in self._failed:
+            return
+        one = self._arrays[number]
+        if isinstance(result, Step):
+            self.show(number, result.epoch * one.task.epoch + result.step + 1)
+        self.heard = self.heard or bool(one.task.callbacks)
+        try:
+            for callback in one.task.callbacks:
+                callback(result)  # type: ignore[arg-type]
+        except Exception as error:
+            # What the node makes of it from here on is not looked at.
+            self._failed[number] = error
+
+    def _answer(self, device: int, result: Step | Evaluation) -> list[int]:
+        """Return the members that stop; where that fails, none."""
+        number = self._now.get(device)
+        if number is None or number in self._failed or self._on_result is None:
+            return []
+        self.heard = True
+        try:
+            return answered(self._on_result(result), result)
+        except Exception as error:
+            self._failed[number] = error
+            return []
+
+    def _fail(self, device: int, error: BaseException) -> None:
+        number = self._now.pop(device)
+        self._placement.end(device)
+        self._failed.setdefault(number, error)
+
+    def _lose(self, device: int, reason: str) -> None:
+        self._now.pop(device, None)
+        for number in self._placement.lose(device, back=self._executor.revive(device)):
+            count = self._placement.failures[number]
+            what = f"its device was lost {count} times" if count else "no device that it fits is left"
+            where = self._executor.devices[device].name
+            self._failed.setdefault(number, DeviceLost(f"{what}, {where!r} at last: {reason}"))
+
+    def _result(self) -> Report:
+        report = self._report()
+        if not self._failed:
+            return report
+        failed = [self._arrays[number] for number in sorted(self._failed)]
+        names = dict.fromkeys(one.load.name if self._ends_at_failure else one.task.name for one in failed)
+        first = self._failed[min(self._failed)]
+        told = ", ".join(map(repr, names))
+        kind = "task" if len(names) == 1 else "tasks"
+        finished = "finished before" if self._ends_at_failure else "finished"
+        raise TrainError(
+            f"{kind} {told} failed: {type(first).__name__}: {first}; {finished}: {', '.join(report) or 'none'} "
+            "(error.report)",
+            report,
+        ) from first
+
+    def _report(self) -> Report:
+        tasks: dict[str, TaskReport] = {}
+        for task in self._tasks:
+            own = [number for number, one in enumerate(self._arrays) if one.task is task]
+            if all(number in self._done and number not in self._failed for number in own):
+                tasks[task.name] = joined([self._part(self._arrays[number], self._done[number][1]) for number in own])
+        return Report(tasks, self._plan(), self._timeline(), self._peak())
+
+    def _part(self, one: PlacedArray, done: ArrayDone) -> tuple[tuple[int, ...], TaskReport]:
+        """What an array gave; the one that the user holds is written over, as if it had been trained here."""
+        found, models = done.report[one.task.name], one.task.models
+        for generator, state in zip(loader_generators(one.task), done.generators, strict=True):
+            generator.set_state(state)
+        if isinstance(models, FusedModule):
+            ((members, theirs),) = found._arrays
+            with torch.no_grad():
+                models.load_state_dict(theirs.state_dict())
+            if isinstance(one.task.optimizer, FusedOptimizer) and done.optimizer is not None:
+                one.task.optimizer.load_state_dict(done.optimizer.state_dict())
+            found = replace(found, _arrays=((members, models),))
+        return one.members, found
+
+    def _plan(self) -> Plan:
+        devices = self._executor.devices
+        order = sorted(self._done)
+        tasks = tuple(self._done[number][1].report.plan.tasks[0] for number in order)
+        loads, evicts = ([getattr(device.rates, name) for device in devices] for name in ("load", "evict"))
+        actions = max(device.rates.action_seconds for device in devices)
+        budgets = {device.name: device.budget for device in devices}
+        return Plan(tasks, budgets, min(loads), min(evicts), actions, self._processes)
+
+    def _timeline(self) -> Timeline:
+        """What ran on all devices, from when the driver began, by the driver's clock."""
+        names = [device.name for device in self._executor.devices]
+        spans = []
+        for device, begun, timeline, _ in self._ran():
+            later = begun - self._executor.offsets[device] - self._began
+            for span in timeline.actions:
+                start, end = span.start + later, span.end + later
+                spans.append(replace(span, device=names[device], start=start, end=end))
+        return Timeline(tuple(sorted(spans, key=lambda span: span.start)), tuple(names), self._bound)
+
+    def _peak(self) -> dict[str, int]:
+        peak = {device.name: 0 for device in self._executor.devices}
+        names = [*peak]
+        for device, _, _, found in self._ran():
+            peak[names[device]] = max(peak[names[device]], *found.values())
+        return peak
+
+    def _ran(self) -> Iterator[tuple[int, float, Timeline, Mapping[str, int]]]:
+        """What ran of arrays that were trained: the device, when that began by its clock, its timeline and peak."""
+        for device, left in self._left:
+            yield device, left.begun, left.timeline, left.peak
+        for device, done in self._done.values():
+            yield device, done.begun, done.report.timeline, done.report.peak

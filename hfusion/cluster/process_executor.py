@@ -1,0 +1,240 @@
+"""Processes of this machine, one for each of its devices: a cluster without anything to install."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from multiprocessing import connection, get_all_start_methods, get_context, set_start_method
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from threading import Lock, Thread
+from types import ModuleType
+from typing import Any
+
+from hfusion.cluster.node import ArrayJob, ArrayTrainer, CallJob, DeviceInfo, Lost, Message, Raised
+from hfusion.cluster.process_settings import ProcessSettings
+from hfusion.cluster.serialization import pack, pack_message, unpack, unpack_message
+from hfusion.core.errors import HFusionError
+from hfusion.device.cache import cache_file, number, read_json, write_json
+from hfusion.device.calibrate import describe
+from hfusion.device.machine import Device, Machine
+
+# Seconds that a process has to end by itself.
+_GRACE = 5.0
+# Seconds until processes have imported torch and have their devices, where that was not measured yet.
+_BEGIN = 10.0
+_swaps = Lock()
+
+
+def begin_seconds(machine: Machine) -> float:
+    """Return the least that processes of a machine took to begin; an estimate where they never did."""
+    measured = _measured_begin(machine)
+    return _BEGIN if measured is None else measured
+
+
+def _measured_begin(machine: Machine) -> float | None:
+    try:
+        return number(read_json(_begin_file(machine))["seconds"], 0.0, 1e5)
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _note_begin(machine: Machine, seconds: float) -> None:
+    before = _measured_begin(machine)
+    if before is None or seconds < before:
+        # What cannot be kept is estimated next time.
+        with suppress(OSError):
+            write_json(_begin_file(machine), {"seconds": seconds})
+
+
+def _begin_file(machine: Machine) -> Path:
+    device = machine.devices[0].physical
+    return cache_file("processes", {**describe(device), "count": str(len(machine.devices))})
+
+
+class ProcessExecutor:
+    """One process for each device of ``machine``, which share its host memory evenly.
+
+    Args:
+        with_main: processes import the script that runs here. Without, what it defines comes by pickle alone, and the
+            script needs no ``if __name__ == "__main__":``.
+    """
+
+    def __init__(self, machine: Machine, *, with_main: bool = True) -> None:
+        self._machine, self._with_main = machine, with_main
+        self._folder = tempfile.TemporaryDirectory(prefix="hfusion-cluster-")
+        self._kept = 0
+        count = len(machine.devices)
+        self._pipes: list[Connection | None] = [None] * count
+        self._processes: list[BaseProcess | None] = [None] * count
+        # They tell a process which array is to leave, and answers; closed, as by the end of this one, to end.
+        self._stops: list[Connection | None] = [None] * count
+        self.offsets: list[float] = [0.0] * count
+        self.devices: Sequence[DeviceInfo] = ()
+        began = time.monotonic()
+        try:
+            for device in range(count):
+                self._start(device)
+            self.devices = [self._info(device) for device in range(count)]
+            _note_begin(machine, time.monotonic() - began)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, device: int) -> None:
+        context = get_context("spawn")
+        ours, theirs = context.Pipe()
+        end, stop = context.Pipe(duplex=False)
+        one, host = self._machine.devices[device], max(1, self._machine.host // len(self._machine.devices))
+        args = (theirs, end, one, host, self._machine.disk, ProcessSettings.current())
+        process = context.Process(target=_work, args=args, name=f"hfusion {one.name}", daemon=False)
+        with nullcontext() if self._with_main else _main_left_out():
+            process.start()
+        theirs.close()
+        end.close()
+        self._pipes[device], self._processes[device], self._stops[device] = ours, process, stop
+
+    def _info(self, device: int) -> DeviceInfo:
+        pipe = self._pipes[device]
+        assert pipe is not None
+        try:
+            found = unpack_message(pipe.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise HFusionError(
+                f"the process of the device {self._machine.devices[device].name!r} ended before it began: a script "
+                'that trains on a cluster of processes must do so under if __name__ == "__main__"'
+            ) from error
+        if isinstance(found, Raised):
+            raise found.error
+        info: DeviceInfo = found
+        return info
+
+    def put(self, value: Any) -> Any:
+        self._kept += 1
+        path = Path(self._folder.name, str(self._kept))
+        path.write_bytes(pack("what the tasks share", value, {}))
+        return path
+
+    def begin(self, device: int, job: ArrayJob | CallJob) -> None:
+        pipe = self._pipes[device]
+        # Whoever is gone is found to be so by the next wait.
+        with suppress(OSError):
+            if pipe is not None:
+                _send(pipe, job)
+
+    def leave(self, device: int, name: str) -> None:
+        self._notify(device, name)
+
+    def answer(self, device: int, members: list[int]) -> None:
+        self._notify(device, members)
+
+    def _notify(self, device: int, message: str | list[int]) -> None:
+        stop = self._stops[device]
+        with suppress(OSError):
+            if stop is not None:
+                _send(stop, message)
+
+    def wait(self, seconds: float) -> list[tuple[int, Message]]:
+        there = {pipe: device for device, pipe in enumerate(self._pipes) if pipe is not None}
+        found: list[tuple[int, Message]] = []
+        for pipe in connection.wait(list(there), seconds):
+            assert isinstance(pipe, Connection)
+            device = there[pipe]
+            try:
+                found.append((device, unpack_message(pipe.recv_bytes())))
+            except (EOFError, OSError):
+                process = self._processes[device]
+                self._end(device)
+                code = None if process is None else process.exitcode
+                found.append((device, Lost(f"its process has ended with exit code {code}")))
+        return found
+
+    def _end(self, device: int) -> None:
+        pipe, process, stop = self._pipes[device], self._processes[device], self._stops[device]
+        self._pipes[device] = self._processes[device] = self._stops[device] = None
+        if pipe is None or process is None or stop is None:
+            return
+        stop.close()
+        with suppress(OSError):
+            _send(pipe, None)
+        pipe.close()
+        process.join(_GRACE)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+    def revive(self, device: int) -> bool:
+        self._start(device)
+        try:
+            self._info(device)
+        except HFusionError:
+            self._end(device)
+            return False
+        return True
+
+    def close(self) -> None:
+        # All of them have their time to end at once.
+        for stop in self._stops:
+            if stop is not None:
+                stop.close()
+        for device in range(len(self._processes)):
+            self._end(device)
+        self._folder.cleanup()
+
+
+def _send(pipe: Connection, message: Any) -> None:
+    # Connection.send would share the memory of tensors through sockets that live in the folder for temporary files:
+    # they outlive this call, and their paths may be too long.
+    pipe.send_bytes(pack_message(message))
+
+
+@contextmanager
+def _main_left_out() -> Iterator[None]:
+    """Inside, processes that are started do not import the main module: multiprocessing reads it from sys.modules."""
+    with _swaps:
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+
+
+def _work(pipe: Connection, end: Connection, device: Device, host: int, disk: Path, settings: ProcessSettings) -> None:
+    """The process of a device: jobs come, and what happens to them goes back."""
+    # What starts processes here, such as a DataLoader, does so as in any other program.
+    set_start_method(get_all_start_methods()[0], force=True)
+    # Ctrl-C is the driver's, which tells what is to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        settings.apply()
+        trainer = ArrayTrainer(device.name, Machine([device], host, disk))
+        _send(pipe, trainer.info())
+    except Exception as error:
+        _send(pipe, Raised(error))
+        return
+    Thread(target=_hear, args=(end, trainer), daemon=True).start()
+
+    def part(path: Path) -> Any:
+        return unpack(path.read_bytes())
+
+    # The driver may be gone.
+    with suppress(EOFError, OSError):
+        while (job := unpack_message(pipe.recv_bytes())) is not None:
+            trainer.run(job, part, partial(_send, pipe))
+
+
+def _hear(end: Connection, trainer: ArrayTrainer) -> None:
+    with suppress(EOFError, OSError):
+        while True:
+            message = unpack_message(end.recv_bytes())
+            if isinstance(message, str):
+                trainer.leaving = message
+            else:
+                trainer.answers.put(message)
+    trainer.stopping.set()

@@ -1,0 +1,114 @@
+"""Members of a population that is spread over ranks, copied from one rank to another by send and receive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from hfusion.checkpoint.save_contents import member_stacks
+from hfusion.core.row_indices import pairs
+from hfusion.population.any_models import Population
+from hfusion.population.members import What
+from hfusion.population.population import ArrayGroup
+
+
+def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
+    """As ``pop.copy(src, dst)``, with the rows of all ranks' populations, numbered in the order of the ranks.
+
+    So are the values that `gather_rows` gives. All ranks call it with the same rows; only those that give or get a
+    member wait for each other. Between updates; in one process it is ``pop.copy``.
+
+    Raises:
+        ValueError: as ``pop.copy``.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        pop.copy(src, dst)
+        return
+    array = pop.array
+    widths: list[Any] = [0] * dist.get_world_size()
+    dist.all_gather_object(widths, len(pop))
+    starts = [sum(widths[:rank]) for rank in range(len(widths) + 1)]
+    rank = dist.get_rank()
+
+    def owner(row: int) -> int:
+        return next(each for each in range(len(widths)) if row < starts[each + 1])
+
+    moves = [(owner(one), one, owner(other), other) for one, other in pairs(src, dst, starts[-1])]
+    crossing = [move for move in moves if move[0] != move[2]]
+    # All are read before one is written; each rank takes its part in the same order, so that none waits for ever.
+    given = {one: _taken(array, one - starts[rank]) for from_rank, one, _, _ in crossing if from_rank == rank}
+    got: list[tuple[int, Any]] = []
+    for from_rank, one, to_rank, other in crossing:
+        if from_rank == rank:
+            dist.send_object_list([given[one]], to_rank)
+        elif to_rank == rank:
+            box: list[Any] = [None]
+            dist.recv_object_list(box, from_rank)
+            got.append((other - starts[rank], box[0]))
+    own = [(one - starts[rank], other - starts[rank]) for a, one, b, other in moves if a == b == rank]
+    if own:
+        pop.copy(*map(list, zip(*own, strict=True)))
+    for row, member in got:
+        _put(array, row, member)
+
+
+def _taken(pop: ArrayGroup, row: int) -> dict[str, Any]:
+    """All that is the member's own. A free or frozen row gives what says so."""
+    roll = pop._roll
+    if roll.tags[row] is None or bool(roll.frozen[row]):
+        state = "is free" if roll.tags[row] is None else f"holds {roll.tag(row)!r}, which went bad and is frozen"
+        return {"error": f"row {row} of rank {dist.get_rank()} {state}: copy a healthy member"}
+    return {
+        "tensors": {key: stack[row].detach().cpu().clone() for key, stack in _stacks(pop).items()},
+        "scheduler": None if pop.scheduler is None else pop.scheduler.member_state(row),
+        "kind": None if pop.scheduler is None else pop.scheduler.kinds[row],
+        "tag": roll.tag(row),
+        "age": int(roll.ages[row]),
+        "key": int(roll.keys[row]),
+    }
+
+
+def _put(pop: ArrayGroup, row: int, member: dict[str, Any]) -> None:
+    if "error" in member:
+        raise ValueError(member["error"])
+    stacks = _stacks(pop)
+    if stacks.keys() != member["tensors"].keys():
+        odd = sorted(stacks.keys() ^ member["tensors"].keys())[0]
+        raise ValueError(f"{odd} is in the population of one of the ranks only: make them alike on all")
+    kind = None if pop.scheduler is None else pop.scheduler.kinds[row]
+    if kind != member["kind"]:
+        raise ValueError(
+            f"{member['tag']!r} has the scheduler {member['kind']} and row {row} of rank {dist.get_rank()} has {kind}: "
+            "a function that makes a scheduler does not go to another rank; give both members the same one"
+        )
+    pop._check_between()
+    pop._drop_gradients()
+    with torch.no_grad():
+        for key, value in member["tensors"].items():
+            stacks[key][row].copy_(value)
+    if pop.scaler is not None:
+        # What it tells are copies.
+        pop.scaler.load_state_dict({name: stacks[f"scaler/{name}"] for name in pop.scaler.state_dict()})
+    if pop.scheduler is not None:
+        pop.scheduler.load_member(row, member["scheduler"])
+    roll = pop._roll
+    if roll.tags[row] is None:
+        roll.enter(row, None)
+    roll.note(row, What.COPY, member["tag"])
+    roll.ages[row], roll.keys[row], roll.frozen[row] = member["age"], member["key"], False
+
+
+def _stacks(pop: ArrayGroup) -> dict[str, Tensor]:
+    """The tensors with a row for each member, which can be written."""
+    pop.optimizer.initialise()
+    found = member_stacks(pop.fused, pop.optimizer)
+    for name, value in ({} if pop.scaler is None else pop.scaler.state_dict()).items():
+        found[f"scaler/{name}"] = value
+    for name in ("norm", "value"):
+        if (limit := getattr(pop._limits, name)) is not None:
+            found[f"clip/{name}"] = limit.values
+    return found

@@ -1,0 +1,111 @@
+"""A program with the tensors of a module: looked up at every call, so that what replaces them is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.capture.own_code import OtherSizes
+from hfusion.compiler.compiled_program import Compiled
+from hfusion.core.gradient_usage import watched
+from hfusion.core.layout import Layout
+from hfusion.core.program import Kind, Slot
+from hfusion.passes.expected_checks import FailedCheck
+from hfusion.passes.gather import gather_listed, width
+
+# A tensor that may be replaced: where it is looked up, a mapping and the key in it.
+Place: TypeAlias = tuple[Mapping[str, Any], str]
+
+
+@dataclass(frozen=True, eq=False)
+class BoundProgram:
+    """A program, and where the tensors are found that it takes before its inputs.
+
+    ``failed``: takes up, under "members", which members a check of forward has failed for, where a step makes checks.
+    """
+
+    compiled: Compiled
+    places: tuple[Place, ...]
+    failed: dict[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(compiled: Compiled, owner: nn.Module) -> BoundProgram:
+        """The program with the tensors of ``owner``."""
+        slots = compiled.program.slots
+        return BoundProgram(
+            compiled, tuple(_place(slot, owner, compiled) for slot in slots if slot.kind is not Kind.INPUT)
+        )
+
+    @property
+    def partial_ids(self) -> frozenset[int]:
+        """The ids of the parameters that some members lack."""
+        slots = [slot for slot in self.compiled.program.slots if slot.kind is not Kind.INPUT]
+        pairs = zip(slots, self.places, strict=True)
+        return frozenset(id(holder[name]) for slot, (holder, name) in pairs if slot.name in self.compiled.partial)
+
+    @property
+    def looped_calls(self) -> int:
+        """How many calls of single members' operators the program makes."""
+        program = self.compiled.program
+        nodes = program.module.graph.nodes
+        loops = [n for n in nodes if n.meta.get("layout") is Layout.LISTED and not n.meta.get("transition")]
+        return sum(width(n, program.members) for n in loops if n.target is not gather_listed)
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Of the tensors at ``places``."""
+        program = self.compiled.program
+        pairs = zip(program.slots, program.layouts, strict=True)
+        return tuple(layout for slot, layout in pairs if slot.kind is not Kind.INPUT)
+
+
+def bind(compiled: Compiled, owner: nn.Module, members: int | None = None) -> Callable[[list[Any]], Any]:
+    """The program as a function of its inputs; its tensors are looked up in ``owner`` at every call.
+
+    So a conversion of ``owner`` to another dtype or device, and loading, are seen. ``members``: as of `watched`.
+    """
+    places = BoundProgram.of(compiled, owner).places
+    run, spec = compiled.program.run, compiled.program.out_spec
+    if compiled.opaque or members is not None:
+        run = watched(run, members)
+    single = spec.is_leaf()
+    if compiled.infers_sizes or compiled.checks:
+        run = _undone(run, compiled)
+
+    ragged = any(compiled.program.result_rows)
+
+    def call(inputs: list[Any]) -> Any:
+        outputs = run(*[holder[name] for holder, name in places], *inputs)
+        if ragged:
+            outputs = compiled.program.joined(outputs)
+        return outputs[0] if single else pytree.tree_unflatten(outputs, spec)
+
+    return call
+
+
+def _undone(run: Callable[..., Any], compiled: Compiled) -> Callable[..., Any]:
+    """``run``, which leaves no trace in buffers where sizes are others than inferred, or a check fails."""
+    written = [k for k, slot in enumerate(compiled.program.slots) if slot.name in compiled.written]
+
+    def call(*values: Any) -> Any:
+        before = [(values[k].detach(), values[k].detach().clone()) for k in written]
+        try:
+            return run(*values)
+        except (OtherSizes, FailedCheck):
+            for tensor, kept in before:
+                tensor.copy_(kept)
+            raise
+
+    return call
+
+
+def _place(slot: Slot, owner: nn.Module, compiled: Compiled) -> Place:
+    if slot.kind is Kind.CONSTANT:
+        return compiled.constants, slot.name
+    path, _, leaf = slot.name.rpartition(".")
+    module = owner.get_submodule(path)
+    return (module._parameters if slot.kind is Kind.PARAMETER else module._buffers), leaf

@@ -1,0 +1,330 @@
+"""The program of an array for one kind of call: capture the members, align their graphs, batch the operators."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from hfusion.capture.intercept import WHOLE, Island
+from hfusion.capture.member import Member, VaryingSizes, capture_member
+from hfusion.capture.opaque import RULES as OPAQUE_RULES
+from hfusion.capture.own_code import OpaqueCall
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.common_graph import common_graph
+from hfusion.compiler.fill_scalars import capture_variants
+from hfusion.compiler.unbatchable import module_path, unbatchable
+from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.errors import FusionError
+from hfusion.core.guards import AllHold
+from hfusion.core.layout import Layout
+from hfusion.core.program import Capture, Kind, Program, Slot, describe_graph, input_dims, writable
+from hfusion.core.stages import stage
+from hfusion.device.calibrate import compute_rates
+from hfusion.ops import RULES as ATEN_RULES
+from hfusion.ops.rule import merge as merge_tables
+from hfusion.passes.align import select
+from hfusion.passes.batch import batch
+from hfusion.passes.candidates import Unbatchable
+from hfusion.passes.check import check_array, check_code, check_member
+from hfusion.passes.cost.measure import Measured
+from hfusion.passes.cost.price import Model
+from hfusion.passes.cost.times import times_on
+from hfusion.passes.expected_checks import RULES as EXPECT_RULES
+from hfusion.passes.expected_checks import expectations
+from hfusion.passes.gather import RULES as GATHER_RULES
+from hfusion.passes.gather import has_variants, rows_of
+from hfusion.passes.layouts import Choice, choose, choose_graph
+from hfusion.passes.regions import regions
+from hfusion.passes.side_effects import written_inputs
+
+RULES = merge_tables(ATEN_RULES, OPAQUE_RULES, EXPECT_RULES, GATHER_RULES)
+
+UNKNOWN = VaryingSizes()
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """What is compiled: ``member(b)`` gives member b as a live module.
+
+    ``loops``: what cannot be captured runs in a loop over members, at the smallest submodule; otherwise it is an error.
+    ``tune``: ways to run operators are measured, not estimated. ``device``: on which they will run, where that is not
+    the one on which the tensors lie. ``looped``: what runs in a loop whatever it is, each with the reason; it may grow.
+    ``shapes``: the shape of a row of each stack that members' own tensors do not all fill; None for members of one
+    structure, which do the same.
+    """
+
+    name: str
+    members: int
+    variants: tuple[int, ...]
+    shared: frozenset[str]
+    member: Callable[[int], nn.Module]
+    loops: bool = True
+    tune: bool = False
+    device: torch.device | None = None
+    looped: Mapping[Island, str] = field(default_factory=dict)
+    shapes: Mapping[str, torch.Size] | None = None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program with what it was made of.
+
+    ``graph`` is the members' common graph, ``constants`` the tensors that the program holds by itself, ``opaque`` the
+    calls that run the members' own code; ``modes`` as of `Capture`. ``partial``: the parameters that some members lack.
+    """
+
+    program: Program
+    graph: fx.Graph
+    constants: dict[str, Tensor]
+    opaque: tuple[OpaqueCall, ...]
+    guards: Callable[[Sequence[Sequence[Any]]], bool]
+    modes: Mapping[str, bool] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+    memory_orders: tuple[Any, ...] | None = None
+    """Of the inputs that the program holds for, as of `Arguments.memory_orders`; None where it holds for all."""
+    numbers: frozenset[str] = frozenset()
+    """The keys of the buffers whose values the program holds as constants."""
+    origin: object = field(default_factory=object)
+    """The same in all programs that were made of one capture, for whichever members."""
+    calls: tuple[Any, ...] = ()
+    size_uses: tuple[Any, ...] = ()
+    """As of `Capture`, for members that join with numbers of their own."""
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """The keys of buffers and parameters that forward may write to."""
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        slots = zip(placeholders, self.program.slots, strict=True)
+        names = {node: slot.name for node, slot in slots if slot.kind is not Kind.INPUT}
+        found = {names[node] for call in self.graph.nodes for node in written_inputs(call) if node in names}
+        own = {f"{call.place}.{key}".strip(".") for call in self.opaque for key in call.changing}
+        return frozenset(found | own)
+
+    @property
+    def infers_sizes(self) -> bool:
+        """Whether sizes of what runs member by member are inferred from those of the inputs."""
+        return any(call.open_sizes for call in self.opaque)
+
+    @property
+    def checks(self) -> Sequence[str]:
+        """The lines of the checks in forward that only raise, which the program makes for all members."""
+        return expectations(self.graph)
+
+    @property
+    def dims(self) -> list[frozenset[int]]:
+        """For each input, the dims whose sizes are left open."""
+        return input_dims(self.graph, self.program.slots)
+
+
+def compile_array(subject: ArraySpec, arguments: Arguments, training: bool, sizes: VaryingSizes = UNKNOWN) -> Compiled:
+    """The program of ``subject`` for calls like ``arguments``, and for other ``sizes`` of its leaves.
+
+    A submodule with an operator that no array can compute runs in a loop over members, as one that no graph can hold.
+    """
+    check_members(subject.members, arguments)
+    _check_signature(subject, arguments)
+    looped: dict[Island, str] = {WHOLE: sizes.whole} if sizes.whole else dict(subject.looped)
+    while True:
+        captured = _captured(subject, arguments, sizes, looped)
+        try:
+            return _batched(subject, captured, training)
+        except Unbatchable as error:
+            more = {Island(module_path(error.node)): str(error)}
+            more |= unbatchable(captured.graph, captured.layouts, subject.members, RULES)
+            if not subject.loops or not more.keys() - looped.keys() or has_variants(captured.graph):
+                raise
+            looped |= more
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """The members' common graph, with its placeholders' slots and layouts; ``first`` is the capture of one of them."""
+
+    first: Capture
+    graph: fx.Graph
+    slots: tuple[Slot, ...]
+    layouts: tuple[Layout, ...]
+    constants: dict[str, Tensor]
+    calls: tuple[OpaqueCall, ...]
+    guards: Callable[[Sequence[Sequence[Any]]], bool]
+    memory_orders: tuple[Any, ...] | None
+    size_uses: tuple[Any, ...]
+    partial: frozenset[str]
+    apart: fx.Graph | None
+
+
+def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, looped: Mapping[Island, str]) -> _Captured:
+    members = representatives(subject.variants)
+
+    def capture(variant: int) -> tuple[Capture, list[OpaqueCall]]:
+        return _captured_member(subject, members[variant], arguments, sizes, looped)
+
+    if looped or sizes.open:
+        found = [capture(variant) for variant in range(len(members))]
+    else:
+        found = capture_variants(len(members), lambda k: _member(subject, members[k], arguments), capture)
+    captures = [one for one, _ in found]
+    common = common_graph(captures, subject.variants, subject.name, subject.member, subject.shapes)
+    graph = common.graph
+    described = partial(describe_graph, f"all members of {subject.name}", graph)
+    stage(subject.name, "aligned", described, lambda: check_member(graph, writable(graph, common.slots)))
+    layouts = tuple(_layout(slot, subject, arguments, common.differing) for slot in common.slots)
+    calls = tuple(call for _, calls in found for call in calls)
+
+    # Of the captures nothing more, as they hold tensors.
+    guards = AllHold(tuple({id(c.guards): c.guards for c in captures}.values()))
+    orders = arguments.memory_orders if any(c.needs_strides for c in captures) else None
+    uses = tuple(dict.fromkeys(use for capture in captures for use in capture.size_uses))
+    constants, slots = common.constants, common.slots
+    return _Captured(
+        captures[0], graph, slots, layouts, constants, calls, guards, orders, uses, common.partial, common.apart
+    )
+
+
+def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compiled:
+    graph, layouts, first = captured.graph, captured.layouts, captured.first
+    if captured.apart is None:
+        choices = choose_ways(graph, layouts, subject.members, subject.tune, subject.device)
+    else:
+        # What variants have in common may cost more to bring together than it saves.
+        rates = None if subject.device is None else compute_rates(subject.device)
+        price = partial(Model.of, members=subject.members, rates=rates)
+        graph, choices = choose_graph(graph, captured.apart, layouts, subject.members, RULES, price)
+    module = batch(graph, layouts, subject.members, RULES, choices)
+    code = regions(module, subject.members)
+    program = Program(subject.name, subject.members, training, module, code, captured.slots, layouts, first.out_spec)
+    look_at(program)
+    return Compiled(
+        program,
+        graph,
+        captured.constants,
+        captured.calls,
+        captured.guards,
+        first.modes,
+        captured.partial,
+        captured.memory_orders,
+        # Numbers of members that join are not filled into a graph of variants.
+        calls=() if has_variants(graph) else first.calls,
+        size_uses=captured.size_uses,
+    )
+
+
+def of_member(compiled: Compiled, member: int) -> Compiled:
+    """What one member computes, as the program of an array of one."""
+    compiled = with_inputs_of(compiled, [member])
+    program, graph = compiled.program, select(compiled.graph, member)
+    module = batch(graph, program.layouts, 1, RULES, choose_ways(graph, program.layouts, 1, tune=False))
+    made = replace(program, members=1, module=module, code=module)
+    look_at(made)
+    return replace(compiled, program=made, graph=graph)
+
+
+def with_inputs_of(compiled: Compiled, rows: Sequence[int]) -> Compiled:
+    """Return ``compiled`` without the slots of inputs that hold nothing of members ``rows``."""
+    own = [rows_of(node) for node in compiled.graph.find_nodes(op="placeholder")]
+    if not any(own):
+        return compiled
+    program, left = compiled.program, [members is None or not set(rows).isdisjoint(members) for members in own]
+    inputs = [held for held, slot in zip(left, program.slots, strict=True) if slot.kind is Kind.INPUT]
+    assert isinstance(compiled.guards, AllHold)
+    guards = compiled.guards.of_inputs([position for position, held in enumerate(inputs) if held])
+    slots, layouts = tuple(compress(program.slots, left)), tuple(compress(program.layouts, left))
+    return replace(compiled, program=replace(program, slots=slots, layouts=layouts), guards=guards)
+
+
+def look_at(program: Program) -> None:
+    """Let the last two stages of ``program`` be checked and written down, if that is asked for."""
+    module, code = program.module, program.code
+    stage(program.name, "batched", lambda: str(program), lambda: check_array(module, program.members))
+    told = partial(describe_graph, f"the code of {program.name}", code, program.members)
+    stage(program.name, "gathered", told, lambda: check_code(program))
+
+
+def choose_ways(
+    graph: fx.Graph, layouts: Sequence[Layout], members: int, tune: bool, device: torch.device | None = None
+) -> dict[fx.Node, Choice]:
+    """How each operator runs in an array of ``members``; on another ``device`` than the graph's nothing is measured."""
+    model = Model.of(graph, members, None if device is None else compute_rates(device))
+    if not tune or device is not None or has_variants(graph):
+        return choose(graph, layouts, members, RULES, model)
+    with times_on(model.device) as times:
+        return choose(graph, layouts, members, RULES, Measured(model, times))
+
+
+def representatives(variants: Sequence[int]) -> list[int]:
+    """The first member of every variant."""
+    return [variants.index(variant) for variant in range(max(variants) + 1)]
+
+
+def _member(subject: ArraySpec, member: int, arguments: Arguments) -> Member:
+    def bodies() -> list[nn.Module]:
+        return [subject.member(index) for index in range(subject.members)]
+
+    return Member(subject.member(member), *arguments.of_member(member), bodies)
+
+
+def _captured_member(
+    subject: ArraySpec, member: int, arguments: Arguments, sizes: VaryingSizes, looped: Mapping[Island, str]
+) -> tuple[Capture, list[OpaqueCall]]:
+    """One member's graph, and the calls in it that stay in a loop over members, among them those of ``looped``."""
+
+    try:
+        return capture_member(_member(subject, member, arguments), sizes, looped, subject.loops)
+    except FusionError as error:
+        if not subject.loops:
+            raise
+        raise FusionError(f"{subject.name}, model {member}: {error}") from error.__cause__
+
+
+def _check_signature(subject: ArraySpec, arguments: Arguments) -> None:
+    """Raise a ValueError where forward does not take such arguments, a FusionError where there is none."""
+    args, kwargs = arguments.of_member(0)
+    member = subject.member(0)
+    if type(member).forward is nn.Module.forward and "forward" not in vars(member):
+        raise FusionError(
+            f"{subject.name} defines no forward, so that an array of it cannot be called; call another method of its "
+            "members, fused.method(...) or fused.call('method', ...)"
+        )
+    signature = inspect.signature(member.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        given = ", ".join(["..."] * len(args) + [f"{name}=..." for name in kwargs])
+        remedy = "; a dict gives keyword arguments: in a tuple it is an argument itself" if kwargs and not args else ""
+        raise ValueError(
+            f"{subject.name}.forward{signature} cannot be called as forward({given}): {error}{remedy}"
+        ) from error
+
+
+def check_stackable(compiled: Compiled, what: str) -> None:
+    """Raise a FusionError where results differ in shape between members, so that ``what`` cannot take them."""
+    for rows in filter(None, compiled.program.result_rows):
+        raise FusionError(
+            f"{what} cannot take results whose shapes differ between members {list(rows[0])} and {list(rows[1])}; "
+            "give it the members by themselves, fused[i], or make groups of one shape by hf.Population"
+        )
+
+
+def check_members(members: int, arguments: Arguments) -> None:
+    """Raise a ValueError for a stacked argument of another number of members."""
+    for leaf in arguments.leaves:
+        if isinstance(leaf, StackedInput) and leaf.tensor.shape[0] != members:
+            raise ValueError(
+                f"hf.stacked input has leading size {leaf.tensor.shape[0]} (shape {tuple(leaf.tensor.shape)}), "
+                f"but the array has {members} members; give it one row per member"
+            )
+
+
+def _layout(slot: Slot, subject: ArraySpec, arguments: Arguments, differing: frozenset[str]) -> Layout:
+    if slot.kind is Kind.INPUT:
+        return Layout.STACKED if is_stacked(arguments.leaves[int(slot.name)]) else Layout.SHARED
+    if slot.kind is Kind.CONSTANT:
+        return Layout.STACKED if slot.name in differing else Layout.SHARED
+    return Layout.SHARED if slot.name in subject.shared else Layout.STACKED

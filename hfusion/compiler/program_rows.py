@@ -1,0 +1,131 @@
+"""The program of an array whose members have left, joined or been copied: made of the one before, without a capture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from hfusion.capture.opaque import numbered
+from hfusion.capture.own_code import OpaqueCall, calls
+from hfusion.capture.references import references
+from hfusion.capture.variable_guards import names_of
+from hfusion.compiler.compiled_program import RULES, ArraySpec, Compiled, choose_ways, look_at, with_inputs_of
+from hfusion.compiler.fill_scalars import check_constant, keyed_constants
+from hfusion.core.layout import Layout
+from hfusion.core.program import Kind
+from hfusion.ops.rule import MemberScalars
+from hfusion.passes.align import select_rows
+from hfusion.passes.batch import batch
+from hfusion.passes.fill import Changes, fill_rows
+from hfusion.passes.islands import OPAQUE
+from hfusion.passes.layouts import Choice
+from hfusion.passes.regions import regions
+
+# The place of the call's number among the arguments of `OPAQUE`.
+_CALL = 3
+
+
+def of_rows(
+    compiled: Compiled,
+    rows: Sequence[int],
+    subject: ArraySpec | None = None,
+    changes: Mapping[int, Changes] | None = None,
+) -> Compiled:
+    """The program of ``subject``, whose member b is what member ``rows[b]`` of ``compiled`` is but for its tensors.
+
+    Args:
+        subject: None where no member runs code of its own.
+        changes: the numbers in which a member of ``subject`` differs from that member of ``compiled``, by member.
+
+    Raises:
+        Unexplained: changes whose places in the graph cannot be told.
+    """
+    compiled, before = with_inputs_of(compiled, rows), compiled.program
+    program, members = compiled.program, len(rows)
+    if changes:
+        graph, tensors = fill_rows(compiled.graph, rows, changes)
+    else:
+        graph, tensors = select_rows(compiled.graph, rows), {}
+    if compiled.opaque and subject is None:
+        raise ValueError("members that run their own code are needed as modules")
+    opaque = _with_own_bodies(graph, subject) if compiled.opaque and subject is not None else ()
+    tune = subject is not None and subject.tune
+    slots = zip(program.slots, program.layouts, strict=True)
+    stacked = {slot.name for slot, layout in slots if slot.name in compiled.constants and layout is Layout.STACKED}
+    constants = {n: t[list(rows)] if n in stacked else t for n, t in compiled.constants.items()}
+    for key, values in keyed_constants(compiled.graph, program.slots, tensors).items():
+        if key not in stacked:
+            constants[key] = constants[key].expand(members, *constants[key].shape)
+            stacked.add(key)
+        constants[key] = _with_values(key, constants[key], values)
+    layouts = tuple(
+        Layout.STACKED if slot.name in stacked and slot.kind is Kind.CONSTANT else layout
+        for slot, layout in zip(program.slots, program.layouts, strict=True)
+    )
+    choices = _choices(compiled, graph) if (members, layouts) == (before.members, before.layouts) else None
+    if choices is None:
+        choices = choose_ways(graph, layouts, members, tune)
+    module = batch(graph, layouts, members, RULES, choices)
+    made = replace(program, members=members, module=module, code=regions(module, members), layouts=layouts)
+    look_at(made)
+    return replace(compiled, program=made, graph=graph, constants=constants, opaque=opaque)
+
+
+def _choices(compiled: Compiled, graph: fx.Graph) -> dict[fx.Node, Choice] | None:
+    """How the operators of a program run, for ``graph``; None where members differ there in other places."""
+    chosen = {n.meta["origin"]: n.meta["choice"] for n in compiled.program.module.graph.nodes if "choice" in n.meta}
+    pairs = list(zip(compiled.graph.nodes, graph.nodes, strict=True))
+    if any(_varies(old.meta.get("arguments")) != _varies(new.meta.get("arguments")) for old, new in pairs):
+        return None
+    return {new: chosen[old] for old, new in pairs if old in chosen}
+
+
+def _varies(nest: Any) -> Any:
+    """Where members differ in the arguments of a call."""
+    if isinstance(nest, dict):
+        return tuple(map(_varies, nest.values()))
+    if isinstance(nest, list | tuple):
+        return tuple(map(_varies, nest))
+    return isinstance(nest, MemberScalars)
+
+
+def _with_values(key: str, stack: Tensor, values: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
+    """A stack of a constant in which members have other ``values``; with each the one that is to be there so far."""
+    result = stack.clone()
+    for member, (old, new) in values.items():
+        check_constant(key, stack[member], old)
+        result[member] = new
+    return result
+
+
+def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, ...]:
+    """Let the calls of members' own code in ``graph`` be those of the members of ``subject``; the new calls."""
+    bodies = [subject.member(member) for member in range(subject.members)]
+    used = names_of([bodies[0]])
+    made: dict[int, OpaqueCall] = {}
+    numbers: dict[int, int] = {}
+
+    def own(number: int) -> int:
+        if number not in numbers:
+            call = calls[number]
+            own_bodies = tuple(body.get_submodule(call.place) for body in bodies)
+            held = tuple(references(body, used) for body in own_bodies)
+            made[number] = replace(call, bodies=own_bodies, references=held)
+            numbers[number] = numbered(made[number])
+        return numbers[number]
+
+    def renumbered(number: int | MemberScalars) -> int | MemberScalars:
+        return MemberScalars(tuple(map(own, number.values))) if isinstance(number, MemberScalars) else own(number)
+
+    for node in graph.nodes:
+        if node.target is not OPAQUE:
+            continue
+        for key in {"arguments", "members"} & node.meta.keys():
+            args, named = node.meta[key]
+            node.meta[key] = args, {**named, "call": renumbered(named["call"])}
+        if "arguments" not in node.meta:
+            node.update_arg(_CALL, own(node.args[_CALL]))
+    return tuple(made.values())

@@ -1,0 +1,167 @@
+"""A program of an array as JSON, and made again of it: so it can be given to another process, or kept for one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hfusion.compiler.compiled_program import RULES, Compiled, look_at
+from hfusion.compiler.graph_text import Unwritable, read_graph, write_graph, write_value
+from hfusion.core.guards import AllHold, Assumptions, fixed
+from hfusion.core.layout import Layout
+from hfusion.core.program import Kind, Program, Slot
+from hfusion.core.tracer_warnings import silence_tracers
+from hfusion.passes.batch import batch
+from hfusion.passes.layouts import Choice, Price
+
+
+def write_compiled(compiled: Compiled) -> dict[str, Any]:
+    """All but the values of the tensors that it holds by itself. Raises Unwritable."""
+    if compiled.opaque:
+        raise Unwritable(f"{compiled.opaque[0].path or 'forward'}, which runs as the members' own code")
+    program, graph = compiled.program, compiled.graph
+    names: dict[str, str] = {}
+    taken = {n.meta["origin"]: n.meta["choice"].place for n in program.module.graph.nodes if "choice" in n.meta}
+    return {
+        "name": program.name,
+        "members": program.members,
+        "training": program.training,
+        "graph": write_graph(graph),
+        "inputs": [_write_example(node.meta.get("val"), names) for node in graph.find_nodes(op="placeholder")],
+        "choices": [taken.get(node) for node in graph.nodes],
+        "slots": [[slot.kind.value, slot.name] for slot in program.slots],
+        "layouts": [layout.value for layout in program.layouts],
+        "outputs": program.out_spec.num_leaves,
+        "guards": [[a.sizes, a.code] for a in assumptions(compiled.guards)],
+        "modes": dict(compiled.modes),
+        **({"partial": sorted(compiled.partial)} if compiled.partial else {}),
+    }
+
+
+def assumptions(guards: Any) -> list[Assumptions]:
+    """What a program assumes of sizes. Raises Unwritable."""
+    try:
+        return [part.assumptions() for part in guards.parts]
+    except (AttributeError, ValueError, SyntaxError) as error:
+        raise Unwritable(f"an assumption of sizes ({error})") from error
+
+
+def read_compiled(written: Mapping[str, Any], constants: Mapping[str, Tensor]) -> Compiled:
+    """The same program around ``constants``; its outputs are a flat tuple.
+
+    Raises LookupError, ValueError, TypeError or AttributeError for what `write_compiled` did not write, and what torch
+    raises where an operator of it is not there.
+    """
+    graph = read_graph(written["graph"]).graph
+    _propagate(graph, written["inputs"])
+    layouts = tuple(map(Layout, written["layouts"]))
+    slots = tuple(Slot(Kind(kind), name) for kind, name in written["slots"])
+    places = zip(graph.nodes, written["choices"], strict=True)
+    choices = {node: Choice(place, Price(0.0)) for node, place in places if place is not None}
+    module = batch(graph, layouts, written["members"], RULES, choices)
+    spec = pytree.tree_structure((0,) * written["outputs"])
+    program = Program(written["name"], written["members"], written["training"], module, module, slots, layouts, spec)
+    look_at(program)
+    guards = AllHold(tuple(Assumptions.read(*one) for one in written["guards"]))
+    partial = frozenset(written.get("partial", ()))
+    return Compiled(program, graph, dict(constants), (), guards, written["modes"], partial)
+
+
+def _write_example(value: Any, names: dict[str, str]) -> Any:
+    """A tensor without its values; its open sizes by ``names``, which are given in their order, and as they were."""
+    if not isinstance(value, Tensor):
+        return write_value(value, {})
+    if value.layout is not torch.strided or not _plain_strides(value):
+        raise Unwritable("an input that is not strided as contiguous tensors are, of sizes that vary")
+    return {
+        "shape": [_write_size(size, names) for size in value.shape],
+        "stride": None if any(fixed(size) is None for size in value.shape) else list(map(fixed, value.stride())),
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "device": str(value.device),
+        "grad": value.requires_grad,
+    }
+
+
+def _plain_strides(value: Tensor) -> bool:
+    return all(fixed(size) is not None for size in value.shape) or bool(value.is_contiguous())
+
+
+def _write_size(size: Any, names: dict[str, str]) -> Any:
+    known = fixed(size)
+    if known is not None:
+        return known
+    name = str(size.node.expr)
+    if not name.isidentifier():
+        raise Unwritable(f"the size {name}")
+    return [names.setdefault(name, f"n{len(names)}"), int(size.node.hint)]
+
+
+@dataclass
+class _OpenSizes:
+    """The open sizes of one text, by name."""
+
+    mode: Any
+    known: dict[str, Any] = field(default_factory=dict)
+
+    def size(self, written: Any) -> Any:
+        if isinstance(written, int):
+            return written
+        name, hint = written
+        if name not in self.known:
+            self.known[name] = _symbol(self.mode, name, int(hint))
+        return self.known[name]
+
+    def example(self, written: Any) -> Any:
+        if not isinstance(written, Mapping):
+            return written
+        shape = [self.size(size) for size in written["shape"]]
+        options: dict[str, Any] = {
+            "dtype": getattr(torch, written["dtype"]),
+            "device": torch.device(written["device"]),
+            "requires_grad": written["grad"],
+        }
+        if written["stride"] is None:
+            return torch.empty(shape, **options)
+        return torch.empty_strided(shape, written["stride"], **options)
+
+
+def _symbol(mode: Any, name: str, hint: int) -> Any:
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    # Outside of the mode, so that it is a tensor with a size that can be left open.
+    with _disable_current_modes():
+        vector = torch.empty(hint)
+    return mode.from_tensor(vector, symbolic_context=context, source=ConstantSource(name)).shape[0]
+
+
+def _propagate(graph: fx.Graph, inputs: Sequence[Any]) -> None:
+    """Give every node the example of its value."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with silence_tracers():
+        symbols = _OpenSizes(mode)
+        with mode:
+            given = [symbols.example(value) for value in inputs]
+        with mode, enable_python_dispatcher(), torch.no_grad():
+            _ExampleRun(fx.GraphModule(nn.Module(), graph)).run(*given)
+
+
+class _ExampleRun(fx.Interpreter):
+    """Runs a graph on fake tensors, and notes what each call gives."""
+
+    def run_node(self, node: fx.Node) -> Any:
+        value = super().run_node(node)
+        if node.op != "output":
+            node.meta["val"] = value
+        return value

@@ -1,0 +1,196 @@
+"""Random draws of one thread from its own generator in place of torch's, which all threads share.
+
+Each random operator is intercepted at a dispatch key that only such a thread has, before all others;
+other operators cost the same as without. A `torch.utils._python_dispatch.TorchDispatchMode`
+would see every operator, and make a loader of tensors three times as slow.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from hfusion.core.member_random import draws_random
+from hfusion.device.backend import accelerators
+
+# Of torch's keys in front of all others the one that nothing uses. It, guards and sets of keys, `redispatch`, the table
+# of higher-order operators and `torch.random.default_generator` are private names, tried on torch 2.13.
+_KEY = "TESTING_ONLY_GenericMode"
+
+Swapped: TypeAlias = "Callable[[], AbstractContextManager[None]]"
+
+
+class _ReadingThread(threading.local):
+    """``own``: what this thread draws from on the host. ``swapped``: in which torch's generators stand for its own."""
+
+    own: torch.Generator | None = None
+    swapped: Swapped | None = None
+
+
+_here = _ReadingThread()
+_lock = threading.Lock()
+
+
+@contextmanager
+def drawing_from(own: torch.Generator, swapped: Swapped) -> Iterator[None]:
+    """Inside it this thread draws, seeds, and asks for torch's random state as if ``own`` were torch's generator.
+
+    Draws on accelerators are made within ``swapped()``.
+    """
+    with _lock:
+        _intercepted()
+    before = _here.own, _here.swapped
+    with _seeding.per_thread():
+        _here.own, _here.swapped = own, swapped
+        try:
+            with torch._C._IncludeDispatchKeyGuard(torch._C._dispatch_key_parse(_KEY)):
+                yield
+        finally:
+            _here.own, _here.swapped = before
+
+
+def seen_in_modes() -> AbstractContextManager[Any]:
+    """Inside, what the `TorchDispatchMode` calls that is asked, draws from this thread's own: torch hides it there."""
+    if _here.own is None:
+        return nullcontext()
+    hidden = torch._C._dispatch_tls_local_exclude_set()
+    seen = hidden - torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
+    found: Any = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), seen)
+    return cast("AbstractContextManager[Any]", found)
+
+
+def _in_child() -> None:
+    """A process that was forked off draws from torch's generators, which it has for itself."""
+    global _lock
+    # Another thread of the parent may have held it.
+    _lock = threading.Lock()
+    _seeding.reset()
+    if _here.own is not None:
+        torch.default_generator.set_state(_here.own.get_state())
+        _here.own = _here.swapped = None
+
+
+@cache
+def _intercepted() -> tuple[torch.library.Library, ...]:
+    """Register the interception for the process, once; it does nothing in other threads."""
+    rest, aten = torch.library.Library("_", "IMPL", _KEY), torch.library.Library("aten", "IMPL", _KEY)
+    rest.fallback(torch.library.fallthrough_kernel)
+    for schema in torch._C._jit_get_all_schemas():
+        if not schema.name.startswith("aten::"):
+            continue
+        places = [k for k, each in enumerate(schema.arguments) if str(each.type) == "Optional[Generator]"]
+        # On the host each operator that draws is made of some that take a generator.
+        if places or (accelerators() and draws_random(_operator(schema))):
+            aten.impl(_operator(schema), _kernel(schema, *places), with_keyset=True)
+    # Operators of Python, as the rules of autograd below `torch.vmap`, have tables of their own.
+    key: Any = torch._C._dispatch_key_parse(_KEY)
+    for each in torch._ops._higher_order_ops.values():
+        each.fallthrough(key)
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
+    return rest, aten
+
+
+def _operator(schema: Any) -> Any:
+    packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"))
+    return getattr(packet, schema.overload_name or "default")
+
+
+def _kernel(schema: Any, place: int | None = None) -> Callable[..., Any]:
+    """The operator of ``schema``, which takes a generator as its argument number ``place`` if there is one."""
+    operator = _operator(schema)
+    key = torch._C._dispatch_key_parse(_KEY)
+    ours = torch._C.DispatchKeySet(key)
+    shared: Any = torch.default_generator
+    only_by_name = place is not None and schema.arguments[place].kwarg_only
+
+    def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        here = kwargs.get("generator") if only_by_name or place is None else next(iter(args[place:]), None)
+        # Of one generator there may be several objects.
+        given = here is not None and here._cdata != shared._cdata
+        # A mode that sees all operators comes first; operators that it calls are intercepted inside `seen_in_modes`.
+        if _here.own is None or given or torch._C._len_torch_dispatch_stack():
+            return operator.redispatch(keys - ours, *args, **kwargs)
+        if _on_accelerator(args, kwargs):
+            assert _here.swapped is not None
+            with _here.swapped(), torch._C._ExcludeDispatchKeyGuard(ours):
+                return operator(*args, **kwargs)
+        if place is None:
+            return operator.redispatch(keys - ours, *args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(ours):
+            if only_by_name:
+                return operator(*args, **{**kwargs, "generator": _here.own})
+            return operator(*args[:place], generator=_here.own, **kwargs)
+
+    return draw
+
+
+def _on_accelerator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call draws on an accelerator, not on the host."""
+    devices = [value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    devices += [torch.device(kwargs["device"])] if kwargs.get("device") is not None else []
+    return any(device.type not in ("cpu", "meta") for device in devices)
+
+
+class _Default:
+    """torch's generator for `torch.manual_seed` and its like, which are no operators: that of this thread."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_current(), name)
+
+
+def _current() -> torch.Generator:
+    return torch.default_generator if _here.own is None else _here.own
+
+
+class _RandomModule(types.ModuleType):
+    """The class of `torch.random` while a thread draws from a generator of its own.
+
+    The functions of the module read their globals, where a `_Default` is. Others read the attribute: a Generator.
+    """
+
+    @property
+    def default_generator(self) -> torch.Generator:
+        return _current()
+
+
+class _Seeding:
+    """Makes the functions of `torch.random` use the calling thread's generator while any thread has one."""
+
+    def __init__(self) -> None:
+        self._uses = 0
+
+    @contextmanager
+    def per_thread(self) -> Iterator[None]:
+        with _lock:
+            self._uses += 1
+            # In this order no thread ever reads the attribute and gets a `_Default`.
+            torch.random.__class__ = _RandomModule
+            vars(torch.random)["default_generator"] = _Default()
+        try:
+            yield
+        finally:
+            with _lock:
+                if self._uses <= 1:
+                    self.reset()
+                else:
+                    self._uses -= 1
+
+    def reset(self) -> None:
+        """Restore `torch.random`, also in a process that was forked off from the threads that used it."""
+        self._uses = 0
+        vars(torch.random)["default_generator"] = torch.default_generator
+        torch.random.__class__ = types.ModuleType
+
+
+_seeding = _Seeding()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,287 @@
+"""Members of a fused optimizer that leave, join, are copied, and begin anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from hfusion.core.errors import FusionError
+from hfusion.core.row_indices import check_once, copied, kept, moved_rows, rows_of
+from hfusion.optim.group import State, membership_of
+from hfusion.optim.hyper import Hyper, HyperValue, MemberVector, member_vector, plain, read
+from hfusion.optim.settings import ParamGroup, named
+
+if TYPE_CHECKING:
+    from hfusion.optim.base import FusedOptimizer
+
+# Which member comes next; None for one that begins.
+Sources = Sequence[int | None]
+
+
+class MemberRows:
+    """What a fused optimizer can do with its members; the fused module has `keep`, `copy` and `append` of its own."""
+
+    _held: Tensor | None = None
+
+    @contextmanager
+    def holding(self, members: Tensor) -> Iterator[None]:
+        """While active, ``members``, bool ``[B]``, take no step: parameters, state and counts stay as they are."""
+        before = self._held
+        everybody = members if before is None else members | before
+        self._held = everybody if bool(everybody.any()) else None
+        try:
+            yield
+        finally:
+            self._held = before
+
+    @property
+    def held_members(self) -> list[int]:
+        """The members that take no step now, see `holding`."""
+        return [] if self._held is None else [int(row) for row in self._held.nonzero().reshape(-1)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Hold the state and the hyper-parameters of members ``rows`` alone, in this order.
+
+        Raises:
+            ValueError: no rows, a row twice, or a row that is none.
+        """
+        rearrange(self, kept(rows, _width(self)), {})
+
+    def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
+        """Write state, counts and hyper-parameters of members ``src`` over those of ``dst``: ints or lists.
+
+        Raises:
+            ValueError: a row that is none, one that is written twice, or other numbers of ``src`` and ``dst``.
+        """
+        rearrange(self, copied(src, dst, _width(self)), {})
+
+    def append(self, count: int = 1, **hypers: Any) -> None:
+        """Let ``count`` members join as the last, with no state and counts of 0, as if made now.
+
+        Args:
+            hypers: their hyper-parameters, one value or ``count`` of each, for all param groups. What is not given is
+                as it was first given, where that is one value for all members.
+
+        Raises:
+            ValueError: a hyper-parameter that differs between members and is not given, or is out of range.
+        """
+        if count < 1:
+            raise ValueError(f"append of {count} members: at least one joins")
+        rearrange(self, [*range(_width(self)), *[None] * count], hypers)
+
+    def restart(self, rows: int | Sequence[int], **hypers: Any) -> None:
+        """Let members ``rows`` begin anew: no state, counts of 0.
+
+        Args:
+            hypers: their new hyper-parameters, one value or one for each of ``rows``, for all param groups; the others
+                stay as they are.
+
+        Raises:
+            ValueError: a row that is none or comes twice, or a value that is out of range.
+        """
+        width = _width(self)
+        fresh = rows_of(rows, width)
+        check_once(fresh)
+        for group in _groups(self):
+            _set(self, group, width, fresh, hypers)
+        sources: list[int | None] = list(range(width))
+        for row in fresh:
+            sources[row] = None
+        for group in _groups(self):
+            _move_state(self, group, sources)
+
+
+def _groups(optimizer: Any) -> list[ParamGroup]:
+    return cast("FusedOptimizer", optimizer).param_groups
+
+
+def _width(optimizer: Any) -> int:
+    """How many members the optimizer knows of; the array may have more or fewer already."""
+    for group in _groups(optimizer):
+        for hyper in optimizer.hypers:
+            value = _value(group, hyper)
+            if isinstance(value, MemberVector):
+                return len(value)
+    members: int = optimizer.members
+    return members
+
+
+def _value(group: ParamGroup, hyper: Hyper) -> Any:
+    value = group[hyper.key]
+    if hyper.index is None:
+        return value
+    return value[hyper.index] if isinstance(value, tuple | list) and len(value) == 2 else None
+
+
+def check_width(optimizer: Any, group: ParamGroup, members: int) -> None:
+    """Raise a ValueError where members of the array have come or gone and the optimizer has not been told."""
+    for hyper in optimizer.hypers:
+        value = _value(group, hyper)
+        if isinstance(value, MemberVector) and value.dim() == 1 and len(value) != members:
+            raise ValueError(
+                f"{hyper.label} has {len(value)} values for an array of {members} members: what was done to the fused "
+                f"module by keep or append must be done to its {type(optimizer).__name__}, too"
+            )
+
+
+def rearrange(optimizer: Any, sources: Sources, given: Mapping[str, Any]) -> None:
+    """Let member b be member ``sources[b]`` of before; hyper-parameters of those that begin are among ``given``.
+
+    Raises ValueError as `MemberRows.append`.
+    """
+    before = _width(optimizer)
+    if list(sources) == list(range(before)):
+        return
+    # Everything that may fail first.
+    vectors = [
+        _vectors(optimizer, group, first, before, sources, given)
+        for group, first in zip(_groups(optimizer), optimizer.begun, strict=True)
+    ]
+    others = [_others(optimizer, group, before, sources) for group in _groups(optimizer)]
+    for group, found, more in zip(_groups(optimizer), vectors, others, strict=True):
+        for hyper, vector in zip(optimizer.hypers, found, strict=True):
+            write_hyper(group, hyper, vector)
+        for key, value in more.items():
+            if isinstance(group[key], Tensor) and group[key].shape == value.shape:
+                group[key].copy_(value)
+            else:
+                group[key] = value
+        _move_state(optimizer, group, sources)
+    if len(sources) != before:
+        optimizer.forget()
+
+
+def _vectors(
+    optimizer: Any,
+    group: ParamGroup,
+    first: Mapping[str, float | None],
+    width: int,
+    sources: Sources,
+    given: Mapping[str, Any],
+) -> list[Tensor]:
+    """The hyper-parameters after the change, checked."""
+    now, _ = read(group, optimizer.hypers, width)
+    fresh = [index for index, source in enumerate(sources) if source is None]
+    wanted = _given(optimizer, given, len(fresh))
+    found = []
+    for hyper, vector in zip(optimizer.hypers, now, strict=True):
+        moved = moved_rows(plain(vector), sources, {})
+        if fresh:
+            moved[fresh] = wanted[hyper.label] if hyper.label in wanted else _same(hyper, first.get(hyper.label))
+        hyper.check(moved.tolist())
+        found.append(moved)
+    return found
+
+
+def _given(optimizer: Any, given: Mapping[str, Any], count: int) -> dict[str, Tensor]:
+    """What the user gives for members that begin, by label: ``[count]`` each. Raises ValueError."""
+    unknown = [key for key in given if key not in {hyper.key for hyper in optimizer.hypers}]
+    if unknown:
+        keys = ", ".join(dict.fromkeys(hyper.key for hyper in optimizer.hypers))
+        raise ValueError(f"{unknown[0]} is no hyper-parameter of {type(optimizer).__name__}; it has {keys}")
+    found = {}
+    for hyper in optimizer.hypers:
+        if hyper.key not in given:
+            continue
+        value: HyperValue = given[hyper.key]
+        if hyper.index is not None:
+            if not isinstance(value, (tuple, list)) or len(value) != 2:
+                raise ValueError(f"{hyper.key}={value!r} is not a pair")
+            value = value[hyper.index]
+        found[hyper.label] = plain(member_vector(hyper.label, value, count))
+    return found
+
+
+def _same(hyper: Hyper, value: float | None) -> Tensor:
+    if value is None:
+        raise ValueError(
+            f"{hyper.label} differs between the members: say what it is for those that join, {hyper.key}=..."
+        )
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def first_values(group: ParamGroup, hypers: Sequence[Hyper], members: int) -> dict[str, float | None]:
+    """The hyper-parameters that are one value for all members, by label; None for the others."""
+    _, columns = read(group, hypers, members)
+    return {h.label: column[0] if len(set(column)) == 1 else None for h, column in zip(hypers, columns, strict=True)}
+
+
+def _others(optimizer: Any, group: ParamGroup, width: int, sources: Sources) -> dict[str, Any]:
+    """What schedulers keep in a param group, one value per member, after the change."""
+    own = {"params", *(hyper.key for hyper in optimizer.hypers)}
+    found = {}
+    for key, value in group.items():
+        if key not in own and isinstance(value, Tensor) and value.shape == (width,):
+            if None in sources:
+                raise FusionError(
+                    f"a scheduler of torch keeps {key!r} of every member, and knows none of members that join; use "
+                    "hf.optim.lr_scheduler, whose schedulers let members join"
+                )
+            found[key] = value[[source for source in sources if source is not None]]
+    return found
+
+
+def _set(optimizer: Any, group: ParamGroup, width: int, rows: Sequence[int], given: Mapping[str, Any]) -> None:
+    vectors, _ = read(group, optimizer.hypers, width)
+    wanted = _given(optimizer, given, len(rows))
+    for hyper in optimizer.hypers:
+        if hyper.label in wanted:
+            hyper.check(wanted[hyper.label].tolist())
+    for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
+        if hyper.label in wanted:
+            vector[list(rows)] = wanted[hyper.label]
+
+
+def write_hyper(group: ParamGroup, hyper: Hyper, vector: Tensor) -> None:
+    """Let ``vector`` be the values of a hyper-parameter: in its vector, if there is one of as many members."""
+    value = vector.as_subclass(MemberVector)
+    held = group[hyper.key]
+    mine = held if hyper.index is None else held[hyper.index]
+    if isinstance(mine, MemberVector) and mine.shape == value.shape:
+        mine.copy_(value)
+    elif hyper.index is None:
+        group[hyper.key] = value
+    else:
+        group[hyper.key] = tuple(value if place == hyper.index else one for place, one in enumerate(held))
+
+
+@torch.no_grad()
+def _move_state(optimizer: Any, group: ParamGroup, sources: Sources) -> None:
+    """The state of the parameters of a group after the change."""
+    fresh = [index for index, source in enumerate(sources) if source is None]
+    begins = _begins(optimizer, group, len(sources), fresh)
+    for param in group["params"]:
+        entry: State = optimizer.state.get(param, {})
+        if not membership_of(param).stacked:
+            continue
+        for name, value in entry.items():
+            first = optimizer.numbers.get(name)
+            starts = {i: first if first is not None else begins[i].get(name, 0.0) for i in fresh}
+            moved = moved_rows(value, sources, {})
+            for index, number in starts.items():
+                moved[index] = number
+            entry[name] = moved
+
+
+@torch.no_grad()
+def begin_rows(optimizer: Any, group: ParamGroup, param: Tensor, fresh: Mapping[str, Sequence[int]]) -> None:
+    """Let the state of a parameter be as before the first step for some members: their rows by the state's name."""
+    begins = _begins(optimizer, group, _width(optimizer), sorted({row for rows in fresh.values() for row in rows}))
+    for name, rows in fresh.items():
+        first = optimizer.numbers.get(name)
+        for row in rows:
+            optimizer.state[param][name][row] = begins[row].get(name, 0.0) if first is None else first
+
+
+def _begins(optimizer: Any, group: ParamGroup, width: int, rows: Sequence[int]) -> dict[int, Mapping[str, float]]:
+    """What the stacks of members ``rows`` are filled with before their first step."""
+    if not rows:
+        return {}
+    _, columns = read(group, optimizer.hypers, width)
+    values = named("Values", tuple(hyper.field for hyper in optimizer.hypers))
+    options = optimizer._options(group)
+    return {row: optimizer.begin(values._make(column[row] for column in columns), options) for row in rows}

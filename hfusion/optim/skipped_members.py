@@ -1,0 +1,70 @@
+"""Members that do not take a step: their rows of parameters, state and step counts stay as they are.
+
+Every kernel steps all members of a stack. Who shall not step is put back afterwards, which is exact for every kernel,
+and costs nothing where all members step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hfusion.core.gradient_usage import absent_rows
+from hfusion.optim.device_numbers import sent
+from hfusion.optim.group import State, membership_of
+
+Resting = dict[Tensor, Tensor]
+"""For each parameter the members that do not step: bool ``[B]``, or ``[]`` for a parameter that all members share."""
+
+
+def without_gradient(params: Iterable[Tensor]) -> Resting:
+    """The members for which a parameter that has a gradient was not used, and so would have none alone."""
+    found = {}
+    for param in params:
+        rows = absent_rows(param.grad) if param.grad is not None else None
+        if rows is not None:
+            found[param] = rows
+    return found
+
+
+def of_members(params: Iterable[Tensor], members: Tensor) -> Resting:
+    """``members``, bool ``[B]``, with all their parameters; those that all members share rest by themselves."""
+    own = {param: membership_of(param) for param in params}
+    return {param: members if found.stacked else members.reshape(()) for param, found in own.items() if found.is_own}
+
+
+def together(*several: Resting) -> Resting:
+    """Who rests in one of them."""
+    found: Resting = {}
+    for one in several:
+        for param, rows in one.items():
+            found[param] = found[param] | rows if param in found else rows
+    return found
+
+
+@contextmanager
+def left_alone(resting: Resting, state: Mapping[Tensor, State]) -> Iterator[None]:
+    """What a step within changes of the resting rows is put back."""
+    kept = [(tensor, rows, tensor[rows]) for tensor, rows in _rows(resting, state)]
+    yield
+    for tensor, rows, values in kept:
+        tensor[rows] = values
+
+
+def _rows(resting: Resting, state: Mapping[Tensor, State]) -> Sequence[tuple[Tensor, Tensor]]:
+    found = []
+    places: dict[tuple[int, torch.device], Tensor] = {}
+    for param, members in resting.items():
+        # Where nobody rests, nothing is copied; a whole tensor rests as a row of one.
+        rows = members.reshape(-1).nonzero().reshape(-1)
+        if len(rows):
+            for tensor in (param.detach(), *state.get(param, {}).values()):
+                stack = tensor if members.dim() else tensor.unsqueeze(0)
+                place = id(members), tensor.device
+                if place not in places:
+                    places[place] = sent(rows, tensor.device)
+                found.append((stack, places[place]))
+    return found

@@ -1,0 +1,202 @@
+"""What keeps a member that goes bad from being trained on, and what bounds a step: between gradients and update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hfusion.array.array_rows import written_keys
+from hfusion.array.module import FusedModule
+from hfusion.capture.named import tensors
+from hfusion.core.errors import FusionError
+from hfusion.core.membership import member_rows, membership
+from hfusion.optim import clip_grad_norm_, clip_grad_value_
+from hfusion.optim.hyper import HyperValue, member_vector, plain
+from hfusion.optim.scaler import overflowing
+
+OnNonfinite = Literal["freeze", "raise", "ignore"]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A bound of the members' gradients.
+
+    Attributes:
+        values: float64 ``[rows]``.
+        begun: the bound that all members began with, which holds for those that join; None if theirs differed.
+    """
+
+    values: Tensor
+    begun: float | None
+
+    @staticmethod
+    def of(name: str, value: HyperValue, rows: int) -> Limit:
+        """Raises ValueError for a wrong number of values, or one below 0."""
+        values = _checked(name, value, rows)
+        return Limit(values, float(values[0]) if bool((values == values[0]).all()) else None)
+
+    def with_rows(self, name: str, rows: Sequence[int], value: HyperValue | None) -> Limit:
+        """Return it with the bounds of members that start in ``rows``. Raises ValueError."""
+        if value is None and self.begun is None:
+            raise ValueError(
+                f"{name} differs between the members: say what it is for those that join, {name}=...; "
+                'float("inf") clips nothing'
+            )
+        values = self.values.clone()
+        values[list(rows)] = _checked(name, self.begun if value is None else value, len(rows))
+        return replace(self, values=values)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest norm and magnitude of the members' gradients; None where nothing is clipped."""
+
+    norm: Limit | None
+    value: Limit | None
+
+    @staticmethod
+    def of(norm: HyperValue | None, value: HyperValue | None, rows: int) -> Limits:
+        """Raises ValueError as `Limit.of`."""
+        return Limits(
+            None if norm is None else Limit.of("clip_norm", norm, rows),
+            None if value is None else Limit.of("clip_value", value, rows),
+        )
+
+    def rearranged(self, sources: Sequence[int]) -> Limits:
+        """Let member b have the limits of member ``sources[b]`` of before."""
+        rows = list(sources)
+        return Limits(
+            *(None if limit is None else replace(limit, values=limit.values[rows]) for limit in (self.norm, self.value))
+        )
+
+    def with_rows(self, rows: Sequence[int], norm: HyperValue | None, value: HyperValue | None) -> Limits:
+        """Return them with those of members that start in ``rows``: where no value is given, what all began with.
+
+        Raises ValueError where members began with different limits, or for a population without.
+        """
+        changed = self
+        for name, given in (("norm", norm), ("value", value)):
+            limit: Limit | None = getattr(self, name)
+            if limit is not None:
+                changed = replace(changed, **{name: limit.with_rows(f"clip_{name}", rows, given)})
+            elif given is not None:
+                raise ValueError(
+                    f"clip_{name}={given}: this population has no clip_{name}; give it one when it is made"
+                )
+        return changed
+
+    def clip(self, fused: FusedModule) -> None:
+        """First by value, then by norm. Parameters that all members share are left as they are."""
+        params = [p for p in fused.parameters() if p.grad is not None and stacked(p)]
+        if not params:
+            return
+        if self.value is not None:
+            clip_grad_value_(params, self.value.values)
+        if self.norm is not None:
+            clip_grad_norm_(params, self.norm.values)
+
+
+def _checked(name: str, value: HyperValue | None, rows: int) -> Tensor:
+    values: Tensor = plain(member_vector(name, value, rows))
+    if not bool((values >= 0).all()):
+        raise ValueError(f"{name}={values.tolist()}: every limit must be at least 0")
+    return values
+
+
+def stacked(tensor: Tensor) -> bool:
+    """Whether every member has a row of it, or it is that of a member in no array."""
+    found = membership(tensor)
+    return found is not None and found.is_own
+
+
+def bad_rows(fused: FusedModule, losses: Tensor) -> Tensor:
+    """The members whose loss or gradients are not all finite: bool ``[rows]``, on the CPU."""
+    bad: Tensor = ~losses.detach().isfinite().cpu()
+    grads = [param.grad for param in fused.parameters() if param.grad is not None and stacked(param)]
+    if len(fused) == 1 and all_finite(grads):
+        return bad
+    return bad | overflowing([grad.reshape(len(fused), -1) for grad in grads], len(fused))
+
+
+def all_finite(grads: Sequence[Tensor]) -> bool:
+    """Whether every value is finite, from one call for all; False also where that call cannot tell: tensors of several
+    kinds, or squares that overflow.
+    """
+    if not grads or len({(grad.dtype, grad.device, grad.layout) for grad in grads}) > 1:
+        return not grads
+    if grads[0].layout is not torch.strided or not all(grad.numel() for grad in grads):
+        return False
+    # The largest magnitude takes five times as long.
+    return math.isfinite(float(torch.stack(torch._foreach_norm(list(grads), 2)).sum()))
+
+
+def check_common(fused: FusedModule) -> None:
+    """Raise a FusionError where a gradient that all members share is not finite."""
+    for name, param in fused.named_parameters():
+        if param.grad is not None and not stacked(param) and not bool(param.grad.isfinite().all()):
+            raise FusionError(
+                f"the gradient of {name}, which all members train together, is not finite: who goes bad spoils it "
+                "for all, so that none can go on as if it were healthy; freeze it, or give each member its own"
+            )
+
+
+class Buffers:
+    """The buffers of an array and what else forward writes to, to be put back where a step does not count."""
+
+    def __init__(self, fused: FusedModule) -> None:
+        self._fused = fused
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}
+        self._keep(fused.named_buffers())
+        self._keep_written(written_keys(fused))
+        # Programs that this step makes, before they run.
+        fused._on_program = lambda compiled: self._keep_written(compiled.written)
+
+    def _keep_written(self, keys: frozenset[str]) -> None:
+        if further := keys - self._before.keys():
+            self._keep((name, tensor) for name, tensor in tensors(self._fused) if name in further)
+
+    def _keep(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        # A view of each, in which writing writes to the tensor itself.
+        for name, tensor in named:
+            mark = membership(tensor)
+            if mark is not None and mark.is_own:
+                rows = member_rows(tensor.detach(), mark)
+                self._before[name] = rows, rows.clone()
+
+    @property
+    def before(self) -> dict[str, Tensor]:
+        """What is held, by key."""
+        return {name: before for name, (_, before) in self._before.items()}
+
+    def renew(self, rows: Tensor) -> None:
+        """Hold what members ``rows``, bool ``[rows]``, have now."""
+        for tensor, before in self._before.values():
+            places = rows.nonzero().reshape(-1).to(tensor.device)
+            before[places] = tensor[places]
+
+    def of_rows(self, rows: Sequence[int], part: FusedModule) -> Buffers:
+        """What is held of members ``rows``, for an array ``part`` of them."""
+        made = Buffers(part)
+        for name, (_, before) in self._before.items():
+            if name in made._before:
+                made._before[name][1].copy_(before[list(rows)])
+        return made
+
+    def put_rows(self, rows: Sequence[int], part: Buffers) -> None:
+        """Hold of members ``rows`` what ``part`` holds of its first ones."""
+        named = dict(tensors(self._fused))
+        self._keep((name, named[name]) for name in part._before.keys() - self._before.keys())
+        for name, (_, before) in part._before.items():
+            self._before[name][1][list(rows)] = before[: len(rows)]
+
+    @torch.no_grad()
+    def put_back(self, rows: Tensor) -> None:
+        """Those of members ``rows``, bool ``[rows]``."""
+        for tensor, before in self._before.values():
+            places = rows.nonzero().reshape(-1).to(tensor.device)
+            tensor[places] = before[places]

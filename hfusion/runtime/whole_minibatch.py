@@ -1,0 +1,151 @@
+"""A resident task whose minibatches are steps of its whole array, forward and backward as one program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfusion.core.exclusive import compiling_within
+from hfusion.runtime.loss_ring import Arrived, LossRing
+from hfusion.runtime.process import Gate
+from hfusion.runtime.recipe import WholeStep
+from hfusion.runtime.training import Training
+from hfusion.schedule.minibatch_slices import Ran, Slices
+from hfusion.schedule.plan import Phase, TaskPlan, Unit
+from hfusion.schedule.timeline import Span
+
+
+class WholeTraining(Training):
+    """As `Training`, of one shard. Its units are those of slices, all of which is computed in their backwards."""
+
+    def __init__(self, *args: Any, step: WholeStep, slices: Slices) -> None:
+        super().__init__(*args)
+        self.slices = slices
+        self._times: list[Ran] = []
+        self._first = 0
+        self._saved_at: dict[int, float] = {}
+        self._step = step
+        self._ring = LossRing()
+        self._had: list[float] = []
+        self._trained = {name: self.state.parameter(name) for name in self.state.shards[0].trained}
+        self._params = [self.state.parameter(name) for name in self.state.shards[0].all]
+
+    @property
+    def known_calls(self) -> list[str]:
+        return self._step.known_calls
+
+    def expect(self, calls: Sequence[str]) -> None:
+        self._step.expect(calls)
+
+    def rest(self, rows: frozenset[int]) -> None:
+        self._step.rest(rows)
+
+    @property
+    def minibatches(self) -> int:
+        return len(self.losses) + len(self._ring)
+
+    def arrive(self) -> None:
+        self._arrived(self._ring.drain())
+
+    @property
+    def scheduled(self) -> TaskPlan:
+        return self.slices.scheduled
+
+    def begun(self, steps: int) -> int:
+        self._first = steps
+        return self.slices.after(steps)
+
+    def ran(self, unit: Unit) -> None:
+        if unit.phase is Phase.EVALUATE:
+            self.ended(unit)
+            if self.plan.saves(unit) and not self.over:
+                self._saved_at[unit.step] = perf_counter()
+                self.save(unit)
+
+    def spans(self, spans: Sequence[Span], began: float) -> Iterator[Span]:
+        """What ran of slices, by minibatches; ``began``: the run did, by `time.perf_counter`."""
+        times = [Ran(*(time - began for time in each)) for each in computed(self._times, self._had)]
+        saved = {step: time - began for step, time in self._saved_at.items()}
+        return self.slices.spans(spans, times, self._first, saved)
+
+    def run(self, unit: Unit, device: torch.device, gate: Gate) -> None:
+        if unit.phase is Phase.EVALUATE:
+            super().run(unit, device, gate)
+        elif unit.phase is Phase.BACKWARD:
+            self.state.bind(0)
+            end = self.slices.end(unit.step)
+            # To trace or compile, which a step does before it computes, nobody else may compute.
+            with compiling_within(gate.exclusive):
+                while self.minibatches < end and not self.over:
+                    self._minibatch(device, gate)
+
+    def _arrived(self, arrived: Sequence[Arrived]) -> None:
+        self.losses.extend(each.losses for each in arrived)
+        self._had.extend(each.at for each in arrived)
+
+    def update(self, unit: Unit, gate: Gate) -> None:
+        """Nothing: it was made in the backward of the slice."""
+
+    def _minibatch(self, device: torch.device, gate: Gate) -> None:
+        unit, began = self.slices.unit(self.minibatches, Phase.BACKWARD), perf_counter()
+        recipe = self._read(self._source, device, gate)
+        prepared = self._step.prepare(self._batch, device)
+        read = perf_counter()
+        computed = 0.0
+
+        def update() -> None:
+            nonlocal computed
+            grads = {name: param.grad for name, param in self._trained.items() if param.grad is not None}
+            for param in self._params:
+                param.grad = None
+            if self._carried:
+                self._sum(unit, grads)
+            computed = perf_counter()
+            if not self._carried:
+                self.state.update(0, grads)
+            elif self.plan.closes(unit.step):
+                super(WholeTraining, self).update(unit, gate)
+
+        with gate.computing():
+            with self._drawing(self._generators, device):
+                losses = self._step.run(prepared, update)
+            self._arrived(self._ring.put(losses))
+            self.state.wrote(0, [self._names[name] for name in recipe.parts[0].writes])
+        self.ended(unit)
+        if self.plan.clipped and self.plan.closes(unit.step):
+            unit = self.slices.unit(unit.step, Phase.UPDATE)
+            self.ended(unit)
+        ended = perf_counter()
+        if self.plan.saves(unit) and not self.over:
+            self.save(unit)
+        self._times.append(Ran(began, read, computed, ended, perf_counter()))
+
+    def _noted(self, norms: Tensor) -> Tensor:
+        """On the device: the same unit clips by them there."""
+        return norms
+
+    def _sum(self, unit: Unit, grads: dict[str, Tensor]) -> None:
+        """Add to the gradients that outlive the minibatch."""
+        if self.plan.accumulate > 1 and grads:
+            torch._foreach_div_(list(grads.values()), self.plan.accumulate)
+        self._collect(0, {f"param {name}": grad for name, grad in grads.items()})
+        self._note_norms(unit)
+
+
+def computed(asked: Sequence[Ran], had: Sequence[float]) -> list[Ran]:
+    """When minibatches ran on their device, from when Python asked for them, and when their losses were there.
+
+    >>> computed([Ran(0, 1, 2, 3, 3), Ran(3, 4, 5, 6, 6)], [3, 10])[1]
+    Ran(began=3, read=4, computed=5, ended=10, saved=10)
+    """
+    times, free = list[Ran](), 0.0
+    for ran, end in zip(asked, had, strict=False):
+        ended = max(ran.ended, end)
+        read = min(max(ran.read, free), ended)
+        times.append(Ran(ran.began, read, max(ran.computed, read), ended, ended + ran.saved - ran.ended))
+        free = times[-1].saved
+    return times

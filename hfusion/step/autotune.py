@@ -1,0 +1,142 @@
+"""Which of several programs of one step is the fastest on this machine, measured once and kept.
+
+They compute the same but for the last bits, as members stand in other blocks: so what was measured decides for every
+process after it, and none of the steps that it is measured by counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfusion.compiler.bound_program import Place
+from hfusion.device.backend import random_states_kept
+from hfusion.device.cache import cache_folder, number, read_sealed, write_sealed_once
+from hfusion.device.team import Team
+from hfusion.step.compile_request import Order
+from hfusion.step.compiled_step import StepProgram
+from hfusion.step.program_cache import circumstances
+from hfusion.step.step_graph import StepCall
+
+ONE_PART, PARTS = "in one part", "in parts"
+
+# Steps of each way in a row, of which the first does not count, as it finds nothing in place; and how many rows, in
+# turn, unless they take so long that little could disturb them.
+TURNS = 5
+ROWS = 2
+_LONG = 0.5
+# By how much the median may exceed the least; on a machine that is busy with something else it is some times that.
+_STEADY = 1.5
+_PLAUSIBLE = (1e-9, 1e6)
+
+
+@dataclass(frozen=True)
+class WayTimes:
+    """Seconds of a step, by way."""
+
+    seconds: Mapping[str, float]
+
+    @property
+    def fastest(self) -> str:
+        return min(self.seconds, key=lambda way: self.seconds[way])
+
+    def __str__(self) -> str:
+        ordered = sorted(self.seconds, key=lambda way: self.seconds[way])
+        return ", ".join(f"{way} {1e3 * self.seconds[way]:.3g} ms" for way in ordered)
+
+
+@dataclass(frozen=True, eq=False)
+class NotedProgram:
+    """``program``, and what is told of it."""
+
+    program: StepProgram
+    note: str
+
+    @property
+    def team(self) -> Team | None:
+        """That of the program."""
+        return self.program.team
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        return f"{self.program.how}, {self.note}"
+
+    def fits(self, call: StepCall) -> bool:
+        return self.program.fits(call)
+
+    def step(self, call: StepCall) -> Tensor:
+        """Write gradients and buffers; the losses ``[B]``."""
+        return self.program.step(call)
+
+
+def measure(ways: Mapping[str, StepProgram], call: StepCall, places: Sequence[Place]) -> WayTimes | None:
+    """How long steps of each take, which leave nothing behind in the tensors at ``places``; None if that is unsteady.
+
+    The least: what was measured is kept, and what disturbs the machine now may be gone tomorrow.
+    """
+    tensors = list({id(holder[name]): holder[name] for holder, name in places}.values())
+    before = [(tensor.detach().clone(), tensor.grad) for tensor in tensors]
+    taken: dict[str, list[float]] = {way: [] for way in ways}
+    with ExitStack() as stack:
+        stack.enter_context(random_states_kept())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.callback(_put_back, tensors, before)
+        for row in range(ROWS):
+            for way, program in ways.items():
+                if not row or min(taken[way]) <= _LONG / TURNS:
+                    taken[way] += _row(program, call)
+    if any(median(seconds) > _STEADY * min(seconds) for seconds in taken.values()):
+        return None
+    return WayTimes({way: min(seconds) for way, seconds in taken.items()})
+
+
+def _put_back(tensors: Sequence[Tensor], before: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+    for tensor, (value, grad) in zip(tensors, before, strict=True):
+        tensor.detach().copy_(value)
+        tensor.grad = grad
+
+
+def _row(program: StepProgram, call: StepCall) -> list[float]:
+    found: list[float] = []
+    while len(found) < TURNS and (len(found) < 2 or sum(found) < _LONG):
+        start = time.perf_counter()
+        program.step(call)
+        found.append(time.perf_counter() - start)
+    return found[1:]
+
+
+def find_times(parts: Order, threads: int) -> WayTimes | None:
+    """What was measured before of a step that may run in parts on so many threads, by the order of these."""
+    try:
+        seconds: Mapping[str, Any] = json.loads(read_sealed(_path(parts, threads)))["seconds"]
+        return WayTimes({way: number(seconds[way], *_PLAUSIBLE) for way in (ONE_PART, PARTS)})
+    except (OSError, LookupError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def keep_times(parts: Order, times: WayTimes | None, threads: int) -> WayTimes | None:
+    """``times``, now kept, or what another process has kept meanwhile; None where nothing can be, or is known."""
+    if times is None:
+        return find_times(parts, threads)
+    told = json.dumps({"seconds": dict(times.seconds)}).encode()
+    try:
+        return times if write_sealed_once(_path(parts, threads), told) else find_times(parts, threads)
+    except OSError:
+        return None
+
+
+def _path(parts: Order, threads: int) -> Path:
+    """The order says how many threads compute a part, and ``threads`` how many parts there are at a time."""
+    whole = json.dumps([parts.key(circumstances()), threads])
+    return cache_folder() / f"step-{hashlib.sha256(whole.encode()).hexdigest()[:32]}-choice.json"

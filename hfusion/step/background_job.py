@@ -1,0 +1,41 @@
+"""Programs that another process makes while steps run eagerly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hfusion.step.compile_request import Order
+from hfusion.step.compile_worker import BackgroundJob
+from hfusion.step.step_graph import StepCall
+
+
+@dataclass(frozen=True, eq=False)
+class PendingProgram:
+    """A program that another process makes, or has made if there is no ``job``, for calls like ``call``."""
+
+    job: BackgroundJob | None
+    order: Order
+    call: StepCall
+    rival: Rival | None = None
+
+    @property
+    def age(self) -> float:
+        """Seconds for which a process has been at it."""
+        return 0.0 if self.job is None else self.job.age
+
+    def ready(self) -> bool:
+        pending = self if self.rival is None else self.rival.pending
+        return all(one.job is None or one.job.ready() for one in (self, pending))
+
+    def cancel(self) -> None:
+        for one in (self, None if self.rival is None else self.rival.pending):
+            if one is not None and one.job is not None:
+                one.job.cancel()
+
+
+@dataclass(frozen=True, eq=False)
+class Rival:
+    """A program that is compared with that of the order ``parts``."""
+
+    pending: PendingProgram
+    parts: Order

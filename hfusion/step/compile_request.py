@@ -1,0 +1,212 @@
+"""A step that is to be compiled, as JSON: what a process that has neither the models nor their code needs for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.bound_program import BoundProgram
+from hfusion.compiler.compiled_program import Compiled
+from hfusion.compiler.graph_text import Unwritable
+from hfusion.compiler.serialized_program import read_compiled, write_compiled
+from hfusion.core.calls import StackedInput
+from hfusion.core.memory import is_plain
+from hfusion.core.program import Kind
+from hfusion.device.backend import attention_kernels, use_attention_kernels
+from hfusion.step.step_graph import StepCall, Tensors
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """``content``: plain values, for `read_order`."""
+
+    content: Mapping[str, Any]
+
+    @cached_property
+    def text(self) -> str:
+        return json.dumps(self.content, sort_keys=True)
+
+    def key(self, environment: Mapping[str, Any]) -> str:
+        """Equal for orders that are alike in every respect, under the same circumstances."""
+        whole = json.dumps(environment, sort_keys=True) + self.text
+        return hashlib.sha256(whole.encode()).hexdigest()
+
+
+def write_order(forward: BoundProgram, loss: BoundProgram, call: StepCall, size: int | None, autocast: Any) -> Order:
+    """The step of ``forward`` and ``loss`` for calls like ``call``. Raises Unwritable."""
+    tensors = Tensors.of(forward, loss)
+    places = {id(tensor): place for place, tensor in enumerate(tensors.all())}
+
+    def source(bound: BoundProgram) -> dict[str, Any]:
+        return {**write_compiled(bound.compiled), "places": [places[id(h[n])] for h, n in bound.places]}
+
+    return Order(
+        {
+            "forward": source(forward),
+            "loss": source(loss),
+            "tensors": [_write_tensor(tensor) for tensor in tensors.all()],
+            "inputs": [_write_leaf(leaf) for leaf in call.inputs.leaves],
+            "target": [_write_leaf(leaf) for leaf in call.target.leaves],
+            "size": size,
+            "autocast": [[kind, _name(dtype)] for kind, dtype in autocast or ()],
+            "settings": _settings(),
+        }
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Ordered:
+    """The arguments of `hfusion.step.compiled_step.compile_programs`, around tensors without data."""
+
+    forward: BoundProgram
+    loss: BoundProgram
+    call: StepCall
+    size: int | None
+
+
+@contextmanager
+def read_order(content: Mapping[str, Any]) -> Iterator[Ordered]:
+    """Inside, the order can be carried out, under the settings that it was written under.
+
+    Raises as `hfusion.compiler.serialized_program.read_compiled`.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_under(content["settings"]))
+        tensors = {str(place): _read_tensor(one) for place, one in enumerate(content["tensors"])}
+        forward, loss = (_read_source(content[name], tensors) for name in ("forward", "loss"))
+        inputs, target = (
+            Arguments(tuple(_read_leaf(leaf) for leaf in content[name]), None) for name in ("inputs", "target")
+        )
+        for kind, dtype in content["autocast"]:
+            stack.enter_context(torch.autocast(kind, dtype=getattr(torch, dtype)))
+        yield Ordered(forward, loss, StepCall(inputs, target), content["size"])
+
+
+def _read_source(written: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> BoundProgram:
+    places = tuple((tensors, str(place)) for place in written["places"])
+    own = [name for kind, name in written["slots"] if kind != Kind.INPUT.value]
+    kinds = [kind for kind, _ in written["slots"] if kind != Kind.INPUT.value]
+    constants = {
+        name: holder[key]
+        for kind, name, (holder, key) in zip(kinds, own, places, strict=True)
+        if kind == Kind.CONSTANT.value
+    }
+    compiled: Compiled = read_compiled(written, constants)
+    return BoundProgram(compiled, places)
+
+
+def _write_tensor(tensor: Tensor) -> dict[str, Any]:
+    if not is_plain(tensor):
+        raise Unwritable(f"a {type(tensor).__name__} of layout {tensor.layout}")
+    return {
+        "shape": list(tensor.shape),
+        "stride": list(tensor.stride()),
+        "dtype": _name(tensor.dtype),
+        "device": str(tensor.device),
+        "grad": tensor.requires_grad,
+    }
+
+
+def _read_tensor(written: Mapping[str, Any]) -> Tensor:
+    dtype, device = getattr(torch, written["dtype"]), torch.device(written["device"])
+    found = torch.empty_strided(written["shape"], written["stride"], dtype=dtype, device=device)
+    return found.zero_().requires_grad_(written["grad"])
+
+
+def _write_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, StackedInput):
+        return {"stacked": _write_tensor(leaf.tensor)}
+    if isinstance(leaf, Tensor):
+        return {"tensor": _write_tensor(leaf)}
+    if type(leaf) not in _PLAIN:
+        raise Unwritable(f"the argument {leaf!r:.80}")
+    return leaf
+
+
+def _read_leaf(written: Any) -> Any:
+    if not isinstance(written, Mapping):
+        return written
+    ((kind, tensor),) = written.items()
+    return StackedInput(_read_tensor(tensor)) if kind == "stacked" else _read_tensor(tensor)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _settings() -> dict[str, Any]:
+    """What of the process a trace, and what inductor makes of it, hangs on."""
+    return {
+        "threads": torch.get_num_threads(),
+        "dtype": _name(torch.get_default_dtype()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warns": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "precision": torch.get_float32_matmul_precision(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "attention": attention_kernels(),
+        "inductor": changed_settings(),
+    }
+
+
+def changed_settings() -> dict[str, Any]:
+    """Return the settings of inductor that differ from torch's defaults, by name.
+
+    Those of AOTInductor are left out: no step is compiled by it, and it leaves what it found of the machine there.
+
+    Raises:
+        Unwritable: A value is no plain value, such as a pass of the user's own.
+    """
+    module = sys.modules.get("torch._inductor.config")
+    if module is None:
+        return {}
+    config: Any = module
+    # A setting that was changed only during a compilation is no longer "default" to torch afterwards.
+    values = {name: getattr(config, name) for name in config._config if not config._is_default(name)}
+    changed = {
+        name: value
+        for name, value in sorted(values.items())
+        if value != config._config[name].default and not name.startswith("aot_inductor.")
+    }
+    for name, value in changed.items():
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if not all(type(item) in _PLAIN for item in items):
+            raise Unwritable(f"torch._inductor.config.{name} = {value!r:.80}")
+    return changed
+
+
+@contextmanager
+def _under(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Set what `_settings` told."""
+    before = _settings()
+    with ExitStack() as stack:
+        if settings["inductor"]:
+            from torch._inductor import config
+
+            stack.enter_context(config.patch(settings["inductor"]))
+        stack.callback(_set, before)
+        _set(settings)
+        yield
+
+
+def _set(settings: Mapping[str, Any]) -> None:
+    if settings["threads"] != torch.get_num_threads():
+        torch.set_num_threads(settings["threads"])
+    torch.set_default_dtype(getattr(torch, settings["dtype"]))
+    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warns"])
+    torch.set_float32_matmul_precision(settings["precision"])
+    # torch's own test utilities forbid to set it, even to what it is.
+    if settings["mkldnn"] != torch.backends.mkldnn.enabled:
+        torch.backends.mkldnn.enabled = settings["mkldnn"]
+    use_attention_kernels(settings["attention"])

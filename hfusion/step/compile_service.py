@@ -1,0 +1,404 @@
+"""When the programs of a step are made, and where: here, or by another process while steps run eagerly."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from hfusion.core.exclusive import compiling, tracing
+from hfusion.core.stages import BrokenProgram
+from hfusion.device.cache import cache_folder, lasts
+from hfusion.device.openmp import torch_threads
+from hfusion.step import program_cache
+from hfusion.step.autotune import ONE_PART, PARTS, NotedProgram, find_times, keep_times, measure
+from hfusion.step.background_job import PendingProgram, Rival
+from hfusion.step.block_layout import AUTO, Parting, check_parts
+from hfusion.step.compile_payoff import CompileRecord, add_record, compile_seconds, judge, read_records, spare_core
+from hfusion.step.compile_request import Order
+from hfusion.step.compile_worker import BackgroundJob, error_text
+from hfusion.step.compiled_step import (
+    MAX_LOOPED_CALLS,
+    FusedStep,
+    Library,
+    PerMemberStep,
+    StepProgram,
+    Unprofitable,
+    compile_programs,
+    order_for,
+    step_of,
+)
+from hfusion.step.cpp_block_entry import Unparted
+from hfusion.step.step_graph import ProgramMismatch, StepCall
+from hfusion.step.variants import StepVariant
+
+# Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
+MAX_PROGRAMS = 16
+
+
+@dataclass(frozen=True)
+class CompileMode:
+    """Whether steps are compiled, and by whom; ``eager_steps``, ``parts`` and ``steps`` as of `hfusion.train_step`.
+
+    Raises ValueError for what is neither.
+    """
+
+    compile: bool
+    background: bool = False
+    eager_steps: int | None = None
+    parts: int | str = AUTO
+    steps: int | None = None
+    auto: bool = False
+
+    @staticmethod
+    def of(compile: object, eager_steps: int | None, parts: object = AUTO, steps: object = None) -> CompileMode:
+        divided, auto = check_parts(parts), compile == "auto"
+        if compile not in (True, False, "now", "background", "auto"):
+            raise ValueError(f'compile is {compile!r}: give True or "now", "background", "auto", or False')
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
+            raise ValueError(f"steps is {steps!r}: give the number of steps that will be made")
+        if eager_steps is None:
+            return CompileMode(bool(compile), compile == "background", None, divided, steps, auto)
+        if steps is not None or auto:
+            one = 'compile="auto"' if auto else "steps"
+            raise ValueError(
+                f"{one} and eager_steps are both given: one leaves open when steps change over, one says it"
+            )
+        if not compile:
+            raise ValueError(
+                f"eager_steps is {eager_steps!r} where compile is False: no step will be compiled; omit it"
+            )
+        if isinstance(eager_steps, bool) or not isinstance(eager_steps, int) or eager_steps < 1:
+            raise ValueError(f"eager_steps is {eager_steps!r}: give an integer from 1 on, as the first step is eager")
+        return CompileMode(True, compile == "background", eager_steps, divided)
+
+    def __str__(self) -> str:
+        if not self.compile:
+            return "False"
+        if self.auto:
+            return '"auto"'
+        return '"background"' if self.background else "True"
+
+    @property
+    def judged(self) -> bool:
+        """Whether steps are compiled only if that pays."""
+        return self.auto or self.steps is not None
+
+    def left(self, steps: int) -> int | None:
+        """How many steps to expect after ``steps`` of a kind: where nobody said, as many as were made, and None between
+        powers of two, where an answer would hardly be another.
+        """
+        if self.steps is not None:
+            return max(0, self.steps - steps)
+        return steps if steps & (steps - 1) == 0 else None
+
+    def eager(self, steps: int) -> bool:
+        """Whether the step after ``steps`` of its kind is eager, whatever has been compiled by then."""
+        return self.eager_steps is not None and steps < self.eager_steps
+
+    def due(self, steps: int) -> bool:
+        """Whether the step after ``steps`` of its kind waits for its program."""
+        return not self.background or (self.eager_steps is not None and steps >= self.eager_steps)
+
+
+class ProgramMaker:
+    """Finds or makes the programs of one step, whose variants are ``ways``."""
+
+    def __init__(self, mode: CompileMode, ways: Mapping[Any, list[StepVariant]]) -> None:
+        self.mode = mode
+        self.library = Library()
+        self._ways = ways
+
+    def prepare(self, way: StepVariant, call: StepCall, size: int | None, autocast: Any) -> None:
+        """Give ``way`` its program, or let it say why it has none; neither, while its steps are still eager.
+
+        Raises ProgramMismatch where it cannot have one for these sizes.
+        """
+        steps, way.steps = way.steps, way.steps + 1
+        if self.mode.eager(steps):
+            self._begin(way, call, size, autocast)
+            return
+        way.program = self._fitting(way, call)
+        if way.program is not None or self._waits(way, call, steps):
+            return
+        if self.mode.judged and way.job is None and not self._pays(way, call, size, autocast, steps):
+            return
+        self._make(way, call, size, autocast, self.mode.due(steps) and not way.behind)
+
+    def _pays(self, way: StepVariant, call: StepCall, size: int | None, autocast: Any, steps: int) -> bool:
+        """Whether to compile ``way`` now that ``steps`` of its kind were made: not before one was timed."""
+        if any(holder[name].device.type != "cpu" for holder, name in way.places):
+            # An accelerator's steps go on when their calls are over.
+            return True
+        if not way.clock.eager:
+            # One that is there already costs nothing.
+            self._make(way, call, size, autocast, due=False, find_only=True)
+            return False
+        left = self.mode.left(steps)
+        if left is None:
+            return False
+        operators, looped = _extent(way)
+        found = judge(left, median(way.clock.eager), operators, looped, read_records(), spare_core())
+        way.behind, way.postponed = found.behind, found.why
+        if found.why and self.mode.steps is not None:
+            way.why, way.chosen = found.why, True
+        return not found.why
+
+    def eager_threads(self, way: StepVariant) -> AbstractContextManager[None]:
+        """In which an eager step of ``way`` computes: with one of torch's threads fewer where the process that compiles
+        has no core to itself, once that has lasted longer than a compilation is expected to take.
+
+        Until then the steps lose nothing to it; from then on they lose no more than they would have from the start.
+        """
+        count = torch.get_num_threads()
+        if way.job is None or self.mode.eager_steps is not None or count == 1 or spare_core():
+            return nullcontext()
+        if way.expected is None:
+            way.expected = compile_seconds(*_extent(way), read_records(), behind=False)
+        return torch_threads(count - 1) if way.job.age > way.expected else nullcontext()
+
+    def remember(self, way: StepVariant) -> None:
+        """Keep what was measured of ``way``, for those after it."""
+        if way.compiling is not None:
+            behind = way.behind or self.mode.background
+            add_record(CompileRecord(*_extent(way), behind, way.compiling, way.clock.speedup))
+
+    def _variants(self) -> Iterator[StepVariant]:
+        return (way for ways in self._ways.values() for way in ways)
+
+    def programs(self) -> list[StepProgram]:
+        return list(dict.fromkeys(way.program for way in self._variants() if way.program is not None))
+
+    def _fitting(self, way: StepVariant, call: StepCall) -> StepProgram | None:
+        """The program of calls that differ in the number of samples only, if it holds for this number."""
+        for other in self._variants():
+            if other.program is not None and other.like(way) and other.program.fits(call):
+                return other.program
+        return None
+
+    def _waits(self, way: StepVariant, call: StepCall, steps: int) -> bool:
+        """Whether this step is eager as a program that may serve it is being made."""
+        for other in self._variants():
+            if other is not way and other.job is not None and other.like(way):
+                if other.behind or not self.mode.due(steps):
+                    return True
+                self._take(other)
+                way.program = self._fitting(way, call)
+                return way.program is not None
+        return False
+
+    def _begin(self, way: StepVariant, call: StepCall, size: int | None, autocast: Any) -> None:
+        """Let a program be made that will be waited for."""
+        if way.job is None and way.kept_back is None and not any(o.job and o.like(way) for o in self._variants()):
+            self._make(way, call, size, autocast, due=False)
+            # It may be there too early.
+            way.kept_back, way.program = way.program, None
+
+    def _make(
+        self,
+        way: StepVariant,
+        call: StepCall,
+        size: int | None,
+        autocast: Any,
+        due: bool,
+        find_only: bool = False,
+    ) -> None:
+        if way.kept_back is not None:
+            way.program, way.kept_back = way.kept_back, None
+            return
+        if way.job is not None:
+            if due or way.job.ready():
+                self._take(way)
+            return
+        if self.library.count >= MAX_PROGRAMS:
+            way.why = f"{MAX_PROGRAMS} other programs were compiled already; call it with fewer kinds of inputs"
+            return
+        assert way.sources is not None
+        try:
+            if way.parting is None:
+                way.parting = Parting.of(self.mode.parts, *way.sources, size)
+            self._find_or_compile(way, call, way.parting, autocast, due, find_only)
+        except Unparted as error:
+            way.parting = Parting(size, why=str(error))
+            self._make(way, call, size, autocast, due, find_only)
+        except (ProgramMismatch, BrokenProgram):
+            raise
+        except Unprofitable as error:
+            way.why = str(error)
+        except Exception as error:
+            # Only what is traced and compiled here: the call itself has run eagerly, with the user's own errors.
+            way.why = f"compilation failed: {error_text(error)}"
+
+    def _find_or_compile(
+        self, way: StepVariant, call: StepCall, parting: Parting, autocast: Any, due: bool, find_only: bool
+    ) -> None:
+        assert way.sources is not None
+        behind = self.mode.background or way.behind
+        began = perf_counter()
+        with parting.set_threads():
+            order = order_for(*way.sources, call, parting.size, autocast, always=behind)
+        rival = None
+        # The two differ in last bits: time decides once for all, or not at all.
+        if parting.rival and order is not None and program_cache.keeping() and lasts():
+            times = find_times(order, parting.threads)
+            if times is not None:
+                way.parting = parting = parting.chosen(times)
+                if times.fastest == ONE_PART:
+                    self._find_or_compile(way, call, parting, autocast, due, find_only)
+                    return
+            elif find_only:
+                return
+            else:
+                rival = self._rival(way, call, order, autocast)
+        with parting.set_threads():
+            with tracing:
+                known = None if order is None or not program_cache.keeping() else program_cache.find(order)
+            if known is None and not find_only and not (behind and order is not None):
+                with compiling():
+                    keep = order if program_cache.keeping() else None
+                    kind = _kind(way, call)
+                    known = compile_programs(*way.sources, call, self.library, kind, parting.size, keep)
+                    way.compiling = perf_counter() - began
+        if known is not None and (rival is None or not behind):
+            self._use(way, call, known, rival)
+            if way.compiling is not None:
+                way.compiling = perf_counter() - began
+        elif not find_only:
+            assert order is not None
+            job = BackgroundJob(order, self._folder, self) if known is None else None
+            way.job = PendingProgram(job, order, call, rival)
+            if due:
+                self._take(way)
+
+    def _rival(self, way: StepVariant, call: StepCall, parts: Order, autocast: Any) -> Rival | None:
+        """All members in one part, to be compared with the program of the order ``parts`` before that is used; None
+        where that cannot be. Another process makes it meanwhile.
+        """
+        assert way.sources is not None
+        order = order_for(*way.sources, call, None, autocast, always=True)
+        if order is None:
+            return None
+        with tracing:
+            known = program_cache.find(order)
+        try:
+            job = None if known is not None else BackgroundJob(order, self._folder, self)
+        except OSError:
+            return None
+        return Rival(PendingProgram(job, order, call), parts)
+
+    def _take(self, way: StepVariant) -> None:
+        """What the other process has made of ``way``."""
+        pending, way.job = way.job, None
+        assert pending is not None
+        found = self._result(pending)
+        if found is None:
+            # It was of a step that is gone; it is asked for anew at the next call.
+            return
+        if isinstance(found, str):
+            way.why = f"its compilation in the background failed: {found}"
+            return
+        if pending.job is not None:
+            way.compiling = pending.job.seconds
+            self.library.count += 0 if isinstance(found, program_cache.NoProgram) else len(found.runs)
+        try:
+            self._use(way, pending.call, found, pending.rival)
+        except Unparted as error:
+            # It is asked for anew, as one part, at the next call.
+            way.parting = Parting(None, why=str(error))
+        except Unprofitable as error:
+            way.why = str(error)
+
+    def _result(self, pending: PendingProgram) -> program_cache.StepPrograms | program_cache.NoProgram | str | None:
+        """What there is of an order, once that has been waited for; in words, why nothing; None if it was cancelled."""
+        trouble = "" if pending.job is None else pending.job.result()
+        if pending.job is not None and pending.job.cancelled:
+            return None
+        found = None if trouble else program_cache.find(pending.order, self._folder)
+        if found is None:
+            return trouble or "what was made cannot be read"
+        return found
+
+    def _use(
+        self,
+        way: StepVariant,
+        call: StepCall,
+        found: program_cache.StepPrograms | program_cache.NoProgram,
+        rival: Rival | None = None,
+    ) -> None:
+        if isinstance(found, program_cache.NoProgram):
+            raise Unprofitable(found.why)
+        assert way.parting is not None
+        parts = self._step(way, call, found)
+        way.program = way.parting.applied(parts)
+        other = None if rival is None else self._result(rival.pending)
+        if rival is not None and isinstance(other, program_cache.StepPrograms):
+            self._choose(way, call, parts, other, rival.parts)
+        if way.parting.times is not None:
+            way.program = NotedProgram(way.program, f"chosen: {way.parting.times}")
+
+    def _choose(
+        self,
+        way: StepVariant,
+        call: StepCall,
+        parts: FusedStep | PerMemberStep,
+        found: program_cache.StepPrograms,
+        order: Order,
+    ) -> None:
+        """Measure ``parts``, of ``order``, and all members in one, and give ``way`` the faster."""
+        assert way.parting is not None
+        parting, way.parting = way.parting, Parting(None)
+        one = self._step(way, call, found)
+        ways: dict[str, StepProgram] = {
+            ONE_PART: way.parting.applied(one),
+            PARTS: replace(parting, measured=False).applied(parts),
+        }
+        times = keep_times(order, measure(ways, call, way.places), parting.threads)
+        way.parting = parting if times is None else parting.chosen(times)
+        if times is not None and times.fastest == ONE_PART:
+            way.program = ways[ONE_PART]
+
+    def _step(self, way: StepVariant, call: StepCall, found: program_cache.StepPrograms) -> FusedStep | PerMemberStep:
+        assert way.sources is not None
+        return step_of(found, *way.sources, call, way.places, self.library, _kind(way, call))
+
+    @cached_property
+    def _folder(self) -> Path:
+        """Where the other process leaves programs."""
+        if program_cache.keeping():
+            return cache_folder()
+        # Kept as long as this.
+        private = tempfile.mkdtemp(prefix="hfusion-programs-")
+        weakref.finalize(self, shutil.rmtree, private, ignore_errors=True)
+        return Path(private)
+
+    def close(self) -> None:
+        """End the processes that make programs; what they were to make is asked for anew, if it is needed."""
+        for way in self._variants():
+            if way.job is not None:
+                way.job.cancel()
+
+
+def _extent(way: StepVariant) -> tuple[int, bool]:
+    """How many operators a member has, and whether the array loops over members."""
+    assert way.sources is not None
+    count = sum(len(source.compiled.graph.nodes) for source in way.sources)
+    return count, way.sources[0].looped_calls > MAX_LOOPED_CALLS
+
+
+def _kind(way: StepVariant, call: StepCall) -> Any:
+    """What a program hangs on besides those of forward and loss: all but the number of the members' arrangement, and
+    the sizes."""
+    (*modes, _), *others = way.situation
+    parting = way.parting
+    threads = parting.inner if parting is not None and parting.threads > 1 else None
+    return (tuple(modes), *others, call.inputs.loose_key, call.target.loose_key, threads)

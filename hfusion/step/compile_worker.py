@@ -1,0 +1,189 @@
+"""A process that compiles steps while this one trains.
+
+It is given an order, of plain values, and neither models nor their code; it leaves what it compiled in a folder, and
+says so. No thread waits for it: whoever trains asks at the border of a minibatch. It ends with the one who asked, with
+this process, however that ends, and when it has nothing to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hfusion.step.compile_request import Order
+
+# It computes with what training leaves of the cores. At 5, OpenMP's threads waited for the one it had displaced:
+# 250 steps of a CNN took twice as long on two cores (Xeon).
+_NICENESS = 19
+_START = "import sys; sys.path[:] = {path!r}; from hfusion.step.compile_worker import main; main({arguments!r})"
+# Of what a process wrote before it failed.
+_TAIL = 2000
+
+
+class BackgroundJob:
+    """One order that a process of its own carries out. ``owner``: with whom it ends.
+
+    Raises OSError where no process can be started.
+    """
+
+    def __init__(self, order: Order, folder: Path, owner: object) -> None:
+        self.folder = folder
+        self._told = ""
+        self._began = time.time()
+        self.seconds = 0.0
+        """Until it was ready, once it was waited for."""
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        handle, name = tempfile.mkstemp(prefix="hfusion-order-")
+        with open(handle, "w") as file:
+            file.write(order.text)
+        try:
+            self._process = _started([name, str(folder)], self._log)
+        except OSError:
+            self._log.close()
+            os.unlink(name)
+            raise
+        self._finalizer = weakref.finalize(owner, _end, self._process, self._log, name, os.getpid())
+        self.cancelled = False
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was given."""
+        return time.time() - self._began
+
+    def ready(self) -> bool:
+        """Whether it has ended, well or not; at once."""
+        if self._told or not self._finalizer.alive:
+            return True
+        return self._process.poll() is not None
+
+    def result(self) -> str:
+        """Wait until it has ended; empty if all is well, else what went wrong, in words.
+
+        ``cancelled`` afterwards if its owner was gone before.
+        """
+        if not self._finalizer.alive and not self._told:
+            self.cancelled = True
+            return "cancelled"
+        if not self._told:
+            self._process.wait()
+            self._told = self._outcome()
+            self._finalizer()
+        return "" if self._told == "done" else self._told
+
+    def _outcome(self) -> str:
+        assert self._process.stdout is not None
+        lines = self._process.stdout.read().decode(errors="replace").splitlines()
+        if lines:
+            told = json.loads(lines[-1])
+            # Not until it was asked: steps may be long.
+            self.seconds = max(0.0, told["ended"] - self._began)
+            return str(told["told"])
+        self._log.seek(0)
+        last = self._log.read()[-_TAIL:].decode(errors="replace").strip().splitlines()
+        return f"it ended with code {self._process.returncode}: {last[-1] if last else 'without a word'}"
+
+    def cancel(self) -> None:
+        """End the process."""
+        self._finalizer()
+
+
+def _started(arguments: Sequence[str], log: Any) -> subprocess.Popen[bytes]:
+    start = _START.format(path=[str(Path(__file__).parents[2]), *sys.path], arguments=list(arguments))
+    # Its standard input stays open as long as this process lives. In a group of its own no Ctrl-C meets it, and all
+    # that it starts can be ended with it. In a session of its own Linux would weigh its niceness in there only
+    # (sched(7), autogroup).
+    return subprocess.Popen(
+        [sys.executable, "-c", start],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        process_group=0,
+    )
+
+
+def _end(process: subprocess.Popen[bytes], log: Any, order: str, starter: int) -> None:
+    """End it and what it started, unless this is a child of the one who began it."""
+    if os.getpid() != starter:
+        return
+    if process.poll() is None:
+        _kill(process)
+        process.wait()
+    for file in (process.stdin, process.stdout, log):
+        if file is not None:
+            file.close()
+    if os.path.exists(order):
+        os.unlink(order)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if not hasattr(os, "killpg"):
+        process.kill()
+        return
+    # It may have ended by itself meanwhile.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """What the process does: carry out the order in the file named first, into the folder named second."""
+    _end_with_parent()
+    if hasattr(os, "nice"):
+        os.nice(_NICENESS)
+    # Nobody but us answers.
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    told = _carried_out(json.loads(Path(arguments[0]).read_text()), Path(arguments[1]))
+    answer.write(json.dumps({"told": told, "ended": time.time()}) + "\n")
+    answer.flush()
+    # Without what torch does at its end.
+    os._exit(0)
+
+
+def _carried_out(content: dict[str, Any], folder: Path) -> str:
+    """``done``, or why not."""
+    # Not where this module is imported to start such a process.
+    from hfusion.step import program_cache
+    from hfusion.step.compile_request import read_order
+    from hfusion.step.compiled_step import Library, Unprofitable, compile_programs
+
+    order = Order(content)
+    try:
+        with read_order(content) as step:
+            compile_programs(step.forward, step.loss, step.call, Library(), None, step.size, order, folder)
+    except Unprofitable:
+        # It is kept that there is no program, and why.
+        pass
+    except Exception as error:
+        return error_text(error)
+    return "done" if program_cache.find(order, folder) is not None else "what inductor made of it cannot be handed over"
+
+
+def _end_with_parent() -> None:
+    """The other end of the standard input closes when the parent is gone."""
+
+    def watch() -> None:
+        os.read(0, 1)
+        if hasattr(os, "killpg"):
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def error_text(error: Exception) -> str:
+    """The error in one line, with the remedy where it is known."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    missing = "cxx" in type(error).__name__.lower() or "compiler" in text.lower()
+    return f"{text}; install a C++ compiler (g++ or clang++), or name it in the variable CXX" if missing else text

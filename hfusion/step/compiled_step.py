@@ -1,0 +1,402 @@
+"""Compiled steps: of the whole array in one program, or member by member where operators would loop in it anyway.
+
+A program of the whole array holds what loops over members once for each of them. Convolutions on a CPU are faster so,
+but compiling them B times is not worth it: one member is compiled, and the program called B times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.capture.specialized_dims import recurrent
+from hfusion.compiler.arguments import BATCHED
+from hfusion.compiler.bound_program import BoundProgram, Place
+from hfusion.compiler.graph_text import Unwritable
+from hfusion.core.member_random import new_seeds
+from hfusion.device.team import Team
+from hfusion.passes.align import scalars
+from hfusion.passes.gather import has_variants
+from hfusion.step import program_cache
+from hfusion.step.build import build
+from hfusion.step.compile_request import Order, write_order
+from hfusion.step.program_cache import KeptGraph, NoProgram, StepPrograms
+from hfusion.step.step_graph import StepCall, StepGraph, Tensors, bound_rows, captured_dims, trace, trace_rows
+
+# Operators of one program that are worth it: inductor takes some 0.1 s for each on two cores.
+MAX_OPERATORS = 4000
+# Calls in a forward's loops over members that are still compiled with the rest: 32 took 1.3 times as long in a CNN.
+MAX_LOOPED_CALLS = 16
+# Programs for members that differ in scalars, and in submodules.
+MAX_KINDS, MAX_STRUCTURES = 4, 8
+# oneDNN's kernel gives an undefined tensor in training, on which inductor's code fails when it runs.
+_NOT_COMPILED = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
+
+Run: TypeAlias = Callable[..., Sequence[Tensor]]
+
+
+class Unprofitable(Exception):
+    """A step is not worth its compilation, or would not survive it; the message says why."""
+
+
+class TooManyOperators(Unprofitable):
+    """Fewer members at a time may have few enough of them."""
+
+
+class StepProgram(Protocol):
+    """A compiled step. It holds for calls of the programs it was made of, where ``fits`` says so of their sizes."""
+
+    @property
+    def how(self) -> str: ...
+    @property
+    def team(self) -> Team | None:
+        """The threads that it runs on, besides torch's."""
+
+    def fits(self, call: StepCall) -> bool: ...
+    def step(self, call: StepCall) -> Tensor:
+        """Write gradients and buffers; the losses ``[B]``."""
+
+
+@dataclass(frozen=True, eq=False)
+class FusedStep:
+    """One program for all members. ``params`` are all parameters, also those that it gives no gradient."""
+
+    graph: StepGraph | KeptGraph
+    run: Run
+    tensors: Tensors
+    params: tuple[Place, ...]
+    team: Team | None = None
+
+    @property
+    def operators(self) -> Sequence[Any]:
+        return self.graph.operators
+
+    @property
+    def how(self) -> str:
+        return f"one program of {len(self.operators)} operators"
+
+    def fits(self, call: StepCall) -> bool:
+        return self.graph.fits(call.batch())
+
+    def step(self, call: StepCall) -> Tensor:
+        clear(self.params)
+        own = self.tensors.all()
+        with torch.no_grad():
+            seeds = [new_seeds(self.tensors.members)] if self.graph.seeded else []
+            losses, *grads = self.run(*own, *call.batch(), *seeds)
+        for place, grad in zip(self.graph.trained, grads, strict=True):
+            own[place].grad = grad
+        return losses
+
+
+@dataclass(frozen=True, eq=False)
+class PerMemberStep:
+    """One program for every kind of block of ``size`` members, called once per block; ``kinds[k]`` is block k's.
+
+    The last block is of the members that are left. Blocks of idle members are left out: losses of NaN, gradients of 0.
+    """
+
+    graphs: tuple[StepGraph | KeptGraph, ...]
+    runs: tuple[Run, ...]
+    kinds: tuple[int, ...]
+    size: int
+    tensors: Tensors
+    params: tuple[Place, ...]
+    team: Team | None = None
+
+    @property
+    def operators(self) -> Sequence[Any]:
+        return [operator for graph in self.graphs for operator in graph.operators]
+
+    @property
+    def how(self) -> str:
+        count = len(self.graphs[0].operators)
+        programs = "one program" if len(self.runs) == 1 else f"{len(self.runs)} programs"
+        sizes = list(dict.fromkeys(len(rows) for rows in self.blocks))
+        each = "member" if self.size == 1 else f"{self.size}" if len(sizes) == 1 else "block"
+        whom = "a member" if self.size == 1 else f"{' and '.join(map(str, sizes))} members"
+        return f"{programs} of {count} operators for {whom}, called once per {each}"
+
+    @property
+    def seeded(self) -> bool:
+        """Whether its programs take seeds."""
+        return self.graphs[0].seeded
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """The numbers of the tensors that get a gradient."""
+        return self.graphs[0].trained
+
+    @property
+    def blocks(self) -> list[range]:
+        """The members of each block."""
+        return blocks_of(self.members, self.size)
+
+    @property
+    def members(self) -> int:
+        return self.tensors.members
+
+    def fits(self, call: StepCall) -> bool:
+        firsts = [self.kinds.index(kind) for kind in range(len(self.graphs))]
+        blocks = self.blocks
+        pairs = zip(self.graphs, firsts, strict=True)
+        return all(graph.fits(call.of_rows(blocks[first]).batch()) for graph, first in pairs)
+
+    def step(self, call: StepCall) -> Tensor:
+        clear(self.params)
+        own = self.tensors.all()
+        pairs = [*zip(own, self.tensors.stacked, strict=True), *zip(call.batch(), call.stacked, strict=True)]
+        if self.seeded:
+            pairs.append((new_seeds(self.members), True))
+        columns = [t.detach().split(self.size) if stacked else (t,) * len(self.kinds) for t, stacked in pairs]
+        with torch.no_grad():
+            given = [*zip(*columns, strict=True)]
+            wanted = call.wants(self.blocks)
+            rows = [
+                self.runs[kind](*own) if w else None for w, kind, own in zip(wanted, self.kinds, given, strict=True)
+            ]
+            like = next(filter(None, rows))
+            found_rows = [row or self._blank(like, own) for row, own in zip(rows, given, strict=True)]
+            losses, *grads = zip(*found_rows, strict=True)
+            for place, found in zip(self.graphs[0].trained, grads, strict=True):
+                tensor, stacked = pairs[place]
+                if len(found) == 1:
+                    tensor.grad = found[0]
+                else:
+                    tensor.grad = torch.cat(found) if stacked else torch.stack(found).sum(0)
+            return torch.cat(losses)
+
+    def _blank(self, like: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
+        """What a block of tensors ``own`` gives that is left out, where another one gives ``like``."""
+        losses = like[0].new_full((len(own[self.tensors.stacked.index(True)]),), torch.nan)
+        return [losses, *(torch.zeros_like(own[k]) for k in self.trained)]
+
+
+@dataclass(eq=False)
+class Library:
+    """The programs of blocks by what they were made of, which arrays of any number of members share.
+
+    ``count``: how many programs were compiled, those of whole arrays too.
+    """
+
+    blocks: dict[Any, tuple[StepGraph | KeptGraph, Run]] = field(default_factory=dict)
+    count: int = 0
+
+
+def clear(params: Sequence[Place]) -> None:
+    # So that new gradients may lie where the old ones did, in memory that is warm.
+    for holder, name in params:
+        holder[name].grad = None
+
+
+def order_for(
+    forward: BoundProgram, loss: BoundProgram, call: StepCall, size: int | None, autocast: Any, always: bool
+) -> Order | None:
+    """By which such a step is known on disk and by other processes; None where it is not.
+
+    ``size`` is how many members a program shall compute, which arrays of other numbers of members share; None for all
+    of them. ``autocast``: the active one. ``always``: also where nothing is kept.
+    """
+    if not (always or program_cache.keeping()) or any(
+        tensor.device.type != "cpu" for tensor in Tensors.of(forward, loss).all()
+    ):
+        return None
+    try:
+        return write_order(forward, loss, call, size, autocast)
+    except Unwritable:
+        return None
+
+
+def compile_programs(
+    forward: BoundProgram,
+    loss: BoundProgram,
+    call: StepCall,
+    library: Library,
+    kind: Any,
+    size: int | None,
+    order: Order | None = None,
+    folder: Path | None = None,
+) -> StepPrograms:
+    """The programs of calls like ``call``, traced and compiled, and kept where there is an ``order``.
+
+    ``kind`` is what a program hangs on besides the programs of forward and loss; ``size`` as of `order_for`.
+
+    Raises:
+        Unprofitable: it would not be worth its time.
+        Exception: what keeps the programs from being traced or compiled, of many types.
+    """
+    try:
+        found = _compile(forward, loss, call, library, kind, size)
+    except Unprofitable as error:
+        if order is not None:
+            program_cache.keep(order, NoProgram(str(error)), folder)
+        raise
+    if order is not None:
+        program_cache.keep(order, found, folder)
+    return found
+
+
+def _compile(
+    forward: BoundProgram, loss: BoundProgram, call: StepCall, library: Library, kind: Any, size: int | None
+) -> StepPrograms:
+    if recurrent(forward.compiled.graph) or recurrent(loss.compiled.graph):
+        raise Unprofitable(
+            "a program writes out every step of a recurrent layer, and it has a recurrent layer over a length that "
+            "varies; give one length, padded, to have it compiled"
+        )
+    tensors, members = Tensors.of(forward, loss), forward.compiled.program.members
+    looped = (forward if size is None else bound_rows(forward, range(min(size, members)))).looped_calls
+    if looped > MAX_LOOPED_CALLS:
+        size = 1
+    try:
+        if size is not None:
+            return each(forward, loss, call, tensors, library, kind, min(size, members))
+        graph = trace(forward, loss, call)
+        _check_open(graph, forward, loss, call)
+        _check(graph)
+    except TooManyOperators:
+        # Some calls are many operators, such as a recurrent layer's.
+        if not looped or size == 1:
+            raise
+        return each(forward, loss, call, tensors, library, kind, 1)
+    library.count += 1
+    return StepPrograms((graph,), (build(graph, tensors.all(), call.batch()),))
+
+
+def step_of(
+    found: StepPrograms,
+    forward: BoundProgram,
+    loss: BoundProgram,
+    call: StepCall,
+    places: Sequence[Place],
+    library: Library,
+    kind: Any,
+) -> FusedStep | PerMemberStep:
+    """The step around programs that were compiled for it, perhaps in another process; ``library`` takes these up."""
+    params = tuple((holder, name) for holder, name in places if isinstance(holder[name], nn.Parameter))
+    tensors = Tensors.of(forward, loss)
+    if found.size is None:
+        return FusedStep(found.graphs[0], found.runs[0], tensors, params)
+    ranges = blocks_of(forward.compiled.program.members, found.size)
+    for number in set(found.kinds):
+        rows = ranges[found.kinds.index(number)]
+        own, its_call = tensors.of_rows(rows), call.of_rows(rows)
+        key = _block_key(forward, loss, scalars_of(forward, loss, rows), own, its_call, found.size, kind)
+        library.blocks.setdefault(key, (found.graphs[number], found.runs[number]))
+    return PerMemberStep(found.graphs, found.runs, found.kinds, found.size, tensors, params)
+
+
+def each(
+    forward: BoundProgram,
+    loss: BoundProgram,
+    call: StepCall,
+    tensors: Tensors,
+    library: Library,
+    kind: Any,
+    size: int,
+) -> StepPrograms:
+    """The step as a program per kind of block of ``size`` members; raises as `compile_programs`."""
+    ranges = blocks_of(forward.compiled.program.members, size)
+    blocks = [scalars_of(forward, loss, rows) for rows in ranges]
+    kinds = list(dict.fromkeys(blocks))
+    if why := too_many_kinds(forward, loss, size):
+        raise Unprofitable(why)
+    found = []
+    for scalars_there in kinds:
+        rows = ranges[blocks.index(scalars_there)]
+        own, its_call = tensors.of_rows(rows), call.of_rows(rows)
+        key = _block_key(forward, loss, scalars_there, own, its_call, size, kind)
+        known = library.blocks.get(key)
+        if known is None or not known[0].fits(its_call.batch()):
+            graph = trace_rows(forward, loss, call, rows)
+            _check_open(graph, forward, loss, call)
+            _check(graph)
+            library.count += 1
+            known = library.blocks[key] = graph, build(graph, own, its_call.batch())
+        found.append(known)
+    graphs, runs = zip(*found, strict=True)
+    return StepPrograms(graphs, runs, size, tuple(map(kinds.index, blocks)))
+
+
+def too_many_kinds(forward: BoundProgram, loss: BoundProgram, size: int) -> str:
+    """What speaks against programs for blocks of ``size`` members; nothing if they are few."""
+    blocks = blocks_of(forward.compiled.program.members, size)
+    found = len({scalars_of(forward, loss, rows) for rows in blocks})
+    variants = has_variants(forward.compiled.graph)
+    most, what = (MAX_STRUCTURES, "members") if variants else (MAX_KINDS, "scalars")
+    how = "one by one" if size == 1 else f"{size} at once"
+    why = f"members run {how}, each kind by a program of its own, and {what} differ in {found} ways; at most {most} are"
+    return f"{why} worth it" if found > most else ""
+
+
+def _block_key(
+    forward: BoundProgram,
+    loss: BoundProgram,
+    scalars_there: Any,
+    own: Sequence[Tensor],
+    call: StepCall,
+    size: int,
+    kind: Any,
+) -> Any:
+    """By which the program of a block is found again."""
+    return _origin(forward), _origin(loss), scalars_there, size, kind, traits(own), traits(call.batch())
+
+
+def _origin(source: BoundProgram) -> Any:
+    """Equal for programs of one capture, and of captures that are alike and hold nothing by themselves.
+
+    A loss that another array has used before was captured for other numbers of members, maybe more than once.
+    """
+    compiled = source.compiled
+    alone = compiled.constants or compiled.opaque or any(scalars(compiled.graph, compiled.program.members))
+    return compiled.origin if alone else str(compiled.graph)
+
+
+def traits(tensors: Sequence[Tensor]) -> Any:
+    """What a program takes for granted of tensors, but for the sizes that it leaves open."""
+    return tuple((tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors)
+
+
+def blocks_of(members: int, size: int) -> list[range]:
+    """Neighbouring members, ``size`` of them; the last block has those that are left."""
+    return [range(start, min(start + size, members)) for start in range(0, members, size)]
+
+
+def scalars_of(forward: BoundProgram, loss: BoundProgram, rows: range) -> tuple[Any, ...]:
+    """For each of ``rows``, that in which members differ; blocks with equal ones share a program."""
+    values = [v for own in (forward.compiled, loss.compiled) for v in scalars(own.graph, own.program.members)]
+    return tuple(tuple(repr(each[member]) for each in values) for member in rows)
+
+
+def _check_open(graph: StepGraph, forward: BoundProgram, loss: BoundProgram, call: StepCall) -> None:
+    """Refuse a step that would hold for one length only, where many are met; few numbers of samples are."""
+    found = captured_dims(forward, loss, call)
+    # Other sizes of a target alone may be those of other arrays with the same loss.
+    if not any(dims - {0} for dims in found[: sum(isinstance(leaf, BATCHED) for leaf in call.inputs.leaves)]):
+        return
+    rows = zip(found, call.stacked, graph.dims, strict=True)
+    closed = [
+        f"dim {dim} of {call.batch()[k].dtype} {list(call.batch()[k].shape)}"
+        for k, (dims, stacked, left) in enumerate(rows)
+        for dim in sorted(dim + stacked for dim in dims if dim)
+        if dim not in left
+    ]
+    if closed:
+        raise Unprofitable(
+            f"its sizes vary, and a program would hold for one size only of {' and of '.join(closed)}, "
+            "which an operator needs to know"
+        )
+
+
+def _check(graph: StepGraph) -> None:
+    operators = graph.operators
+    refused = sorted(str(operator) for operator in _NOT_COMPILED & set(operators))
+    if refused:
+        raise Unprofitable(f"inductor cannot call {', '.join(refused)}, by which recurrent layers run")
+    if len(operators) > MAX_OPERATORS:
+        raise TooManyOperators(f"the step has {len(operators)} operators, and compilation pays up to {MAX_OPERATORS}")

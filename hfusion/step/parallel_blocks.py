@@ -1,0 +1,259 @@
+"""A compiled step whose blocks of members run at the same time, on threads that hold no lock of Python's.
+
+Each thread takes the next block that nobody has begun, and computes it alone: which one it is does not show in the
+results. Python does the same for each step, however many blocks and threads there are: it hands on the addresses of the
+stacks, of which the blocks take their rows (``cpp_block_entry.py``), and those that get losses and gradients.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Sequence
+from ctypes import addressof
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from hfusion.core.member_random import new_seeds
+from hfusion.device.openmp import torch_threads
+from hfusion.device.team import PieceError, Team, address_of, team
+from hfusion.step.compiled_step import PerMemberStep, clear
+from hfusion.step.cpp_block_entry import row_entry
+from hfusion.step.step_graph import StepCall
+
+# How often each way of a trial is taken; the machine may be busy with something else at some of them.
+TURNS = 5
+
+_INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+class _BlockFields(ctypes.Structure):
+    """As `team.c` has it."""
+
+    _fields_ = (
+        ("program", _POINTER),
+        ("start", _INTEGER),
+        ("rows", _INTEGER),
+    )
+
+
+class _StepFields(ctypes.Structure):
+    """As `team.c` has it."""
+
+    _fields_ = (
+        ("blocks", _POINTER),
+        ("tensors", _POINTER),
+        ("stacked", ctypes.c_char_p),
+        ("inputs", _INTEGER),
+        ("outputs", _POINTER),
+        ("bytes", _POINTER),
+        ("count", _INTEGER),
+    )
+
+
+class _Handles:
+    """What C++ calls tensors by, until they are released."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
+        self.addresses: list[int] = [_pointer(capsule, None) for capsule in self._capsules]
+
+    def release(self) -> None:
+        torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(self._capsules)
+        self._capsules = []
+
+
+_pointer: Callable[[Any, None], int] = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], _POINTER  # type: ignore[attr-defined]
+
+
+class _Fixed:
+    """What stays from step to step, as long as the tensors of the array lie where they lay.
+
+    ``step`` is what C is given. Left out are the tensors of the batch, after ``inputs``, and the losses, the first of
+    ``outputs``.
+    """
+
+    def __init__(
+        self,
+        program: PerMemberStep,
+        entries: Sequence[int],
+        own: Sequence[Tensor],
+        call: StepCall,
+        losses: torch.dtype,
+    ) -> None:
+        self.members, self.idle = program.members, call.idle
+        wanted = call.wants(program.blocks)
+        blocks = [(rows, kind) for rows, kind, w in zip(program.blocks, program.kinds, wanted, strict=True) if w]
+        self.addresses = list(map(Tensor.data_ptr, own))
+        # Detached: threads ask for gradients unless they are told not to.
+        held = [tensor.detach() for tensor in own]
+        made = torch.empty_like if all(wanted) else torch.zeros_like
+        self.grads = [made(held[k], memory_format=torch.contiguous_format) for k in program.trained]
+        self._written = {grad.untyped_storage().data_ptr() for grad in self.grads}
+        handles = _Handles(held)
+        finalize(self, handles.release).atexit = False
+        stacked = [*program.tensors.stacked, *call.stacked, *[True] * program.seeded]
+        self.batch = slice(len(held), len(stacked))
+        self.inputs = _array([*handles.addresses, *[0] * (len(stacked) - len(held))])
+        self.outputs = _array([0, *map(Tensor.data_ptr, self.grads)])
+        self._bytes = _array([losses.itemsize, *(grad.nbytes // self.members for grad in self.grads)])
+        self._stacked = bytes(stacked)
+        self.blocks = (_BlockFields * len(blocks))(
+            *(_BlockFields(entries[kind], rows.start, len(rows)) for rows, kind in blocks)
+        )
+        self.step = _StepFields(
+            addressof(self.blocks),
+            addressof(self.inputs),
+            self._stacked,
+            len(self.inputs),
+            addressof(self.outputs),
+            addressof(self._bytes),
+            len(self.outputs),
+        )
+
+    def apart(self, tensor: Tensor) -> Tensor:
+        """An input that is no part of the gradients of the step before, where those of this one will be."""
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in self._written else tensor
+
+
+def _of_one_dnn(operator: str) -> bool:
+    """Whether it may run by what oneDNN has prepared in this thread before, for another number of threads."""
+    return "convolution" in operator or "mkldnn" in operator
+
+
+def _array(values: Sequence[int]) -> Any:
+    return (ctypes.c_uint64 * len(values))(*values)
+
+
+class PartedStep:
+    """``program`` with its blocks on ``threads`` threads, each of which computes with ``inner`` threads of torch's.
+
+    One thread is that of the caller. ``measured``: whether that is faster than one block after the other is measured,
+    and what is faster kept. Gradients lie in the same memory at every step.
+    """
+
+    def __init__(self, program: PerMemberStep, threads: int, inner: int, measured: bool) -> None:
+        self._program, self._threads, self._inner = program, threads, inner
+        self._entries = list(map(row_entry, program.runs))
+        self._joined = threads == 1 or not any(map(_of_one_dnn, map(str, program.operators)))
+        self._trial = ThreadTrial(("threads", "in turn")) if measured else None
+        self._losses: torch.dtype | None = None
+        self._fixed: _Fixed | None = None
+        self._process = 0
+        # By the number of their threads; of several, while it is measured which serves better.
+        self._teams: dict[int, Team] = {}
+
+    @property
+    def team(self) -> Team | None:
+        """The threads that may help others, too; none where those of torch's serve better."""
+        if self._threads == 1 or (self._trial is not None and self._trial.best == "in turn"):
+            return None
+        return self._teams.get(self._threads)
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        if self._threads == 1:
+            return self._program.how
+        ways = {"threads": f"on {self._threads} threads", "in turn": "one after the other"}
+        each = f", each with {self._inner} of torch's" if self._inner > 1 else ""
+        if self._trial is None:
+            return f"{self._program.how}, {ways['threads']}{each}"
+        best = self._trial.best
+        if best is None:
+            return f"{self._program.how}, {ways['threads']}{each} or {ways['in turn']}: being measured"
+        other = next(way for way in ways if way != best)
+        took = {way: f"{1e3 * self._trial.seconds(way):.3g} ms" for way in ways}
+        return f"{self._program.how}, {ways[best]}{each}, measured: {took[best]}, {ways[other]} {took[other]}"
+
+    def fits(self, call: StepCall) -> bool:
+        return self._program.fits(call)
+
+    def step(self, call: StepCall) -> Tensor:
+        """Write gradients and buffers; the losses ``[B]``."""
+        if self._losses is None:
+            with torch_threads(self._inner):
+                first = self._program.step(call)
+            self._losses = first.dtype
+            return first
+        if self._trial is None:
+            return self._on_threads(call, self._losses, self._threads)
+        way = self._trial.best or self._trial.next
+        start = time.perf_counter()
+        losses = self._on_threads(call, self._losses, self._threads if way == "threads" else 1)
+        if self._trial.best is None:
+            self._trial.note(way, time.perf_counter() - start)
+        return losses
+
+    def _on_threads(self, call: StepCall, dtype: torch.dtype, threads: int) -> Tensor:
+        clear(self._program.params)
+        own = self._program.tensors.all()
+        fixed = self._fixed
+        if fixed is None or fixed.idle != call.idle or fixed.addresses != list(map(Tensor.data_ptr, own)):
+            fixed = self._fixed = _Fixed(self._program, self._entries, own, call, dtype)
+        helpers = self._helpers(threads)
+        losses = torch.full((fixed.members,), torch.nan, dtype=dtype)
+        fixed.outputs[0] = losses.data_ptr()
+        batch = [fixed.apart(tensor) for tensor in call.batch()]
+        handles = _Handles([*batch, *([new_seeds(fixed.members)] if self._program.seeded else [])])
+        fixed.inputs[fixed.batch] = handles.addresses
+        try:
+            # The threads of the team have no gradients on, and neither has this one, which may be among them.
+            with torch.no_grad():
+                helpers.run(address_of("step_block"), addressof(fixed.step), len(fixed.blocks))
+        except PieceError as error:
+            block = fixed.blocks[error.piece]
+            last = block.start + block.rows - 1
+            raise RuntimeError(f"the step of members {block.start} to {last} failed: {error}") from None
+        finally:
+            handles.release()
+        for place, grad in zip(self._program.trained, fixed.grads, strict=True):
+            own[place].grad = grad
+        return losses
+
+    def _helpers(self, threads: int) -> Team:
+        if self._process != os.getpid():
+            # A forked process has no threads but one.
+            self._process, self._teams = os.getpid(), {}
+        if self._trial is None or self._trial.best is not None:
+            self._teams = {number: one for number, one in self._teams.items() if number == threads}
+        if threads not in self._teams:
+            self._teams[threads] = team(threads, self._inner, self._joined)
+        return self._teams[threads]
+
+
+@dataclass(eq=False)
+class ThreadTrial:
+    """Ways to do the same, each several times, until it is known which is fastest.
+
+    One after the other: threads that are asked again soon are awake.
+    """
+
+    ways: tuple[str, ...]
+    taken: list[float] = field(default_factory=list)
+
+    @property
+    def next(self) -> str:
+        """The way whose turn it is."""
+        return self.ways[len(self.taken) // TURNS]
+
+    def note(self, way: str, seconds: float) -> None:
+        """How long ``way``, whose turn it was, has taken."""
+        assert way == self.next
+        self.taken.append(seconds)
+
+    def seconds(self, way: str) -> float:
+        """The least that ``way`` has taken, after its first time, which finds nothing in place."""
+        first = self.ways.index(way) * TURNS
+        return min(self.taken[first + 1 : first + TURNS])
+
+    @property
+    def best(self) -> str | None:
+        """The fastest way, once each has had all its turns."""
+        return min(self.ways, key=self.seconds) if len(self.taken) >= TURNS * len(self.ways) else None

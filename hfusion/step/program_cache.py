@@ -1,0 +1,194 @@
+"""Compiled steps in the user's cache folder, so that a second process neither traces nor compiles them.
+
+A step is known by its order, which says everything that it is made of, and by the circumstances: versions, processor,
+environment variables. Files are sealed, and read as `hfusion.device.cache` reads: none that another user could
+have written. A file beside the libraries says what they hold for; of code there is none but theirs.
+
+``HFUSION_PROGRAMS=0`` keeps and finds nothing. So it is where the stages of programs are looked at
+(``HFUSION_CHECK``, ``HFUSION_DUMP``), which a program that is found has not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfusion.core import errors
+from hfusion.core.guards import Assumptions
+from hfusion.device.cache import cache_folder, read_sealed, write_sealed
+from hfusion.device.native import processor
+from hfusion.step.compile_request import Order
+from hfusion.step.cpp_entry import NativeEntry, load_entry
+from hfusion.step.step_graph import StepGraph
+
+# Bytes of programs that are kept; the oldest go first.
+MAX_FOLDER = 1 << 30
+_PREFIX = "step-"
+
+
+@dataclass(frozen=True, eq=False)
+class KeptGraph:
+    """Of a traced step what is needed to run what was compiled of it; as `StepGraph`."""
+
+    trained: tuple[int, ...]
+    operators: tuple[str, ...]
+    assumed: Assumptions
+    seeded: bool = False
+
+    def fits(self, batch: Sequence[Tensor]) -> bool:
+        return self.assumed.hold([tensor.shape for tensor in batch])
+
+
+@dataclass(frozen=True, eq=False)
+class StepPrograms:
+    """The programs of a step: of all members if ``size`` is None, else of blocks of ``size``, of which block k runs
+    program ``kinds[k]``."""
+
+    graphs: tuple[StepGraph | KeptGraph, ...]
+    runs: tuple[Callable[..., Sequence[Tensor]], ...]
+    size: int | None = None
+    kinds: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class NoProgram:
+    """Why there is no program of a step."""
+
+    why: str
+
+
+def keeping() -> bool:
+    """Whether programs are kept, and looked for."""
+    asked = os.environ.get("HFUSION_PROGRAMS") != "0"
+    return asked and os.environ.get("HFUSION_CHECK") != "1" and not os.environ.get("HFUSION_DUMP")
+
+
+def find(order: Order, folder: Path | None = None) -> StepPrograms | NoProgram | None:
+    """What was kept of such an order; None if nothing was, or a UserWarning says why it is of no use."""
+    path = _path(order, folder or cache_folder())
+    try:
+        found = json.loads(read_sealed(path))
+        return _read(found, path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ImportError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        told = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        warnings.warn(f"the compiled step in {path} is made anew: {told}", stacklevel=2)
+        return None
+
+
+def keep(order: Order, found: StepPrograms | NoProgram, folder: Path | None = None) -> bool:
+    """Keep what an order came to; whether that was possible. A UserWarning says so of a folder that takes nothing."""
+    path = _path(order, folder or cache_folder())
+    try:
+        told = {"refused": found.why} if isinstance(found, NoProgram) else _write(found, path)
+        if told is None:
+            return False
+        write_sealed(path, json.dumps(told).encode())
+        _make_room(path.parent)
+    except OSError as error:
+        warnings.warn(
+            f"cannot keep compiled steps in {path.parent}: {error.strerror}; every process compiles them anew, unless "
+            "XDG_CACHE_HOME names a folder that can be written",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def _path(order: Order, folder: Path) -> Path:
+    return folder / f"{_PREFIX}{order.key(circumstances())[:32]}.json"
+
+
+def _write(found: StepPrograms, path: Path) -> dict[str, Any] | None:
+    """What is told of programs, whose libraries are kept; None where one has none."""
+    rows = []
+    for place, (graph, run) in enumerate(zip(found.graphs, found.runs, strict=True)):
+        if not isinstance(run, NativeEntry):
+            return None
+        try:
+            assumed = graph.guards.assumptions() if isinstance(graph, StepGraph) else graph.assumed
+        except (ValueError, SyntaxError):
+            return None
+        write_sealed(_library(path, place), run.content)
+        rows.append(
+            {
+                "trained": list(graph.trained),
+                "operators": list(map(str, graph.operators)),
+                "seeded": graph.seeded,
+                "sizes": assumed.sizes,
+                "code": assumed.code,
+                "takes": run.takes,
+                "library": hashlib.sha256(run.content).hexdigest(),
+            }
+        )
+    return {"programs": rows, "size": found.size, "kinds": list(found.kinds)}
+
+
+def _read(told: Mapping[str, Any], path: Path) -> StepPrograms | NoProgram:
+    if "refused" in told:
+        return NoProgram(str(told["refused"]))
+    graphs, runs = [], []
+    for place, row in enumerate(told["programs"]):
+        assumed = Assumptions.read(row["sizes"], row["code"])
+        graphs.append(KeptGraph(tuple(row["trained"]), tuple(row["operators"]), assumed, row["seeded"]))
+        content = read_sealed(_library(path, place))
+        if hashlib.sha256(content).hexdigest() != row["library"]:
+            raise ValueError("its library is of another step")
+        runs.append(load_entry(content, row["takes"], _library(path, place)))
+    return StepPrograms(tuple(graphs), tuple(runs), told["size"], tuple(told["kinds"]))
+
+
+def _library(path: Path, place: int) -> Path:
+    return path.with_name(f"{path.stem}-{place}.so")
+
+
+def _make_room(folder: Path) -> None:
+    """Forget the oldest steps beyond `MAX_FOLDER`."""
+    files = sorted(((file.stat(), file) for file in folder.glob(f"{_PREFIX}*")), key=lambda pair: pair[0].st_mtime)
+    size = sum(found.st_size for found, _ in files)
+    for found, file in files:
+        if size <= MAX_FOLDER:
+            break
+        file.unlink(missing_ok=True)
+        size -= found.st_size
+
+
+def circumstances() -> dict[str, Any]:
+    """What a program hangs on besides its order."""
+    named = ("TORCH", "AOT", "CXX", "OMP_", "KMP_", "HFUSION_RATES")
+    # Where torch keeps its files, and what it prints, is no matter.
+    idle = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_LOGS", "TORCH_TRACE", "TORCH_HOME", "OMP_NUM_THREADS")
+    variables = {n: v for n, v in sorted(os.environ.items()) if n.startswith(named) and n not in idle}
+    return {**_versions(), "variables": variables}
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "python": sys.version,
+        "processor": processor(),
+        "hfusion": _own_code(),
+    }
+
+
+def _own_code() -> str:
+    """A digest of hfusion itself."""
+    whole = hashlib.sha256()
+    root = Path(errors.__file__).parents[1]
+    folders = (root, root / "ops", root / "passes")
+    for file in sorted(file for folder in folders for kind in ("*.py", "*.h") for file in folder.rglob(kind)):
+        whole.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return whole.hexdigest()

@@ -1,0 +1,137 @@
+"""A compiled step whose launches are recorded once and replayed by one, on a device that can: a CUDA graph.
+
+See https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hfusion.compiler.bound_program import Place
+from hfusion.device.backend import backend
+from hfusion.device.recordings import Recordings
+from hfusion.step.compiled_step import FusedStep, PerMemberStep, StepProgram
+from hfusion.step.step_graph import StepCall, refilled
+
+Work: TypeAlias = Callable[[], Tensor]
+Record: TypeAlias = Callable[[Work], tuple[Callable[[], object], Tensor]]
+"""Records what work launches, without running it: what replays that, and where it leaves the losses."""
+
+
+@dataclass(frozen=True, eq=False)
+class _RecordedBatch:
+    """A step that is replayed: it reads ``batch``, and leaves ``losses`` and ``grads`` where they are."""
+
+    batch: list[Tensor]
+    replay: Callable[[], object]
+    losses: Tensor
+    grads: list[Tensor | None]
+
+
+class RecordedStep:
+    """``program`` on ``device``, recorded at the first step of each kind of batch, while its tensors stay there.
+
+    Gradients lie in the same memory at every step of a kind. What cannot be recorded runs as it is. ``record``: or in
+    words why nothing can be recorded.
+    """
+
+    def __init__(self, program: FusedStep | PerMemberStep, device: torch.device, record: Record | str) -> None:
+        self._program = program
+        self._device = device
+        self._record = record
+        self._recorded = Recordings[_RecordedBatch](record if isinstance(record, str) else _obstacle(program))
+        self._addresses: list[int] = []
+        # The device of a batch that came last and was not recorded, as it lies elsewhere.
+        self._batch_device: torch.device | None = None
+
+    team: None = None
+
+    @property
+    def how(self) -> str:
+        """How the program runs, and why it is not recorded if it is not."""
+        why = self._recorded.why
+        if not why and self._batch_device is not None:
+            why = f"the batch lies on {self._batch_device}, the array on {self._device}"
+        return f"{self._program.how}, " + (f"not recorded: {why}" if why else "recorded and replayed as one")
+
+    def fits(self, call: StepCall) -> bool:
+        return self._program.fits(call)
+
+    def step(self, call: StepCall) -> Tensor:
+        """Write gradients and buffers; the losses ``[B]``."""
+        batch = call.batch()
+        # A number on the host would be read once, when it is recorded.
+        self._batch_device = next((tensor.device for tensor in batch if tensor.device != self._device), None)
+        if self._recorded.why or self._batch_device is not None:
+            return self._program.step(call)
+        self._look()
+        kind = tuple((tensor.shape, tensor.dtype) for tensor in batch)
+        found = self._recorded.get(kind)
+        if found is None:
+            unrecorded = self._recorded.full or self._recorded.why
+            return self._program.step(call) if unrecorded else self._first(kind, call, batch)
+        for mine, given in zip(found.batch, batch, strict=True):
+            mine.copy_(given, non_blocking=True)
+        found.replay()
+        self._give(found.grads)
+        return found.losses.clone()
+
+    def _look(self) -> None:
+        """Forget what was recorded of tensors that lie elsewhere now."""
+        addresses = list(map(Tensor.data_ptr, self._program.tensors.all()))
+        if addresses != self._addresses:
+            self._recorded.forget()
+            self._addresses = addresses
+
+    def _first(self, kind: Any, call: StepCall, batch: list[Tensor]) -> Tensor:
+        """A step that is recorded for those to come."""
+        # Not the caller's own tensors, which may change while the recording is there.
+        kept = [tensor.clone() for tensor in batch]
+        own = refilled(call, kept)
+        losses = self._program.step(own)
+        grads = self._grads()
+        try:
+            self._recorded.add(kind, lambda: self._recording(own, kept))
+        finally:
+            # Recorded gradients have not been computed.
+            self._give(grads)
+        return losses
+
+    def _recording(self, call: StepCall, batch: list[Tensor]) -> _RecordedBatch:
+        assert not isinstance(self._record, str)
+        replay, losses = self._record(lambda: self._program.step(call))
+        return _RecordedBatch(batch, replay, losses, self._grads())
+
+    @property
+    def _params(self) -> tuple[Place, ...]:
+        return self._program.params
+
+    def _grads(self) -> list[Tensor | None]:
+        return [holder[name].grad for holder, name in self._params]
+
+    def _give(self, grads: list[Tensor | None]) -> None:
+        for (holder, name), grad in zip(self._params, grads, strict=True):
+            holder[name].grad = grad
+
+
+def _obstacle(program: FusedStep | PerMemberStep) -> str:
+    """An operator for which the host must look at values, in words."""
+    tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    for operator in program.operators:
+        if tags.intersection(getattr(operator, "tags", ())):
+            return f"the host must read values of {operator}"
+    return ""
+
+
+def recorded(program: FusedStep | PerMemberStep) -> StepProgram:
+    """Return ``program``, recorded if all its tensors lie on one accelerator that can; as it is on the host."""
+    devices = sorted({tensor.device for tensor in program.tensors.all()}, key=str)
+    if len(devices) > 1:
+        return RecordedStep(program, devices[0], f"its tensors lie on {' and '.join(map(str, devices))}")
+    record = backend(devices[0]).recorder() if devices else ""
+    return RecordedStep(program, devices[0], record) if record else program

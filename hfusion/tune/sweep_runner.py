@@ -1,0 +1,368 @@
+"""The rounds of a sweep: every array trains an epoch, trials are told, and others get the rows that are free."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from hfusion.core.errors import CheckpointError
+from hfusion.tune.array_workers import SweepWorkers
+from hfusion.tune.epoch_result import EpochResult
+from hfusion.tune.exploit import PBT
+from hfusion.tune.heartbeat import Beats
+from hfusion.tune.objectives import Best, BestTrials
+from hfusion.tune.shape_array import Seat, Shape, ShapeArray
+from hfusion.tune.space import Maker, Suggestion, TrialModel, check_choices
+from hfusion.tune.sweep_folder import SweepFolder
+from hfusion.tune.sweep_progress import SweepProgress
+from hfusion.tune.sweep_recipe import SweepRecipe
+from hfusion.tune.trial_placement import Rooms
+from hfusion.tune.trial_shapes import Shapes
+from hfusion.tune.trials import COPIES, Trials, Verdict
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How many ``trials`` of how many ``epochs``, in at most so many ``rows`` at once; what users let trials raise.
+
+    After ``deadline``, of time.monotonic, no more trials are asked. ``processes``: how many train, of a machine.
+    """
+
+    trials: int
+    epochs: int
+    rows: int | None
+    seed: int
+    catch: tuple[type[BaseException], ...]
+    pbt: PBT | None
+    deadline: float
+    processes: int = 1
+
+
+class Conductor:
+    """Trains the trials of a sweep on devices, and writes what a resumed sweep needs into a folder.
+
+    A trial is reported in the order of its number, whatever array it is in: so what is decided does not depend on the
+    devices that there are.
+    """
+
+    def __init__(
+        self,
+        trials: Trials,
+        maker: Maker,
+        recipe: SweepRecipe,
+        extent: Extent,
+        workers: SweepWorkers,
+        folder: SweepFolder | None,
+        beats: Beats,
+        progress: SweepProgress,
+    ) -> None:
+        self.trials, self._maker, self._recipe, self._extent = trials, maker, recipe, extent
+        self._workers, self._folder, self._beats, self._progress = workers, folder, beats, progress
+        self.rooms = Rooms(workers, extent.trials, extent.rows, together=extent.pbt is not None)
+        self._waiting: tuple[TrialModel, Shape] | None = None
+        self._round = 0
+        self.best = BestTrials(trials.signs)
+        waves = 1.0 if extent.rows is None else max(1.0, extent.trials / extent.rows)
+        self._shapes = Shapes(maker.models, recipe, waves, saved=folder is not None, may_be_plain=extent.pbt is None)
+
+    def run(self) -> None:
+        """Train until every trial is told."""
+        resumed = bool(self.rooms.arrays)
+        if not resumed:
+            self._refill()
+        while self.rooms.arrays:
+            if not resumed:
+                self.save()
+            resumed = False
+            began = time.monotonic()
+            self._move()
+            self._train()
+            training = sum(bool(array.seats) for array in self.rooms.arrays)
+            live = len(self.trials.live)
+            finished = len(self.trials.asked) - live
+            self._progress.round(self._round, finished, live, training, time.monotonic() - began)
+            self._round += 1
+            self._beats.beat()
+            self.trials.caught_up()
+            self._promote()
+            self._refill()
+        self.save()
+
+    def _train(self) -> None:
+        """An epoch of all arrays; what their members come to is reported."""
+        arrays, seed = self.rooms.arrays, self._extent.seed + self._round
+        # Of several objectives the values after the last epoch alone are told.
+        several = self._recipe.objectives > 1
+        calls = {array.name: ("epoch", (seed, not several or array.any_ends)) for array in arrays}
+        found: dict[str, EpochResult] = self._workers.ask(calls)
+        for array in arrays:
+            self.rooms.note(array, found[array.name])
+        values = {array.name: found[array.name].values for array in arrays}
+        seats = [(array, array.seats[tag], own) for array in arrays for tag, own in values[array.name].items()]
+        left: set[int] = set()
+        for array, seat, own in sorted(seats, key=lambda each: each[1].number):
+            last, seat.epochs = seat.is_last, seat.epochs + 1
+            verdict = self.trials.report(seat.number, own, seat.epochs - 1, last=last)
+            if verdict is not Verdict.GO_ON:
+                best = verdict is Verdict.COMPLETE and self.best.takes(seat.number, own)
+                self._leave(array, seat, own if best else None)
+                left.add(array.device)
+        for array in arrays:
+            self._exploit(array, values[array.name])
+        for array in arrays:
+            if array.device in left and self.rooms.crowded(array.device):
+                left.remove(array.device)
+                self._workers.send(array.name, "collect")
+
+    def _move(self) -> None:
+        """Let arrays go on where rounds end sooner; nothing of what they train hangs on that."""
+        there = {array.name: array for array in self.rooms.arrays}
+        targets = self.rooms.moves(
+            lambda array: max(seat.suggestion.epochs - seat.epochs for seat in array.seats.values())
+        )
+        if not targets:
+            return
+        began = time.monotonic()
+        members = {name: self._members(there[name]) for name in targets}
+        for name, device in self._workers.move(targets, members).items():
+            there[name].device = device
+        self.rooms.seconds.note_move(time.monotonic() - began)
+
+    def _promote(self) -> None:
+        """Let plain trials go on as arrays where that pays by now. What was chosen is saved before it trains."""
+        for old, array in self.rooms.promoted():
+            state = self._workers.ask({old: ("packed", ())})[old]
+            self._workers.open(array.name, array.device, array.shape.first.suggestion.choices)
+            self._workers.send(array.name, "adopt", state, self._members(array))
+            self._workers.drop(old, collect=False)
+            _log.info("%d trials of one shape go on as an array", len(array.seats))
+
+    def _leave(self, array: ShapeArray, seat: Seat, best: tuple[float, ...] | None) -> None:
+        """A trial's row is free; its model is kept where its values are among the ``best``."""
+        del array.seats[seat.tag]
+        if best is None:
+            self._workers.send(array.name, "leave", seat.tag)
+        else:
+            self.best.add(Best(seat.number, best, self._workers.leave(array.name, self._member(seat))))
+
+    def _member(self, seat: Seat) -> TrialModel:
+        return TrialModel(seat.number, seat.suggestion, self._maker.models)
+
+    def _members(self, array: ShapeArray) -> list[TrialModel]:
+        return [self._member(seat) for seat in array.seats.values()]
+
+    def _exploit(self, array: ShapeArray, values: Mapping[str, tuple[float, ...]]) -> None:
+        """Population based training among the trials of an array that go on, after their reports."""
+        pbt = self._extent.pbt
+        if pbt is None:
+            return
+        (sign,), tags = self.trials.signs, [tag for tag, seat in array.seats.items() if not seat.epochs % pbt.interval]
+        due = {tag: sign * values[tag][0] for tag in tags}
+        draw = random.Random(f"{self.trials.base} {self._round} {array.name}")
+        pairs = pbt.pairs(due, draw)
+        if not pairs:
+            return
+        explored = [self._explored(array.seats[source], draw) for source, _ in pairs]
+        self._workers.send(array.name, "exploit", pairs, [suggestion for _, suggestion in explored])
+        for (source, tag), (params, suggestion) in zip(pairs, explored, strict=True):
+            seat, copied = array.seats[tag], array.seats[source]
+            origin = copied.number if copied.origin is None else copied.origin
+            seat.params, seat.suggestion, seat.origin = params, suggestion, origin
+            self.trials.copied(seat.number, copied.number, seat.epochs, params, origin)
+
+    def _explored(self, seat: Seat, draw: random.Random) -> tuple[dict[str, Any], Suggestion]:
+        """Other suggestions that lead to the same model as those of ``seat``, and to the same array."""
+        assert self._extent.pbt is not None
+
+        def allowed(params: dict[str, Any]) -> bool:
+            try:
+                found = self._fixed(params, seat.number)
+            except (ValueError, self.trials.optuna.TrialPruned):
+                # Another branch of the space, or what the optimizer does not take.
+                return False
+            return found.same_but_for_numbers(seat.suggestion)
+
+        params, distributions = self.trials.suggested(seat.number if seat.origin is None else seat.origin)
+        found = self._extent.pbt.explored(seat.params or params, distributions, allowed, draw)
+        return found, self._fixed(found, seat.number)
+
+    def _fixed(self, params: dict[str, Any], number: int) -> Suggestion:
+        """What the space gives for these values."""
+        return self._maker.suggestion(self.trials.optuna.trial.FixedTrial(params, number))
+
+    def _refill(self) -> None:
+        """Ask for trials while there is room for them, and let them join."""
+        while not self.rooms.full and (found := self._next()) is not None:
+            self._waiting = found
+            candidate, shape = found
+            array = self.rooms.room_for(shape)
+            if array is None:
+                break
+            self.rooms.join(array, candidate)
+            self._waiting = None
+        for array in self.rooms.arrays:
+            if array.joining:
+                if not array.seats:
+                    self.rooms.open(array)
+                new = array.seated(self._round)
+                self._workers.send(array.name, "join", new)
+                for one in new:
+                    self.trials.place(one.number, self._round)
+        self.rooms.give_back()
+
+    def _next(self) -> tuple[TrialModel, Shape] | None:
+        """The trial that comes next, and its shape; None where all are asked."""
+        found, self._waiting = self._waiting, None
+        while found is None and len(self.trials.asked) < self._extent.trials and not self._late():
+            if self.trials.over:
+                break
+            trial = self.trials.ask()
+            if trial is not None:
+                found = self._attempt(trial.number, partial(self._candidate, trial))
+        return found
+
+    def _late(self) -> bool:
+        return time.monotonic() >= self._extent.deadline
+
+    def _attempt(self, number: int, make: Callable[[], T]) -> T | None:
+        """What ``make`` gives; None where it raises what users let trials raise, and the trial has failed then."""
+        try:
+            return make()
+        except Exception as error:
+            pruned = isinstance(error, self.trials.optuna.TrialPruned)
+            self.trials.end(number, Verdict.PRUNED if pruned else Verdict.FAILED)
+            if pruned:
+                return None
+            if not isinstance(error, self._extent.catch):
+                error.add_note(f"in trial {number} of study {self.trials.study.study_name!r}")
+                raise
+            _log.warning("trial %d failed: %r", number, error)
+            return None
+
+    def _candidate(self, trial: Any) -> tuple[TrialModel, Shape]:
+        suggestion = self._maker.suggestion(trial)
+        if self._folder is not None:
+            check_choices(trial)
+        candidate = self._maker.candidate(trial.number, suggestion)
+        shape = self._shapes.shape(candidate, self.rooms.arrays)
+        self.rooms.check(shape, f"trial {candidate.number} with {trial.params}")
+        return candidate, shape
+
+    def save(self) -> None:
+        """Write all that a resumed sweep needs; the trials themselves are in the study."""
+        if self._folder is None:
+            return
+        attributes = self.trials.attributes()
+        members = {array.name: self._members(array) for array in self.rooms.arrays}
+        saves = self._workers.save({name: self._folder.of_array(name) for name in members}, members)
+        arrays = [
+            {
+                "name": array.name,
+                "plain": array.plain,
+                "save": self._folder.found(saves[array.name]),
+                "seats": [
+                    [
+                        seat.number,
+                        seat.began,
+                        seat.epochs,
+                        attributes.get(seat.number, []),
+                        seat.params,
+                        seat.origin,
+                    ]
+                    for seat in array.seats.values()
+                ],
+            }
+            for array in self.rooms.arrays
+        ]
+        tensors: dict[str, Tensor] = {}
+        for best in self.best.all:
+            state = best.model.state_dict().items()
+            tensors |= {f"{best.number}.{key}": value.detach().clone() for key, value in state}
+        body = {
+            "run": self.trials.run,
+            "base": self.trials.base,
+            "seed": self._extent.seed,
+            "epochs": self._extent.epochs,
+            "processes": self._extent.processes,
+            "round": self._round,
+            "opened": self.rooms.opened,
+            "asked": self.trials.asked,
+            "stopped": self._extent.trials if self.trials.stopped else None,
+            "waiting": None if self._waiting is None else self._waiting[0].number,
+            "arrays": arrays,
+            "best": [[best.number, list(best.values)] for best in self.best.all],
+        }
+        self._folder.write(body, tensors, self._round)
+
+    def resume(self, body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what was written."""
+        assert self._folder is not None
+        self._round, self.rooms.opened = body["round"], body["opened"]
+        if self._extent.trials <= (body.get("stopped") or -1):
+            self.trials.study.stop()
+        epochs = {number: done for one in body["arrays"] for number, _, done, *_ in one["seats"]}
+        if body["waiting"] is not None:
+            epochs[body["waiting"]] = 0
+        found = self.trials.resume(epochs)
+        # A trial goes on with the values that it has: nothing is drawn.
+        suggestions = {number: self._known(trial.params, number) for number, trial in found.items()}
+        for one in body["arrays"]:
+            seats = [
+                Seat(number, self._copied(number, params) or suggestions[number], began, done, params, *origin)
+                for number, began, done, _, params, *origin in one["seats"]
+            ]
+            self._restore(one["name"], self._folder.root / one["save"], seats, plain=one["plain"])
+        if body["waiting"] is not None:
+            candidate = self._maker.candidate(body["waiting"], suggestions[body["waiting"]])
+            self._waiting = candidate, self._shapes.shape(candidate, self.rooms.arrays)
+        for number, values in body["best"]:
+            self.best.add(self._kept(number, tuple(values), tensors))
+
+    def _copied(self, number: int, params: dict[str, Any] | None) -> Suggestion | None:
+        """What a trial has that became a copy of another."""
+        return None if params is None else self._known(params, number)
+
+    def _known(self, params: dict[str, Any], number: int) -> Suggestion:
+        """What the space gives for values of before. Raises CheckpointError where it is another space."""
+        try:
+            return self._fixed(params, number)
+        except ValueError as error:
+            raise self._changed(f"space does not take {params} of trial {number}", error) from error
+
+    def _changed(self, what: str, error: Exception) -> CheckpointError:
+        assert self._folder is not None
+        return CheckpointError(
+            f"the sweep in {self._folder.root} was saved with another space or make_model: {what}: {error}; give those "
+            "that it was, or a new directory"
+        )
+
+    def _restore(self, name: str, path: Path, seats: list[Seat], *, plain: bool) -> None:
+        members = [self._member(seat) for seat in seats]
+        array = self.rooms.restored(name, self._shapes.shape(members[0], self.rooms.arrays), seats, plain=plain)
+        found = self._workers.ask({name: ("restore", (path.absolute(), members))})
+        array.widths, array.width = found[name]
+
+    def _kept(self, number: int, values: tuple[float, ...], tensors: Mapping[str, Tensor]) -> Best:
+        """A best trial of before, whose model is made again and written over."""
+        trial = next(one for one in self.trials.study.get_trials(deepcopy=False) if one.number == number)
+        copies = trial.user_attrs.get(COPIES)
+        suggestion = self._known(copies[-1]["params"] if copies else trial.params, number)
+        model = self._maker.models.model(number, suggestion).cpu()
+        try:
+            own = {key: value for key, value in tensors.items() if key.startswith(f"{number}.")}
+            model.load_state_dict({key.partition(".")[2]: value for key, value in own.items()})
+        except RuntimeError as error:
+            raise self._changed(f"make_model gave another model for trial {number}", error) from error
+        return Best(number, values, model)

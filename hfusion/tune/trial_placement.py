@@ -1,0 +1,231 @@
+"""Which device takes which trial of a sweep: by the seconds that its arrays take, and in bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from fractions import Fraction
+from heapq import nlargest
+
+from hfusion.capture.named import tensors
+from hfusion.cluster.driver import DeviceLost
+from hfusion.cluster.rates import DIFFERS
+from hfusion.core.errors import PlanError
+from hfusion.tune.array_costs import ArrayCosts
+from hfusion.tune.array_workers import SweepWorkers
+from hfusion.tune.epoch_result import EpochResult
+from hfusion.tune.epoch_seconds import EpochSeconds
+from hfusion.tune.footprint import fits
+from hfusion.tune.shape_array import Seat, Shape, ShapeArray
+from hfusion.tune.space import TrialModel
+
+
+class Rooms:
+    """The arrays of a sweep on its devices, at most one of a shape on each.
+
+    Args:
+        trials: the most that an array could have.
+        rows: the most at once on all devices; None: as many as make members cheaper.
+        together: all trials of a shape are one array.
+    """
+
+    def __init__(self, workers: SweepWorkers, trials: int, rows: int | None, *, together: bool) -> None:
+        self.arrays: list[ShapeArray] = []
+        self.opened = 0
+        self._workers, self._trials, self._rows, self._together = workers, trials, rows, together
+        self.seconds = EpochSeconds(workers.devices)
+        self.costs = ArrayCosts(workers.devices[0].physical)
+
+    def check(self, shape: Shape, what: str) -> None:
+        """Raise PlanError where no device has memory for one trial of a shape."""
+        there = max(self._workers.devices, key=lambda one: one.budget)
+        footprint = shape.footprint(there)
+        if not fits(there.budget, [(footprint, 1)]):
+            need = footprint.held(1) + footprint.passing(1)
+            raise PlanError(
+                f"{what} needs {need:,} bytes to be trained, and device {there.name} has {there.budget:,}: bound the "
+                "space, give a smaller minibatch, or let such trials fail with catch=(hf.PlanError,)"
+            )
+
+    def join(self, array: ShapeArray, candidate: TrialModel) -> None:
+        """Let a trial wait for its row in an array that `room_for` gave."""
+        array.joining.append(candidate)
+        if array not in self.arrays:
+            self.opened += 1
+            self.arrays.append(array)
+
+    def open(self, array: ShapeArray) -> None:
+        """Choose whether the trials that wait become an array, or are plain; and let a worker hold them."""
+        array.plain = self._is_plain(array, array.joining, [member.suggestion.epochs for member in array.joining])
+        self._workers.open(array.name, array.device, array.shape.first.suggestion.choices, array.plain)
+
+    def _is_plain(self, array: ShapeArray, members: Sequence[TrialModel], epochs: Sequence[int]) -> bool:
+        """Whether trials with so many epochs left are to be plain; those that share tensors are an array."""
+        seen = [identity for member in members for identity in {id(tensor) for _, tensor in tensors(member.model)}]
+        device = self._workers.devices[array.device]
+        shared = len(set(seen)) < len(seen)
+        choice = None if shared else array.shape.choice(epochs, device, self.costs, self._workers.side_by_side)
+        return array.shape.choose_form(choice, lambda: self._fits(array.device, self._on(array.device)))
+
+    def promoted(self) -> list[tuple[str, ShapeArray]]:
+        """Plain trials that are an array from now on, as measured seconds say; each after its old name."""
+        promoted = []
+        for array in self.arrays:
+            if array.plain and array.seats and not array.joining:
+                epochs = [seat.suggestion.epochs - seat.epochs for seat in array.seats.values()]
+                if not self._is_plain(array, (), epochs):
+                    promoted.append((array.name, array))
+                    array.promote(f"array-{self.opened}")
+                    self.opened += 1
+        return promoted
+
+    def note(self, array: ShapeArray, result: EpochResult) -> None:
+        """An array has trained an epoch."""
+        self.seconds.note(array, result)
+        array.shape.note(array, result, self._workers.devices[array.device], self.costs)
+
+    def restored(self, name: str, shape: Shape, seats: Sequence[Seat], *, plain: bool) -> ShapeArray:
+        """An array of before, on the device where all end soonest, if there is one with room for it."""
+        arrays = [ShapeArray(name, shape, device) for device in self._there]
+        for one in arrays:
+            one.seats, one.plain = {seat.tag: seat for seat in seats}, plain
+        order = sorted(arrays, key=lambda one: self._end(one.device, one))
+        array = next((one for one in order if self._fits(one.device, [one, *self._on(one.device)])), order[0])
+        shape.is_array = shape.is_array or not plain
+        self.arrays.append(array)
+        self._workers.open(name, array.device, shape.first.suggestion.choices, plain)
+        return array
+
+    def give_back(self) -> None:
+        """Free rows, and arrays that nobody is in, give back what they take."""
+        crowded = {array.device for array in self.arrays if self.crowded(array.device)}
+        for array in self.arrays:
+            if array.seats and array.compacts():
+                self._workers.send(array.name, "compact")
+            elif not array.taken:
+                self._workers.drop(array.name, collect=array.device in crowded)
+        self.arrays = [array for array in self.arrays if array.taken]
+        self.seconds.keep(self.arrays)
+
+    def _on(self, device: int) -> list[ShapeArray]:
+        return [array for array in self.arrays if array.device == device]
+
+    def crowded(self, device: int) -> bool:
+        """Whether arrays need more than half of a device.
+
+        Members that left, arrays and programs hold one another, and so their memory, until Python looks for such
+        cycles. To make it look takes a fifth of a second, and can wait where there is room.
+        """
+        return not self._fits(device, self._on(device), part=0.5)
+
+    def _fits(self, device: int, arrays: Iterable[ShapeArray], more: ShapeArray | None = None, part: float = 1) -> bool:
+        """Whether arrays, one of them with a member more, fit a part of a device."""
+        there = self._workers.devices[device]
+        sizes = [(one.shape.footprint(there), one.rows(1 if one is more else 0)) for one in arrays]
+        return fits(int(there.budget * part), sizes)
+
+    @property
+    def full(self) -> bool:
+        """Whether there are as many rows as may be at once, whatever shape comes next."""
+        return self._rows is not None and sum(one.taken for one in self.arrays) >= self._rows
+
+    @property
+    def _there(self) -> list[int]:
+        """The devices that are not lost."""
+        return [device for device in range(len(self._workers.devices)) if device not in self._workers.gone]
+
+    def room_for(self, shape: Shape) -> ShapeArray | None:
+        """The array that one more trial may join, on the device that ends its round first then, and has the bytes."""
+        if self.full or not self._pays(shape):
+            return None
+        choices = [array for array in self.arrays if array.shape is shape]
+        if not choices or not self._together:
+            # Else its trials are compared with one another, and copied.
+            have = {array.device for array in choices}
+            new = [device for device in self._there if device not in have]
+            choices += [ShapeArray(f"array-{self.opened}", shape, device) for device in new]
+        for array in sorted(choices, key=lambda each: (self._end(each.device, each, 1), each.device)):
+            if self._has_room(array):
+                return array
+        return None
+
+    def _pays(self, shape: Shape) -> bool:
+        """Whether one more trial makes trials cheaper: by estimates, so that who goes on asks the same trials."""
+        if self._rows is not None:
+            return True
+        counts = Counter({shape: 1})
+        for array in self.arrays:
+            counts[array.shape] += array.taken
+        devices = [self._workers.devices[device] for device in self._there]
+        most = {one: sum(one.fastest(device, self._trials) for device in devices) for one in counts}
+        return sum(Fraction(count, most[one]) for one, count in counts.items()) <= 1
+
+    def _end(self, device: int, array: ShapeArray | None = None, more: int = 0) -> float:
+        """Seconds of the minibatches of a device's arrays; ``array`` among them, with so many more members."""
+        own = self._on(device)
+        if array is not None and array not in own:
+            own.append(array)
+        return sum(self.seconds.of(one, device, more if one is array else 0) for one in own)
+
+    def _has_room(self, array: ShapeArray) -> bool:
+        """Whether a device has the bytes for one more member of an array."""
+        if not any(one.taken for one in self._on(array.device)):
+            if array not in self.arrays:
+                self.give_back()
+            return self._fits(array.device, [array], array)
+        for _ in range(2):
+            others = [one for one in self._on(array.device) if one is not array]
+            if self._fits(array.device, [array, *others], array):
+                return True
+            self.give_back()
+            if array not in self.arrays:
+                # Nobody was in it.
+                array.widths, array.width = None, 0
+        return False
+
+    def moves(self, left: Callable[[ShapeArray], int]) -> dict[str, int]:
+        """Where arrays are to go on by what was measured, each once; ``left``: epochs that one is there for at least.
+
+        One goes where the longest round of all devices is then shorter by more than what measures differ by, and saves
+        more than it costs.
+        """
+        found: dict[str, int] = {}
+        while (move := self._move(found, left)) is not None:
+            array, target = move
+            found[array.name] = array.device = target
+        return found
+
+    def _move(self, known: Collection[str], left: Callable[[ShapeArray], int]) -> tuple[ShapeArray, int] | None:
+        """An array from the device that ends last to where all end first; it is none of ``known``."""
+        ends = {device: self._end(device) for device in self._there}
+        source = max(ends, key=ends.__getitem__)
+        last = nlargest(3, ends, key=ends.__getitem__)
+        found: list[tuple[float, int, ShapeArray]] = []
+        for array in self._on(source):
+            spread = self.seconds.spread(array)
+            if array.name in known or spread is None:
+                continue
+            rest = ends[source] - self.seconds.of(array, source)
+            for target in ends.keys() - {source}:
+                others = max((ends[one] for one in last if one not in (source, target)), default=0.0)
+                end = max(rest, others, ends[target] + self.seconds.of(array, target))
+                saved = (ends[source] - end) * self.seconds.steps * left(array)
+                if end * max(1 + DIFFERS, spread) < ends[source] and saved > self.seconds.to_move(array.shape):
+                    found.append((end, target, array))
+        for _, target, array in sorted(found, key=lambda one: one[:2]):
+            if self._fits(target, [array, *self._on(target)]):
+                return array, target
+        return None
+
+    def moved(self, name: str) -> int:
+        """The device that takes over an array. Raises DeviceLost where none has room for it."""
+        array = next(one for one in self.arrays if one.name == name)
+        for device in sorted(self._there, key=lambda each: (self._end(each, array), each)):
+            if self._fits(device, [array, *self._on(device)]):
+                array.device = device
+                return device
+        devices = self._workers.devices
+        raise DeviceLost(
+            f"{len(devices) - len(self._there)} of {len(devices)} devices are lost, and no other has room for the "
+            f"{len(array.seats)} trials of {name}: with a directory the same call goes on when there are more"
+        )

@@ -1,0 +1,163 @@
+"""Write the shards of a program as programs of their own: Program and shards -> parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from hfusion.core.errors import PlanError
+from hfusion.core.program import Kind, Part, Program, Slot
+from hfusion.passes.cost.cost import operators, viewed
+from hfusion.passes.islands import OPAQUE
+from hfusion.passes.partition.retarget import retarget_device
+from hfusion.passes.regions import regions
+from hfusion.passes.side_effects import RUNNING_STATISTICS, has_effect, written_inputs
+
+_WRITTEN = (Kind.BUFFER, Kind.PARAMETER)
+# The place of what members' own code changes among the arguments of its call.
+_CHANGING = 3
+_BORDERS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+
+
+def input_names(program: Program) -> tuple[str, ...]:
+    """The names under which parts take the program's inputs, in the order of the inputs."""
+    found = {int(slot.name): node.name for node, slot in slots(program).items() if slot.kind is Kind.INPUT}
+    return tuple(found[position] for position in sorted(found))
+
+
+def split(program: Program, ends: Sequence[int], batch: int) -> tuple[Part, ...]:
+    """The parts of ``program``, each to before the operator numbered in ``ends``, where the next one begins.
+
+    Run one after the other they are the program, bit for bit.
+    Views of weights are taken anew in every part that uses them: a weight never crosses a cut. ``batch``: samples for
+    which it is judged whether a reshaped weight is still a view.
+
+    Raises:
+        PlanError: a cut inside an autocast region, or ends of another program.
+    """
+    nodes = operators(program)
+    if ends[-1] != len(nodes):
+        raise PlanError(
+            f"program {program.name} has {len(nodes)} operators, but the shards given are of one with "
+            f"{ends[-1]} operators: plan anew"
+        )
+    if len(ends) > 1 and any(node.target in _BORDERS for node in nodes):
+        raise PlanError(
+            f"program {program.name}: forward switches autocast on or off inside, where it cannot be cut; "
+            "give a device the memory to hold it whole, or use torch.autocast outside of the model"
+        )
+    cutting = _Cutting(program, nodes, batch)
+    written = next((key for node in nodes for key in cutting.written(node, Kind.PARAMETER)), None)
+    if len(ends) > 1 and written is not None:
+        raise PlanError(
+            f"program {program.name}: forward writes into the parameter {written}, which shards of it cannot follow; "
+            "give a device the memory to hold it whole"
+        )
+    places = enumerate(pairwise([0, *ends]), start=1)
+    return tuple(cutting.part(*each, ends=number == len(ends)) for number, each in places)
+
+
+def slots(program: Program) -> dict[fx.Node, Slot]:
+    """The placeholders, and what each stands for."""
+    placeholders = [node for node in program.module.graph.nodes if node.op == "placeholder"]
+    return dict(zip(placeholders, program.slots, strict=True))
+
+
+def weight_views(program: Program, batch: int) -> set[fx.Node]:
+    """The operators that give views of parameters, buffers or constants."""
+    own = {node for node, slot in slots(program).items() if slot.kind is not Kind.INPUT}
+    views: set[fx.Node] = set()
+    for node in operators(program):
+        if viewed(node, batch) is not None and all(source in views or source in own for source in node.all_input_nodes):
+            views.add(node)
+    return views
+
+
+class _Cutting:
+    """What all parts of one program need to know of it."""
+
+    def __init__(self, program: Program, nodes: Sequence[fx.Node], batch: int) -> None:
+        self.members = program.members
+        self.nodes = nodes
+        self.slots = slots(program)
+        self.output = next(node for node in program.module.graph.nodes if node.op == "output")
+        self.place = {node: place for place, node in enumerate((*nodes, self.output))}
+        self.views = weight_views(program, batch)
+
+    def _own(self, node: fx.Node) -> bool:
+        return node in self.slots and self.slots[node].kind is not Kind.INPUT
+
+    def part(self, first: int, last: int, *, ends: bool) -> Part:
+        """Operators ``[first, last)``; ``ends``: and the outputs of the program."""
+        wanted = [self.output] if ends else []
+        inside = [node for node in self.nodes[first:last] if node not in self.views]
+        needed = self._with_views([*inside, *wanted])
+        outside = dict.fromkeys(source for node in needed for source in node.all_input_nodes if source not in needed)
+        keys = [node for node in outside if self._own(node)]
+        takes = [node for node in outside if not self._own(node)]
+        gives = [node for node in inside if not ends and any(self.place[user] >= last for user in node.users)]
+        graph, env = fx.Graph(), {}
+        for node in (*keys, *takes):
+            env[node] = graph.placeholder(node.name)
+            env[node].meta.update(node.meta)
+        for node in needed:
+            if node is not self.output:
+                env[node] = graph.node_copy(node, env.__getitem__)
+        if ends:
+            graph.node_copy(self.output, env.__getitem__)
+        else:
+            graph.output(tuple(env[node] for node in gives))
+        graph.lint()
+        code = regions(fx.GraphModule(torch.nn.Module(), graph), self.members)
+        return Part(
+            cache(lambda device: retarget_device(code, device).forward),
+            tuple(self.slots[node] for node in keys),
+            tuple(node.name for node in takes),
+            tuple(node.name for node in gives),
+            frozenset(key for node in inside for kind in _WRITTEN for key in self.written(node, kind)),
+        )
+
+    def _with_views(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
+        """``nodes`` with the views of weights that they use, each before its users."""
+        found: dict[fx.Node, None] = {}
+
+        def add(node: fx.Node) -> None:
+            for source in node.all_input_nodes:
+                if source in self.views and source not in found:
+                    add(source)
+            found[node] = None
+
+        for node in nodes:
+            add(node)
+        return found
+
+    def written(self, node: fx.Node, kind: Kind) -> list[str]:
+        """The buffers that a call may write to, or the parameters that it does."""
+        origin = node.meta.get("origin")
+        if origin is None or node.meta.get("transition"):
+            return []
+        unknown = isinstance(origin.target, OpOverload) and origin.target.namespace == "hfusion"
+        unchanged = origin.target in RUNNING_STATISTICS and not written_inputs(origin)
+        if unchanged or not (unknown or has_effect(origin)):
+            return []
+        sources = node.all_input_nodes if kind is Kind.BUFFER else _targets(node, origin)
+        roots = [self._root(source) for source in sources]
+        slots = [self.slots[root] for root in roots if root in self.slots]
+        return [slot.name for slot in slots if slot.kind is kind]
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        while node in self.views:
+            node = node.all_input_nodes[0]
+        return node
+
+
+def _targets(node: fx.Node, origin: fx.Node) -> Sequence[fx.Node]:
+    """What a call of the array writes to: the tensor of a copy, and what members' own code changes."""
+    if origin.target is torch.ops.aten.copy_.default:
+        return node.args[:1]  # type: ignore[return-value]
+    return node.args[_CHANGING] if origin.target is OPAQUE else ()  # type: ignore[return-value]

@@ -1,0 +1,41 @@
+"""Calls that matter beyond their values."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from hfusion.passes.expected_checks import EXPECT
+from hfusion.passes.views import writes
+
+aten = torch.ops.aten
+
+RUNNING_STATISTICS = frozenset({aten.batch_norm.default, aten.instance_norm.default, aten.native_batch_norm.default})
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Drop calls without users, except writes and autocast borders, and assertions that export proved."""
+    for node in reversed(list(graph.nodes)):
+        asserts = node.target in (
+            aten._assert_tensor_metadata.default,
+            aten.sym_constrain_range_for_size.default,
+        )
+        if node.op == "call_function" and not node.users and (asserts or not has_effect(node)):
+            graph.erase_node(node)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a call matters beyond its value."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        return target._schema.is_mutable or target in RUNNING_STATISTICS or target is EXPECT
+    return target in (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+
+
+def written_inputs(node: fx.Node) -> list[fx.Node]:
+    """The operands that a call writes to."""
+    if node.target in RUNNING_STATISTICS:
+        training = node.args[5] if len(node.args) > 5 else True
+        return [a for a in node.args[3:5] if isinstance(a, fx.Node)] if training else []
+    return [node.args[0]] if writes(node) and isinstance(node.args[0], fx.Node) else []

@@ -1,0 +1,322 @@
+"""Members leave, join and are written over: the array is what fusing the members anew gives, without a capture."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.compiler import compiled_program as compiling
+from tests.alone import close, normal
+
+
+class Net(nn.Module):
+    """With statistics, a scalar and a constant of its own, and one tensor under two names."""
+
+    def __init__(self, slope: float = 0.1, shift: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.slope = slope
+        self.shift = torch.tensor([shift, 1.0])
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.leaky_relu(self.norm(self.first(x)), self.slope)
+        return self.last(h) + self.shift.to(h).sum()
+
+
+class Branching(nn.Module):
+    """Decides on values, so that its members run one after another."""
+
+    def __init__(self, scale: float = 2.0) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4).double()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        return y * self.scale if y.sum() > 0 else y - 1
+
+
+_BASE = nn.Linear(4, 4).double().requires_grad_(False)
+
+
+class OnBase(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = _BASE
+        self.head = nn.Linear(4, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x).relu())
+
+
+KINDS: dict[str, Callable[[int], nn.Module]] = {
+    "alike": lambda member: Net(),
+    "scalars": lambda member: Net(slope=0.1 * (member % 3)),
+    "constants": lambda member: Net(shift=float(member % 2)),
+    "own code": lambda member: Branching(),
+    "own code, scalars": lambda member: Branching(2.0 + member % 3),
+    "shared base": lambda member: OnBase(),
+}
+
+Change = Callable[[hf.FusedModule, list[nn.Module], Callable[[int], nn.Module]], list[nn.Module]]
+
+
+def _kept(fused: hf.FusedModule, alone: list[nn.Module], make: Callable[[int], nn.Module]) -> list[nn.Module]:
+    fused.keep([3, 0, 1])
+    return [alone[3], alone[0], alone[1]]
+
+
+def _permuted(fused: hf.FusedModule, alone: list[nn.Module], make: Callable[[int], nn.Module]) -> list[nn.Module]:
+    fused.keep([2, 0, -1, 1])
+    return [alone[2], alone[0], alone[3], alone[1]]
+
+
+def _copied(fused: hf.FusedModule, alone: list[nn.Module], make: Callable[[int], nn.Module]) -> list[nn.Module]:
+    fused.copy([0, 1], [1, 2])
+    return [alone[0], copy.deepcopy(alone[0]), copy.deepcopy(alone[1]), alone[3]]
+
+
+def _spread(fused: hf.FusedModule, alone: list[nn.Module], make: Callable[[int], nn.Module]) -> list[nn.Module]:
+    fused.copy(3, [0, 2])
+    return [copy.deepcopy(alone[3]), alone[1], copy.deepcopy(alone[3]), alone[3]]
+
+
+def _grown(fused: hf.FusedModule, alone: list[nn.Module], make: Callable[[int], nn.Module]) -> list[nn.Module]:
+    more = [make(1), make(2)]
+    fused.append(more)
+    return [*alone, *copy.deepcopy(more)]
+
+
+def _replaced(fused: hf.FusedModule, alone: list[nn.Module], make: Callable[[int], nn.Module]) -> list[nn.Module]:
+    more = [make(0), make(2)]
+    fused.put([3, 1], more)
+    return [alone[0], copy.deepcopy(more[1]), alone[2], copy.deepcopy(more[0])]
+
+
+# In this order, one after the other.
+CHANGES: dict[str, Change] = {
+    "permute": _permuted,
+    "copy": _copied,
+    "spread": _spread,
+    "put": _replaced,
+    "append": _grown,
+    "keep": _kept,
+}
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The captures that are made, one entry for each."""
+    found: list[Any] = []
+    original = compiling.capture_member
+
+    def counted(*args: Any) -> Any:
+        found.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(compiling, "capture_member", counted)
+    return found
+
+
+def _same(fused: hf.FusedModule, alone: Sequence[nn.Module]) -> None:
+    """One forward and backward of the array against those of its members alone."""
+    x = normal(6, 4)
+    fused.zero_grad()
+    out = fused(x)
+    rows = []
+    for model in alone:
+        model.zero_grad()
+        rows.append(model(x))
+    close(out, rows, "output")
+    out.square().sum().backward()
+    torch.stack(rows).square().sum().backward()
+    for name, stack in fused.named_parameters():
+        if stack.requires_grad:
+            grads = [dict(model.named_parameters())[name].grad for model in alone]
+            torch.testing.assert_close(stack.grad, torch.stack(grads), rtol=1e-9, atol=1e-11)  # type: ignore[arg-type]
+    for name, stack in fused.named_buffers():
+        close(stack, [dict(model.named_buffers())[name] for model in alone], name)
+    for mine, model in zip(fused.unfuse(), alone, strict=True):
+        close(mine(x).unsqueeze(0), [copy.deepcopy(model)(x)], "unfused")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_members_after_a_change_equal_members_alone(kind: str, captures: list[Any]) -> None:
+    models = [KINDS[kind](member) for member in range(4)]
+    alone = [copy.deepcopy(model) for model in models]
+    fused = hf.fuse(models)
+    _same(fused, alone)
+    params, made = list(fused.parameters()), len(captures)
+    assert made
+    for name, change in CHANGES.items():
+        alone = change(fused, alone, KINDS[kind])
+        _same(fused, alone)
+        _same(fused, alone)
+        assert len(fused) == len(alone), name
+    assert all(a is b for a, b in zip(params, fused.parameters(), strict=True))
+    assert len(captures) == made
+    if kind == "shared base":
+        assert fused.get_parameter("base.weight").data_ptr() == _BASE.weight.data_ptr()
+
+
+def test_an_array_shrinks_to_one_member_and_grows_again(captures: list[Any]) -> None:
+    alone = [Net(slope=0.1 * member) for member in range(6)]
+    fused = hf.fuse(copy.deepcopy(alone))
+    _same(fused, alone)
+    made = len(captures)
+    while len(alone) > 1:
+        del alone[len(alone) // 2]
+        fused.keep([row for row in range(len(fused)) if row != len(fused) // 2])
+        _same(fused, alone)
+    more = [Net(slope=0.1 * member) for member in (3, 4)]
+    fused.append(more)
+    _same(fused, [*alone, *more])
+    assert len(captures) == made
+    new = Net(slope=0.75)
+    fused.put(0, new)
+    _same(fused, [new, *more])
+    assert len(captures) > made
+
+
+def test_a_loss_is_captured_once_for_any_number_of_members(captures: list[Any]) -> None:
+    losses = hf.per_model(F.cross_entropy)
+    target = torch.randint(3, (5,))
+    for members in (4, 2, 7):
+        outputs = normal(members, 5, 3)
+        close(losses(outputs, target), [F.cross_entropy(row, target) for row in outputs], "losses")
+        assert len(captures) == 1
+
+
+def test_a_compiled_step_of_a_width_is_found_again() -> None:
+    models = [Net() for _ in range(3)]
+    fused, target = hf.fuse(models), normal(6, 4)
+    opt = torch.optim.SGD(fused.parameters(), lr=0.1)
+    step = hf.train_step(fused, F.mse_loss, opt)
+
+    def compiled() -> int:
+        x = normal(6, 4)
+        alone = fused.unfuse()
+        for _ in range(3):
+            losses = step(x, target)
+            for b, model in enumerate(alone):
+                model.zero_grad()
+                loss = F.mse_loss(model(x), target)
+                loss.backward()
+                torch.testing.assert_close(losses[b], loss.detach(), rtol=1e-9, atol=1e-11)
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+        close(fused.get_parameter("first.weight"), [m.first.weight for m in alone], "weights")
+        return sum("program" in row.how for row in step.report().rows)
+
+    assert compiled() == 1
+    fused.copy(0, 2)
+    assert compiled() == 1
+    fused.keep([0, 2])
+    assert compiled() == 2
+    fused.append([Net()])
+    assert compiled() == 2
+
+
+def test_gradients_and_modes_follow() -> None:
+    fused, x = hf.fuse([Net() for _ in range(4)]), normal(5, 4)
+    fused.norm.eval()  # type: ignore[union-attr, operator]
+    kept_alive = fused(x)
+    kept_alive.square().sum().backward()
+    grads = {name: stack.grad.clone() for name, stack in fused.named_parameters()}  # type: ignore[union-attr]
+    fused.keep([3, 1])
+    for name, stack in fused.named_parameters():
+        assert torch.equal(stack.grad, grads[name][[3, 1]])  # type: ignore[arg-type]
+    model = Net()
+    model.norm.eval()
+    fused.append([model])
+    assert not fused.norm.training  # type: ignore[union-attr]
+    assert not fused.get_parameter("first.weight").grad[2].any()  # type: ignore[index]
+    # The new member has not used its parameters: an optimizer leaves it alone until the next backward.
+    before = fused.get_parameter("first.weight").detach().clone()
+    hf.optim.SGD(fused.parameters(), lr=0.1, weight_decay=0.5).step()
+    after = fused.get_parameter("first.weight").detach()
+    assert torch.equal(after[2], before[2])
+    assert not torch.equal(after[0], before[0])
+    # Outputs from before the change lead nowhere.
+    with pytest.raises(RuntimeError):
+        kept_alive.sum().backward()
+
+
+def test_original_models_are_known_as_long_as_their_members_are() -> None:
+    models = [Net() for _ in range(3)]
+    fused = hf.fuse(models)
+    fused.keep([2, 0])
+    assert fused.origin(models[2].first.bias) == (0, "first.bias")
+    assert fused.origin(models[1].first.bias) is None
+    fused.copy(0, 1)
+    assert fused.origin(models[2].first.bias) == (0, "first.bias")
+    assert fused.origin(models[0].first.bias) is None
+    fused.append(models[1:2])
+    assert fused.origin(models[1].first.bias) == (2, "first.bias")
+
+
+def _other_base() -> OnBase:
+    model = OnBase()
+    model.base = copy.deepcopy(_BASE)
+    model.base.weight.data.add_(1)
+    return model
+
+
+def _twice() -> list[nn.Module]:
+    one, other = Net(), Net()
+    other.norm = one.norm
+    return [one, other]
+
+
+WRONG: dict[str, tuple[Callable[[hf.FusedModule], Any], type[Exception], str]] = {
+    "none": (lambda f: f.keep([]), ValueError, "keep got no rows"),
+    "twice": (lambda f: f.keep([0, 1, 0]), ValueError, "row 0 comes 2 times"),
+    "beyond": (lambda f: f.keep([0, 3]), ValueError, "3 is no row of an array of 3 members"),
+    "no number": (lambda f: f.keep(["a"]), ValueError, "'a' is no row"),  # type: ignore[list-item]
+    "flag": (lambda f: f.keep([True]), ValueError, "True is no row"),
+    "counts": (lambda f: f.copy([0, 1], [2]), ValueError, "copy of 2 members over 1"),
+    "written twice": (lambda f: f.copy([0, 1], [2, 2]), ValueError, "row 2 comes 2 times"),
+    "empty": (lambda f: f.append([]), hf.FusionError, "append takes a list of one model or more"),
+    "bare": (lambda f: f.append(Net()), hf.FusionError, "append takes a list"),  # type: ignore[arg-type]
+    "no model": (lambda f: f.append(["x"]), hf.FusionError, "a str cannot join"),  # type: ignore[list-item]
+    "shape": (lambda f: f.append([nn.Linear(4, 4)]), hf.FusionError, "is Net in model 0"),
+    "mode": (lambda f: f.append([Net().eval()]), hf.FusionError, "train mode in model 0"),
+    "models": (lambda f: f.put([0, 1], [Net()]), ValueError, "put of 1 models into 2 rows"),
+    "shared among the new": (lambda f: f.append(_twice()), hf.FusionError, "is one object in"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_leave_the_array_as_it_was(name: str) -> None:
+    fused = hf.fuse([Net() for _ in range(3)])
+    before = {key: value.clone() for key, value in fused.state_dict().items()}
+    act, kind, words = WRONG[name]
+    with pytest.raises(kind, match=words):
+        act(fused)
+    assert all(torch.equal(before[key], value) for key, value in fused.state_dict().items())
+
+
+def test_another_base_cannot_join() -> None:
+    fused = hf.fuse([OnBase(), OnBase()])
+    with pytest.raises(hf.FusionError, match="is one tensor for all members"):
+        fused.append([_other_base()])
+
+
+def test_a_different_dtype_keeps_working() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        fused = hf.fuse([nn.Linear(4, 2).to(dtype) for _ in range(3)])
+        out = fused(torch.randn(5, 4, dtype=dtype))
+        fused.keep([1])
+        fused(torch.randn(5, 4, dtype=dtype)).sum().backward()
+        assert fused.get_parameter("weight").grad.shape == (1, 2, 4)  # type: ignore[union-attr]
+        assert fused.get_parameter("weight").dtype is out.dtype is dtype

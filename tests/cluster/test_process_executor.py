@@ -1,0 +1,322 @@
+"""A cluster of processes gives what one machine gives, bit for bit, whatever is killed, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hfusion as hf
+from hfusion.cluster.process_executor import ProcessExecutor
+
+pytest.importorskip("cloudpickle")
+
+RATES = [0.1, 0.03, 0.01]
+# Processes start anew after each kill.
+LONG = pytest.mark.cluster
+
+
+class Net(nn.Module):
+    def __init__(self, hidden: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.fc, self.norm, self.drop = nn.Linear(5, hidden), nn.BatchNorm1d(hidden), nn.Dropout(0.2)
+        self.out = nn.Linear(hidden, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.drop(self.norm(self.fc(x)).relu()))
+
+
+def samples(count: int = 48) -> TensorDataset:
+    generator = torch.Generator().manual_seed(9)
+    return TensorDataset(torch.randn(count, 5, generator=generator), torch.randint(3, (count,), generator=generator))
+
+
+def tasks(callback: Any = None, epochs: int = 3) -> list[hf.Task]:
+    """Members of two shapes, an own clip, scheduler, seeds given and drawn, shuffled and evaluated."""
+    loader = DataLoader(samples(), batch_size=12, shuffle=True)
+    heard = () if callback is None else (callback,)
+    mixed = hf.Task(
+        [Net(hidden, seed) for seed, hidden in enumerate((6, 8, 6))],
+        F.cross_entropy,
+        lambda params: hf.optim.Adam(params, lr=RATES),
+        loader,
+        epochs=epochs,
+        eval_loader=DataLoader(samples(), batch_size=12),
+        name="mixed",
+        clip=[0.5, 1.0, 2.0],
+        scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1, 0.5),
+        callbacks=heard,
+    )
+    plain = hf.Task(
+        [Net(4, seed) for seed in range(2)],
+        F.cross_entropy,
+        lambda params: hf.optim.SGD(params, lr=[0.1, 0.2], momentum=0.9),
+        loader,
+        epochs=epochs,
+        name="plain",
+        seed=3,
+        callbacks=heard,
+    )
+    return [mixed, plain]
+
+
+def machine(folder: Path, devices: int) -> hf.Machine:
+    return hf.Machine([hf.Device(f"cpu:{n}", memory="1GiB") for n in range(devices)], host="2GiB", disk=folder)
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    assert list(found) == list(wanted)
+    for name in wanted:
+        assert torch.equal(found[name].losses, wanted[name].losses)
+        assert (found[name].eval_losses is None) == (wanted[name].eval_losses is None)
+        if wanted[name].eval_losses is not None:
+            assert torch.equal(found[name].eval_losses, wanted[name].eval_losses)
+        for ours, theirs in zip(found[name].models, wanted[name].models, strict=True):
+            assert type(ours) is type(theirs)
+            for key, value in theirs.state_dict().items():
+                assert torch.equal(ours.state_dict()[key], value), (name, key)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files of this process and of those that it starts are."""
+    # Longer than the path of a socket may be.
+    folder = tmp_path / "temporary" / ("long" * 30)
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def nothing_left(temporary: Path, before: set[str]) -> bool:
+    """No processes, temporary files or shared memory; other programs may have some of that for a while."""
+    assert multiprocessing.active_children() == []
+    # Python and torch have theirs until this process ends.
+    assert list(temporary.glob("hfusion*")) == []
+    for _ in range(100):
+        if shared_memory() <= before:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def alone(folder: Path) -> Any:
+    torch.manual_seed(1)
+    return hf.train(tasks(), machine(folder, 1))
+
+
+def test_two_processes_give_what_one_machine_gives(
+    tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, heard = shared_memory(), []
+    wanted = alone(tmp_path)
+    torch.manual_seed(1)
+    found = hf.train(tasks(heard.append), hf.Cluster(machine(tmp_path, 2)), progress=True)
+    assert_same(found, wanted)
+    assert nothing_left(temporary, before)
+    shown = capsys.readouterr().out.splitlines()
+    assert 1 <= len(shown) <= 10
+    assert re.match(r"(\d+)/\1 minibatches of ", shown[-1])
+    steps = [event for event in heard if isinstance(event, hf.Step)]
+    assert len(steps) == 3 * 12
+    for event in steps:
+        row = found[event.task].losses[event.epoch * 4 + event.step, list(event.members)]
+        assert torch.equal(event.losses, row)
+    assert len([event for event in heard if isinstance(event, hf.Evaluation)]) == 2 * 3
+    found.timeline.validate(found.plan)
+    assert {span.device for span in found.timeline.actions} == {"cpu:0", "cpu:1"} == set(found.peak)
+    assert min(found.peak.values()) > 0
+
+
+class Slow(TensorDataset):
+    """Gives a sample after a while; in a process of a cluster ``at`` so many samples it does something, once."""
+
+    def __init__(self, act: str, at: int, mark: Path, always: bool = False) -> None:
+        super().__init__(*samples().tensors)
+        self.act, self.at, self.mark, self.always, self.given = act, at, mark, always, 0
+
+    def __getitem__(self, index: Any) -> Any:
+        if multiprocessing.parent_process() is not None:
+            time.sleep(0.004)
+            self.given += 1
+            if self.given == self.at and (self.always or not self.mark.exists()):
+                self.mark.touch()
+                if self.act == "raise":
+                    raise ValueError("the data set is gone")
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def with_slow(act: str, at: int, mark: Path, callback: Any = None, always: bool = False) -> list[hf.Task]:
+    mixed, plain = tasks(callback)
+    return [mixed, replace(plain, loader=DataLoader(Slow(act, at, mark, always), batch_size=12, shuffle=True))]
+
+
+@pytest.mark.parametrize(
+    ("at", "saved"),
+    [pytest.param(5, True, marks=LONG), (100, True), pytest.param(100, False, marks=LONG)],
+)
+def test_who_is_killed_loses_an_interval_at_most(at: int, saved: bool, tmp_path: Path, temporary: Path) -> None:
+    """A sample of the first minibatch, or of the ninth of twelve."""
+    before, heard = shared_memory(), []
+    wanted = alone(tmp_path)
+    torch.manual_seed(1)
+    options = {"checkpoint": tmp_path / "saves", "every": 2} if saved else {}
+    cluster = hf.Cluster(machine(tmp_path, 2), max_failures=1)
+    found = hf.train(with_slow("kill", at, tmp_path / "mark", heard.append), cluster, **options)
+    assert_same(found, wanted)
+    assert nothing_left(temporary, before)
+    steps = [event.epoch * 4 + event.step for event in heard if isinstance(event, hf.Step) and event.task == "plain"]
+    begins = [steps[0], *(after for one, after in itertools.pairwise(steps) if after != one + 1)]
+    # Once killed it has made 8 minibatches, and saved the last of them.
+    assert begins[-1] >= (6 if saved and at == 100 else 0)
+
+
+class SlowAtFirst(TensorDataset):
+    """Gives a sample after a while in the process that asks first, and at once in others."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__(*samples().tensors)
+        self.mark = mark
+
+    def __getitem__(self, index: Any) -> Any:
+        if multiprocessing.parent_process() is not None:
+            if not self.mark.exists():
+                self.mark.write_text(str(os.getpid()))
+            time.sleep(0.02 if self.mark.read_text() == str(os.getpid()) else 0.0)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("killed", [None, pytest.param("source", marks=LONG), pytest.param("target", marks=LONG)])
+def test_an_array_on_a_slow_device_goes_on_elsewhere(
+    killed: str | None, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, no minibatch twice; where a process is killed as it is asked, from the last save."""
+    asked: list[str] = []
+    leave = ProcessExecutor.leave
+
+    def kill_and_leave(self: ProcessExecutor, device: int, name: str) -> None:
+        asked.append(name)
+        victim = {"source": device, "target": 1 - device}.get(killed or "")
+        process = None if victim is None else self._processes[victim]
+        leave(self, device, name)
+        if process is not None and len(asked) == 1:
+            os.kill(process.pid or 0, signal.SIGKILL)
+
+    monkeypatch.setattr(ProcessExecutor, "leave", kill_and_leave)
+    heard: list[Any] = []
+
+    def made(loader: Any, callback: Any) -> list[hf.Task]:
+        mixed, plain = tasks(callback)
+        return [mixed, replace(plain, loader=loader, epochs=30)]
+
+    before = shared_memory()
+    torch.manual_seed(1)
+    wanted = hf.train(made(DataLoader(samples(), batch_size=12, shuffle=True), None), machine(tmp_path, 1))
+    torch.manual_seed(1)
+    slow = DataLoader(SlowAtFirst(tmp_path / "mark"), batch_size=12, shuffle=True)
+    cluster = hf.Cluster(machine(tmp_path, 2))
+    found = hf.train(made(slow, heard.append), cluster, checkpoint=tmp_path / "saves", every=8)
+    assert_same(found, wanted)
+    assert asked[0] == "plain"
+    assert nothing_left(temporary, before)
+    if killed is None:
+        steps = [
+            event.epoch * 4 + event.step for event in heard if isinstance(event, hf.Step) and event.task == "plain"
+        ]
+        assert steps == [*range(120)]
+        assert {span.device for span in found.timeline.actions if span.task == "plain"} == {"cpu:0", "cpu:1"}
+        found.timeline.validate(found.plan)
+
+
+@LONG
+def test_who_is_killed_again_and_again_is_given_up(tmp_path: Path, temporary: Path) -> None:
+    before = shared_memory()
+    wanted = alone(tmp_path)
+    torch.manual_seed(1)
+    failing = with_slow("kill", 20, tmp_path / "mark", always=True)
+    with pytest.raises(hf.TrainError, match=r"task 'plain' failed: DeviceLost: its device was lost 2 times") as caught:
+        hf.train(failing, hf.Cluster(machine(tmp_path, 2), max_failures=1))
+    assert list(caught.value.report) == ["mixed"]
+    assert torch.equal(caught.value.report["mixed"].losses, wanted["mixed"].losses)
+    assert nothing_left(temporary, before)
+
+
+def test_a_task_that_fails_leaves_the_others_running(tmp_path: Path, temporary: Path) -> None:
+    before = shared_memory()
+    wanted = alone(tmp_path)
+    torch.manual_seed(1)
+    failing = with_slow("raise", 5, tmp_path / "mark")
+    with pytest.raises(hf.TrainError, match=r"task 'plain' failed: ValueError: the data set is gone") as caught:
+        hf.train(failing, hf.Cluster(machine(tmp_path, 1)))
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert "on the node" in caught.value.__cause__.__notes__[0]
+    assert torch.equal(caught.value.report["mixed"].losses, wanted["mixed"].losses)
+    assert nothing_left(temporary, before)
+
+
+def interrupt(event: Any) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
+    before = shared_memory()
+    with pytest.raises(KeyboardInterrupt):
+        hf.train(with_slow("kill", 1000, tmp_path / "mark", interrupt), hf.Cluster(machine(tmp_path / "spill", 2)))
+    assert nothing_left(temporary, before)
+    assert not list(tmp_path.glob("spill/*"))
+
+
+def broken_by_a_lock() -> hf.Task:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) if lock is not None else output
+
+    lock = threading.Lock()
+    loader = DataLoader(samples(), batch_size=12)
+    return hf.Task(Net(4, 0), loss, lambda params: hf.optim.SGD(params, lr=0.1), loader, name="locked")
+
+
+def test_an_array_with_its_optimizer_is_trained_in_place(tmp_path: Path) -> None:
+    def made() -> tuple[hf.FusedModule, Any, hf.Task]:
+        fused = hf.fuse([Net(4, seed) for seed in range(2)])
+        opt = hf.optim.Adam(fused.parameters(), lr=[0.1, 0.2])
+        return fused, opt, hf.Task(fused, F.cross_entropy, opt, DataLoader(samples(), batch_size=12), seed=2)
+
+    (ours, opt, task), (theirs, other, second) = made(), made()
+    hf.train(second, machine(tmp_path, 1))
+    with pytest.raises(hf.TrainError, match="task 'locked' failed: PlanError: the task 'locked' cannot go") as caught:
+        hf.train([task, broken_by_a_lock()], hf.Cluster(machine(tmp_path, 1)))
+    assert list(caught.value.report) == ["task"]
+    for key, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[key], value)
+    for param, like in zip(ours.parameters(), theirs.parameters(), strict=True):
+        for name, value in other.state[like].items():
+            assert torch.equal(opt.state[param][name], value)
+
+
+def test_what_a_cluster_refuses(tmp_path: Path) -> None:
+    one = machine(tmp_path, 1)
+    for options, said in [({"max_failures": -1}, "max_failures=-1"), ({"num_cpus": 2}, "num_cpus is of Ray's nodes")]:
+        with pytest.raises(hf.PlanError, match=said):
+            hf.Cluster(one, **options)
+    with pytest.raises(hf.PlanError, match=r"plan is for an hf\.Machine"):
+        hf.train(tasks(), hf.Cluster(one), plan=hf.plan(tasks(), one))

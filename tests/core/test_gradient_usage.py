@@ -1,0 +1,377 @@
+"""A parameter that a member has not used in a step stays as it is for that member, with its moments and counts."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hfusion as hf
+from hfusion.core.gradient_usage import Join, absent_rows
+
+MEMBERS = 3
+
+
+class Branch(nn.Module):
+    """Uses ``a``, ``b`` or neither, by the sign of a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        key = float(x.detach()[0, 0])
+        if key > 1:
+            return self.a(x)
+        return self.b(x) if key > 0 else x
+
+
+class Alone(Branch):
+    """All of it is looped, and a part that no member uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(4, 4)
+
+
+class Inside(nn.Module):
+    """Looped within what is batched, twice, with a parameter that is used before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.branch, self.last = nn.Linear(4, 4), Branch(), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.branch(x) + self.first(x).tanh()
+        return self.last(self.branch(h * self.scale) * self.scale)
+
+
+class Exit(nn.Module):
+    """Gives its input, or a constant that does not depend on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return h * self.weight if float(x[0, 0]) > 0 else torch.ones_like(h)
+
+
+class Before(nn.Module):
+    """What comes before an exit is not used either, batched or looped, but for the part of it that goes around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.branch, self.around = nn.Linear(4, 4), Branch(), nn.Linear(4, 4)
+        self.conv = nn.Conv1d(4, 4, 1)
+        self.exit, self.last = Exit(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.branch(self.first(x)).relu()
+        h = self.conv(h.unsqueeze(-1)).squeeze(-1)
+        return self.last(self.exit(h + self.around(x).detach(), x)) + self.around(x)
+
+
+class Tied(nn.Module):
+    """One weight in the looped submodule and outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch, self.out = Branch(), nn.Linear(4, 4)
+        self.out.weight = self.branch.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.branch(x))
+
+
+class Two(nn.Module):
+    """Two results, of which a loss may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.exit, self.aux = nn.Linear(4, 4), Exit(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.first(x)
+        return self.exit(h, x), self.aux(h)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.branch = nn.Linear(4, 4), Branch()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.branch, self.first(x), use_reentrant=False)
+        return found
+
+
+def batch(*keys: float) -> Tensor:
+    """One input for each member, whose first value decides on its branch."""
+    xs = torch.rand(len(keys), 5, 4, dtype=torch.float64) / 2
+    xs[:, 0, 0] = torch.tensor(keys, dtype=torch.float64)
+    return xs
+
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("SGD", {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
+    "sgd-plain": ("SGD", {"weight_decay": 0.1}),
+    "adam": ("Adam", {"amsgrad": True, "weight_decay": 0.1}),
+    "adamw": ("AdamW", {}),
+    "adadelta": ("Adadelta", {"weight_decay": 0.1}),
+}
+RATES = [0.1, 0.05, 0.02]
+# Every step, the values on which the members branch.
+KEYS = [(2.0, 0.5, -1.0), (2.0, 2.0, 2.0), (0.5, -1.0, -1.0), (-1.0, 0.5, 2.0), (0.5, 2.0, 0.5)]
+
+
+@cache
+def array_of(make: Callable[[], nn.Module]) -> tuple[list[nn.Module], hf.FusedModule, dict[str, Tensor]]:
+    """Models and their array, which is captured once, with the values that it has at first."""
+    models = [make().double() for _ in range(MEMBERS)]
+    fused = hf.fuse(models)
+    return models, fused, {key: value.clone() for key, value in fused.state_dict().items()}
+
+
+class Pair:
+    """An array with its optimizer, and its members alone with theirs."""
+
+    def __init__(self, make: Callable[[], nn.Module], name: str, options: dict[str, Any]) -> None:
+        models, self.fused, values = array_of(make)
+        self.models = copy.deepcopy(models)
+        self.fused.load_state_dict(values)
+        self.fused.zero_grad()
+        self.name, self.options = name, options
+        self.optimizer = getattr(hf.optim, name)(self.fused.parameters(), lr=RATES, **options)
+        self.alone = [
+            getattr(torch.optim, name)(model.parameters(), lr=rate, **options)
+            for model, rate in zip(self.models, RATES, strict=True)
+        ]
+
+    def zero(self, set_to_none: bool = True) -> None:
+        for optimizer in (self.optimizer, *self.alone):
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def backward(self, xs: Tensor, take: Callable[[Any], Tensor], **keywords: Any) -> None:
+        outputs = take(self.fused(hf.stacked(xs)))
+        (outputs**2).flatten(1).mean(1).sum().backward(**keywords)
+        for model, x in zip(self.models, xs, strict=True):
+            outputs = take(model(x))
+            if outputs.requires_grad:
+                (outputs**2).mean().backward(**keywords)
+
+    def step(self) -> None:
+        for optimizer in (self.optimizer, *self.alone):
+            optimizer.step()
+
+    def check(self) -> None:
+        """Gradients that are none alone, parameters and state."""
+        states = [optimizer.state for optimizer in self.alone]
+        for key, param in self.fused.named_parameters():
+            own = [model.get_parameter(key) for model in self.models]
+            none = [p.grad is None for p in own]
+            rows = None if param.grad is None else absent_rows(param.grad)
+            found = [param.grad is None] * MEMBERS if rows is None else rows.tolist()
+            assert found == none, (key, found, none)
+            close(param, own, key)
+            for member, state in enumerate(states):
+                mine = self.optimizer.state.get(param, {})
+                for kind, value in state.get(own[member], {}).items():
+                    if isinstance(value, Tensor):
+                        close(mine[kind][member : member + 1], [value], f"{kind} of {key}")
+        for member, saved in enumerate(self.optimizer.unfuse()):
+            alone = self.alone[member].state_dict()["state"]
+            begun = {k for k, entry in alone.items() if any(isinstance(v, Tensor) for v in entry.values())}
+            assert set(saved["state"]) == begun
+
+
+def close(stack: Tensor, rows: Sequence[Tensor], what: str) -> None:
+    expected = torch.stack([row.detach() for row in rows]).to(stack.dtype)
+    torch.testing.assert_close(stack.detach(), expected, rtol=1e-9, atol=1e-11, msg=lambda m: f"{what}: {m}")
+
+
+def whole(outputs: Any) -> Tensor:
+    return outputs if isinstance(outputs, Tensor) else torch.cat(list(outputs), -1)
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("make", [Alone, Inside])
+def test_equals_alone(make: Callable[[], nn.Module], name: str, options: dict[str, Any]) -> None:
+    pair = Pair(make, name, options)
+    for keys in KEYS:
+        pair.zero()
+        pair.backward(batch(*keys), whole)
+        pair.check()
+        pair.step()
+        pair.check()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor]]] = {
+    "before": (Before, whole),
+    "tied": (Tied, whole),
+    "both results": (Two, whole),
+    "one result": (Two, lambda outputs: outputs[0]),
+    "checkpoint": (Checkpointed, whole),
+}
+
+
+@pytest.mark.parametrize(("make", "take"), MODELS.values(), ids=MODELS)
+def test_of_other_models(make: Callable[[], nn.Module], take: Callable[[Any], Tensor]) -> None:
+    pair = Pair(make, "AdamW", {})
+    for keys in KEYS:
+        pair.zero()
+        pair.backward(batch(*keys), take)
+        pair.step()
+        pair.check()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_several_backward_passes_count_together(set_to_none: bool) -> None:
+    pair = Pair(Inside, "AdamW", {})
+    for step in range(4):
+        pair.zero(set_to_none)
+        for keys in KEYS[step : step + 2]:
+            pair.backward(batch(*keys), whole)
+        pair.check()
+        pair.step()
+        pair.check()
+
+
+def test_two_calls_in_one_pass_count_together() -> None:
+    pair = Pair(Alone, "AdamW", {})
+    first, second = batch(2.0, 0.5, -1.0), batch(0.5, 0.5, 2.0)
+    both = [pair.fused(hf.stacked(xs)).square().sum() for xs in (first, second)]
+    torch.stack(both).sum().backward()
+    for model, one, other in zip(pair.models, first, second, strict=True):
+        (model(one).square().sum() + model(other).square().sum()).backward()
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("keywords", [{"retain_graph": True}, {"create_graph": True}])
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
+def test_a_kept_graph(keywords: dict[str, bool]) -> None:
+    pair = Pair(Before, "AdamW", {})
+    for keys in KEYS:
+        pair.zero()
+        pair.backward(batch(*keys), whole, **keywords)
+        pair.step()
+        pair.check()
+    pair.zero()
+
+
+def test_gradients_without_accumulation_note_nothing() -> None:
+    pair = Pair(Alone, "AdamW", {})
+    pair.backward(batch(2.0, 0.5, -1.0), whole)
+    before = {key: absent_rows(p.grad) for key, p in pair.fused.named_parameters() if p.grad is not None}
+    loss = pair.fused(hf.stacked(batch(2.0, 2.0, 2.0))).sum()
+    torch.autograd.grad(loss, list(pair.fused.parameters()), allow_unused=True)
+    after = {key: absent_rows(p.grad) for key, p in pair.fused.named_parameters() if p.grad is not None}
+    assert before == after
+    pair.step()
+    pair.check()
+
+
+def test_second_gradients_pass_through() -> None:
+    pair = Pair(Before, "SGD", {})
+    xs = batch(2.0, 0.5, -1.0)
+
+    def penalty(model: nn.Module, outputs: Tensor) -> Tensor:
+        params = list(model.parameters())
+        grads = torch.autograd.grad(outputs.square().sum(), params, create_graph=True, allow_unused=True)
+        return torch.stack([g.square().sum() for g in grads if g is not None]).sum()
+
+    penalty(pair.fused, pair.fused(hf.stacked(xs))).backward()
+    for model, x in zip(pair.models, xs, strict=True):
+        penalty(model, model(x)).backward()
+    for key, param in pair.fused.named_parameters():
+        rows = [model.get_parameter(key).grad for model in pair.models]
+        if param.grad is not None:
+            close(param.grad, [torch.zeros_like(param[0]) if row is None else row for row in rows], key)
+
+
+def test_a_penalty_on_the_parameters_uses_them_all() -> None:
+    pair = Pair(Alone, "AdamW", {})
+    xs = batch(2.0, 0.5, -1.0)
+    for model, inputs in ((pair.fused, hf.stacked(xs)), *zip(pair.models, xs, strict=True)):
+        penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+        (model(inputs).square().sum() + penalty).backward()
+    pair.step()
+    pair.check()
+
+
+def test_clipping_counts_what_is_there() -> None:
+    for order in (2.0, float("inf"), -float("inf"), 0.5):
+        pair = Pair(Alone, "SGD", {})
+        pair.backward(batch(2.0, 0.5, -1.0), whole)
+        norms = hf.optim.clip_grad_norm_(pair.fused.parameters(), 0.1, norm_type=order)
+        alone = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1, norm_type=order) for m in pair.models]
+        # Member 2 has no gradient at all.
+        torch.testing.assert_close(norms[:2], torch.stack(alone[:2]))
+        pair.step()
+        pair.check()
+
+
+def test_train_step() -> None:
+    pair = Pair(Inside, "AdamW", {})
+    step = hf.train_step(pair.fused, nn.functional.mse_loss, pair.optimizer, compile=False)
+    target = torch.zeros(5, 4, dtype=torch.float64)
+    for keys in KEYS:
+        xs = batch(*keys)
+        step(hf.stacked(xs), target)
+        for model, optimizer, x in zip(pair.models, pair.alone, xs, strict=True):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), target).backward()
+            optimizer.step()
+        pair.check()
+
+
+def test_copies_and_pickles() -> None:
+    pair = Pair(Alone, "AdamW", {})
+    pair.backward(batch(2.0, 0.5, -1.0), whole)
+    copied = copy.deepcopy(pair.fused)
+    assert all(p.grad is None or absent_rows(p.grad) is None for p in copied.parameters())
+    pickle.loads(pickle.dumps(pair.optimizer))
+    pair.step()
+    pair.check()
+
+
+def test_a_run_without_backward_leaves_nothing() -> None:
+    def nodes() -> int:
+        gc.collect()
+        return sum(type(found) is Join._backward_cls for found in gc.get_objects())  # type: ignore[attr-defined]
+
+    pair, before = Pair(Before, "SGD", {}), nodes()
+    outputs = pair.fused(hf.stacked(batch(2.0, 0.5, -1.0)))
+    assert nodes() > before
+    del outputs
+    assert nodes() == before
+
+
+@pytest.mark.parametrize(("memory", "accumulate"), [("1GiB", 1), ("1GiB", 2), ("400KiB", 1)])
+@pytest.mark.parametrize("make", [Alone, Before])
+def test_hf_train(make: Callable[[], nn.Module], memory: str, accumulate: int) -> None:
+    pair = Pair(make, "AdamW", {})
+    batches = [(hf.stacked(batch(*keys)), torch.zeros(5, 4, dtype=torch.float64)) for keys in KEYS]
+    machine = hf.Machine([hf.Device("cpu", memory=memory)])
+    loss = nn.functional.mse_loss
+    hf.train([hf.Task(pair.fused, loss, pair.optimizer, batches, accumulate=accumulate)], machine)
+    for model, optimizer, member in zip(pair.models, pair.alone, range(MEMBERS), strict=True):
+        for k, (xs, target) in enumerate(batches):
+            one = loss(model(xs.tensor[member]), target)
+            if one.requires_grad:
+                (one / accumulate).backward()
+            if (k + 1) % accumulate == 0 or k + 1 == len(batches):
+                optimizer.step()
+                optimizer.zero_grad()
+    for key, param in pair.fused.named_parameters():
+        close(param, [model.get_parameter(key) for model in pair.models], key)

@@ -1,0 +1,108 @@
+"""A thread that is quiet silences itself only, and leaves the process as it was."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import hub, nn
+from torch.fx import interpreter
+
+import hfusion as hf
+from hfusion.core.tracer_warnings import noted, silence_tracers
+
+
+def in_thread(run: Callable[[], None]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def speak() -> None:
+    warnings.warn("a warning", stacklevel=1)
+    logging.getLogger("torch.export").error("a log of torch's")
+    logging.getLogger("mine").warning("a log of mine")
+
+
+def test_only_its_own_thread_and_torch(caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        with silence_tracers():
+            speak()
+            assert not heard
+            assert caplog.messages == ["a log of mine"]
+            in_thread(speak)
+            assert len(heard) == 1
+        speak()
+        assert len(heard) == 2
+    assert caplog.messages.count("a log of mine") == 3
+    assert logging.root.manager.disable == 0
+
+
+def test_whatever_the_order_nothing_is_left() -> None:
+    before = list(warnings.filters), list(logging.getLogger("torch").filters)
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with silence_tracers():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with silence_tracers():
+        thread.start()
+        inside.wait(10)
+    with pytest.warns(UserWarning, match="heard"):
+        warnings.warn("heard", stacklevel=1)
+    leave.set()
+    thread.join()
+    assert (list(warnings.filters), list(logging.getLogger("torch").filters)) == before
+    assert "print" not in vars(importlib.import_module("torch.export._trace"))
+
+
+def test_an_interrupt_inside() -> None:
+    before = list(warnings.filters)
+    with pytest.raises(KeyboardInterrupt), silence_tracers():
+        raise KeyboardInterrupt
+    assert list(warnings.filters) == before
+
+
+def test_warnings_are_noted_of_one_thread_and_kind() -> None:
+    before = list(warnings.filters)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        with noted(UserWarning) as texts:
+            for text in ("one", "one", "two"):
+                warnings.warn(text, stacklevel=1)
+            warnings.warn("old", DeprecationWarning, stacklevel=1)
+            in_thread(lambda: warnings.warn("elsewhere", stacklevel=1))
+        assert not any(getattr(entry[1], "texts", ()) for entry in warnings.filters)
+    assert texts == ["one", "one", "two"]
+    assert [str(warning.message) for warning in heard] == ["old", "elsewhere"]
+    assert list(warnings.filters) == before
+
+
+def test_a_warning_that_was_shown_before_is_noted() -> None:
+    def speak() -> None:
+        warnings.warn("again", stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("default")
+        speak()
+        with noted(UserWarning) as texts:
+            speak()
+        speak()
+    assert texts == ["again"]
+    assert len(heard) == 2
+
+
+def test_a_capture_starts_no_thread_of_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub.tqdm, "monitor", None, raising=False)
+    hf.fuse([nn.Linear(3, 2) for _ in range(2)])(torch.ones(1, 3))
+    assert hub.tqdm.monitor is None
+    assert interpreter.tqdm is hub.tqdm

@@ -1,0 +1,171 @@
+"""The native kernels: the same bits however the memory is cut, and torch's kernels where they cannot be had."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hfusion import optim
+from hfusion.bench import optim as bench
+from hfusion.core.membership import Membership, mark
+from hfusion.device import native as machine
+from hfusion.device.team import helped_by, team
+from hfusion.optim import native_kernels
+from tests.optim.arrays import CASES, Array, for_array, run, start
+
+BOTH = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+MEMBERS = 5
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A process that has not looked for the kernels yet, with an empty cache."""
+    monkeypatch.delenv("HFUSION_NATIVE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(machine, "_begun", {})
+    monkeypatch.setattr(machine, "_asked", set())
+    machine._loaded.cache_clear()
+    yield
+    machine._loaded.cache_clear()
+
+
+def trained(name: str, options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, cut: Any) -> Any:
+    """Parameters and state after some steps of the tensors that ``cut`` makes of one."""
+    torch.manual_seed(1)
+    whole, *grads = torch.randn(5, MEMBERS, *shape, dtype=dtype)
+    params = [
+        mark(Parameter(part.clone()), Membership(str(i), len(part), True)) for i, part in enumerate(cut(whole.clone()))
+    ]
+    fused = getattr(optim, name)(params, **options)
+    for grad in grads:
+        for param, part in zip(params, cut(grad), strict=True):
+            param.grad = part.clone()
+        fused.step()
+    stacks = [key for key in fused.state[params[0]] if key != "step"] if fused.state else []
+    return [params, *[[fused.state[param][key] for param in params] for key in stacks]]
+
+
+@BOTH
+@DTYPES
+@pytest.mark.usefixtures("compiler")
+def test_a_cut_between_elements_changes_no_bit(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    shape, sizes = (71, 3), [1, 2, 9, 17, 42]
+    values = for_array(options, MEMBERS)
+    whole = trained(name, values, shape, dtype, lambda tensor: [tensor])
+    parts = trained(name, values, shape, dtype, lambda tensor: torch.split(tensor, sizes, dim=1))
+    for (one,), several in zip(whole, parts, strict=True):
+        assert torch.equal(one, torch.cat(several, dim=1))
+
+
+@BOTH
+@DTYPES
+@pytest.mark.usefixtures("compiler")
+def test_a_member_alone_gives_the_same_bits(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    shape = (13, 5)
+    whole = trained(name, for_array(options, MEMBERS), shape, dtype, lambda tensor: [tensor])
+    for member in range(MEMBERS):
+        values = {key: one_of(value, member) for key, value in for_array(options, MEMBERS).items()}
+        alone = trained(name, values, shape, dtype, rows(member))
+        for (one,), (other,) in zip(whole, alone, strict=True):
+            assert torch.equal(one[member : member + 1], other)
+
+
+def rows(member: int) -> Callable[[Tensor], list[Tensor]]:
+    return lambda tensor: [tensor[member : member + 1]]
+
+
+def one_of(value: Any, member: int) -> Any:
+    if isinstance(value, tuple):
+        return tuple(one_of(item, member) for item in value)
+    return value[member] if isinstance(value, list) else value
+
+
+@BOTH
+@pytest.mark.usefixtures("compiler")
+def test_threads_change_no_bit(name: str, options: dict[str, Any]) -> None:
+    shape, values = (20011,), for_array(options, MEMBERS)
+    serial = trained(name, values, shape, torch.float32, lambda tensor: [tensor])
+    try:
+        torch.set_num_threads(3)
+        threaded = trained(name, values, shape, torch.float32, lambda tensor: [tensor])
+    finally:
+        torch.set_num_threads(1)
+    with helped_by(team(3)):
+        shared = trained(name, values, shape, torch.float32, lambda tensor: [tensor])
+    for (one,), *others in zip(serial, threaded, shared, strict=True):
+        assert all(torch.equal(one, other) for (other,) in others)
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("HFUSION_NATIVE", "0", "HFUSION_NATIVE=0"),
+        ("CC", "no-such-compiler -x", "FileNotFoundError.*no-such-compiler"),
+        ("CC", "false", "^false -O3 .* failed: "),
+        ("CC", "'", "ValueError: No closing quotation"),
+        ("PATH", "", "no C compiler .* was found"),
+    ],
+)
+def test_without_a_library_formulas_run(
+    variable: str, value: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    if variable == "PATH":
+        monkeypatch.delenv("CC", raising=False)
+    found = native_kernels.library()
+    assert isinstance(found, str)
+    assert native_kernels.library() is found or variable == "HFUSION_NATIVE"
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(found)
+    assert bench.form(torch.device("cpu")) == f"formula: {found}"
+    array = Array(3)
+    fused, alone = start("Adam", CASES["adam"][1], array)
+    run(array, fused, alone, 2)
+    array.assert_equal()
+
+
+def test_the_benchmark_tells_the_form(compiler: list[str]) -> None:
+    assert bench.form(torch.device("cpu")) == "native"
+    triton = importlib.util.find_spec("triton") is not None
+    assert bench.form(torch.device("cuda")) == ("native" if triton else "formula: triton is not installed")
+
+
+DENORMAL = 1e-40
+
+
+@pytest.mark.parametrize(("name", "options"), [("Adam", {}), ("SGD", {"momentum": 0.9}), ("Adadelta", {})])
+@pytest.mark.usefixtures("compiler")
+def test_moments_that_died_down_become_zero_and_nothing_else_does(name: str, options: dict[str, Any]) -> None:
+    """Denormal numbers are slow; the caller's arithmetic goes on with them."""
+    param = mark(Parameter(torch.ones(2, 40_000)), Membership("w", 2, True))
+    fused = getattr(optim, name)([param], lr=0.1, **options)
+    param.grad = torch.ones_like(param)
+    fused.step()
+    before = param.detach().clone()
+    stacks = [stack for key, stack in fused.state[param].items() if key != "step"]
+    for stack in stacks:
+        stack.fill_(DENORMAL)
+    param.grad = torch.zeros_like(param)
+    fused.step()
+    assert torch.equal(param, before)
+    assert all(stack.count_nonzero() == 0 for stack in stacks)
+    assert (torch.full((40_000,), DENORMAL) * 0.5).count_nonzero() == 40_000
+
+
+@pytest.mark.usefixtures("compiler")
+def test_denormal_squares_count_where_eps_is_as_small() -> None:
+    """Adam with an eps below the root of any float: its first step is as long as the learning rate."""
+    param = mark(Parameter(torch.zeros(2, 9)), Membership("w", 2, True))
+    fused = optim.Adam([param], lr=0.1, eps=1e-30)
+    param.grad = torch.full_like(param, 1e-18)
+    fused.step()
+    torch.testing.assert_close(param.detach(), torch.full((2, 9), -0.1), rtol=1e-2, atol=0)

@@ -1,0 +1,156 @@
+"""Parts of a program: run one after the other they are the program, wherever it is cut."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.core.errors import PlanError
+from hfusion.core.program import Kind, Part, Program
+from hfusion.passes.cost.cost import operators
+from hfusion.passes.partition.split_program import input_names, split
+from tests.trained import Knotted, fused
+
+X = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+@cache
+def knotted() -> hf.FusedModule:
+    torch.manual_seed(0)
+    return fused(Knotted)
+
+
+def program_of(array: hf.FusedModule, x: Tensor) -> Program:
+    array(x)
+    (part,) = array.report().parts
+    return part.program
+
+
+def run(array: hf.FusedModule, program: Program, parts: tuple[Part, ...], *inputs: Any) -> Any:
+    """The flat outputs of the program, part by part; a part sees what it says it takes."""
+    state = {name: tensor.clone() for name, tensor in array.state_dict().items()}
+    values = dict(zip(input_names(program), inputs, strict=True))
+    torch.manual_seed(4)
+    for part in parts:
+        outputs = part.on(torch.device("cpu"))(
+            *(state[slot.name] for slot in part.keys), *(values[name] for name in part.takes)
+        )
+        values |= dict(zip(part.gives, outputs, strict=False))
+    return outputs, state
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 99])
+def test_the_parts_are_the_program(count: int) -> None:
+    array = knotted()
+    before = {name: tensor.clone() for name, tensor in array.state_dict().items()}
+    program = program_of(array, X)
+    array.load_state_dict(before)
+    total = len(operators(program))
+    ends = sorted({max(1, total * place // count) for place in range(1, count + 1)})
+    parts = split(program, ends, len(X))
+    torch.manual_seed(4)
+    (expected,), after = (array(X),), {name: tensor.clone() for name, tensor in array.state_dict().items()}
+    array.load_state_dict(before)
+    (found,), state = run(array, program, parts, X)
+    assert torch.equal(found, expected)
+    for name, tensor in state.items():
+        assert torch.equal(tensor, after[name]), name
+    assert parts[-1].gives == ()
+    _check_values(program, parts)
+
+
+def _check_values(program: Program, parts: tuple[Part, ...]) -> None:
+    """No weight crosses a cut; what a part gives is taken later; what it takes is given before."""
+    own = {slot.name for slot in program.slots if slot.kind is not Kind.INPUT}
+    assert {slot.name for part in parts for slot in part.keys} <= own
+    given = set(input_names(program))
+    for index, part in enumerate(parts):
+        assert set(part.takes) <= given
+        later = {name for after in parts[index + 1 :] for name in after.takes}
+        assert set(part.gives) <= later
+        assert not set(part.gives) & given
+        given |= set(part.gives)
+    buffers = {slot.name for slot in program.slots if slot.kind is Kind.BUFFER}
+    written = set().union(*(part.writes for part in parts))
+    assert written == {name for name in buffers if name.startswith("norm.")}
+
+
+class Viewed(nn.Module):
+    """Two uses of a view of a view of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.weight.view(2, 3, 4).transpose(1, 2).unbind(0)
+        return torch.cat([x[:, :4] @ first, x[:, :4].sin() @ second, x[:, 4:]], 1)
+
+
+def test_views_of_weights_are_taken_anew() -> None:
+    array = hf.fuse([Viewed(), Viewed()])
+    expected = array(X)
+    program = program_of(array, X)
+    total = len(operators(program))
+    for place in range(1, total):
+        parts = split(program, [place, total], len(X))
+        (found,), _ = run(array, program, parts, X)
+        assert torch.equal(found, expected)
+        for name in parts[0].gives:
+            assert name not in {"view", "transpose", "unbind"}
+        for part in parts:
+            assert {slot.name for slot in part.keys} <= {"weight"}
+
+
+class Two(nn.Module):
+    """Two inputs, of which the graph uses the second first; a result that is an input."""
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return b.sin() + a, b
+
+
+def test_inputs_keep_their_names_and_their_order() -> None:
+    array = hf.fuse([Two(), Two()])
+    expected = array(X, X + 1)
+    (part,) = array.report().parts
+    assert input_names(part.program) == ("a", "b")
+    total = len(operators(part.program))
+    parts = split(part.program, range(1, total + 1), len(X))
+    found, _ = run(array, part.program, parts, X, X + 1)
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.expand_as(theirs), theirs)
+
+
+class Cast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.linear(x).float().sin()
+
+
+def test_autocast_inside_of_forward_is_not_cut() -> None:
+    array = hf.fuse([Cast(), Cast()], verify=False)
+    program = program_of(array, X.float())
+    total = len(operators(program))
+    assert len(split(program, [total], len(X))) == 1
+    with pytest.raises(PlanError, match=r"autocast on or off inside, where it cannot be cut; give a device the memory"):
+        split(program, [1, total], len(X))
+
+
+@pytest.mark.parametrize("missing", [-1, 1])
+def test_shards_of_another_program(missing: int) -> None:
+    program = program_of(knotted(), X)
+    total = len(operators(program))
+    with pytest.raises(
+        PlanError, match=f"has {total} operators, but the shards given are of one with {total + missing}"
+    ):
+        split(program, [3, total + missing], len(X))

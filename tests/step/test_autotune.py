@@ -1,0 +1,118 @@
+"""Parts or one part: measured once, and kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.device.cache import read_sealed, write_sealed
+from hfusion.step import autotune
+from hfusion.step.autotune import ONE_PART, PARTS
+from hfusion.step.train_step import TrainStep
+from tests.step.test_train_step import needs_compiler
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_threads: None) -> Path:
+    """A cache folder of its own, in which programs are kept, and what was measured, however busy the machine is."""
+    monkeypatch.setattr(autotune, "_STEADY", math.inf)
+    monkeypatch.delenv("HFUSION_CHECK")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "hfusion"
+
+
+def member() -> nn.Module:
+    return nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30), nn.Dropout(0.3), nn.Linear(30, 3))
+
+
+def made(parts: int | str = "auto", count: int = 3, **settings: Any) -> TrainStep:
+    fused = hf.build(member, seeds=range(count))
+    optimizer = hf.optim.Adam(fused.parameters(), lr=[0.1 * (1 + row) for row in range(count)])
+    return hf.train_step(fused, F.cross_entropy, optimizer, parts=parts, **settings)
+
+
+def advance(step: TrainStep, times: int = 3) -> list[Tensor]:
+    """Losses, state, gradients and what is drawn next: all that a step leaves behind."""
+    torch.manual_seed(1)
+    x, target = torch.randn(8, 40), torch.randint(3, (8,))
+    losses = [step(x, target) for _ in range(times)]
+    grads = [param.grad for param in step._fused.parameters() if param.grad is not None]
+    return [t.clone() for t in (*losses, *step._fused.state_dict().values(), *grads, torch.rand(2))]
+
+
+def same(these: list[Tensor], those: list[Tensor]) -> bool:
+    return len(these) == len(those) and all(map(torch.equal, these, those))
+
+
+def keep(path: Path, seconds: object) -> None:
+    write_sealed(path, json.dumps({"seconds": seconds}).encode())
+
+
+@needs_compiler
+@pytest.mark.parametrize("background", [False, True])
+def test_what_was_measured_once_holds_for_all(background: bool, folder: Path) -> None:
+    """And measuring leaves nothing behind, in the step that does it."""
+    settings: dict[str, Any] = {"compile": "background", "eager_steps": 1} if background else {}
+    first = made(**settings)
+    results = [advance(first), advance(made())]
+    (path,) = folder.glob("*-choice.json")
+    assert path.stat().st_mode & 0o777 == 0o600
+    seconds = json.loads(read_sealed(path))["seconds"]
+    assert set(seconds) == {ONE_PART, PARTS}
+    fastest = min(seconds, key=seconds.get)
+    assert f"chosen: {fastest} " in str(first.report())
+    results.append(advance(made(parts=1 if fastest == ONE_PART else 2)))
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+
+    for way, parts in ((ONE_PART, 1), (PARTS, 2)):
+        keep(path, {ONE_PART: 1.0, PARTS: 1.0, way: 0.5})
+        step = made(**settings)
+        results = [advance(step), advance(made(parts=parts))]
+        assert step.compilations == 0
+        assert f"chosen: {way} 500 ms" in str(step.report())
+        assert same(*results)
+
+
+@needs_compiler
+def test_times_that_are_not_believed_are_measured_anew(folder: Path) -> None:
+    advance(made(count=2))
+    (path,) = folder.glob("*-choice.json")
+    implausible = {"negative": {ONE_PART: -1.0, PARTS: 2000.0}, "one way": {PARTS: 2000.0}, "no times": [1]}
+    for what in ("cut", "others write", *implausible):
+        path.unlink()
+        keep(path, implausible.get(what, {ONE_PART: 1000.0, PARTS: 2000.0}))
+        if what == "cut":
+            path.write_bytes(path.read_bytes()[:-1])
+        elif what == "others write":
+            path.chmod(0o666)
+        step = made(count=2)
+        advance(step)
+        assert "e+0" not in str(step.report()), what
+        assert step.compilations == 0
+
+
+@needs_compiler
+def test_without_a_choice_that_can_be_kept_parts_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HFUSION_PROGRAMS", "0")
+    step = made(count=2)
+    assert same(advance(step), advance(made(parts=2, count=2)))
+    assert "chosen" not in str(step.report())
+    assert not list(folder.glob("*-choice.json"))
+
+
+@needs_compiler
+def test_unsteady_times_are_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "_STEADY", 0.0)
+    step = made(count=2)
+    assert same(advance(step), advance(made(parts=2, count=2)))
+    assert "chosen" not in str(step.report())
+    assert not list(folder.glob("*-choice.json"))

@@ -1,0 +1,98 @@
+"""Steps that are compiled member by member, against the eager loop of hfusion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.step import compiled_step as step_program
+from tests.step.test_step_graph import arrays, loss_of
+from tests.step.test_train_step import Pair, batch, needs_compiler, pair
+from tests.zoo import Model, normal
+
+
+class Sloped(nn.Module):
+    """An activation whose slope is one of two, so that it runs member by member; buffers, and a base that all share."""
+
+    shared = nn.Linear(4, 4).double()
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        Sloped.made += 1
+        self.base, self.norm, self.head = Sloped.shared, nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.slope = (0.1, 0.3)[Sloped.made % 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.leaky_relu(self.norm(self.base(x)), self.slope)
+        return self.head(F.leaky_relu(F.leaky_relu(h, self.slope), self.slope))
+
+
+class Gated(nn.Module):
+    """A recurrent layer, each of whose calls is many operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(4, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x)[0][:, -1])
+
+
+@needs_compiler
+def test_member_by_member() -> None:
+    """Loops over many members: one program per kind of member."""
+    model = Model("sloped", Sloped, normal(4))
+    ours, theirs = arrays(model, 12)
+    # One rate: the base is trained, and the same for all.
+    opt, other = (hf.optim.Adam(array.parameters(), lr=0.01, eps=1e-4) for array in (ours, theirs))
+    both = Pair(hf.train_step(ours, loss_of, opt), ours, theirs, hf.per_model(loss_of), other)
+    for step, size in enumerate([4, 4, 3, 3, 5]):
+        both.advance(*batch(model, size), f"after step {step}")
+    rows = both.step.report().rows
+    assert "2 programs of" in rows[0].how
+    assert "called once per member" in rows[0].how
+    assert both.step.compilations == 2
+
+
+@needs_compiler
+def test_member_by_member_where_the_whole_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few calls, as of a recurrent layer, may be many operators."""
+    monkeypatch.setattr(step_program, "MAX_OPERATORS", 130)
+    model = Model("sloped", Sloped, normal(4))
+    ours, _ = arrays(model, 6)
+    step = hf.train_step(ours, loss_of, hf.optim.SGD(ours.parameters(), lr=0.1))
+    for _ in range(2):
+        step(*batch(model, 4))
+    assert "called once per member" in step.report().rows[0].how
+
+
+@needs_compiler
+@pytest.mark.parametrize("parts", [1, 2])
+def test_blocks_of_one_where_more_members_are_too_large(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parts: int
+) -> None:
+    # What is refused here is not to be found by others.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(step_program, "MAX_OPERATORS", 300)
+    model = Model("gated", Gated, normal(2, 4))
+    both = pair(model, compile=True, count=4, parts=parts)
+    for step in range(3):
+        both.advance(*batch(model, 4), f"after step {step}")
+    assert "called once per member" in both.step.report().rows[0].how
+
+
+@needs_compiler
+def test_too_many_kinds_of_members_run_eagerly() -> None:
+    made = iter(range(100))
+    model = Model(
+        "slopes", lambda: nn.Sequential(*[nn.LeakyReLU(next(made) / 100) for _ in range(3)], nn.Linear(4, 2)), normal(4)
+    )
+    both = pair(model, compile=True, count=11)
+    both.advance(*batch(model, 4), "at the first step")
+    with pytest.warns(UserWarning, match="scalars differ in 11 ways"):
+        both.advance(*batch(model, 4), "at the second step")

@@ -1,0 +1,399 @@
+"""Steps in parts, on threads: the same bits as one part after the other."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.step.parallel_blocks import TURNS, PartedStep, ThreadTrial
+from tests.step.test_step_graph import arrays, loss_of
+from tests.step.test_train_step import ATTENTION, TINY, Pair, batch, needs_compiler
+from tests.zoo import Model, normal
+
+
+def adam(array: hf.FusedModule) -> hf.optim.Adam:
+    return hf.optim.Adam(array.parameters(), lr=[0.01 * (1 + row) for row in range(len(array))], eps=1e-4)
+
+
+def parted(model: Model, count: int, parts: int) -> Pair:
+    ours, theirs = arrays(model, count)
+    step = hf.train_step(ours, loss_of, adam(ours), parts=parts)
+    return Pair(step, ours, theirs, hf.per_model(loss_of), adam(theirs))
+
+
+RECURRENT = Model("recurrent", lambda: RecurrentBothWays(), lambda n: torch.randn(n, 3, 4, dtype=torch.float64))
+
+
+class RecurrentBothWays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(4, 3, batch_first=True, bidirectional=True), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.lstm(x)[0].relu().sum(1))
+
+
+@needs_compiler
+@pytest.mark.parametrize("model", [TINY, ATTENTION, RECURRENT], ids=str)
+def test_parts_equal_the_loop(model: Model) -> None:
+    """Blocks of unequal sizes, other numbers of samples, loaded state, other rates."""
+    both = parted(model, 5, 2)
+    for step, size in enumerate([4, 4, 3, 3, 5, 5]):
+        both.advance(*batch(model, size), f"after step {step}")
+    both.load_ones([0.3, 0.2, 0.1, 0.4, 0.5])
+    both.advance(*batch(model, 4), "after loading, at other rates")
+    (row,) = both.step.report().rows
+    assert row.how.endswith("for 3 and 2 members, called once per block, on 2 threads"), row.how
+
+
+def classifier(count: int, **settings: Any) -> Any:
+    """A step of members alike in all but their weights, with BatchNorm; B programs of one block each would be slow."""
+    torch.manual_seed(1)
+    models = [nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)) for _ in range(count)]
+    fused = hf.fuse(models)
+    return hf.train_step(fused, F.cross_entropy, adam(fused), **settings)
+
+
+def data(count: int = 0) -> tuple[Any, Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    x, target = torch.randn(max(count, 1), 5, 4, generator=draw), torch.randint(3, (5,), generator=draw)
+    return (hf.stacked(x) if count else x[0]), target
+
+
+def state(step: Any) -> list[Tensor]:
+    tensors = [*step._fused.state_dict().values(), *(p.grad for p in step._fused.parameters())]
+    moments = [value for entry in step._optimizer.state.values() for value in entry.values()]
+    return [tensor.clone() for tensor in (*tensors, *moments)]
+
+
+def advance(step: Any, *given: Any, times: int = 4) -> list[Tensor]:
+    losses = [step(*given) for _ in range(times)]
+    return [*losses, *state(step)]
+
+
+def same(these: list[Tensor], those: list[Tensor]) -> bool:
+    return len(these) == len(those) and all(map(torch.equal, these, those))
+
+
+@needs_compiler
+@pytest.mark.parametrize("stacked", [False, True])
+def test_threads_show_in_no_bit(stacked: bool) -> None:
+    """Blocks of two members, on one, two and four threads, and one after the other in this one."""
+    given = data(8 if stacked else 0)
+    results = []
+    for threads in (1, 2, 4, 0):
+        step = classifier(8, parts=4)
+        step.at_once = 2
+        advance(step, *given, times=2)
+        way = next(way for ways in step._ways.values() for way in ways)
+        assert "for 2 members, called once per 2, on 4 threads" in way.program.how
+        if threads:
+            way.program._threads = threads
+        else:
+            way.program = way.program._program
+        results.append(advance(step, *given))
+    assert all(same(results[0], other) for other in results[1:])
+
+
+@needs_compiler
+def test_gradients_of_the_step_before_may_be_an_input() -> None:
+    """They lie where those of this step will."""
+    results = []
+    for copied in (True, False):
+        step = classifier(4, parts=2)
+        advance(step, *data(), times=3)
+        first = next(p.grad for p in step._fused.parameters() if p.dim() == 3)
+        x = first.flatten(0, 1)[:5]
+        results.append(advance(step, x.clone() if copied else x, data()[1], times=1))
+    assert same(*results)
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 24, 3, padding=1), nn.ReLU(), nn.Conv2d(24, 16, 3, stride=2), nn.Flatten(), nn.Linear(16 * 49, 3)
+    )
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(300, 257), nn.ReLU(), nn.Linear(257, 3))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(
+    ("make", "shape"), [(convolutional, (32, 3, 16, 16)), (wide, (128, 300))], ids=["convolutional", "wide"]
+)
+def test_threads_show_in_no_bit_of_kernels_that_divide_their_work(make: Any, shape: tuple[int, ...]) -> None:
+    """Kernels of torch that would compute with two threads here, and other bits, compute with one in each part."""
+    results = []
+    for threads in (2, 1, "auto"):
+        torch.manual_seed(4)
+        fused = hf.fuse([make() for _ in range(4)])
+        step = hf.train_step(fused, F.cross_entropy, adam(fused), parts=2 if threads == 1 else threads)
+        given = torch.randn(shape), torch.randint(3, shape[:1])
+        advance(step, *given, times=2)
+        (way,) = (way for ways in step._ways.values() for way in ways)
+        assert "on 2 threads" in way.program.how
+        if threads == 1:
+            way.program._threads = 1
+        results.append(advance(step, *given, times=2 * TURNS + 2))
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+
+
+@needs_compiler
+@pytest.mark.usefixtures("two_threads")
+def test_as_many_as_torch_has_threads() -> None:
+    """Whether threads pay is measured, and shows in no bit."""
+    results = []
+    for parts in ("auto", 2):
+        step = classifier(5, parts=parts)
+        results.append(advance(step, *data(), times=2 + 2 * TURNS + 3))
+        (row,) = step.report().rows
+        told = re.escape("2 programs of ") + r"\d+ operators for 3 and 2 members, called once per block, "
+        timed = r"(on 2 threads|one after the other), measured: [\d.]+ ms, (on 2 threads|one after the other) [\d.]+ ms"
+        assert re.fullmatch(told + (timed if parts == "auto" else "on 2 threads"), row.how), row.how
+    assert same(*results)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("two_threads")
+def test_one_part_of_many_kinds() -> None:
+    """As many programs as blocks would cost more to compile than they gain."""
+    made = iter(range(100))
+    slopes = Model("slopes", lambda: nn.Sequential(nn.Linear(4, 2), nn.LeakyReLU(next(made) / 100)), normal(4))
+    both = parted(slopes, 10, 5)
+    for step in range(3):
+        both.advance(*batch(slopes, 4), f"after step {step}")
+    assert "in one part: members run 2 at once" in str(both.step.report())
+
+
+def test_a_trial_keeps_the_fastest() -> None:
+    trial = ThreadTrial(("a", "b"))
+    for way, first, others in (("a", 9.0, 1.0), ("b", 0.5, 2.0)):
+        for turn in range(TURNS):
+            assert trial.best is None
+            assert trial.next == way
+            trial.note(way, others if turn else first)
+    # What a way takes the first time does not count.
+    assert (trial.best, trial.seconds("a"), trial.seconds("b")) == ("a", 1.0, 2.0)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("two_threads")
+def test_the_threads_of_a_trial_stay_until_its_end() -> None:
+    """Threads that are new find nothing in place, and are slow."""
+    step, seen = classifier(4), []
+    for _ in range(2):
+        step(*data())
+    (program,) = step._programs()
+    assert isinstance(program, PartedStep)
+    assert program._trial is not None
+    while program._trial.best is None:
+        step(*data())
+        seen += [team for team in program._teams.values() if team not in seen]
+        assert len(seen) <= 2
+    step(*data())
+    assert [team in seen for team in program._teams.values()] == [True]
+
+
+@needs_compiler
+def test_other_widths() -> None:
+    step, given = classifier(6, parts=2), data()
+    advance(step, *given)
+    step._fused.keep([0, 2, 3, 5])
+    step._optimizer.keep([0, 2, 3, 5])
+    advance(step, *given)
+    assert "for 2 members, called once per 2, on 2 threads" in str(step.report())
+    step._fused.keep([1])
+    step._optimizer.keep([1])
+    advance(step, *given)
+    assert str(step.report()).splitlines()[-1].endswith("operators")
+
+
+@needs_compiler
+def test_an_error_of_one_part_is_raised_after_all_have_ended() -> None:
+    step, (x, target) = classifier(6, parts=3), data()
+    advance(step, x, target)
+    with pytest.raises(RuntimeError, match="the step of members 0 to 1 failed"):
+        step(x, target + 7)
+    before = [param.detach().clone() for param in step._fused.parameters()]
+    assert torch.isfinite(step(x, target)).all()
+    assert not same(before, list(step._fused.parameters()))
+
+
+@needs_compiler
+def test_a_trained_parameter_of_all_members_is_one_part() -> None:
+    base = nn.Linear(4, 4)
+    fused = hf.fuse([nn.Sequential(base, nn.Linear(4, 3)) for _ in range(4)])
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), parts=2)
+    advance(step, *data())
+    assert "in one part: all members share the trained 0.weight" in str(step.report())
+
+
+@needs_compiler
+def test_a_frozen_base_is_in_all_parts() -> None:
+    base = nn.Linear(4, 4).requires_grad_(False)
+    results = []
+    for parts in (1, 2):
+        torch.manual_seed(3)
+        fused = hf.fuse([nn.Sequential(base, nn.ReLU(), nn.Linear(4, 3)) for _ in range(4)])
+        step = hf.train_step(fused, F.cross_entropy, adam(fused), parts=parts)
+        results.append([step(*data()) for _ in range(4)])
+    torch.testing.assert_close(results[0], results[1])
+    assert "on 2 threads" in str(step.report())
+
+
+def calls_of(step: Any, *given: Any) -> int:
+    """How many functions Python calls in a step, those in C included."""
+    found = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal found
+        found += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        step(*given)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@needs_compiler
+def test_python_does_no_more_for_more_parts() -> None:
+    counts = []
+    for parts in (2, 8):
+        step, given = classifier(16, parts=parts), data(16)
+        advance(step, *given)
+        assert f"on {parts} threads" in str(step.report())
+        # At some steps Python also collects garbage.
+        counts.append(min(calls_of(step, *given) for _ in range(5)))
+    assert counts[0] == counts[1] > 0
+
+
+def threads_left(expected: int) -> int:
+    """How many threads of teams there are, once there are so many or a minute has passed."""
+    deadline = time.monotonic() + 60
+    while True:
+        gc.collect()
+        found = sum(thread.name.startswith("hfusion-") for thread in threading.enumerate())
+        if found == expected or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
+
+
+@needs_compiler
+def test_threads_end_with_the_last_step() -> None:
+    assert threads_left(0) == 0
+    step, other, given = classifier(6, parts=3), classifier(6, parts=3), data()
+    advance(step, *given)
+    advance(other, *given)
+    del step
+    # The one that asks is the third.
+    assert threads_left(2) == 2
+    del other
+    assert threads_left(0) == 0
+
+
+@needs_compiler
+def test_steps_of_several_threads() -> None:
+    given = data()
+    steps = [classifier(6, parts=3) for _ in range(3)]
+    for step in steps:
+        advance(step, *given, times=2)
+    results: dict[int, list[Tensor]] = {}
+    threads = [
+        threading.Thread(target=lambda k=k: results.update({k: advance(steps[k], *given, times=20)})) for k in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+
+
+@needs_compiler
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    step, given = classifier(6, parts=3), data()
+    advance(step, *given)
+    process = os.fork()
+    if process == 0:
+        os._exit(0 if len(advance(step, *given)) > 4 else 1)
+    assert os.waitpid(process, 0)[1] == 0
+    advance(step, *given)
+
+
+@pytest.mark.parametrize("parts", [0, -1, 1.5, "two", True, None])
+def test_parts_are_a_number(parts: Any) -> None:
+    with pytest.raises(ValueError, match="parts is"):
+        classifier(2, parts=parts)
+
+
+class Dropping(nn.Module):
+    """Dropout of several kinds, on stacked and packed values, with rates of its own; normal numbers; attention."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        Dropping.made += 1
+        self.conv, self.norm = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.channels, self.some = nn.Dropout2d(0.4), nn.Dropout(0.1 * (Dropping.made % 2 + 1))
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.channels(F.relu(self.norm(self.conv(x)))).flatten(2).transpose(1, 2)
+        h = F.scaled_dot_product_attention(h, h, h, dropout_p=0.3 if self.training else 0.0)
+        h = self.some(h.mean(1))
+        return self.head(h + 0.1 * torch.randn_like(h))
+
+
+@needs_compiler
+def test_draws_of_a_member_are_the_same_in_any_part() -> None:
+    results = []
+    for parts, count in ((1, 4), (2, 4), (4, 4), (1, 2)):
+        Dropping.made = 0
+        torch.manual_seed(5)
+        members = [Dropping().double() for _ in range(4)][:count]
+        fused = hf.fuse(members)
+        step = hf.train_step(fused, loss_of, hf.optim.SGD(fused.parameters(), lr=0.0), parts=parts)
+        x, target = torch.randn(6, 1, 4, 4, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
+        step(x, target)
+        step(x, target)
+        torch.manual_seed(6)
+        losses = [step(x, target) for _ in range(3)]
+        assert ("threads" in str(step.report())) == (parts > 1), step.report()
+        assert not torch.allclose(losses[1], losses[2])
+        results.append([*losses, *(param.grad.clone() for param in fused.parameters())])
+    for other in results[1:]:
+        for one, its in zip(results[0], other, strict=True):
+            if len(its) == len(one):
+                torch.testing.assert_close(its, one, rtol=1e-9, atol=1e-12)
+    # Fewer members take fewer seeds, so the second step is another.
+    torch.testing.assert_close(results[3][0], results[0][0][:2], rtol=1e-9, atol=1e-12)
+
+
+@needs_compiler
+def test_what_has_no_draws_of_a_member_is_one_part() -> None:
+    class Shuffled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[:, torch.randperm(4)])
+
+    fused = hf.fuse([Shuffled(4, 2) for _ in range(4)], verify=False)
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), parts=2)
+    for _ in range(3):
+        step(torch.randn(3, 4), torch.tensor([0, 1, 1]))
+    assert "in one part: aten.randperm.default draws" in str(step.report())
