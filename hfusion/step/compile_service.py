@@ -39,6 +39,7 @@ from hfusion.step.compiled_step import (
     step_of,
 )
 from hfusion.step.cpp_block_entry import Unparted
+from hfusion.step.program_cache import NoProgram, StepPrograms
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.variants import StepVariant
 
@@ -309,7 +310,7 @@ class ProgramMaker:
             return
         if pending.job is not None:
             way.compiling = pending.job.seconds
-            self.library.count += 0 if isinstance(found, program_cache.NoProgram) else len(found.runs)
+            self.library.count += 0 if isinstance(found, NoProgram) else len(found.runs)
         try:
             self._use(way, pending.call, found, pending.rival)
         except Unparted as error:
@@ -318,30 +319,28 @@ class ProgramMaker:
         except Unprofitable as error:
             way.why = str(error)
 
-    def _result(self, pending: PendingProgram) -> program_cache.StepPrograms | program_cache.NoProgram | str | None:
+    def _result(self, pending: PendingProgram) -> StepPrograms | NoProgram | str | None:
         """What there is of an order, once that has been waited for; in words, why nothing; None if it was cancelled."""
         trouble = "" if pending.job is None else pending.job.result()
         if pending.job is not None and pending.job.cancelled:
             return None
         found = None if trouble else program_cache.find(pending.order, self._folder)
-        if found is None:
-            return trouble or "what was made cannot be read"
-        return found
+        return (trouble or "the compiled program cannot be read") if found is None else found
 
     def _use(
         self,
         way: StepVariant,
         call: StepCall,
-        found: program_cache.StepPrograms | program_cache.NoProgram,
+        found: StepPrograms | NoProgram,
         rival: Rival | None = None,
     ) -> None:
-        if isinstance(found, program_cache.NoProgram):
+        if isinstance(found, NoProgram):
             raise Unprofitable(found.why)
         assert way.parting is not None
         parts = self._step(way, call, found)
         way.program = way.parting.applied(parts)
         other = None if rival is None else self._result(rival.pending)
-        if rival is not None and isinstance(other, program_cache.StepPrograms):
+        if rival is not None and isinstance(other, StepPrograms):
             self._choose(way, call, parts, other, rival.parts)
         if way.parting.times is not None:
             way.program = NotedProgram(way.program, f"chosen: {way.parting.times}")
@@ -351,7 +350,7 @@ class ProgramMaker:
         way: StepVariant,
         call: StepCall,
         parts: FusedStep | PerMemberStep,
-        found: program_cache.StepPrograms,
+        found: StepPrograms,
         order: Order,
     ) -> None:
         """Measure ``parts``, of ``order``, and all members in one, and give ``way`` the faster."""
@@ -367,7 +366,7 @@ class ProgramMaker:
         if times is not None and times.fastest == ONE_PART:
             way.program = ways[ONE_PART]
 
-    def _step(self, way: StepVariant, call: StepCall, found: program_cache.StepPrograms) -> FusedStep | PerMemberStep:
+    def _step(self, way: StepVariant, call: StepCall, found: StepPrograms) -> FusedStep | PerMemberStep:
         assert way.sources is not None
         return step_of(found, *way.sources, call, way.places, self.library, _kind(way, call))
 
@@ -376,7 +375,6 @@ class ProgramMaker:
         """Where the other process leaves programs."""
         if program_cache.keeping():
             return cache_folder()
-        # Kept as long as this.
         private = tempfile.mkdtemp(prefix="hfusion-programs-")
         weakref.finalize(self, shutil.rmtree, private, ignore_errors=True)
         return Path(private)
@@ -389,16 +387,14 @@ class ProgramMaker:
 
 
 def _extent(way: StepVariant) -> tuple[int, bool]:
-    """How many operators a member has, and whether the array loops over members."""
+    """Return the number of operators of a member, and whether the array loops over members."""
     assert way.sources is not None
     count = sum(len(source.compiled.graph.nodes) for source in way.sources)
     return count, way.sources[0].looped_calls > MAX_LOOPED_CALLS
 
 
 def _kind(way: StepVariant, call: StepCall) -> Any:
-    """What a program hangs on besides those of forward and loss: all but the number of the members' arrangement, and
-    the sizes."""
+    """Return the key of a program besides those of forward and loss, without the sizes and the arrangement."""
     (*modes, _), *others = way.situation
-    parting = way.parting
-    threads = parting.inner if parting is not None and parting.threads > 1 else None
+    threads = way.parting.inner if way.parting is not None and way.parting.threads > 1 else None
     return (tuple(modes), *others, call.inputs.loose_key, call.target.loose_key, threads)

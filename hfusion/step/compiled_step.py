@@ -1,7 +1,6 @@
-"""Compiled steps: of the whole array in one program, or member by member where operators would loop in it anyway.
+"""Compiled steps: one program of the whole array, or of one member, called B times, where operators loop over members.
 
-A program of the whole array holds what loops over members once for each of them. Convolutions on a CPU are faster so,
-but compiling them B times is not worth it: one member is compiled, and the program called B times.
+Convolutions on a CPU are faster in a loop, but a program of the whole array would compile them B times.
 """
 
 from __future__ import annotations
@@ -197,14 +196,13 @@ def clear(params: Sequence[Place]) -> None:
 def order_for(
     forward: BoundProgram, loss: BoundProgram, call: StepCall, size: int | None, autocast: Any, always: bool
 ) -> Order | None:
-    """By which such a step is known on disk and by other processes; None where it is not.
+    """Return the request that identifies a step on disk and in other processes; None if it has none.
 
-    ``size`` is how many members a program shall compute, which arrays of other numbers of members share; None for all
-    of them. ``autocast``: the active one. ``always``: also where nothing is kept.
+    ``size``: members that a program computes, which arrays of other numbers of members share; None for all.
+    ``autocast``: the active one. ``always``: also where nothing is kept.
     """
-    if not (always or program_cache.keeping()) or any(
-        tensor.device.type != "cpu" for tensor in Tensors.of(forward, loss).all()
-    ):
+    is_kept = always or program_cache.keeping()
+    if not is_kept or any(tensor.device.type != "cpu" for tensor in Tensors.of(forward, loss).all()):
         return None
     try:
         return write_order(forward, loss, call, size, autocast)

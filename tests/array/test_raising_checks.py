@@ -127,7 +127,7 @@ def test_an_error_that_a_caller_catches_runs_all_calls_as_own_code() -> None:
     x = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]], dtype=torch.float64) * torch.ones(4, dtype=torch.float64)
     large = torch.cat([x, 50 * x[:1], x])
     array = assert_alone([Caught() for _ in range(2)], x, large, x, grads=False)
-    assert "loop over members, forward: test_checked.py:" in str(array.report())
+    assert "loop over members, forward: test_raising_checks.py:" in str(array.report())
 
 
 def test_buffers_are_as_alone_where_a_check_fails_after_they_were_written() -> None:
