@@ -16,6 +16,10 @@ WHY = {
     "hfusion/core/torch_settings.py": "lists the settings that forward may ask for",
     "hfusion/bench/cuda_graph.py": "a contender that there is on CUDA only",
     "hfusion/bench/contenders.py": "lists that contender",
+    "hfusion/bench/contact_facts.py": "reports the driver and the settings of a GPU",
+    "hfusion/bench/contact_item.py": "tells the checks that need CUDA",
+    "hfusion/bench/contact_speed.py": "times the contender of CUDA graphs",
+    "hfusion/cluster/process_settings.py": "carries the flags of torch.backends to other processes",
 }
 
 
