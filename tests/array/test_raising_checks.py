@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,15 @@ from torch import Tensor, distributions, nn
 import hfusion as hf
 from tests.alone import assert_alone, net, normal
 from tests.asserting import all_finite, none_negative
+
+
+@pytest.fixture(autouse=True)
+def validated() -> Iterator[None]:
+    """torch.compile switches the checks of torch.distributions off for the process; these tests need them."""
+    before = distributions.Distribution._validate_args
+    distributions.Distribution.set_default_validate_args(True)
+    yield
+    distributions.Distribution.set_default_validate_args(before)
 
 
 def raises(self: Any, x: Tensor) -> Tensor:
