@@ -109,7 +109,7 @@ class Arrangement:
 
 
 def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tuple[list[Arrangement], Plan]:
-    """Fuse what can be fused as wide as it fits, and cut what does not fit the largest device.
+    """Fuse tasks as wide as they fit, and cut those that do not fit the largest device into shards.
 
     ``keep``: what is spilled may keep its last shard on the device, see `choose_cuts`.
 
@@ -154,7 +154,7 @@ def checked_plan(given: Plan, made: Plan) -> Plan:
 
 
 def arrange_one(task: Task, members: Sequence[int], name: str, machine: Machine) -> tuple[list[Arrangement], Plan]:
-    """One array of a task, of which is known who its members are. Raises as `arrange`."""
+    """Return the plan of one array of a task with known members. Raises as `arrange`."""
     room, first, models = room_of(machine, machine.calibrate(), keep=True), _first(task), task.models
     if isinstance(models, FusedModule):
         check_alike(models, "hf.train")
@@ -175,7 +175,7 @@ def room_of(machine: Machine, rates: Mapping[str, Rates], *, keep: bool, at_once
 
 
 def arrays_of(task: Task, room: Room) -> list[Arrangement]:
-    """The arrays of one task; several where shapes differ, or where all members at once are too many."""
+    """Return the arrays of one task: several if shapes differ, or if all members together do not fit."""
     try:
         return _made(task, room)
     except Exception as error:
@@ -200,9 +200,9 @@ def _made(task: Task, room: Room) -> list[Arrangement]:
 def _alike(
     task: Task, models: Sequence[nn.Module], group: Sequence[int], first: First, room: Room
 ) -> Iterator[tuple[Sequence[int], FusedModule | None]]:
-    """Which models of one structure do the same in forward, in training and in evaluation; their array if it is made.
+    """Yield groups of models whose forwards are equal in training and evaluation, with their array if it is built.
 
-    Models that read the same numbers do the same; only of others the forwards are compared.
+    Models that read the same numbers are equal; the forwards of others are compared.
     """
     if len({fingerprint(models[index]) for index in group}) == 1:
         yield group, None
@@ -255,7 +255,7 @@ def batched_evenly(items: Sequence[int], width: int) -> list[tuple[int, ...]]:
 
 
 def _width(task: Task, whole: FusedModule, group: Sequence[int], first: First, room: Room) -> int:
-    """How many members to fuse: of B, B/2, B/4, ... what takes the least time, the widest of equals.
+    """Return the number of members to fuse: the fastest of B, B/2, B/4, ...; the widest if equal.
 
     A resident array costs its computing; a spilled one its computing or its transfers, whichever take longer.
     """

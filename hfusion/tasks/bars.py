@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a bar for each task, or a few lines where nothing can be drawn over."""
+"""Progress of a run: a bar for each task, or a few lines where output cannot be redrawn."""
 
 from __future__ import annotations
 

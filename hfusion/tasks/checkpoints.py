@@ -119,7 +119,7 @@ class Checkpoints:
         """
         one = self._arrays[index]
         folder = self._root / file_name(one.plan.name)
-        # What has ended is not saved again.
+        # Arrays that have ended are not saved again.
         files.clean(folder)
         if not files.saves(folder):
             return None
@@ -211,7 +211,7 @@ class Checkpoints:
 
 
 def _shape(plan: TaskPlan) -> dict[str, int | bool | None]:
-    """What the borders of minibatches depend on."""
+    """Return the properties of a plan that minibatch borders depend on."""
     names = ("epoch", "accumulate", "clipped", "evaluated")
     return {name: getattr(plan, name) for name in names}
 
@@ -234,7 +234,7 @@ def _progress(border: Border) -> dict[str, Any]:
 
 
 def resume(kept: Mapping[str, Any], border: Border) -> None:
-    """Let an array that has not begun go on from what `Checkpoints.load` gave."""
+    """Continue an array that has not started from the result of `Checkpoints.load`."""
     training = border.training
     training.losses.extend(kept["losses"].unbind())
     if kept["evaluations"] is not None:

@@ -1,4 +1,4 @@
-"""How large the gradients of an array may be, each member's by itself."""
+"""Limits on the gradients of an array, separate for each member."""
 
 from __future__ import annotations
 

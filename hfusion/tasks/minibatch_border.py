@@ -1,4 +1,4 @@
-"""What is done between two units of an array: who listens hears, schedules step, who is to stop stops."""
+"""Work between two units of an array: callbacks, schedules, and members that stop."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Border:
 
     @property
     def units(self) -> int:
-        """How many units have ended with the last minibatch."""
+        """Number of units that have ended with the last minibatch."""
         training = self.training
         return training.scheduled.units if training.over else training.begun(training.minibatches)
 
     def resume(self, stopped: dict[int, int]) -> None:
-        """Go on where a run before ended, of which ``stopped`` were no part any longer.
+        """Continue an earlier run, in which the members ``stopped`` had stopped.
 
-        Whoever decides hears again what it has heard, so that it knows what it knew.
+        `on_result` gets the earlier results again, so that it can rebuild its state.
         """
         self.stopped.resume(stopped)
         self._note_stopped()
@@ -155,7 +155,7 @@ class Border:
         return [self.one.members[row] for row in over]
 
     def _ask(self, result: Step | Evaluation) -> list[int]:
-        """The members whom the run's policy wants to stop."""
+        """Return the members that the run's `on_result` stops."""
         if self._on_result is None:
             return []
         with self._asking:
@@ -166,7 +166,7 @@ class Border:
         if not members:
             return
         self.training.state.settle()
-        # What was leaving a device may not have arrived where a run breaks off.
+        # Evictions may be incomplete if a run is interrupted.
         if not broken():
             self.stopped.stop(members, self.training.minibatches)
             self._note_stopped()

@@ -1,4 +1,4 @@
-"""Where the reading of a loader stands, and how it goes on from there in another process."""
+"""The position in a loader, and how another process continues from it."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def _tells(loader: Any) -> bool:
 
 @contextmanager
 def rereading(loader: Any, position: Position) -> Iterator[Iterator[Any]]:
-    """What the loader gives after ``position``.
+    """Context manager: iterate over the loader from ``position``.
 
-    A loader with a ``state_dict`` is told its state; another one is read up to there with the random state with which
-    the epoch began. Torch's random state is afterwards the present one.
+    A loader with a ``load_state_dict`` gets its state; any other is read up to the position with the random state of
+    the start of the epoch. Torch's random state is restored afterwards.
     """
     present = torch.get_rng_state()
     assert position.random is not None

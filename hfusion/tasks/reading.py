@@ -1,4 +1,4 @@
-"""Reading a loader so that whatever it started for that ends with it, and nobody waits for one that never answers."""
+"""Reading a loader such that its processes and threads end with it, and a loader that hangs can be abandoned."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ _GLANCE = 0.1
 
 @contextmanager
 def reading(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
-    """What the loader gives; afterwards the processes and threads that read for it have ended.
+    """Context manager: iterate over the loader, and end its processes and threads afterwards.
 
-    A DataLoader by itself ends its workers when nobody holds its iterator any longer, which an error's traceback may,
-    and does not await the threads that send to them. With ``persistent_workers`` they stay, as the user asked. At
-    Ctrl-C they are not asked.
+    A DataLoader ends its workers when its iterator is freed, which an error's traceback may delay, and does not join
+    the threads that send to them. With ``persistent_workers`` they stay, as requested. At Ctrl-C they are killed.
     """
     iterator = iter(loader)
     try:
@@ -75,7 +74,7 @@ def restart_workers(loader: Any) -> None:
 
 
 def end_workers(iterator: object) -> bool:
-    """Kill the processes that read for a DataLoader's iterator, whatever they do; whether there were any.
+    """Kill the worker processes of a DataLoader's iterator. Returns whether there were any.
 
     Tried on torch 2.11 to 2.13, whose names these are.
     """
@@ -89,7 +88,7 @@ def end_workers(iterator: object) -> bool:
         worker.kill()
     for worker in iterator._workers:
         worker.join(_GRACE)
-    # Who waits for a result sees the end of it, not only at its next glance at the workers.
+    # Wakes the reader immediately, not only at its next check of the workers.
     writer = getattr(iterator._worker_result_queue, "_writer", None)
     if writer is not None:
         writer.close()
@@ -166,7 +165,7 @@ class Reader(Generic[T]):
             self._ended.result()
 
     def _left_by(self, deadline: float | None) -> bool:
-        """Whether ``items`` has ended, at the latest at this time."""
+        """Return whether ``items`` has ended before the deadline."""
         # A signal just before the wait begins does not end it.
         while not self._ended.done() and (deadline is None or time.monotonic() < deadline):
             with suppress(TimeoutError):
@@ -190,7 +189,7 @@ def _answer(awaited: Future[T], read: Callable[[], T]) -> None:
         answer = partial(awaited.set_result, read())
     except BaseException as error:
         answer = partial(awaited.set_exception, error)
-    # Nobody awaits it any longer if the reader was stopped.
+    # A stopped reader no longer waits for it.
     with suppress(InvalidStateError):
         answer()
 

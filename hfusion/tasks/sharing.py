@@ -1,4 +1,4 @@
-"""What tasks that are trained at once may not share: memory that one of them changes, and what reads their data."""
+"""Checks of concurrent tasks: they must not share memory that one of them writes, nor data readers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _claims = Lock()
 
 
 def listed(tasks: Any) -> list[Task]:
-    """One task or several as a list. Raises PlanError for none, what is no task, and one task or one name twice."""
+    """Return the tasks as a list. Raises PlanError for none, other objects, and repeated tasks or names."""
     found = [tasks] if isinstance(tasks, Task) or not isinstance(tasks, Iterable) else list(tasks)
     if not found:
         raise PlanError("there is no task: give at least one hf.Task")
@@ -78,7 +78,7 @@ def claimed(tasks: Sequence[Task]) -> Iterator[None]:
 
 
 def _written(task: Task) -> Iterator[tuple[str, Tensor]]:
-    """What training changes of the tensors that the user holds."""
+    """Yield the user's tensors that training changes, with their names."""
     if isinstance(task.models, FusedModule):
         for name, tensor in tensors(task.models):
             if tensor.numel() and (tensor.requires_grad or not isinstance(tensor, nn.Parameter)):
@@ -95,13 +95,13 @@ def _reached(task: Task) -> Iterator[tuple[str, Tensor]]:
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Where its storage begins and ends; a member's may lie within its array's."""
+    """Return start and end of a tensor's storage; a member's may lie within its array's."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def _overlap(written: Sequence[tuple[int, int, str]], tensor: Tensor) -> str | None:
-    """The name of what lies there, of stretches of memory in order."""
+    """Return the name of the written memory range that overlaps a tensor; None without."""
     start, end = _memory(tensor)
     place = bisect_left(written, (end,)) - 1
     return written[place][2] if start < end and place >= 0 and written[place][1] > start else None
@@ -127,7 +127,7 @@ def _check_apart(name: str, parts: Sequence[Any], other: str, theirs: Sequence[A
 
 
 def _parts(loaders: Sequence[Any]) -> Iterator[Any]:
-    """What readers of these loaders would have in common."""
+    """Yield the objects that readers of these loaders would share."""
     for loader in loaders:
         yield from generators(loader)
         # Each reader of any other DataLoader gets workers of its own.
@@ -136,14 +136,14 @@ def _parts(loaders: Sequence[Any]) -> Iterator[Any]:
 
 
 def turns(arrays: Sequence[Sequence[Any]]) -> list[AbstractContextManager[Any]]:
-    """For each array, given its loaders, within what it reads: those that read from one object take turns.
+    """Return a context manager per array to read within: arrays that read from one object take turns.
 
-    Such as a data set with an open file. Workers of a DataLoader have copies for themselves.
+    Such an object is a data set with an open file. Workers of a DataLoader have their own copies.
     """
     found: list[AbstractContextManager[Any]] = [nullcontext() for _ in arrays]
     first: dict[int, int] = {}
     groups = list(range(len(arrays)))
-    # What is kept here is not collected, so that no id stands for two.
+    # References are held, so that no id is reused.
     kept = [[each for loader in loaders for each in _read_from(loader, set())] for loaders in arrays]
     for index, objects in enumerate(kept):
         for other in {first.setdefault(id(each), index) for each in objects}:

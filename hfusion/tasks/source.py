@@ -44,7 +44,7 @@ class Minibatch:
 
     @staticmethod
     def of(task: Task, found: Any, members: Sequence[int]) -> Minibatch:
-        """What the loader gave, of which only ``members`` are trained here. Raises PlanError for another form."""
+        """Return a loader's item for ``members`` only. Raises PlanError for an item of another form."""
         pair: list[Any] = list(found) if isinstance(found, list | tuple) else []
         if len(pair) != 2:
             form = f"{len(pair)} values" if pair else type(found).__name__
@@ -80,7 +80,7 @@ class Minibatch:
 
 
 def _rows(values: Any, members: Sequence[int]) -> Any:
-    """What belongs to single members, of these only."""
+    """Select the rows of these members from stacked values."""
 
     def rows(leaf: Any) -> Any:
         return StackedInput(leaf.tensor[list(members)]) if is_stacked(leaf) else leaf
@@ -89,7 +89,7 @@ def _rows(values: Any, members: Sequence[int]) -> Any:
 
 
 class CutPrograms(Protocol):
-    """Where the programs of minibatches of an ``array`` come from, and their parts."""
+    """The programs of an ``array``'s minibatches, and their parts."""
 
     @property
     def array(self) -> FusedModule: ...
@@ -146,12 +146,12 @@ class Evaluated:
 
 
 class Stream:
-    """The minibatches that a loader gives in all epochs, for the array of ``members``.
+    """The minibatches of a loader in all epochs, for the array of ``members``.
 
     Args:
-        samples: the most that a minibatch may have, as the plan counts with them.
-        devices: where it may be computed.
-        turn: within what it is read, see `turns`.
+        samples: the largest size of a minibatch that the plan allows.
+        devices: those that may compute it.
+        turn: the context manager to read within, see `turns`.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Stream:
 
     @property
     def position(self) -> Position:
-        """Where reading stands. Between minibatches only."""
+        """Return the position in the loader. Between minibatches only."""
         if self._began is None:
             # It may have been read in a run before.
             return self._resumed or Position.unread(self._loader)
@@ -222,7 +222,7 @@ class Stream:
         self._reader.close()
 
     def stop(self) -> None:
-        """Whoever waits for a minibatch gives up, by a CancelledError."""
+        """Cancel the wait for a minibatch, by a CancelledError."""
         self._stopped = True
         self._reader.stop()
 
@@ -231,7 +231,7 @@ class Stream:
         return self._recipes.get(batch.key)
 
     def make(self, batch: Batch) -> Recipe:
-        """Capture what is needed for batches like this one."""
+        """Capture the programs for batches like this one."""
         return self.prepare(self._latest)
 
     def prepare(self, minibatch: Minibatch) -> Recipe:
@@ -245,7 +245,7 @@ class Stream:
         program = compiled.program
         for device in self._devices:
             self._check_loss(program, _examples(program, minibatch.samples, device), minibatch.target)
-            # What fails on the device itself fails here, not in some unit.
+            # Errors of the device are raised here, not in a later unit.
             backend(device).wait()
         recipe = Recipe(
             parts,
@@ -369,7 +369,7 @@ def _zeros(node: fx.Node, members: int, samples: int, device: torch.device) -> A
 
 
 def _random(compiled: Compiled) -> bool:
-    """Whether the program draws random numbers, or runs code that may."""
+    """Return whether the program draws random numbers, or runs code that may."""
     return bool(compiled.opaque) or _draws(compiled.program)
 
 

@@ -74,7 +74,7 @@ class ArrayStep:
 
     @property
     def calls(self) -> tuple[CallReport, ...]:
-        """How each kind of call has run."""
+        """Reports of each kind of call."""
         return self._step.report().rows
 
 
@@ -116,7 +116,7 @@ def obstacle(plan: TaskPlan) -> str:
 
 
 def any_samples(call: str) -> str:
-    """A kind of call in words, for any number of samples but one, for which a program may be another.
+    """Describe a kind of call for any number of samples; a single sample may have another program.
 
     >>> any_samples("f32[32,64], stacked i64[3,32]"), any_samples("f32[1,64], f32[]")
     ('f32[*,64], stacked i64[3,*]', 'f32[1,64], f32[]')

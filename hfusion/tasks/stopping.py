@@ -26,9 +26,9 @@ bool tensor with a value for each of ``result.members``."""
 
 
 def answered(answer: Any, result: Step | Evaluation) -> list[int]:
-    """The members that an answer stops. Raises PlanError for what is no answer, or is of others."""
+    """Return the members that an answer stops. Raises PlanError for an invalid answer."""
     if hasattr(answer, "dtype") and not isinstance(answer, Tensor):
-        # Of numpy, whose bools are no bools.
+        # numpy's bools are no Python bools.
         answer = torch.as_tensor(np.asarray(answer))
     if isinstance(answer, Tensor):
         answer = answer.tolist() if answer.dtype is not torch.bool or not answer.dim() else _marked(answer, result)
@@ -143,7 +143,7 @@ class StoppedMembers:
                 )
 
     def _stacks(self) -> dict[str, Tensor]:
-        """Where the members' rows are that training changes, by the keys of a save."""
+        """Return the stacked tensors that training changes, by the keys of a save."""
         named = self._array.named_parameters(remove_duplicate=False)
         written = written_keys(self._array)
         frozen = {f"module/{name}" for name, p in named if not p.requires_grad and name not in written}

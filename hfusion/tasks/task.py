@@ -1,4 +1,4 @@
-"""What is trained: a task, the arrays it falls into, and the optimizers of these."""
+"""A task, its arrays, and their optimizers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Step:
-    """What callbacks are told after a minibatch: the task's name, epoch and step from 0, ``losses [B]``.
+    """The argument of callbacks after a minibatch: the task's name, epoch and step from 0, ``losses [B]``.
 
     The members of a task that is trained in several arrays come array by array; ``members`` says which these are.
     """
@@ -45,7 +45,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What callbacks are told after an epoch was evaluated: ``losses [minibatches, B]``; else as `Step`."""
+    """The argument of callbacks after the evaluation of an epoch: ``losses [minibatches, B]``; else as `Step`."""
 
     task: str
     epoch: int
@@ -228,17 +228,17 @@ class Task:
 
 
 def _whole(count: object) -> bool:
-    """Whether it is a whole number."""
+    """Return whether a value is a whole number."""
     return isinstance(count, Integral) and not isinstance(count, bool)
 
 
 def length(loader: Iterable[Any]) -> int:
-    """How many minibatches a loader with a length gives."""
+    """Return the number of minibatches of a loader with a length."""
     return len(loader)  # type: ignore[arg-type]
 
 
 def shapes(models: Sequence[nn.Module]) -> list[list[int]]:
-    """Which of ``models`` can be fused with one another: groups of indices, in the order of their first ones."""
+    """Group the indices of models that can be fused, in the order of their first ones."""
     groups: list[list[int]] = []
     for index, model in enumerate(models):
         check_alone(index, model)
@@ -255,7 +255,7 @@ def shapes(models: Sequence[nn.Module]) -> list[list[int]]:
 
 
 def optimizer_of(task: Task, array: FusedModule, members: Sequence[int]) -> FusedOptimizer:
-    """The optimizer of the array of ``members``, whose hyper-parameters are those of these members."""
+    """Return the optimizer of the array of ``members``, with their hyper-parameters."""
     if isinstance(task.optimizer, FusedOptimizer):
         optimizer = task.optimizer
     elif len(members) == task.members:
@@ -275,7 +275,7 @@ def optimizer_of(task: Task, array: FusedModule, members: Sequence[int]) -> Fuse
 
 
 def _made(task: Task, make: Factory, params: list[nn.Parameter]) -> FusedOptimizer:
-    """What the task's function makes. Raises PlanError if it is no fused optimizer."""
+    """Call the task's function. Raises PlanError if the result is no fused optimizer."""
     found = make(params)
     if not isinstance(found, FusedOptimizer):
         kind = type(found).__qualname__

@@ -173,7 +173,7 @@ class _TrainRun:
         scheduler = None if one.task.scheduler is None else TaskScheduler(one.task, one.optimizer, one.members)
         stopped = StoppedMembers(one.task, one.members, one.array, one.optimizer)
         kept = None if self.saves is None else self.saves.load(index, plan, scheduler)
-        # Gradients of what the user did before are none of this run's.
+        # Gradients from before the run do not belong to it.
         one.optimizer.zero_grad()
         pinned = any(backend(device).pins for device in devices)
         sizes = [memory_of(plan.host_bytes(shard.index), pinned=pinned) for shard in plan.shards]
@@ -215,7 +215,7 @@ class _TrainRun:
         limits: Tensor | None,
         seed: int,
     ) -> Training:
-        """By the steps of `hfusion.train_step`, if that is asked for and nothing is against it."""
+        """Return the training of an array: compiled steps if requested and possible."""
         one, plan, (stream, *evaluation) = self.arrangements[index], self.plan.tasks[index], streams
         given = (plan, state, names, stream, evaluation[0] if evaluation else None, limits, seed)
         why = obstacle(plan)
@@ -251,7 +251,7 @@ class _TrainRun:
         except TaskFailed as failed:
             cause = failed.__cause__
             if cause is not None and not isinstance(cause, Exception):
-                # Somebody ends the process: no task failed.
+                # The process is being ended: no task failed.
                 raise cause from None
             name = self.plan.tasks[failed.task].name
             # A callback may have failed after the last unit.
@@ -266,7 +266,7 @@ class _TrainRun:
         return self._report(engine, worker, list(range(len(self.trainings))))
 
     def _after(self, index: int, unit: Unit, bars: TaskBars | None, worker: DeviceWorker) -> None:
-        """A unit has ended: do what is due there, and save what has stopped, of which no unit is to come."""
+        """Handle the end of a unit, and save arrays that have stopped."""
         border = self.borders[index]
         if self.saves is not None and border.plan.trained(unit):
             self.saves.bound(index, unit.step + 1)
@@ -284,7 +284,7 @@ class _TrainRun:
         self.saves.save(index, self.borders[index])
 
     def _timeline(self, engine: Engine, worker: DeviceWorker) -> Timeline:
-        """What ran, by minibatches."""
+        """Return the timeline of the run, by minibatches."""
         own = {one.plan.name: one for one in self.trainings if isinstance(one, WholeTraining)}
         found = [span for span in engine.timeline.actions if span.task not in own]
         for name, training in own.items():

@@ -1,4 +1,4 @@
-"""What a run of `hfusion.train` gave, and how that prints: on one screen, of 24 lines and 100 columns."""
+"""Results of `hfusion.train`, printed on one screen of 24 lines and 100 columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLUMNS, _MAX_ROWS, _MAX_DEVICES, _MAX_NAME, _MAX_ARRAYS = 100, 18, 3, 24, 3
 
 @dataclass(frozen=True)
 class ArrayReport:
-    """How members that were trained as one array were computed.
+    """How the members of one array were computed.
 
     ``calls``: how each kind of minibatch ran that was a step of `hfusion.train_step`; empty where all ran eagerly,
     bit for bit as the plain loop, ``why``: since it was asked for otherwise.
@@ -41,7 +41,7 @@ class ArrayReport:
 
 @dataclass(frozen=True, eq=False)
 class TaskReport:
-    """What a task gave, on the CPU.
+    """Results of a task, on the CPU.
 
     ``losses``: float ``[steps, B]``, a row per minibatch. ``eval_losses``: float ``[epochs, minibatches, B]``, None
     where the task has no eval loader. Both end where the last member stopped. ``stopped``: the members that stopped
@@ -113,9 +113,9 @@ def _last(column: Tensor, missing: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Report(Mapping[str, TaskReport]):
-    """What a run gave, by name of task. ``plan``: the one that ran.
+    """Results of a run, by name of task. ``plan``: the plan that ran.
 
-    ``peak``: the most bytes that were accounted for at once, by device.
+    ``peak``: the largest number of bytes accounted for at one time, by device.
     """
 
     tasks: Mapping[str, TaskReport]
@@ -197,7 +197,7 @@ def epochs_in_order(arrays: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Te
 
 
 def joined(parts: Sequence[tuple[Sequence[int], TaskReport]]) -> TaskReport:
-    """What a task gave whose arrays, each of these members, were trained apart."""
+    """Join the reports of a task's arrays, each with its members."""
     own = [sorted(members) for members, _ in parts]
     losses = in_order([(members, [*part.losses]) for members, (_, part) in zip(own, parts, strict=True)])
     evaluated = None
