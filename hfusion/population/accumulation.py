@@ -1,4 +1,4 @@
-"""Which updates the members of a population are in the midst of: each is of its own number of calls."""
+"""Gradient accumulation of a population: the progress of each member's update over its own number of calls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Accumulation:
 
     @cached_property
     def sums_gradients(self) -> bool:
-        """Whether some update is of several calls."""
+        """Whether any member accumulates several calls."""
         return bool((self.calls > 1).any())
 
     @property
@@ -55,7 +55,7 @@ class Accumulation:
 
     @property
     def weights(self) -> Tensor:
-        """What a call counts in an update of each member, float64 ``[rows]``."""
+        """Weight of a call in each member's update, float64 ``[rows]``."""
         return self.calls.double().reciprocal()
 
     def hold_buffers(self, fused: FusedModule) -> None:

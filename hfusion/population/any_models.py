@@ -108,7 +108,7 @@ class Population(PopulationRows):
             self._members = MixedMembers.of_models(cast(Any, models), candidates, self._options, tags)
 
     def __getattr__(self, name: str) -> Any:
-        """What is of the array of all members, such as ``pop.fused``."""
+        """Return an attribute of the array of all members, such as ``pop.fused``."""
         if name in ("_members", "_options") or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
         if isinstance(self._members, ArrayGroup):
@@ -116,7 +116,7 @@ class Population(PopulationRows):
         raise self._no(name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle keeps; of the functions that make groups, and are of no module, nothing."""
+        """Return the state for pickle, without functions that pickle cannot find by name."""
         if not isinstance(self._members, ArrayGroup):
             return vars(self)
         try:

@@ -84,12 +84,12 @@ class BestMembers:
 
     @property
     def ages(self) -> Tensor:
-        """How many updates members had had at their best: int64 ``[rows]``, -1 where a row has none."""
+        """Number of updates of each member at its best: int64 ``[rows]``, -1 for rows without one."""
         return torch.tensor([record.age for record in self._rows()])
 
     @property
     def waited(self) -> Tensor:
-        """How many metrics in a row were no improvement: int64 ``[rows]``."""
+        """Number of successive metrics without an improvement: int64 ``[rows]``."""
         return torch.tensor([record.waited for record in self._rows()])
 
     def _rows(self) -> list[BestRecord]:

@@ -48,7 +48,7 @@ class ChosenRows:
         return ChosenRows(whole, part, array, state)
 
     def fits(self) -> bool:
-        """Whether the population holds still what this was made for."""
+        """Whether the population still has the tensors that this was made for."""
         whole, part = self.whole, self.part
         same = part._function is whole._function and part._compiles == whole._compiles
         return same and self.state.whole is whole.optimizer and self.array.fits() and self.state.fits()
@@ -105,7 +105,7 @@ def step_rows(pop: ArrayGroup, rows: Any, inputs: Any, target: Any, keywords: di
             f"rows={chosen}: members who train a parameter together make its updates together, of accumulate= calls of "
             "all: step all rows, or have accumulate=1"
         )
-    # Who trains a parameter together has its gradient of nobody else.
+    # Members that train a parameter together all contribute to its gradient.
     width = len(chosen) if pop._common else pop._widths.of(len(chosen))
     small = _small_population(pop, chosen, width)
     given = pytree.tree_map(lambda leaf: _filled(leaf, width), given, is_leaf=is_stacked)

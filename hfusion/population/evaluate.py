@@ -57,7 +57,7 @@ def member_metrics(
 
 @torch.no_grad()
 def outputs(fused: FusedModule, loader: Iterable[Any]) -> tuple[Any, Any]:
-    """What the members give in eval mode for all batches of ``loader``, joined, each ``[B, N, ...]``; and the targets.
+    """Return the members' outputs in eval mode for all batches of ``loader``, ``[B, N, ...]``, and the targets.
 
     Raises ValueError for a loader without batches, and for batches that cannot be joined.
     """
@@ -114,7 +114,7 @@ def _of_member(batch: tuple[Any, Any], row: int) -> tuple[Any, Any]:
 
 
 def _any_ragged(batches: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether members have numbers of samples of their own, so that each one's batches are joined by themselves."""
+    """Return whether members have different numbers of samples, so that their batches are joined separately."""
     return any(isinstance(leaf, Ragged) for leaf in pytree.tree_leaves(batches))
 
 

@@ -1,4 +1,4 @@
-"""What the groups of a population have in common, and how a group is made of it."""
+"""Options that the groups of a population share, and the construction of a group from them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class GroupOptions:
             group.optimizer.begun = [dict(values) for values in self.begun]
 
     def schedule_of_new(self, given: Make | None) -> Make | None:
-        """What makes the scheduler of a member that joins. Raises ValueError where it is to be given, or not."""
+        """Return the scheduler function of a joining member. Raises ValueError if it is missing or not allowed."""
         if self.schedules is None:
             if given is not None:
                 raise ValueError("scheduler: this population has none; give it one when it is made")
@@ -167,7 +167,7 @@ class GroupOptions:
 
 
 def value_of(name: str, value: Any, index: int, count: int, *, pair: bool = False) -> Any:
-    """What one of ``count`` members that join is given: ``value`` of all, or its own of a list. Raises ValueError."""
+    """Return the value for one of ``count`` joining members, from one for all or a list. Raises ValueError."""
     if pair and isinstance(value, tuple | list) and len(value) == 2:
         return tuple(value_of(name, item, index, count) for item in value)
     several = isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.dim() > 0)

@@ -1,4 +1,4 @@
-"""Which members may share an array: by modules and shapes before any forward, by what forward does once it was seen."""
+"""Grouping of members into arrays: by modules and shapes at first, by their operators after a forward."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TWINS = "members of the same modules and shapes"
 
 
 def signature(model: nn.Module) -> Any:
-    """What members of an array have in common before anything is compared: classes, modes, shapes, dtypes, devices."""
+    """Return a key that members of an array share: classes, modes, shapes, dtypes, devices."""
     modules = tuple((path, type(m).__name__, m.training) for path, m in model.named_modules(remove_duplicate=False))
     return modules, tuple((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors(model))
 
@@ -120,7 +120,7 @@ def _why_apart(model: nn.Module, other: nn.Module) -> str:
 
 
 def may_share(model: nn.Module, other: nn.Module) -> bool:
-    """Whether the structure of two models allows them to share an array."""
+    """Return whether the structure of two models allows them to share an array."""
     return signature(model) == signature(other) and not (_why_alone(other) or _why_apart(model, other))
 
 
@@ -139,7 +139,7 @@ def _check_trained(models: Sequence[nn.Module], groups: Sequence[Candidates]) ->
 
 
 def trained_memory(model: nn.Module) -> Mapping[str, Any]:
-    """Where each trained parameter of a model lies."""
+    """Return the memory of each trained parameter of a model."""
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel())
     return {name: (parameter.device, _address(parameter)) for name, parameter in trained}
 

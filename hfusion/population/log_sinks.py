@@ -1,4 +1,4 @@
-"""Where numbers of members go: files, TensorBoard, Weights & Biases, MLflow."""
+"""Destinations of logged numbers: files, TensorBoard, Weights & Biases, MLflow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hfusion.core.text import file_name
 
 
 class LogSink(Protocol):
-    """Where numbers go. ``close`` is told what ended the program early, and comes once."""
+    """A destination of numbers. ``close`` is called once, with the error that ended the program early, if any."""
 
     def write(self, step: int, member: str, values: Mapping[str, float]) -> None: ...
 
@@ -47,7 +47,7 @@ class Csv:
         with path.open("rb") as content:
             content.seek(-1, os.SEEK_END)
             torn = content.read() != b"\n"
-        # What is torn may end within a letter.
+        # A truncated file may end in the middle of a UTF-8 character.
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
             rows = csv.reader(file)
             head = next(rows, None)

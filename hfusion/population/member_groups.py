@@ -113,7 +113,7 @@ def _joined(leaves: Sequence[Any], path: str, rows: Sequence[Sequence[int | None
 
 
 def _kind(leaf: Any) -> Any:
-    """What members' outputs must have in common."""
+    """Return the properties that members' outputs must share."""
     return (leaf.dtype, tuple(leaf.shape[1:])) if isinstance(leaf, Tensor) else type(leaf)
 
 
@@ -132,6 +132,6 @@ def _unlike(
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module's first tensor is; the CPU if it has none."""
+    """Return the device of a module's first tensor; the CPU if it has none."""
     tensor = next((tensor for _, tensor in tensors(module)), None)
     return torch.device("cpu") if tensor is None else tensor.device

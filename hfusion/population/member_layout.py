@@ -1,4 +1,4 @@
-"""Which member of a population of several groups is where: rows of the population, and rows within groups."""
+"""Positions of members in a population of several groups: rows of the population, and rows within groups."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class PlacedGroup:
         return PopulationGroup(tuple(sorted(self.live)), "plain" if self.is_plain else "array", self.why)
 
     def entries(self, by_row: Mapping[int, int] | None = None) -> list[int]:
-        """Which entry of what is stacked each row of the group has; by default that of its row of the population."""
-        # What a free row of the group is given does not count.
+        """Return the entry of stacked arguments for each row of the group; by default its row of the population."""
+        # Inputs of a free row of the group do not matter.
         first = self.live[0]
         rows = [first if row is None else row for row in self.rows]
         return rows if by_row is None else [by_row[row] for row in rows]
@@ -133,7 +133,7 @@ class MemberLayout:
         return [None if place is None else place[0].members._roll.tags[place[1]] for place in self.places]
 
     def place(self, row: int) -> tuple[PlacedGroup, int]:
-        """Where a member is. Raises ValueError for a free row."""
+        """Return a member's group and its row there. Raises ValueError for a free row."""
         place = self.places[row]
         if place is None:
             raise ValueError(f"row {row} is free; members are in rows {self.live}")

@@ -1,4 +1,4 @@
-"""Who is in which row: names, ages, and what happened to whom."""
+"""Members by row: names, ages, and their history."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def population_array(models: Sequence[nn.Module] | FusedModule) -> FusedModule:
 
 
 class What(StrEnum):
-    """What may happen to a member."""
+    """Kinds of events in a member's history."""
 
     START = "start"
     STOP = "stop"
@@ -94,13 +94,13 @@ class Roll:
 
     @property
     def alive(self) -> Tensor:
-        """Which rows are taken: bool ``[rows]``."""
+        """Rows that have a member: bool ``[rows]``."""
         if self._alive is None:
             self._alive = torch.tensor([tag is not None for tag in self.tags])
         return self._alive
 
     def tag(self, row: int) -> str:
-        """Who is there. Raises ValueError for a free row."""
+        """Return the name of the member in a row. Raises ValueError for a free row."""
         found = self.tags[row]
         if found is None:
             raise ValueError(f"row {row} is free; members are in rows {self.live}")
@@ -111,7 +111,7 @@ class Roll:
         return f"{self.tag(row)!r} (row {row if self.places is None else self.places[row]})"
 
     def row(self, tag: str) -> int:
-        """Where a member is. Raises KeyError."""
+        """Return the row of a member. Raises KeyError."""
         try:
             return self.tags.index(tag)
         except ValueError:
@@ -249,7 +249,7 @@ class Models(Sequence[nn.Module | None]):
 
 
 class Enrolled:
-    """What a population tells of who is in its rows."""
+    """Views of a population's members by row."""
 
     fused: FusedModule
     _roll: Roll
@@ -273,7 +273,7 @@ class Enrolled:
 
     @property
     def ages(self) -> Tensor:
-        """How many updates the members in the rows have had: int64 ``[rows]``."""
+        """Number of updates of the member in each row: int64 ``[rows]``."""
         return self._roll.ages.clone()
 
     @property
@@ -284,16 +284,16 @@ class Enrolled:
 
     @property
     def lineage(self) -> tuple[Any, ...]:
-        """What happened to whom, in order: each with ``step``, ``tag``, ``what``, ``source``."""
+        """History of the members, in order: events with ``step``, ``tag``, ``what``, ``source``."""
         return tuple(self._roll.lineage)
 
     @property
     def steps(self) -> int:
-        """How many updates the population has made."""
+        """Number of updates of the population."""
         return self._roll.step
 
     def row(self, tag: str) -> int:
-        """Where the member of this name is. Raises KeyError."""
+        """Return the row of the member with this name. Raises KeyError."""
         return self._roll.row(tag)
 
 

@@ -42,7 +42,7 @@ def evaluate_mixed(mixed: MixedMembers, metric: Callable[..., Any], loader: Iter
 
 @torch.no_grad()
 def mixed_outputs(mixed: MixedMembers, loader: Iterable[Any]) -> tuple[Any, Any]:
-    """What the members give in eval mode for all batches, joined, each ``[rows, N, ...]``; and the targets.
+    """Return the members' outputs in eval mode for all batches, ``[rows, N, ...]``, and the targets.
 
     A free row has the outputs of some member. Raises ValueError where members have outputs of different shapes.
     """

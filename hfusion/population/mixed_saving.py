@@ -82,7 +82,7 @@ def gathered_mixed(mixed: MixedMembers, loader: Any, extra: Any) -> SaveWriter:
 
 
 def is_mixed(saved: Saved) -> bool:
-    """Whether a save is of a population of several groups."""
+    """Return whether a save is of a population of several groups."""
     return isinstance(saved.body, dict) and "mixed" in saved.body
 
 
@@ -122,7 +122,7 @@ def _pairs(saved: Saved) -> frozenset[tuple[int, int]]:
 
 
 def rows_of_saves(saves: Sequence[Saved], names: Sequence[str] | None) -> list[str | None]:
-    """Who is in which row; see `hfusion.population.saving.rows_of`. Raises CheckpointError."""
+    """Return the member names by row, as `hfusion.population.saving.rows_of`. Raises CheckpointError."""
     held: list[str] = [name for saved in saves for name in saved.body["members"]]
     for wanted in held if names is None else names:
         count = held.count(wanted)
@@ -221,7 +221,7 @@ def _as_saved(candidate: Candidates, holders: Sequence[SavedGroup]) -> list[Cand
 
 
 def packed(population: Population) -> PackedSave:
-    """What a save of a population holds, for its ``load`` in another process."""
+    """Return the contents of a save of a population, for its ``load`` in another process."""
     members = population._members
     with members._lock:
         if isinstance(members, MixedMembers):

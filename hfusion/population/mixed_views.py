@@ -1,4 +1,4 @@
-"""What a population of several groups shows row by row: hyper-parameters, models, schedules."""
+"""Views of a population of several groups by row: hyper-parameters, models, schedules."""
 
 from __future__ import annotations
 
@@ -167,6 +167,6 @@ class MixedScheduler:
 
     @property
     def last_epochs(self) -> Tensor:
-        """How often each member's scheduler has stepped: ``[rows]``."""
+        """Number of steps of each member's scheduler: ``[rows]``."""
         epochs = [group.members.scheduler.last_epochs for group in self._mixed.groups]  # type: ignore[union-attr]
         return self._mixed.layout.collected(epochs)

@@ -46,12 +46,12 @@ class MixedBest:
 
     @property
     def ages(self) -> Tensor:
-        """How many updates members had had at their best: int64 ``[rows]``, -1 where a row has none."""
+        """Number of updates of each member at its best: int64 ``[rows]``, -1 for rows without one."""
         return self._collected("ages", -1)
 
     @property
     def waited(self) -> Tensor:
-        """How many metrics in a row were no improvement: int64 ``[rows]``."""
+        """Number of successive metrics without an improvement: int64 ``[rows]``."""
         return self._collected("waited", 0)
 
     def update(

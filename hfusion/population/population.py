@@ -84,7 +84,7 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         self._prepare(())
 
     def _prepare(self, known: Iterable[str]) -> None:
-        """What computes; ``known`` are calls whose programs another one has had."""
+        """Create the step. ``known``: calls whose programs an earlier step had."""
         self._lock = FairLock()
         self._weighs = self.scaler is not None or self._updates.sums_gradients
         self._make_step(known)
@@ -173,8 +173,8 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         self._updates.end(everybody)
 
     def _bad(self, losses: Tensor, due: Tensor) -> Tensor:
-        """Who of ``due`` goes bad in this update, bool ``[rows]``."""
-        # Who overflows under a scaler skips a step, and has a smaller scale at the next.
+        """Return the members of ``due`` that are not finite in this update, bool ``[rows]``."""
+        # A member that overflows under a scaler skips a step, and gets a smaller scale.
         bad = self._updates.spoilt | (self._none() if self.scaler is not None else bad_rows(self.fused, losses))
         return bad & due & self._roll.alive & ~self._roll.frozen
 

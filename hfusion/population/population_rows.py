@@ -1,4 +1,4 @@
-"""What a population shows of its members, row by row, whether they are one array or several groups."""
+"""Views of a population's members by row, for one array and for several groups."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PopulationRows:
 
     @property
     def widths(self) -> Widths:
-        """How many rows there are for how many members; several groups have as many as there were at most."""
+        """Number of rows for a number of members; several groups keep the largest number so far."""
         return self._members._widths if isinstance(self._members, ArrayGroup) else Widths(len(self._members))
 
     def clear_gradients(self) -> None:
@@ -41,7 +41,7 @@ class PopulationRows:
 
     @property
     def groups(self) -> tuple[PopulationGroup, ...]:
-        """Who is computed together, as what, and why."""
+        """The groups of members, with their kind and the reason."""
         if isinstance(self._members, ArrayGroup):
             return (PopulationGroup(tuple(self._members._roll.live), "array", TWINS),)
         return tuple(group.described() for group in self._members.groups)
@@ -89,7 +89,7 @@ class PopulationRows:
 
     @property
     def ages(self) -> Tensor:
-        """How many updates the members in the rows have had: int64 ``[rows]``."""
+        """Number of updates of the member in each row: int64 ``[rows]``."""
         if isinstance(self._members, ArrayGroup):
             return self._members.ages
         return self._members.collected(lambda group: group.ages, torch.zeros(len(self), dtype=torch.int64))
@@ -105,16 +105,16 @@ class PopulationRows:
 
     @property
     def lineage(self) -> tuple[Any, ...]:
-        """What happened to whom, in order: each with ``step``, ``tag``, ``what``, ``source``."""
+        """History of the members, in order: events with ``step``, ``tag``, ``what``, ``source``."""
         return tuple(self._members.lineage)
 
     @property
     def steps(self) -> int:
-        """How many updates the population has made."""
+        """Number of updates of the population."""
         return self._members.steps
 
     def row(self, tag: str) -> int:
-        """Where the member of this name is. Raises KeyError."""
+        """Return the row of the member with this name. Raises KeyError."""
         tags = self.tags
         if tag not in tags:
             raise KeyError(f"{tag!r} is no member; members are {[t for t in tags if t is not None]}")

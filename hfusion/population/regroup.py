@@ -25,7 +25,7 @@ _COMPARED = 8
 def settle(mixed: MixedMembers, new: Sequence[PlacedGroup]) -> None:
     """Let plain members that have just come join those that they are like, with their state."""
     joining: dict[int, tuple[PlacedGroup, list[PlacedGroup]]] = {}
-    # Who is in here joins another, or may yet do so: nobody joins it.
+    # Groups in this set join another one, so no group joins them.
     moving = {group.number for group in new}
     for group in new:
         target = _target(mixed, group, moving)
@@ -153,7 +153,7 @@ def _reasons(
 ) -> list[str]:
     """Why each part is a group of its own: the attributes in which its members differ from those of another part."""
     if len(parts) == 1:
-        # Who differs has left: its row is free.
+        # A member that differs has left: its row is free.
         return [group.why]
     models = [[group.members.fused._member(local) for local in rows[:_COMPARED]] for rows in parts]
     reasons = []

@@ -1,4 +1,4 @@
-"""How many rows an array has for so many members.
+"""Number of rows of an array for a number of members.
 
 Every number of rows wants compiled programs of its own, so that an array which lost a member at a time would compile at
 each. Rows come in blocks of an eighth of the first number instead: one program for all rows as they were first, one for
@@ -31,7 +31,7 @@ class Widths:
         return max(1, members)
 
     def at_once(self, rows: int) -> int | None:
-        """How many rows one call of a compiled program computes; None for all of them."""
+        """Return the number of rows that one call of a compiled program computes; None for all."""
         if rows == self.first:
             return None
         return self.block if rows % self.block == 0 else 1

@@ -172,7 +172,7 @@ def _class_options(loss: Callable[..., Any]) -> dict[str, Any] | None:
 
 
 def _class_counts(each: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What each element counts in a mean of cross entropies, of the shape of the losses."""
+    """Return the weight of each element in a mean of cross entropies, in the shape of the losses."""
     if target.shape != each.shape or target.is_floating_point():
         return torch.ones_like(each)
     there = target != ignore_index

@@ -42,7 +42,7 @@ def save_updates(writer: SaveWriter, pop: ArrayGroup) -> None:
 
 
 def load_updates(wide: SaveReader, pop: ArrayGroup, free: Sequence[int], given: bool) -> Accumulation:
-    """Where the members of a save are in their updates, for a population whose tensors are read already.
+    """Restore the members' progress in their updates, for a population whose tensors are loaded.
 
     ``given``: whether the user says how many calls make an update.
 

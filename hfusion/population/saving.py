@@ -49,12 +49,12 @@ def in_turn(method: Method) -> Method:
 
 
 class Saving:
-    """How a population goes to disk and comes back, and is copied."""
+    """Saving, loading and copying of a population."""
 
     _saving: Writing | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle and copy.deepcopy keep: what computes is made anew."""
+        """Return the state for pickle and copy.deepcopy; the step is created again."""
         pop = cast("ArrayGroup", self)
         dropped = {"_lock", "_loss", "_step", "_saving", "_chosen"}
         kept = {name: value for name, value in vars(self).items() if name not in dropped}
@@ -132,7 +132,7 @@ def gathered(pop: ArrayGroup, loader: Any, extra: Any) -> SaveWriter:
 
 
 def rows_of(reader: SaveReader, names: str | Sequence[str] | None) -> list[str | None]:
-    """Who is in which row: as they were saved, where all of one save are loaded, else without free rows."""
+    """Return the names by row: as saved if all members of one save are loaded, else without free rows."""
     with told(reader.path):
         if names is None and len(reader.parts) == 1:
             rows: list[str | None] = list(reader.parts[0][0].body["population"]["rows"])
@@ -150,7 +150,7 @@ def makes_of(schedules: Mapping[str, Make], rows: Sequence[str | None]) -> list[
     missing = [tag for tag in rows if tag is not None and tag not in schedules]
     if missing:
         raise CheckpointError(f"scheduler has none for {missing[0]!r}: give one for each of {[t for t in rows if t]}")
-    # Whoever starts in a free row brings his own, or has that of all others.
+    # A member that starts in a free row brings its own, or gets the common one.
     other = next(schedules[tag] for tag in rows if tag is not None)
     return [other if tag is None else schedules[tag] for tag in rows]
 

@@ -38,7 +38,7 @@ class Selection:
 
     @property
     def counts(self) -> dict[int, int]:
-        """How often each row was added, the most frequent first."""
+        """Number of times each row was added, the most frequent first."""
         return dict(sorted(Counter(self.order).items(), key=lambda item: (-item[1], item[0])))
 
     @property

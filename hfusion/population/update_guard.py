@@ -1,4 +1,4 @@
-"""What keeps a member that goes bad from being trained on, and what bounds a step: between gradients and update."""
+"""Guards between gradients and update: freezing of members that are not finite, and clipping."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _checked(name: str, value: HyperValue | None, rows: int) -> Tensor:
 
 
 def stacked(tensor: Tensor) -> bool:
-    """Whether every member has a row of it, or it is that of a member in no array."""
+    """Return whether every member has a row of a tensor, or it belongs to a member outside of arrays."""
     found = membership(tensor)
     return found is not None and found.is_own
 
@@ -124,7 +124,7 @@ def bad_rows(fused: FusedModule, losses: Tensor) -> Tensor:
 
 
 def all_finite(grads: Sequence[Tensor]) -> bool:
-    """Whether every value is finite, from one call for all; False also where that call cannot tell: tensors of several
+    """Return whether every value is finite, by one call; False also if that call cannot tell: tensors of several
     kinds, or squares that overflow.
     """
     if not grads or len({(grad.dtype, grad.device, grad.layout) for grad in grads}) > 1:
@@ -170,7 +170,7 @@ class Buffers:
 
     @property
     def before(self) -> dict[str, Tensor]:
-        """What is held, by key."""
+        """The held buffers, by key."""
         return {name: before for name, (_, before) in self._before.items()}
 
     def renew(self, rows: Tensor) -> None:
@@ -180,7 +180,7 @@ class Buffers:
             before[places] = tensor[places]
 
     def of_rows(self, rows: Sequence[int], part: FusedModule) -> Buffers:
-        """What is held of members ``rows``, for an array ``part`` of them."""
+        """Return the held buffers of members ``rows``, for an array ``part`` of them."""
         made = Buffers(part)
         for name, (_, before) in self._before.items():
             if name in made._before:
@@ -196,7 +196,7 @@ class Buffers:
 
     @torch.no_grad()
     def put_back(self, rows: Tensor) -> None:
-        """Those of members ``rows``, bool ``[rows]``."""
+        """Restore the buffers of members ``rows``, bool ``[rows]``."""
         for tensor, before in self._before.values():
             places = rows.nonzero().reshape(-1).to(tensor.device)
             tensor[places] = before[places]

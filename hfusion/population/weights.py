@@ -1,4 +1,4 @@
-"""What a population keeps of its members' weights, computes of them, and lets functions do to them."""
+"""Operations on members' weights: best weights, averages, and functions applied to them."""
 
 from __future__ import annotations
 
