@@ -1,4 +1,4 @@
-"""Which of several programs of one step is the fastest on this machine, measured once and kept.
+"""Measured choice between several programs of one step; results are cached for this machine.
 
 They compute the same but for the last bits, as members stand in other blocks: so what was measured decides for every
 process after it, and none of the steps that it is measured by counts.
@@ -117,7 +117,7 @@ def _row(program: StepProgram, call: StepCall) -> list[float]:
 
 
 def find_times(parts: Order, threads: int) -> WayTimes | None:
-    """What was measured before of a step that may run in parts on so many threads, by the order of these."""
+    """Return earlier measurements of a step that may run in parts on several threads, by its request."""
     try:
         seconds: Mapping[str, Any] = json.loads(read_sealed(_path(parts, threads)))["seconds"]
         return WayTimes({way: number(seconds[way], *_PLAUSIBLE) for way in (ONE_PART, PARTS)})

@@ -76,7 +76,7 @@ class Parting:
         return Parting(block, threads, max(1, cores // threads), auto, rival=rival)
 
     def chosen(self, times: WayTimes) -> Parting:
-        """What was faster, of these parts and of all members in one."""
+        """Return the faster of these parts and of all members in one."""
         return Parting(None, times=times) if times.fastest == ONE_PART else replace(self, rival=False, times=times)
 
     def set_threads(self) -> AbstractContextManager[None]:

@@ -104,7 +104,7 @@ def _difference(graph: StepGraph, ours: Sequence[Tensor], theirs: Sequence[Tenso
 
 
 def _results(run: Callable[..., Sequence[Tensor]], own: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
-    """What a program gives, and the tensors that it may have written to."""
+    """Return the outputs of a program, and the tensors that it may have written."""
     return [*run(*own, *batch), *own]
 
 

@@ -1,4 +1,4 @@
-"""Whether a program that inductor compiled computes what its graph says."""
+"""Check that a program compiled by Inductor computes the same as its graph."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 def result_names(graph: StepGraph, count: int) -> list[str]:
-    """What the losses, gradients and written tensors that a step gives are called in messages."""
+    """Return the names of a step's losses, gradients and written tensors for messages."""
     names = ["the losses", *(f"the gradient of tensor {k}" for k in graph.trained)]
     return [*names, *(f"tensor {k} after it" for k in range(count - len(names)))]
 

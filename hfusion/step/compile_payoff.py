@@ -1,4 +1,4 @@
-"""Whether a step is worth its compilation: by what compilations, and steps before and after them, took on this machine.
+"""Whether compiling a step pays, from the times of earlier compilations and steps on this machine.
 
 What was measured is kept in the user's cache folder, a row for each program that was compiled. On a machine that has
 compiled nothing yet another process compiles, and steps do not wait, unless they end before any compilation would.
@@ -40,7 +40,7 @@ class StepClock:
             self.eager.append(seconds)
 
     def note_compiled(self, seconds: float) -> bool:
-        """Whether with this one there are enough."""
+        """Note a compilation; return whether there are enough records."""
         if len(self.compiled) <= _TIMED:
             self.compiled.append(seconds)
             return len(self.compiled) > _TIMED
@@ -48,7 +48,7 @@ class StepClock:
 
     @property
     def speedup(self) -> float | None:
-        """How many times as fast a compiled step is, if both were timed."""
+        """Speed-up of a compiled step, if both were timed."""
         if not self.eager or len(self.compiled) <= _TIMED:
             return None
         return median(self.eager) / median(self.compiled[1:])
@@ -68,14 +68,14 @@ class CompileRecord:
 
 @dataclass(frozen=True)
 class Worth:
-    """Whether to compile, and whether by another process; ``why`` not, in words, if it is not worth it."""
+    """The decision to compile, and whether in another process; ``why``: the reason if it does not pay."""
 
     behind: bool = False
     why: str = ""
 
 
 def judge(left: int, eager: float, size: int, looped: bool, records: Sequence[CompileRecord], spare: bool) -> Worth:
-    """What to do about a step of ``size`` operators that runs ``left`` more times, in ``eager`` seconds each.
+    """Decide about a step of ``size`` operators that runs ``left`` more times, in ``eager`` seconds each.
 
     ``spare``: whether there is a core that steps do not use.
     """
@@ -95,7 +95,7 @@ def judge(left: int, eager: float, size: int, looped: bool, records: Sequence[Co
 
 
 def compile_seconds(size: int, looped: bool, records: Sequence[CompileRecord], behind: bool) -> float:
-    """What to expect of the compilation of a step of ``size`` operators; ``behind``: by another process."""
+    """Estimate the seconds to compile a step of ``size`` operators; ``behind``: in another process."""
     known = [record for record in records if record.looped is looped]
     alike = [record for record in known if record.behind is behind] or known
     if not alike:
@@ -109,12 +109,12 @@ def _nearest(records: Sequence[CompileRecord], size: int) -> list[CompileRecord]
 
 
 def spare_core() -> bool:
-    """Whether this process may use more cores than torch does."""
+    """Return whether this process may use more cores than torch does."""
     return cores() > torch.get_num_threads()
 
 
 def read_records() -> list[CompileRecord]:
-    """What is known of this machine; nothing where a file cannot be read or tells no such thing."""
+    """Return the records of this machine; none if the file is unreadable or invalid."""
     try:
         return [_record(row) for row in read_json(_path())["steps"]]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

@@ -147,7 +147,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _settings() -> dict[str, Any]:
-    """What of the process a trace, and what inductor makes of it, hangs on."""
+    """Return the settings of the process that tracing and Inductor depend on."""
     return {
         "threads": torch.get_num_threads(),
         "dtype": _name(torch.get_default_dtype()),

@@ -49,7 +49,7 @@ MAX_PROGRAMS = 16
 
 @dataclass(frozen=True)
 class CompileMode:
-    """Whether steps are compiled, and by whom; ``eager_steps``, ``parts`` and ``steps`` as of `hfusion.train_step`.
+    """Whether steps are compiled, and where; ``eager_steps``, ``parts`` and ``steps`` as of `hfusion.train_step`.
 
     Raises ValueError for what is neither.
     """
@@ -104,11 +104,11 @@ class CompileMode:
         return steps if steps & (steps - 1) == 0 else None
 
     def eager(self, steps: int) -> bool:
-        """Whether the step after ``steps`` of its kind is eager, whatever has been compiled by then."""
+        """Return whether the step after ``steps`` of its kind is eager, even if its program is compiled."""
         return self.eager_steps is not None and steps < self.eager_steps
 
     def due(self, steps: int) -> bool:
-        """Whether the step after ``steps`` of its kind waits for its program."""
+        """Return whether the step after ``steps`` of its kind waits for its program."""
         return not self.background or (self.eager_steps is not None and steps >= self.eager_steps)
 
 
@@ -137,7 +137,7 @@ class ProgramMaker:
         self._make(way, call, size, autocast, self.mode.due(steps) and not way.behind)
 
     def _pays(self, way: StepVariant, call: StepCall, size: int | None, autocast: Any, steps: int) -> bool:
-        """Whether to compile ``way`` now that ``steps`` of its kind were made: not before one was timed."""
+        """Return whether to compile ``way`` after ``steps`` of its kind, at least one of them timed."""
         if any(holder[name].device.type != "cpu" for holder, name in way.places):
             # An accelerator's steps go on when their calls are over.
             return True
@@ -188,7 +188,7 @@ class ProgramMaker:
         return None
 
     def _waits(self, way: StepVariant, call: StepCall, steps: int) -> bool:
-        """Whether this step is eager as a program that may serve it is being made."""
+        """Return whether this step is eager because its program is being compiled."""
         for other in self._variants():
             if other is not way and other.job is not None and other.like(way):
                 if other.behind or not self.mode.due(steps):
@@ -298,7 +298,7 @@ class ProgramMaker:
         return Rival(PendingProgram(job, order, call), parts)
 
     def _take(self, way: StepVariant) -> None:
-        """What the other process has made of ``way``."""
+        """Take the program that the other process compiled for ``way``."""
         pending, way.job = way.job, None
         assert pending is not None
         found = self._result(pending)
@@ -320,7 +320,7 @@ class ProgramMaker:
             way.why = str(error)
 
     def _result(self, pending: PendingProgram) -> StepPrograms | NoProgram | str | None:
-        """What there is of an order, once that has been waited for; in words, why nothing; None if it was cancelled."""
+        """Wait for a request and return its programs; the reason if there are none, None if it was cancelled."""
         trouble = "" if pending.job is None else pending.job.result()
         if pending.job is not None and pending.job.cancelled:
             return None
@@ -372,7 +372,7 @@ class ProgramMaker:
 
     @cached_property
     def _folder(self) -> Path:
-        """Where the other process leaves programs."""
+        """Folder in which the other process stores programs."""
         if program_cache.keeping():
             return cache_folder()
         private = tempfile.mkdtemp(prefix="hfusion-programs-")

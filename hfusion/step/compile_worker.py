@@ -62,7 +62,7 @@ class BackgroundJob:
         return time.time() - self._began
 
     def ready(self) -> bool:
-        """Whether it has ended, well or not; at once."""
+        """Return immediately whether the job has ended, successfully or not."""
         if self._told or not self._finalizer.alive:
             return True
         return self._process.poll() is not None
@@ -136,7 +136,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """What the process does: carry out the order in the file named first, into the folder named second."""
+    """Entry point of the process: compile the request in the first file into the second folder."""
     _end_with_parent()
     if hasattr(os, "nice"):
         os.nice(_NICENESS)

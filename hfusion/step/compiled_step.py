@@ -171,7 +171,7 @@ class PerMemberStep:
             return torch.cat(losses)
 
     def _blank(self, like: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
-        """What a block of tensors ``own`` gives that is left out, where another one gives ``like``."""
+        """Return placeholders for the outputs of a block that is left out, shaped as ``like``."""
         losses = like[0].new_full((len(own[self.tensors.stacked.index(True)]),), torch.nan)
         return [losses, *(torch.zeros_like(own[k]) for k in self.trained)]
 
@@ -322,7 +322,7 @@ def each(
 
 
 def too_many_kinds(forward: BoundProgram, loss: BoundProgram, size: int) -> str:
-    """What speaks against programs for blocks of ``size`` members; nothing if they are few."""
+    """Return the reason against programs for blocks of ``size`` members; empty if there is none."""
     blocks = blocks_of(forward.compiled.program.members, size)
     found = len({scalars_of(forward, loss, rows) for rows in blocks})
     variants = has_variants(forward.compiled.graph)
@@ -356,7 +356,7 @@ def _origin(source: BoundProgram) -> Any:
 
 
 def traits(tensors: Sequence[Tensor]) -> Any:
-    """What a program takes for granted of tensors, but for the sizes that it leaves open."""
+    """Return the properties of tensors that a program assumes, except its dynamic sizes."""
     return tuple((tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors)
 
 

@@ -173,7 +173,7 @@ class Unparted(Exception):
 
 
 def row_entry(run: Callable[..., Any]) -> int:
-    """Where `hfusion_rows` of the program ``run`` is, which must be kept. Raises Unparted."""
+    """Return the address of `hfusion_rows` in the program ``run``, which must stay alive. Raises Unparted."""
     if not isinstance(run, NativeEntry):
         raise Unparted("its program is more than C++")
     # It may be a copy whose file is gone: what is loaded is found by its name.

@@ -1,4 +1,4 @@
-"""What torch's inductor does many times over and need do once, while it compiles a step.
+"""Caches for repeated work of Inductor while it compiles a step.
 
 Private to torch: tried with 2.13; where it has no such things, it does what it does.
 """

@@ -51,7 +51,7 @@ class CopiesOfOverlaps(CustomGraphPass):
 
 
 def _overlaps(node: fx.Node) -> bool:
-    """Whether what is written lies in the memory of another operand."""
+    """Return whether a written operand overlaps another one in memory."""
     target = _memory(node.args[0])
     others: list[Any] = []
     fx.node.map_arg((node.args[1:], node.kwargs), others.append)

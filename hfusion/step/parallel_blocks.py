@@ -57,7 +57,7 @@ class _StepFields(ctypes.Structure):
 
 
 class _Handles:
-    """What C++ calls tensors by, until they are released."""
+    """Handles of tensors for C++ code, until they are released."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
@@ -73,7 +73,7 @@ _pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], _POIN
 
 
 class _Fixed:
-    """What stays from step to step, as long as the tensors of the array lie where they lay.
+    """State that is valid from step to step as long as the array's tensors do not move.
 
     ``step`` is what C is given. Left out are the tensors of the batch, after ``inputs``, and the losses, the first of
     ``outputs``.
@@ -123,7 +123,7 @@ class _Fixed:
 
 
 def _of_one_dnn(operator: str) -> bool:
-    """Whether it may run by what oneDNN has prepared in this thread before, for another number of threads."""
+    """Return whether an operator may use oneDNN's caches, which depend on the number of threads."""
     return "convolution" in operator or "mkldnn" in operator
 
 
@@ -244,7 +244,7 @@ class ThreadTrial:
         return self.ways[len(self.taken) // TURNS]
 
     def note(self, way: str, seconds: float) -> None:
-        """How long ``way``, whose turn it was, has taken."""
+        """Note the seconds of ``way``, whose turn it was."""
         assert way == self.next
         self.taken.append(seconds)
 

@@ -69,13 +69,13 @@ class NoProgram:
 
 
 def keeping() -> bool:
-    """Whether programs are kept, and looked for."""
+    """Return whether programs are cached on disk."""
     asked = os.environ.get("HFUSION_PROGRAMS") != "0"
     return asked and os.environ.get("HFUSION_CHECK") != "1" and not os.environ.get("HFUSION_DUMP")
 
 
 def find(order: Order, folder: Path | None = None) -> StepPrograms | NoProgram | None:
-    """What was kept of such an order; None if nothing was, or a UserWarning says why it is of no use."""
+    """Return the cached result of a request; None if there is none, or, with a UserWarning, if it is unusable."""
     path = _path(order, folder or cache_folder())
     try:
         found = json.loads(read_sealed(path))
@@ -112,7 +112,7 @@ def _path(order: Order, folder: Path) -> Path:
 
 
 def _write(found: StepPrograms, path: Path) -> dict[str, Any] | None:
-    """What is told of programs, whose libraries are kept; None where one has none."""
+    """Write the description of programs and store their libraries; None if a program has no library."""
     rows = []
     for place, (graph, run) in enumerate(zip(found.graphs, found.runs, strict=True)):
         if not isinstance(run, NativeEntry):
@@ -166,7 +166,7 @@ def _make_room(folder: Path) -> None:
 
 
 def circumstances() -> dict[str, Any]:
-    """What a program hangs on besides its order."""
+    """Return the properties of the environment that a program depends on, besides its request."""
     named = ("TORCH", "AOT", "CXX", "OMP_", "KMP_", "HFUSION_RATES")
     # Where torch keeps its files, and what it prints, is no matter.
     idle = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_LOGS", "TORCH_TRACE", "TORCH_HOME", "OMP_NUM_THREADS")

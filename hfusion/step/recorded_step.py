@@ -53,7 +53,7 @@ class RecordedStep:
 
     @property
     def how(self) -> str:
-        """How the program runs, and why it is not recorded if it is not."""
+        """How the program runs, and the reason if it is not recorded."""
         why = self._recorded.why
         if not why and self._batch_device is not None:
             why = f"the batch lies on {self._batch_device}, the array on {self._device}"

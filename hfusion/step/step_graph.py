@@ -42,7 +42,7 @@ from hfusion.passes.inductor.transpose_products import transpose_products
 
 @dataclass(frozen=True, eq=False)
 class StepCall:
-    """What a step is given; ``idle``: the members of whom nobody wants to know, who need not be computed."""
+    """The arguments of a step; ``idle``: members whose results are not needed."""
 
     inputs: Arguments
     target: Arguments
@@ -71,7 +71,7 @@ class StepCall:
         return self.mapped(one)
 
     def wants(self, blocks: Sequence[range]) -> list[bool]:
-        """Which blocks are not of idle members alone; all of them where each is."""
+        """Return which blocks have members that are not idle; all blocks if none has."""
         found = [not self.idle.issuperset(rows) for rows in blocks]
         return found if any(found) else [True] * len(blocks)
 
@@ -82,7 +82,7 @@ class StepCall:
 
     @property
     def ragged(self) -> bool:
-        """Whether members' batches differ in size, so that no program takes them."""
+        """Whether members' batches differ in size, which programs do not support."""
         return bool(self.inputs.ragged or self.target.ragged)
 
     @property
@@ -134,11 +134,11 @@ class StepGraph:
 
     @cached_property
     def guards(self) -> Guards:
-        """What the graph, and what inductor made of it, take for granted of the sizes of the batch."""
+        """Assumptions of the graph and of its compiled code about the sizes of the batch."""
         return Guards(self.batch)
 
     def fits(self, batch: Sequence[Tensor]) -> bool:
-        """Whether it holds for a ``batch`` of other sizes."""
+        """Return whether the program is valid for a ``batch`` of other sizes."""
         return self.guards.hold([tensor.shape for tensor in batch])
 
 
@@ -172,7 +172,7 @@ class Tensors:
 
     @property
     def members(self) -> int:
-        """How many the array has now."""
+        """Number of members of the array."""
         return next(len(h[n]) for (h, n), stacked in zip(self.places, self.stacked, strict=True) if stacked)
 
     def of_rows(self, rows: range) -> list[Tensor]:
@@ -273,7 +273,7 @@ def _attention(given: Sequence[Tensor]) -> AbstractContextManager[None]:
 
 @cache
 def _misdescribed() -> bool:
-    """Whether torch takes what the kernel keeps for its backward for float32, as 2.11 does."""
+    """Return whether torch declares the tensor that the kernel saves for backward as float32, as 2.11 does."""
     with FakeTensorMode():
         x = torch.empty(1, 1, 1, 8, dtype=torch.float64)
         kept = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x)[1]
@@ -281,7 +281,7 @@ def _misdescribed() -> bool:
 
 
 def draws(*sources: BoundProgram) -> bool:
-    """Whether some operator draws random numbers."""
+    """Return whether any operator draws random numbers."""
     return any(draws_random(node.target) for source in sources for node in source.compiled.graph.nodes)
 
 
@@ -290,7 +290,7 @@ class ProgramMismatch(Exception):
 
 
 def _check(source: BoundProgram, shapes: Sequence[Sequence[Any]]) -> None:
-    """What a program was captured for holds for the traced step, too: asked of symbols, it is noted there."""
+    """Apply a program's size guards to the traced step: comparing symbols records guards there."""
     with disable_proxy_modes_tracing():
         if not source.compiled.guards(shapes):
             raise ProgramMismatch
@@ -392,7 +392,7 @@ def written_inputs(graph: fx.Graph) -> frozenset[int]:
 
 
 def _targets(node: fx.Node) -> Iterator[fx.Node]:
-    """What an operator writes to."""
+    """Yield the nodes that an operator writes to."""
     if isinstance(node.target, torch._ops.OpOverload):
         for place, argument in enumerate(node.target._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:

@@ -56,7 +56,7 @@ class PreparedStep(NamedTuple):
 
 
 class TrainStep:
-    """What `train_step` gives; see there."""
+    """A training step; see `train_step`."""
 
     def __init__(self, fused: FusedModule, loss_fn: Callable[..., Any], opt: Optimizer, mode: CompileMode) -> None:
         self._fused, self._loss_fn, self._optimizer = fused, loss_fn, opt
@@ -145,7 +145,7 @@ class TrainStep:
     def _foreseen(
         self, call: StepCall, situation: Any, args: Sequence[Any], kwargs: dict[str, Any], target: Any
     ) -> StepVariant | None:
-        """How such a call runs, found by a forward that leaves no trace."""
+        """Determine how such a call runs, by a forward without side effects."""
         self.expected_calls.discard(call.text)
         with compiling(), random_states_kept(), torch.enable_grad():
             written = self._fused.compiled(call.inputs).written
@@ -158,7 +158,7 @@ class TrainStep:
 
     @property
     def compilations(self) -> int:
-        """How many programs were compiled."""
+        """Number of compiled programs."""
         return self._maker.library.count
 
     def __repr__(self) -> str:
@@ -168,7 +168,7 @@ class TrainStep:
         return "\n  ".join(lines)
 
     def report(self) -> StepReport:
-        """Which calls run compiled, which eagerly and why."""
+        """Return which calls run compiled, which eagerly, and why."""
         if not self._mode.compile:
             return StepReport((CallReport("every call", "eager", "compile=False"),))
         ways = [way for ways in self._ways.values() for way in ways]
@@ -194,7 +194,7 @@ class TrainStep:
         return seeded(partial(new_seeds, len(self._fused))) if drawn else nullcontext()
 
     def _find(self, call: StepCall, situation: Any) -> StepVariant | None:
-        """How such a call runs; None where that is to be seen from an eager step."""
+        """Return how such a call runs; None if an eager step must show it first."""
         exact = (call.inputs.key, call.target.key, situation)
         known = self._known.get(exact)
         if known is not None and known.holds():
@@ -212,11 +212,11 @@ class TrainStep:
         return found
 
     def _shared(self) -> dict[Any, list[StepVariant]]:
-        """What steps of one array share, unless it must not matter what others have done before."""
+        """Return the variants that steps of one array share, unless results must not depend on earlier steps."""
         return shared_variants(self._fused) if self._mode.eager_steps is None else {}
 
     def _serves(self, way: StepVariant, call: StepCall) -> bool:
-        """Whether a call of other sizes runs as ``way`` does."""
+        """Return whether ``way`` also serves a call of other sizes."""
         if way.program is not None:
             return way.program.fits(call)
         return way.sources is not None and self._fused.find(call.inputs) is way.sources[0].compiled
@@ -233,7 +233,7 @@ class TrainStep:
         return True
 
     def _note(self, call: StepCall, situation: Any, outputs: Any, target: Any) -> None:
-        """What to do with the next call like this one, which has just run eagerly."""
+        """Decide about the next call of this kind, after an eager one."""
         way = self._way(situation, call, self._loss.found(outputs, target))
         ways = self._ways.setdefault(family(call, situation), [])
         if not any(other.program is None and other.why == way.why and other.like(way) for other in ways):
@@ -244,7 +244,7 @@ class TrainStep:
             self._known[call.inputs.key, call.target.key, situation] = way
 
     def _way(self, situation: Any, call: StepCall, loss: BoundProgram | str) -> StepVariant:
-        """What to do with the next call like this one, which has just run eagerly; ``loss`` is how its loss ran."""
+        """Return the variant for the next call of this kind, after an eager one; ``loss``: how its loss ran."""
         modules = list(self._fused.modules())
         places: list[Place] = [(m._parameters, n) for m in modules for n, p in m._parameters.items() if p is not None]
         forward = self._fused.find(call.inputs)
@@ -278,7 +278,7 @@ class TrainStep:
 
 
 def call_arguments(inputs: Any, keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How the fused module is called with ``inputs``: a tuple or list of arguments, a dict of keywords, or the one."""
+    """Return the arguments for ``inputs``: a tuple or list of arguments, a dict of keywords, or one value."""
     if isinstance(inputs, Tensor):
         return (inputs,), keywords
     if isinstance(inputs, Mapping):
@@ -287,13 +287,13 @@ def call_arguments(inputs: Any, keywords: dict[str, Any]) -> tuple[tuple[Any, ..
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether calls of ``module`` run more than its forward."""
+    """Return whether calls of ``module`` run hooks in addition to its forward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or has_global_hooks()
 
 
 def _obstacle(sources: Sequence[BoundProgram], places: Sequence[Place], call: StepCall) -> str:
-    """What makes a program without autograd impossible, in words; empty if nothing does."""
+    """Return the reason against a program without autograd; empty if there is none."""
     forward, loss = sources
     if forward.compiled.opaque:
         path = forward.compiled.opaque[0].path

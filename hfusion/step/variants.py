@@ -1,4 +1,4 @@
-"""How the calls of a step run, one variant for each kind of call."""
+"""The variants of a step: how each kind of call runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 @dataclass(frozen=True)
 class CallReport:
-    """How calls with such inputs run; ``why`` is empty where they are compiled."""
+    """How calls of one kind run; ``why``: the reason if they are not compiled."""
 
     call: str
     how: str
@@ -54,7 +54,7 @@ class Seen:
         return Seen(tensors, once, TensorGuards(*once, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides))
 
     def again(self, tensors: list[Tensor]) -> bool:
-        """Whether these are the same tensors, as they were, without hooks. An autocast of another kind may hide it."""
+        """Return whether these are the same, unchanged tensors without hooks. Another autocast may hide that."""
         return all(map(is_, tensors, self.tensors)) and self.guards.check(*self.once) and not any_hooks(self.once)
 
 
@@ -81,7 +81,7 @@ class StepReport:
 
 @dataclass(eq=False)
 class StepVariant:
-    """How the calls of one signature run, as long as the tensors at ``places`` are as ``traits`` has them.
+    """How the calls of one signature run, as long as the tensors at ``places`` have the properties ``traits``.
 
     It begins without a program, at a first eager step, and gets one at the second call, or ``why`` says why not.
     """
@@ -116,7 +116,7 @@ class StepVariant:
 
     @cached_property
     def draws_together(self) -> bool:
-        """Whether members draw one after the other from one generator, so that all of them must be computed."""
+        """Whether members draw from one generator in turn, so that all of them must be computed."""
         return any(next(drawing(source.compiled.graph), None) for source in self.sources or ())
 
     def holds(self) -> bool:
@@ -129,7 +129,7 @@ class StepVariant:
         return True
 
     def like(self, other: StepVariant) -> bool:
-        """Whether a program of this way may serve ``other``, up to the number of samples."""
+        """Return whether a program of this variant may serve ``other``, except for the number of samples."""
         if self.sources is None or other.sources is None:
             return False
         pairs = zip(self.sources, other.sources, strict=True)
@@ -154,12 +154,12 @@ def shared_variants(fused: FusedModule) -> dict[Any, list[StepVariant]]:
 
 
 def family(call: StepCall, situation: Any) -> Any:
-    """What calls have in common that may share a program: all but their sizes."""
+    """Return the key of calls that may share a program, without their sizes."""
     return call.inputs.loose_key, call.target.loose_key, situation
 
 
 def traits_of(places: Sequence[Place]) -> Any:
-    """What a traced step takes for granted of its tensors: their kinds, strides, hooks, and which are one object."""
+    """Return the properties of tensors that a traced step assumes: types, strides, hooks, identities."""
     tensors = [holder[name] for holder, name in places]
     ids = list(map(id, tensors))
     ties = [ids.index(i) for i in ids] if len(set(ids)) < len(ids) else None

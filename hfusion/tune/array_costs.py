@@ -1,4 +1,4 @@
-"""What arrays of trials cost beside plain trials, by what was measured in sweeps on this machine.
+"""Costs of arrays of trials relative to plain trials, measured in earlier sweeps on this machine.
 
 It is kept in the user's cache folder, a row for each array that was measured. Whoever has no row yet begins with plain
 trials and the two priors below, and measures in the sweep itself.
@@ -55,12 +55,12 @@ class ArrayCosts:
         return _FIRST_STARTUP if scaled is None else scaled
 
     def ratio(self, operators: int) -> float:
-        """How many times the estimated ratio of an array's step to a plain one was measured."""
+        """Return the measured ratio of an array's step to a plain one, over the estimated ratio."""
         measured = self._median(operators, lambda record: record.ratio)
         return _FIRST_RATIO if measured is None else measured
 
     def plain(self, operators: int) -> float | None:
-        """How many times its estimate a plain trial takes; None where that was never measured."""
+        """Return the measured time of a plain trial over its estimate; None if never measured."""
         return self._median(operators, lambda record: record.plain)
 
     def note(self, record: ArrayRecord) -> None:

@@ -1,4 +1,4 @@
-"""Where the rows of a sweep's arrays are: in this process, or in those of a cluster."""
+"""Workers that hold the rows of a sweep's arrays: this process, or processes of a cluster."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SweepWorkers(Protocol):
 
     @property
     def side_by_side(self) -> int:
-        """How many plain trials are trained at the same time on a device."""
+        """Number of plain trials that a device trains at the same time."""
 
     def open(self, name: str, device: int, choices: ArrayChoices, plain: bool = False) -> None:
         """Make rows for an array of trials with these choices, on a device; or for plain trials, without an array."""

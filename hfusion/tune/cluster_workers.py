@@ -33,7 +33,7 @@ _UNTRAINED = 2
 
 @dataclass(frozen=True)
 class RowsJob:
-    """What a process does next: ``calls`` of each array; ``kept`` finds the recipe; ``dropped`` are arrays that ended.
+    """The next job of a process: ``calls`` of each array; ``kept`` finds the recipe; ``dropped``: arrays that ended.
 
     The result of each array is that of its last call.
     """
@@ -73,7 +73,7 @@ class RowsJob:
 
 @dataclass
 class _SentCalls:
-    """What an array was told, and how much of that its present process has done; how often it was lost."""
+    """Calls that were sent to an array, how many its process has completed, and how often it was lost."""
 
     device: int
     calls: list[bytes] = field(default_factory=list)
@@ -121,7 +121,7 @@ class ClusterWorkers:
         return self._done(calls)
 
     def _done(self, names: Collection[str]) -> dict[str, Any]:
-        """What the last call of each array gives, once all of its calls are done."""
+        """Return the result of each array's last call, after all of its calls."""
         running: dict[int, list[str]] = {}
         found: dict[str, Any] = {}
         while len(found) < len(names):
@@ -176,7 +176,7 @@ class ClusterWorkers:
         return found
 
     def move(self, devices: Mapping[str, int], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, int]:
-        """What was trained since the last save goes through this process."""
+        """Progress since the last save is copied through this process."""
         trained = {name: ("packed", ()) for name in devices if len(self._told[name].calls) > _UNTRAINED}
         for name, state in self.ask(trained).items():
             told = self._told[name]

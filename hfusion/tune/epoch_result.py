@@ -1,4 +1,4 @@
-"""What an epoch of an array comes to, and how long its minibatches take."""
+"""The result of an epoch of an array, and the times of its minibatches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EpochResult:
 
 
 class Stopwatch:
-    """How long each minibatch took: to be read, and until the next one was asked for."""
+    """Times of each minibatch: for reading it, and until the next one is requested."""
 
     def __init__(self) -> None:
         self._all: list[float] = []

@@ -1,4 +1,4 @@
-"""How long arrays take on the devices of a sweep: as estimated, times what was measured. Numbers only."""
+"""Epoch times of arrays on the devices of a sweep: estimates, corrected by measurements."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class EpochSeconds:
         return self._estimated(array, device, array.least(more)) * factor * array.shape.minibatches
 
     def spread(self, array: ShapeArray) -> float | None:
-        """How many times the shortest of its last epochs the longest took; None where fewer than two were measured."""
+        """Return the longest of an array's last epochs over the shortest; None for fewer than two."""
         late = self._late.get((array.name, array.device), ())
         return max(late) / min(late) if len(late) > 1 else None
 

@@ -1,4 +1,4 @@
-"""How many rows an array may have: bytes and seconds by the planner's estimates, before anything is trained."""
+"""Estimated bytes and seconds of an array by its number of rows, before training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CAPTURING = 2
 
 
 class Footprint:
-    """What an array of a shape takes on a device.
+    """Memory and time of an array of a shape on a device.
 
     Args:
         models: two of the shape, so that what they share is seen.
@@ -105,7 +105,7 @@ class Footprint:
 
 
 def fits(budget: int, sizes: Iterable[tuple[Footprint | PlainFootprint, int]]) -> bool:
-    """Whether arrays of so many rows share a device: all are held, and one after the other takes what passes."""
+    """Return whether arrays fit a device together: all state is held, and temporaries are used in turn."""
     found = list(sizes)
     held = sum(footprint.held(rows) for footprint, rows in found)
     return held + max((footprint.passing(rows) for footprint, rows in found), default=0) <= budget

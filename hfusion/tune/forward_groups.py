@@ -1,4 +1,4 @@
-"""Which models of one structure do the same in forward, so that trials share an array."""
+"""Groups of models of one structure with equal forwards, whose trials share an array."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SameForward:
         self._answers: dict[Any, bool] = {}
 
     def same_as(self, model: nn.Module) -> bool:
-        """Whether ``model`` calls the operators that the first one does, with other numbers at most.
+        """Return whether ``model`` calls the same operators as the first one, apart from numbers.
 
         Models that read the same numbers need not be called. Of others one forward is compared, call by call; only
         where that differs, the graphs are. A number that is drawn or looked at makes other calls, and the same graph.

@@ -58,12 +58,12 @@ class Loaders:
         return loader
 
     def __getstate__(self) -> dict[str, Any]:
-        """What other processes get: they make loaders of their own."""
+        """Return the state for other processes, which create their own loaders."""
         return {**vars(self), "_made": []}
 
 
 def same_values(first: Any, second: Any) -> bool:
-    """Whether two nests of values are equal, types and tensors included."""
+    """Return whether two nested values are equal, including types and tensors."""
     leaves, spec = pytree.tree_flatten(first)
     others, other_spec = pytree.tree_flatten(second)
     return spec == other_spec and all(map(_same, leaves, others))

@@ -60,7 +60,7 @@ class MetricValues:
 
     @property
     def metric(self) -> Callable[..., Any]:
-        """What to evaluate."""
+        """The metric to evaluate."""
         if all(hasattr(self._metric, name) for name in ("reset", "update", "compute")):
             return _UpdatedMetric(self._metric, self._note)
         return lambda outputs, target: self._note(self._metric(outputs, target))
@@ -147,5 +147,5 @@ class BestTrials:
 
 
 def any_nan(values: Sequence[float]) -> bool:
-    """Whether a value is NaN, as those of a member that went bad are."""
+    """Return whether any value is NaN, as those of a member that is not finite."""
     return any(math.isnan(value) for value in values)

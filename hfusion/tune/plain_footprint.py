@@ -25,7 +25,7 @@ _NEAR, _ACTIONS, _SAVING, _UPDATING, _ASIDE = 1.05, 3, 2, 4, 4
 
 
 class PlainFootprint:
-    """What trials of a shape take that are trained one by one, and how many of them an array would make cheaper.
+    """Memory and time of plain trials of a shape, and the number from which an array is cheaper.
 
     Args:
         model: of the shape; a copy of it is called once, on the CPU.

@@ -99,7 +99,7 @@ class PlainTrial:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all parameters are numbers: a gradient that is none makes them none."""
+        """Return whether all parameters are finite, which also detects gradients that were not."""
         return all(bool(param.isfinite().all()) for param in self._clipped)
 
     def state(self) -> dict[str, Any]:
@@ -275,7 +275,7 @@ class PlainTrials:
 
 @torch.no_grad()
 def _outputs(model: nn.Module, batches: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """What the model gives in eval mode, with a leading dim of one member; and the targets."""
+    """Return the model's outputs in eval mode, with a leading dim of one member, and the targets."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -54,7 +54,7 @@ def _on(value: Any, device: torch.device) -> Any:
 
 
 def minibatches(loader: Iterable[Any]) -> int:
-    """How many it gives, read for that where it has no length; its generators are then as before."""
+    """Return the number of minibatches; a loader without a length is read, and its generators are restored."""
     try:
         return length(loader)
     except TypeError:

@@ -1,4 +1,4 @@
-"""What a sweep gives."""
+"""The result of a sweep."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial
 
-# What is printed fits a screen.
+# The printed result fits a screen.
 _BEST, _WIDTH = 10, 100
 
 
@@ -45,7 +45,7 @@ class SweepResult:
 
     @property
     def trials(self) -> list[FrozenTrial]:
-        """Those of the sweep, in the order in which they were asked."""
+        """The trials of the sweep, in the order in which they started."""
         found = {one.number: one for one in self.study.get_trials(deepcopy=False)}
         return [as_trained(found[number], self.study) for number in self.numbers]
 
@@ -61,12 +61,12 @@ class SweepResult:
 
     @property
     def best_params(self) -> dict[str, Any]:
-        """What the best trial of the study was trained with last."""
+        """Parameters with which the best trial of the study was trained last."""
         return self.best_trial.params
 
     @property
     def best_value(self) -> float:
-        """What the best trial of the study came to."""
+        """Value of the best trial of the study."""
         return self.study.best_value
 
     @property
@@ -177,7 +177,7 @@ class _TrainedTrials:
 
 
 def _params(trial: FrozenTrial) -> str:
-    """What it was trained with last, and what it suggested where that differs."""
+    """Describe a trial's last parameters, and the suggested ones where they differ."""
     suggested = trial.user_attrs.get(SUGGESTED, trial.params)
     return ", ".join(
         f"{key}={_short(value)}" + (f" (first {_short(suggested[key])})" if suggested.get(key, value) != value else "")

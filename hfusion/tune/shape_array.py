@@ -47,7 +47,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class PlainForm:
-    """What is known of the trials of a shape in plain torch.
+    """Estimates for the trials of a shape in plain torch.
 
     Attributes:
         look: gives their footprint on a device.
@@ -62,7 +62,7 @@ class PlainForm:
 
 @dataclass(frozen=True)
 class ArrayChoice:
-    """What decides whether trials of one shape become an array.
+    """The decision whether trials of one shape become an array.
 
     Attributes:
         epochs: that each of them has left.
@@ -117,7 +117,7 @@ class Shape:
         self._fastest: dict[Any, int] = {}
 
     def takes(self, candidate: TrialModel) -> bool:
-        """Whether the trial is one of them."""
+        """Return whether a trial belongs to this array."""
         if not candidate.suggestion.choices.matches(self.first.suggestion.choices):
             return False
         try:
@@ -229,19 +229,19 @@ class ShapeArray:
         return any(seat.is_last for seat in self.seats.values())
 
     def least(self, more: int = 0) -> int:
-        """How many rows it has with so many more members, once free rows are given back."""
+        """Return the number of rows with ``more`` members, after free rows are released."""
         members = self.taken + more
         return members if self.widths is None else self.widths.of(members) if members else 0
 
     def rows(self, more: int = 0) -> int:
-        """How many rows there are, with so many more members."""
+        """Return the number of rows with ``more`` members."""
         members = self.taken + more
         if self.widths is None:
             return members
         return self.width if members <= self.width else self.widths.of(members)
 
     def seated(self, round_: int) -> Sequence[TrialModel]:
-        """Those that waited have rows from now on."""
+        """Give rows to waiting trials, and return them."""
         self.width = self.rows()
         new, self.joining = self.joining, []
         if not self.plain:
@@ -250,7 +250,7 @@ class ShapeArray:
         return new
 
     def compacts(self) -> bool:
-        """Whether there are free rows to give back; they are given back then."""
+        """Release free rows; return whether there were any."""
         if self.widths is None:
             self.width = len(self.seats)
             return False

@@ -46,7 +46,7 @@ MakeScheduler: TypeAlias = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class ArrayChoices:
-    """What all trials of an array have in common.
+    """Choices that all trials of an array share.
 
     Attributes:
         optimizer: makes the optimizer.
@@ -65,13 +65,13 @@ class ArrayChoices:
     clips: bool = False
 
     def matches(self, other: ArrayChoices) -> bool:
-        """Whether trials with these and with the other choices can share an array."""
+        """Return whether trials with these and with the other choices can share an array."""
         return same_values(vars(self), vars(other))
 
 
 @dataclass(frozen=True, eq=False)
 class Suggestion:
-    """What a trial chose, by what takes it.
+    """A trial's choices, by the function that takes them.
 
     Attributes:
         hypers: hyper-parameters of its member.
@@ -90,7 +90,7 @@ class Suggestion:
     clip: float | None = None
 
     def same_but_for_numbers(self, other: Suggestion) -> bool:
-        """Whether the other one leads to the same model, array and schedule, with other hyper-parameters at most."""
+        """Return whether another suggestion differs in hyper-parameters of the optimizer at most."""
         mine, others = ((one.rest, one.scheduler, one.epochs) for one in (self, other))
         return self.choices.matches(other.choices) and same_values(mine, others)
 
@@ -141,7 +141,7 @@ class TrialModel:
 
 @dataclass(frozen=True, eq=False)
 class SweepDefaults:
-    """What holds for trials whose space does not choose it; see `hfusion.sweep`."""
+    """Defaults for trials whose space does not choose a value; see `hfusion.sweep`."""
 
     optimizer: MakeOptimizer
     epochs: int
@@ -182,7 +182,7 @@ class Maker:
         sample_optimizer(defaults.optimizer)
 
     def suggestion(self, trial: Any) -> Suggestion:
-        """What ``space(trial)`` gives, sorted by who takes it. Raises ValueError for what nobody takes or can take."""
+        """Route the values of ``space(trial)`` by name. Raises ValueError for a value that no function takes."""
         try:
             values = self._space(trial)
         except TypeError as error:

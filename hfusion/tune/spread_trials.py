@@ -154,7 +154,7 @@ class TrialSpread:
 
     @property
     def side_by_side(self) -> int:
-        """How many trials are trained at the same time, where there are enough."""
+        """Number of trials that are trained at the same time, if there are enough."""
         return max(1, self._most)
 
     def begin(self, calls: Mapping[str, tuple[int, bool]]) -> None:
@@ -217,7 +217,7 @@ class TrialSpread:
             self._refuse(f"in {len(ends)} processes each took {slower:.1f} times as long")
 
     def _pays(self, here: Sequence[tuple[SpreadTrials, str]]) -> bool:
-        """Whether workers save more than they cost, by the epochs that live trials have left at least."""
+        """Return whether workers save more than they cost, by the remaining epochs of live trials."""
         movable = self._movable(here)
         count = min(self._most, len(movable))
         known = self._here or self._seconds
@@ -230,7 +230,7 @@ class TrialSpread:
         return left * (1 - 1 / count) > _start_seconds()
 
     def _movable(self, trials: Sequence[tuple[SpreadTrials, str]]) -> list[tuple[SpreadTrials, str]]:
-        """Those that are not stuck here, and share no tensor with a live trial."""
+        """Return the trials that can move to another process and share no tensor with a live trial."""
         counts: Counter[int] = Counter()
         owners: dict[str, set[int]] = {}
         for array in self._arrays.values():
@@ -330,7 +330,7 @@ def _why_no_readers(recipe: SweepRecipe) -> str:
 
 
 def _start_seconds() -> float:
-    """What it takes to start the workers, as last time on this machine; a bare fork, where that was never."""
+    """Return the seconds to start the workers, as last measured on this machine; of a bare fork if never."""
     try:
         return number(read_json(_cache_path())["seconds"], 1e-6, 1e6)
     except (OSError, ValueError, LookupError, TypeError):

@@ -88,10 +88,10 @@ def check_outlives(study: Any, storage: Any, directory: Path) -> None:
 
 
 def _in_memory(storage: Any) -> bool:
-    """Whether it is Optuna's own in memory, or SQLite there."""
+    """Return whether a storage is in memory, Optuna's own or SQLite's."""
     if isinstance(storage, import_optuna().storages.InMemoryStorage):
         return True
-    # What Optuna makes of a URL is wrapped.
+    # Optuna wraps the storage of a URL.
     found = getattr(storage, "_backend", storage)
     url = found if isinstance(found, str) else getattr(found, "url", None)
     if not isinstance(url, str) or not url.startswith("sqlite"):
@@ -157,7 +157,7 @@ def _ended(one: FrozenTrial) -> FrozenTrial:
 
 
 class Draws:
-    """Where a sampler and a pruner draw from: before every trial that is asked these begin at a place of its own.
+    """Seeds of a sampler and a pruner: before each trial they are seeded for that trial.
 
     So trial k of a sweep draws the same numbers whether the sweep was killed and resumed before it or not.
     """
@@ -207,7 +207,7 @@ def generators_of(sampler: Any) -> Iterator[Any]:
 
 
 def _of_a_sampler(one: Any, sampler: Any) -> bool:
-    """Whether to look into an object: the sampler, and parts of it from the same packages."""
+    """Return whether to search an object for generators: the sampler, and its parts from the same packages."""
     if not hasattr(one, "__dict__") or isinstance(one, type):
         return False
     packages = {"optuna", type(sampler).__module__.partition(".")[0]}

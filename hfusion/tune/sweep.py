@@ -251,7 +251,7 @@ def _extent(
 
 
 def _trials(study: Any, body: Mapping[str, Any], callbacks: Iterable[Callback], *, alone: bool) -> Trials:
-    """Those of the sweep that ``body`` was saved of, or of a new one; what dead sweeps left in the study has failed."""
+    """Return the trials of the saved sweep, or of a new one; mark trials abandoned by crashed sweeps as failed."""
     found = Trials(
         study,
         body.get("run") or uuid.uuid4().hex,

@@ -57,7 +57,7 @@ class SweepFolder:
         self._lock.close()
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """What was written last. Raises CheckpointError for what is damaged or of another version."""
+        """Return the last saved state. Raises CheckpointError if it is damaged or of another version."""
         if not files.saves(self.root / _STATE):
             return None
         saved = files.read(self.root / _STATE)
@@ -74,7 +74,7 @@ class SweepFolder:
                 shutil.rmtree(path, ignore_errors=True)
 
     def of_array(self, name: str) -> Path:
-        """Where an array has its saves, for every process that reaches the folder."""
+        """Return the folder of an array's saves, for every process that reaches it."""
         return self.root.absolute() / _ARRAYS / name
 
     def found(self, save: Path) -> str:

@@ -1,4 +1,4 @@
-"""What the trials of a sweep are trained and judged with."""
+"""The functions and loaders by which the trials of a sweep are trained and evaluated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hfusion.tune.space import ArrayChoices, MakeScheduler
 
 @dataclass(frozen=True, eq=False)
 class SweepRecipe:
-    """What the arrays of a sweep have in common.
+    """Options that the arrays of a sweep share.
 
     Attributes:
         objectives: how many values a metric returns.
@@ -35,7 +35,7 @@ class SweepRecipe:
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is more to a value than the losses of the steps."""
+        """Whether values need an evaluation, not only the losses of the steps."""
         return self.metric is not None or self.eval_loader is not None
 
     def judged(self, choices: ArrayChoices) -> tuple[str, Iterable[Any]]:

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Extent:
-    """How many ``trials`` of how many ``epochs``, in at most so many ``rows`` at once; what users let trials raise.
+    """Size of a sweep: ``trials``, ``epochs``, the most concurrent ``rows``; and the exceptions that fail a trial only.
 
     After ``deadline``, of time.monotonic, no more trials are asked. ``processes``: how many train, of a machine.
     """
@@ -199,7 +199,7 @@ class Conductor:
         return found, self._fixed(found, seat.number)
 
     def _fixed(self, params: dict[str, Any], number: int) -> Suggestion:
-        """What the space gives for these values."""
+        """Evaluate the search space on fixed values."""
         return self._maker.suggestion(self.trials.optuna.trial.FixedTrial(params, number))
 
     def _refill(self) -> None:
@@ -237,7 +237,7 @@ class Conductor:
         return time.monotonic() >= self._extent.deadline
 
     def _attempt(self, number: int, make: Callable[[], T]) -> T | None:
-        """What ``make`` gives; None where it raises what users let trials raise, and the trial has failed then."""
+        """Return ``make()``; None if it raises one of the exceptions to catch, which fails the trial."""
         try:
             return make()
         except Exception as error:
@@ -331,11 +331,11 @@ class Conductor:
             self.best.add(self._kept(number, tuple(values), tensors))
 
     def _copied(self, number: int, params: dict[str, Any] | None) -> Suggestion | None:
-        """What a trial has that became a copy of another."""
+        """Return the suggestion of a trial that became a copy of another."""
         return None if params is None else self._known(params, number)
 
     def _known(self, params: dict[str, Any], number: int) -> Suggestion:
-        """What the space gives for values of before. Raises CheckpointError where it is another space."""
+        """Evaluate the search space on saved values. Raises CheckpointError if the space has changed."""
         try:
             return self._fixed(params, number)
         except ValueError as error:

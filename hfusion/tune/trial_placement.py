@@ -1,4 +1,4 @@
-"""Which device takes which trial of a sweep: by the seconds that its arrays take, and in bytes."""
+"""Placement of trials on devices, by the estimated seconds and bytes of their arrays."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Rooms:
         self._workers.open(array.name, array.device, array.shape.first.suggestion.choices, array.plain)
 
     def _is_plain(self, array: ShapeArray, members: Sequence[TrialModel], epochs: Sequence[int]) -> bool:
-        """Whether trials with so many epochs left are to be plain; those that share tensors are an array."""
+        """Return whether trials with so many epochs left run as plain torch; trials that share tensors do not."""
         seen = [identity for member in members for identity in {id(tensor) for _, tensor in tensors(member.model)}]
         device = self._workers.devices[array.device]
         shared = len(set(seen)) < len(seen)
@@ -111,7 +111,7 @@ class Rooms:
         return [array for array in self.arrays if array.device == device]
 
     def crowded(self, device: int) -> bool:
-        """Whether arrays need more than half of a device.
+        """Return whether arrays need more than half of a device.
 
         Members that left, arrays and programs hold one another, and so their memory, until Python looks for such
         cycles. To make it look takes a fifth of a second, and can wait where there is room.
@@ -119,14 +119,14 @@ class Rooms:
         return not self._fits(device, self._on(device), part=0.5)
 
     def _fits(self, device: int, arrays: Iterable[ShapeArray], more: ShapeArray | None = None, part: float = 1) -> bool:
-        """Whether arrays, one of them with a member more, fit a part of a device."""
+        """Return whether arrays, one of them with one more member, fit a part of a device."""
         there = self._workers.devices[device]
         sizes = [(one.shape.footprint(there), one.rows(1 if one is more else 0)) for one in arrays]
         return fits(int(there.budget * part), sizes)
 
     @property
     def full(self) -> bool:
-        """Whether there are as many rows as may be at once, whatever shape comes next."""
+        """Return whether the limit on concurrent rows is reached."""
         return self._rows is not None and sum(one.taken for one in self.arrays) >= self._rows
 
     @property
@@ -168,7 +168,7 @@ class Rooms:
         return sum(self.seconds.of(one, device, more if one is array else 0) for one in own)
 
     def _has_room(self, array: ShapeArray) -> bool:
-        """Whether a device has the bytes for one more member of an array."""
+        """Return whether a device has memory for one more member of an array."""
         if not any(one.taken for one in self._on(array.device)):
             if array not in self.arrays:
                 self.give_back()

@@ -164,14 +164,14 @@ def why_no_fork(device: torch.device) -> str:
 
 
 def _serve(pipe: Connection, others: Sequence[Connection], recipe: SweepRecipe, parent: int) -> None:
-    """What a worker does until its parent ends."""
+    """Serve requests in a worker process until its parent ends."""
     for connection in others:
         connection.close()
     # Ctrl-C is the parent's, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
-    # What is there from before is never collected here: to look at it would copy its memory.
+    # Objects from before the fork are never collected here: visiting them would copy their memory.
     gc.freeze()
     arrays: dict[str, PlainTrials] = {}
 

@@ -1,4 +1,4 @@
-"""Which trials have one shape, and what is known of it before it is trained."""
+"""Groups of trials of one shape, with estimates before training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Shapes:
         return Shape(candidate, look, forward, minibatches if differ and minibatches else 1, plain)
 
     def _plain_form(self, first: TrialModel, minibatches: int | None) -> PlainForm | None:
-        """What is known of trials that are not worth an array; None where they must be one."""
+        """Return estimates for plain trials of a shape; None if they must be an array."""
         choices = first.suggestion.choices
         make = optimizer_with(choices.optimizer, choices.options, [first.suggestion.hypers])
         if minibatches is None or not self._may_be_plain:
@@ -89,7 +89,7 @@ class Shapes:
         )
 
     def _footprint(self, first: TrialModel, device: DeviceInfo) -> Footprint:
-        # What is made with other seeds only in values is the same shape, and shares what models share.
+        # Models that differ by their seed only have the same shape, and share the same tensors.
         models = [self._models.model(first.number, first.suggestion) for _ in range(2)]
         choices, judges = first.suggestion.choices, self._recipe.evaluates
         return Footprint(

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 Callback: TypeAlias = "Callable[[Study, FrozenTrial], None]"
 
 RUN, ROUND, COPIES = "hfusion:run", "hfusion:round", "hfusion:copies"
-# What a trial suggested, beside the params that it was trained with last.
+# The suggested values of a trial, stored next to the parameters it was trained with last.
 SUGGESTED = "hfusion:suggested"
 
 
 class Verdict(StrEnum):
-    """What became of a trial after a report."""
+    """The state of a trial after a report."""
 
     GO_ON = "go on"
     PRUNED = "pruned"
@@ -40,7 +40,7 @@ class Verdict(StrEnum):
 
 
 class Trials:
-    """Those that a sweep asks of a study.
+    """The trials that a sweep asks of a study.
 
     Args:
         run: the sweep's name in the study.
@@ -96,7 +96,7 @@ class Trials:
 
     @property
     def base(self) -> int:
-        """What the sampler's seeds come from."""
+        """The base of the sampler's seeds."""
         return self._draws.base
 
     @property
@@ -111,12 +111,12 @@ class Trials:
 
     @property
     def stopped(self) -> bool:
-        """Whether somebody called study.stop()."""
+        """Whether study.stop() was called."""
         return self.study._stop_flag
 
     @property
     def over(self) -> bool:
-        """Whether no more are to be asked: the study was stopped, or its sampler has nothing else to try."""
+        """Whether no more trials start: the study was stopped, or its sampler has exhausted the space."""
         return not self._adopted and (self.stopped or exhausted(self.study))
 
     def ask(self) -> Trial | None:
@@ -204,7 +204,7 @@ class Trials:
         return Verdict.COMPLETE if last else Verdict.GO_ON
 
     def _asked_again(self, number: int) -> bool:
-        """What the pruner says, knowing what it knew before it may have been asked."""
+        """Return the pruner's decision, replayed from its state before it may have been asked."""
         view = copy.copy(self.study)
         trial_id = self._live[number]._trial_id
         storage: Any = _Before(self.study._storage, trial_id, self._attributes[number])
@@ -227,7 +227,7 @@ class Trials:
                 callback(self.study, as_trained(trial, self.study))
 
     def suggested(self, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a trial suggested, and from which distributions."""
+        """Return the suggested values of a trial, and their distributions."""
         trial = self._live.get(number) or _numbered(self.study, number)
         return trial.params, trial.distributions
 
