@@ -1,1 +1,1 @@
-"""What the user holds: the fused module, losses per member."""
+"""The user's objects: the fused module, and losses per member."""

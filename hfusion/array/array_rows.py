@@ -35,7 +35,7 @@ Source: TypeAlias = int | nn.Module
 
 
 class Rows(nn.Module):
-    """What a fused module can do with its members."""
+    """Operations of a fused module on its members."""
 
     def __len__(self) -> int:
         raise NotImplementedError

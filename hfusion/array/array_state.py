@@ -1,4 +1,4 @@
-"""What a fused module knows of its members."""
+"""Facts of a fused module about its members."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hfusion.core.row_indices import leading
 
 @dataclass(frozen=True)
 class Array:
-    """What a fused module knows of its members.
+    """Facts of a fused module about its members.
 
     ``skeletons[v]`` is a model of variant v without tensors; ``origins`` remembers whose parameters were fused.
     """

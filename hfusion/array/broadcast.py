@@ -82,7 +82,7 @@ def warn_as_alone(function: Callable[..., Any], arguments: Arguments) -> None:
 
 
 def _broadcasts(outputs: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether some tensors of the two differ in shape and could be computed with all the same."""
+    """Return whether tensors of the two differ in shape, but would broadcast."""
     return any(
         isinstance(one, Tensor) and isinstance(other, Tensor) and _fits(one.shape, other.shape)
         for one, other in itertools.product(outputs, others)

@@ -79,7 +79,7 @@ def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
 def inline(
     owner: nn.Module, found: Callable[..., str], pattern: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What ``owner`` gives for a call, in a form that Dynamo follows."""
+    """Return the result of a call of ``owner`` in a form that Dynamo traces."""
     places = tuple([k for k, value in enumerate(args) if isinstance(value, StackedInput)])
     keys = tuple([key for key, value in kwargs.items() if isinstance(value, StackedInput)])
     plain = [_tensor(value) for value in args]

@@ -34,7 +34,7 @@ MAX_STATES = 16
 
 @runtime_checkable
 class Members(Protocol):
-    """What holds an array of which only some rows train, such as `hfusion.Population`."""
+    """An owner of an array of which only some rows train, such as `hfusion.Population`."""
 
     @property
     def active_rows(self) -> list[int]: ...

@@ -26,7 +26,7 @@ Address = tuple[str, str]
 
 @dataclass(frozen=True)
 class EachCall:
-    """What a function gets of some members.
+    """The arguments of a function for some members.
 
     Attributes:
         rows: the members, in the order of the stacks below.

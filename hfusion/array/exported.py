@@ -21,7 +21,7 @@ from hfusion.ops.rule import hint
 def exported(
     owner: nn.Module, find: Callable[[Arguments], Compiled], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What ``owner`` gives for a call with tensors of an export, whose sizes may vary.
+    """Return the result of a call of ``owner`` during an export, with dynamic sizes.
 
     What the program takes for granted of the sizes is guarded.
     """

@@ -56,7 +56,7 @@ class GatheredRows:
         return gathered
 
     def fits(self) -> bool:
-        """Whether the whole array has still the tensors, dtypes and devices that this one was made for."""
+        """Return whether the array still has the tensors, dtypes and devices that this was made for."""
         ours, theirs = dict(tensors(self.array)), dict(tensors(self.whole))
         return ours.keys() == theirs.keys() and all(
             (t.dtype, t.device, t.dim()) == (theirs[name].dtype, theirs[name].device, theirs[name].dim())

@@ -1,4 +1,4 @@
-"""What members of an array keep when rows move, and when the array is copied."""
+"""State of members that follows their rows when these move, and when the array is copied."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _copy(views: Views, fused: FusedModule, sources: Sequence[Any], said: Mappin
 
 
 def said(views: Views, fused: FusedModule) -> dict[int, Said]:
-    """What distinguishes members from the array, by row."""
+    """Return the settings in which members differ from the array, by row."""
     if views.members:
         views.heed(fused)
     base = Said(fused.training_by_path(), {n: t.requires_grad for n, t in fused.stacks.items()}, {})
@@ -98,7 +98,7 @@ def repeat(views: Views, fused: FusedModule, models: Sequence[nn.Module]) -> Non
 
 
 def _places(sources: Sequence[Any], members: int) -> dict[int, int]:
-    """Where the members are that live on; who is written over by another stays where it is."""
+    """Return the new rows of the members that remain; an overwritten member keeps its row."""
     rows = [source for source in sources if isinstance(source, int)]
     if len(sources) == members and len(set(rows)) < members:
         return {row: row for row in range(members)}

@@ -127,7 +127,7 @@ class Views:
         return member
 
     def note(self, fused: FusedModule) -> None:
-        """What the array is like, so that changes of all members together are seen."""
+        """Note the state of the array, to detect changes of all members together."""
         self._modes = list(map(_MODE, fused._branches))
         self._names, self._stacks = list(fused._real.keys()), list(fused._real.values())
         self._trained, self._addresses = self._stack_states()
@@ -292,7 +292,7 @@ class Views:
             self._align(fused, list(self.members))
 
     def _hear_tensors(self, fused: FusedModule, row: int, member: RowView) -> None:
-        """What was assigned to a member lies in its row from now on."""
+        """Copy tensors that were assigned to a member into its row."""
         stacks, shared = fused.stacks, fused._array.comparison.shared
         now = dict(tensors(member.model))
         known = {**member.parameters, **member.buffers, **{name: stacks[name] for name in shared}}
@@ -355,7 +355,7 @@ class Views:
                 branch.training = mode
 
     def freeze(self, fused: FusedModule) -> None:
-        """Which members train which parameter."""
+        """Note which members train which parameter."""
         shared = fused._array.comparison.shared
         for name, stack in fused.named_parameters():
             if name in shared:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def own_modes(model: nn.Module) -> bool:
-    """Whether a module of ``model`` has a train or eval of its own."""
+    """Return whether a module of ``model`` overrides train or eval."""
     return any(_own(module) for module in model.modules())
 
 
@@ -40,7 +40,7 @@ def _own(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Left:
-    """What the members' method left, the same for all but ``contents``, one value per member.
+    """Changes that a method made to the members, equal for all except ``contents``, one value per member.
 
     ``moved``: tensors by key and member that lie elsewhere than in their row; ``written``: keys of rows written in
     place.
@@ -133,7 +133,7 @@ def _check_bound(index: int, module: nn.Module) -> None:
 
 
 def _alike(found: Sequence[Mapping[str, bool]], what: str) -> dict[str, bool]:
-    """What all members left. Raises a FusionError where they differ."""
+    """Return the changes common to all members. Raises FusionError if they differ."""
     for index, other in enumerate(found):
         for name, flag in found[0].items():
             if other[name] != flag:
@@ -190,7 +190,7 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _overlaps(tensor: Tensor, row: Tensor) -> bool:
-    """Whether a tensor begins inside a row, or the row inside the tensor."""
+    """Return whether a tensor starts inside a row, or the row inside the tensor."""
     if tensor.device != row.device or not tensor.numel() or not row.numel():
         return False
     a, b = tensor.data_ptr(), row.data_ptr()

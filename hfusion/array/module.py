@@ -182,7 +182,7 @@ class FusedModule(Rows, Tree):
         return output
 
     def _split(self) -> Split | None:
-        """How members are computed who differ in modes or hooks, after what was said to them; None: all together."""
+        """The split of members that differ in modes or hooks; None if all are computed together."""
         return self._views.heed(self) if self._views else None
 
     def _leave(self, compiled: Compiled) -> None:
@@ -267,14 +267,14 @@ class FusedModule(Rows, Tree):
         return self._compiler.find(modes, arguments) or compiler.make(modes, arguments)
 
     def _modes(self, arguments: Arguments | None = None) -> tuple[int, ...]:
-        """What programs of one `ArrayState` depend on besides arguments: what code reads, train and eval."""
+        """Return the state that programs of one `ArrayState` depend on: variables that code reads, train and eval."""
         if not torch.compiler.is_dynamo_compiling():
             self._situations.look(self._array.skeletons, self._branches, arguments)
         values = 0 if torch.compiler.is_dynamo_compiling() else self._number_buffers.key(self)
         return (self._situations.number, values, *[branch.training for branch in self._branches])
 
     def _pattern(self, arguments: Arguments | None = None) -> tuple[Any, ...]:
-        """What programs depend on besides arguments: `_modes`, and which `ArrayState` the members are in."""
+        """Return the state that programs depend on: `_modes`, and the `ArrayState` of the members."""
         if torch.compiler.is_dynamo_compiling():
             return (*self._modes(arguments), self._views.words, self._number)
         split = self._split()
@@ -294,7 +294,7 @@ class FusedModule(Rows, Tree):
             return verify(CheckedArray(compiled, stacks, comparison.shared, self._around, plain, comparison.variants))
 
     def report(self) -> FusionReport:
-        """Which operators run how, and why; one part per program that a call has made so far."""
+        """Report how each operator runs, and why; one part per program that calls have created so far."""
         forward = [compiled for each in self._compilers() for family in each.families.values() for compiled in family]
         parts = [describe(c.program, self._checks.get(id(c), "self-check not run")) for c in forward]
         arrays = [*(array for _, array in self._methods.values()), *sized_arrays(self)]
@@ -358,7 +358,7 @@ class FusedModule(Rows, Tree):
         return models
 
     def origin(self, parameter: Tensor) -> tuple[int, str] | None:
-        """Which member and key a parameter of an original model was: ``(b, name)``; None if of none."""
+        """Return member and key ``(b, name)`` of a parameter of an original model; None for other parameters."""
         found: tuple[int, str] | None = self._array.origins.get(parameter)
         return found
 

@@ -206,7 +206,7 @@ class PerModel:
         return calls.compilers[key]
 
     def report(self) -> FusionReport:
-        """How the function runs: one part per program, and a line for everything that runs in a loop over members."""
+        """Report how the function runs: one part per program, and a line for each loop over members."""
         parts = [describe(program, "captured from the function itself") for program in self.programs]
         reasons = dict.fromkeys(why for calls in self._calls.values() for why in calls.loops.values())
         return FusionReport(tuple(parts), tuple(f"{self._name}: loop over members: {why}" for why in reasons))

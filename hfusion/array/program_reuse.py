@@ -136,10 +136,10 @@ def trust(donor: FusedModule, checked: Compiled, array: FusedModule, made: Compi
 
 
 def _proven(found: Compiled, changes: Mapping[int, Changes]) -> bool:
-    """Whether members differed before wherever they differ now: then the places have been checked."""
+    """Return whether members differed before wherever they differ now, so that these values are checked."""
     return all(varying(found.graph, own) for own in changes.values())
 
 
 def _ways(compiled: Compiled) -> list[Any]:
-    """How each operator runs."""
+    """Return how each operator runs."""
     return [(node.target, node.meta.get("lowering")) for node in compiled.program.module.graph.nodes]

@@ -18,7 +18,7 @@ REFUSALS = (OtherSizes, FailedCheck)
 
 
 def call_members(array: Iterable[nn.Module], arguments: Arguments, refusal: FusionError) -> None:
-    """Where a check has failed, call the members of ``array`` in turn: one of them raises an error of its own.
+    """After a failed check, call the members of ``array`` in turn, so that one raises its own error.
 
     If none does, as where the caller of a submodule catches the error, parameters and buffers are as before.
     """

@@ -88,11 +88,11 @@ class HookTable(OrderedDict[Any, Any]):
         return OrderedDict, (self.of_model(),)
 
     def of_model(self) -> list[tuple[Any, Any]]:
-        """Those that the model would have alone."""
+        """Hooks that the model would have alone."""
         return [(key, hook) for key, hook in self.items() if not is_own_hook(hook)]
 
     def of_user(self) -> list[tuple[Any, Any]]:
-        """Those that a graph does not hold."""
+        """Hooks that a graph does not contain."""
         return [(key, hook) for key, hook in self.of_model() if not is_part_of_forward(hook)]
 
 
@@ -146,7 +146,7 @@ class RowView:
                     held[name] = HookTable(self, held[name])
 
     def _watch_calls(self) -> None:
-        """What forward itself leaves in attributes was not said by anybody."""
+        """Watch calls: attributes that forward sets are no changes by the user."""
 
         def before(*_: Any) -> None:
             if not torch.compiler.is_compiling():
@@ -192,11 +192,11 @@ class RowView:
 
     @property
     def hard_to_watch(self) -> bool:
-        """Whether parameters may be reached without its tables."""
+        """Whether parameters may be reached without the module's tables."""
         return self._mutable
 
     def told(self) -> bool:
-        """Whether something may have been said to it since `rest`, or to its parameters."""
+        """Whether the view or its parameters may have changed since `rest`."""
         return self.touched or tensor_states(self.flat) != self._state
 
     @property
@@ -205,7 +205,7 @@ class RowView:
         return {path: module.training for path, module in self.modules.items()}
 
     def _find_hook(self) -> str:
-        """Where a hook of the user is; empty where none is."""
+        """Return the path of a user's hook; empty if there is none."""
         for path, module in self.modules.items():
             held = module.__dict__
             if any(held[name] and held[name].of_user() for name in HOOKS):
@@ -237,7 +237,7 @@ class RowView:
 
     @property
     def changed(self) -> bool:
-        """Whether attributes may be others than at `rest`."""
+        """Whether attributes may have changed since `rest`."""
         return self._said or self._mutable or self._attributes_differ()
 
     def _attributes_differ(self) -> bool:
@@ -245,7 +245,7 @@ class RowView:
 
     @property
     def same_modules(self) -> bool:
-        """Whether its modules are those that it was made of."""
+        """Whether its modules are still the original ones."""
         now = dict(self.model.named_modules(remove_duplicate=False))
         return now.keys() == self.modules.keys() and all(now[path] is module for path, module in self.modules.items())
 
@@ -274,7 +274,7 @@ class RowView:
 
 @dataclass(frozen=True)
 class Said:
-    """What somebody did to a member: its modes by path, what is trained by key, its hooks by path and kind."""
+    """A user's settings of a member: modes by path, trained parameters by key, hooks by path and kind."""
 
     modes: Mapping[str, bool]
     trained: Mapping[str, bool]
@@ -282,7 +282,7 @@ class Said:
 
 
 def said_to(member: RowView) -> Said:
-    """What was done to a member so far."""
+    """Return the user's settings of a member."""
     return Said(member.training, {n: p.requires_grad for n, p in member.parameters.items()}, member.hooks)
 
 
@@ -293,7 +293,7 @@ def _differ(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 
 
 def tensor_states(parameters: Sequence[Tensor]) -> tuple[list[bool], list[int], Any]:
-    """What who holds parameters can say to them: whether they are trained, where they lie, and their hooks."""
+    """Return the state that users can change in parameters: requires_grad, memory and hooks."""
     hooks = list(map(_HOOKED, parameters))
     told = [tensor_hooks(parameter) for parameter in parameters] if hooks.count(_UNHOOKED) < len(hooks) else None
     return list(map(_TRAINED, parameters)), list(map(Tensor.data_ptr, parameters)), told

@@ -68,7 +68,7 @@ class MemberGroup:
         return compiled
 
     def run(self, fused: FusedModule, compiled: Compiled, arguments: Arguments, watch: bool) -> Any:
-        """What the members give for ``arguments``, which are theirs."""
+        """Return the members' outputs for ``arguments``, which are theirs."""
         array, rows, members = self.array, list(self.rows), len(fused)
         stacks, shared = dict(tensors(fused)), array._array.comparison.shared
         fixed = {name for name, parameter in array.named_parameters() if not parameter.requires_grad}
@@ -91,7 +91,7 @@ class MemberGroup:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """How an array computes members that cannot be computed together.
+    """The groups in which an array computes members that cannot be computed together.
 
     ``key``: equal where members are divided alike. ``alone``: the members that run as their own code, by row.
     """
@@ -136,7 +136,7 @@ class Split:
         return Split(division, tuple(groups), {row: members[row] for row in hooked}, _why(found, hooked))
 
     def run(self, fused: FusedModule, arguments: Arguments) -> Any:
-        """What all members give."""
+        """Return the outputs of all members."""
         if in_transform():
             fused._loops[f"{fused._original} inside torch.func: loop over members: {self.why}"] = None
             return run_members(fused, arguments)
@@ -283,7 +283,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def flags_read(fused: FusedModule) -> list[dict[str, bool]]:
-    """Which parameters each member trains, where members differ in that and forward asks; else empty."""
+    """Return the parameters that each member trains, if members differ and forward asks; else empty."""
     frozen = {name: rows for name, stack in fused.stacks.items() if (rows := frozen_rows(stack)) is not None}
     if not frozen or not fused._situations.asks_gradients(fused._array.skeletons):
         return []

@@ -66,7 +66,7 @@ class Situations:
         return self.number
 
     def asks_gradients(self, models: Sequence[nn.Module]) -> bool:
-        """Whether the code of ``models`` asks which parameters need a gradient."""
+        """Return whether the code of ``models`` asks which parameters need a gradient."""
         known = self._variables if self._variables is not None and self._models == models else None
         return (known or Variables(models, self._left_out)).questions.gradients
 
@@ -117,7 +117,7 @@ class Situations:
 
 
 def _around(asked: Questions, tree: Sequence[nn.Module], arguments: Arguments | None) -> Any:
-    """What a program depends on besides variables and modes: of the process, the thread, the array and the call."""
+    """Return further state that a program depends on: of the process, the thread, the array and the call."""
     if arguments is not None:
         _check_attributes(asked, arguments)
     return (
@@ -132,7 +132,7 @@ def _around(asked: Questions, tree: Sequence[nn.Module], arguments: Arguments | 
 
 
 def _trained(tree: Sequence[nn.Module]) -> tuple[bool, ...]:
-    """Which parameters need a gradient."""
+    """Return which parameters need a gradient."""
     return tuple([p.requires_grad for module in tree for p in module._parameters.values() if p is not None])
 
 

@@ -95,7 +95,7 @@ class Cluster:
         resume: bool = True,
         on_result: OnResult | None = None,
     ) -> Report:
-        """What `hfusion.train` does with a cluster; see there.
+        """Train tasks on the cluster; see `hfusion.train`.
 
         A task that fails ends alone: the others are trained, and the TrainError that comes then holds them. Callbacks
         of tasks are called here, in the driver.

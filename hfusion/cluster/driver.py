@@ -66,7 +66,7 @@ class Drive:
 
     @property
     def unstarted(self) -> bool:
-        """Whether the first array that failed told of no minibatch, and none has been trained."""
+        """Whether the first failed array reported no minibatch, and none has been trained."""
         return not self._done and min(self._failed, default=-1) not in self._told
 
     def run(self) -> Report:
@@ -189,7 +189,7 @@ class Drive:
         return Report(tasks, self._plan(), self._timeline(), self._peak())
 
     def _part(self, one: PlacedArray, done: ArrayDone) -> tuple[tuple[int, ...], TaskReport]:
-        """What an array gave; the one that the user holds is written over, as if it had been trained here."""
+        """Return the report of an array, and write its state into the user's, as if trained here."""
         found, models = done.report[one.task.name], one.task.models
         for generator, state in zip(loader_generators(one.task), done.generators, strict=True):
             generator.set_state(state)
@@ -212,7 +212,7 @@ class Drive:
         return Plan(tasks, budgets, min(loads), min(evicts), actions, self._processes)
 
     def _timeline(self) -> Timeline:
-        """What ran on all devices, from when the driver began, by the driver's clock."""
+        """Return the timeline of all devices since the driver started, by the driver's clock."""
         names = [device.name for device in self._executor.devices]
         spans = []
         for device, begun, timeline, _ in self._ran():
@@ -230,7 +230,7 @@ class Drive:
         return peak
 
     def _ran(self) -> Iterator[tuple[int, float, Timeline, Mapping[str, int]]]:
-        """What ran of arrays that were trained: the device, when that began by its clock, its timeline and peak."""
+        """Yield the runs of trained arrays: device, start by its clock, timeline and peak."""
         for device, left in self._left:
             yield device, left.begun, left.timeline, left.peak
         for device, done in self._done.values():

@@ -1,4 +1,4 @@
-"""What the driver of a cluster asks of the processes that train, whatever runs them."""
+"""The interface of a cluster's driver to its workers, for any kind of process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Executor(Protocol):
 
     @property
     def offsets(self) -> Sequence[float]:
-        """How many seconds the clock of each device is ahead of the driver's."""
+        """Seconds by which the clock of each device is ahead of the driver's."""
 
     def put(self, value: Any) -> Any:
         """Keep a part for all processes, once per node: what finds it, for ``job.parts``."""
@@ -31,7 +31,7 @@ class Executor(Protocol):
         """Answer what an array asked: who of its members stops."""
 
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
-        """What devices have told since, at least one thing unless that takes longer."""
+        """Wait for messages of devices; return without any after ``seconds``."""
 
     def revive(self, device: int) -> bool:
         """Start the process of a device anew that is lost; whether it is there again."""

@@ -28,7 +28,7 @@ from hfusion.tasks.task import Task
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the arrays of a run have in common.
+    """Options that the arrays of a run share.
 
     Attributes:
         checkpoint: the folder of the run.
@@ -153,7 +153,7 @@ def seeded_task(task: Task) -> Task:
 
 
 class SharedParts:
-    """What several arrays hold: loaders, and frozen tensors. It goes to every node once."""
+    """Objects that several arrays share: loaders, and frozen tensors. They are sent to each node once."""
 
     def __init__(self, arrays: Iterable[PlacedArray], executor: Executor) -> None:
         self.keys: dict[int, str] = {}

@@ -65,10 +65,10 @@ class ArrayJob:
 
 
 class CallJob(Protocol):
-    """What else a process of a cluster may be asked for. It is pickled."""
+    """Another request to a process of a cluster. It is pickled."""
 
     def call(self, trainer: ArrayTrainer, part: Callable[[Any], Any]) -> Any:
-        """What is answered; ``part`` gives what is kept somewhere. ``trainer.kept`` is there for the next calls."""
+        """Return the answer; ``part`` gives stored objects by key. ``trainer.kept`` persists between calls."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class ArrayLeft:
 
 @dataclass(frozen=True)
 class Answered:
-    """What a `CallJob` gives."""
+    """The answer to a `CallJob`."""
 
     value: Any
 

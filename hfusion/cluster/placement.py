@@ -1,4 +1,4 @@
-"""Which device trains which array: numbers only, no process is asked.
+"""Assign arrays to devices from cost estimates, without contacting any worker.
 
 Arrays go to devices longest first, each to the device on which it would end first (R. Graham, 1969; on machines of
 different speeds E. Horowitz and S. Sahni, 1976), and a device without work takes of what waits for another. Where what
@@ -112,14 +112,14 @@ class _OnDevice:
 
 @dataclass(frozen=True)
 class _Leaving:
-    """Where an array goes on that was ``asked`` to leave its device."""
+    """The destination of an array that was ``asked`` to leave its device."""
 
     target: int
     asked: float
 
 
 class Placement:
-    """What every device trains now, and what next.
+    """The array that every device trains, and the next ones.
 
     What is measured replaces what was estimated, see `Ratios`. What waits is placed anew where that ends sooner by
     it; and an array that would make all others wait goes on where it ends sooner, if that saves more than it costs.
@@ -167,7 +167,7 @@ class Placement:
 
     @property
     def over(self) -> bool:
-        """Whether nothing runs and nothing waits."""
+        """Whether no array runs or waits."""
         return not self._running and not self._planned
 
     def _whole(self, number: int, device: int) -> float | None:
@@ -197,7 +197,7 @@ class Placement:
         return found
 
     def _placed(self, waiting: Iterable[int], busy: Sequence[float | None]) -> list[list[int]]:
-        """Where what waits is placed best, by what is known now."""
+        """Return the best placement of waiting arrays, by current estimates."""
         left = {n: self._ratios.of_array(n) * (1 - self._steps[n] / self._loads[n].steps) for n in waiting}
         slow = [self._ratios.of_device(device) for device in range(len(self._kinds))]
         return place(self._loads, left, self._kinds, busy, slow)
@@ -243,7 +243,7 @@ class Placement:
         return number
 
     def _taken_from(self, device: int) -> int | None:
-        """Whose last array would end here no later than there: that of the device with most to do."""
+        """Return the device with most work whose last array would end here no later than there."""
         order = sorted(
             (each for each in range(len(self._queues)) if self._queues[each]),
             key=lambda each: self._waiting[each],
@@ -256,7 +256,7 @@ class Placement:
         return None
 
     def reach(self, device: int, steps: int, at: float) -> None:
-        """What a device trains has had ``steps`` minibatches at ``at`` by the clock of the device."""
+        """Note that a device's array had ``steps`` minibatches at time ``at`` of the device's clock."""
         run = self._running[device]
         whole, load = self._whole(run.number, device), self._loads[run.number]
         run.heard, self._steps[run.number] = self._clock(), min(steps, load.steps)

@@ -1,4 +1,4 @@
-"""What a process is set to that its numbers depend on, carried over to the processes that train for it."""
+"""Settings of a process that its results depend on, carried over to its workers."""
 
 from __future__ import annotations
 

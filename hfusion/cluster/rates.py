@@ -1,4 +1,4 @@
-"""What was measured of arrays on devices, in the place of what was estimated: numbers only."""
+"""Measured speeds of arrays on devices, which correct the estimates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROUNDS = 8
 
 @dataclass(eq=False)
 class ArrayProgress:
-    """How far an array is on its device: ``steps`` minibatches, at ``at`` by the clock of that device."""
+    """Progress of an array on its device: ``steps`` minibatches at time ``at`` of the device's clock."""
 
     steps: int
     at: float
@@ -41,7 +41,7 @@ class ArrayProgress:
 
 
 class Ratios:
-    """How many times what was estimated arrays take: a factor of the device times one of the task.
+    """Measured over estimated time of arrays: a factor of the device times one of the task.
 
     A ratio that is measured is explained by the devices and tasks of all that was measured, in equal parts as long as
     nothing else tells which of both it is: the least squares of the logarithms that lie nearest to the estimates.
@@ -78,7 +78,7 @@ class Ratios:
             self._of_task[task] += (there - self._of_task[task]) / 2
 
     def factor(self, number: int, device: int) -> float:
-        """How many times what was estimated an array takes on a device: as measured there, else as is likely."""
+        """Return the ratio of actual to estimated time of an array on a device, measured or predicted."""
         measured = self._measured.get((number, device))
         return self.of_array(number) * self.of_device(device) if measured is None else math.exp(measured)
 

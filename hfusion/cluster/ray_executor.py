@@ -21,7 +21,7 @@ _GRACE = 5.0
 
 
 class DeviceActor:
-    """What an actor is: it trains arrays on the one device that Ray gave it, and yields what happens."""
+    """A Ray actor that trains arrays on the one device that Ray gave it, and yields messages."""
 
     def __init__(self, name: str, memory: int | None, host: int | None, disk: Path) -> None:
         found = Machine.detect(disk)
@@ -53,7 +53,7 @@ class DeviceActor:
         self._trainer.answers.put(members)
 
     def stop(self) -> None:
-        """What trains ends at its next minibatch."""
+        """Stop all training at the next minibatch boundary."""
         self._trainer.stopping.set()
 
 
@@ -110,7 +110,7 @@ class RayExecutor:
         self.offsets = [self._offset(actor) for actor in self._actors]
 
     def _offset(self, actor: Any) -> float:
-        """How far its clock is ahead: by that in the middle of a question and its answer."""
+        """Return the offset of an actor's clock, read at the midpoint of a request and its answer."""
         before = time.time()
         told = self._ray.get(actor.info.remote(), timeout=_BEGIN).now
         return float(told - (before + time.time()) / 2)
@@ -119,7 +119,7 @@ class RayExecutor:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
     def _wanted(self, node: Mapping[str, Any]) -> dict[str, Any]:
-        """What an actor there takes: all GPUs have one each, and without any one actor has all CPUs."""
+        """Return an actor's resources on a node: one GPU each, or all CPUs for one actor without GPUs."""
         there = node["Resources"]
         wanted = dict(self._options)
         if "num_gpus" not in wanted:
@@ -130,11 +130,11 @@ class RayExecutor:
 
     @staticmethod
     def _slots(there: Mapping[str, float], wanted: Mapping[str, float], most: int) -> int:
-        """How many times what is wanted is there; ``most`` where nothing is wanted."""
+        """Return how often the wanted resources are available; ``most`` if none is wanted."""
         return min((int(there.get(name, 0) // value) for name, value in wanted.items() if value), default=most)
 
     def _count(self, node: Mapping[str, Any]) -> int:
-        """How many actors a node has room for: without GPUs one, as the CPU is one device."""
+        """Return the number of actors for a node: without GPUs one, as the CPU is one device."""
         wanted = self._wanted(node)
         asks = {"CPU": wanted["num_cpus"], "GPU": wanted["num_gpus"], **(wanted.get("resources") or {})}
         found = self._slots(node["Resources"], asks, 1)

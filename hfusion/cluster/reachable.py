@@ -1,4 +1,4 @@
-"""What functions of a user can reach: whether what runs here could change what another process has a copy of."""
+"""Objects that a user's functions reach, to find whether they could change objects that workers have copies of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes to other processes as bytes, without the parts that these have already."""
+"""Serialization for other processes, without the parts that these already have."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _no_parts(key: str) -> Any:
 
 
 def unpack(data: bytes, part: Callable[[str], Any] = _no_parts) -> Any:
-    """What was packed; ``part`` gives the parts by key, where some were left out."""
+    """Return the unpacked object; ``part`` gives omitted parts by key."""
 
     class Unpacker(pickle.Unpickler):
         def persistent_load(self, key: str) -> Any:

@@ -39,7 +39,7 @@ _MACHINE = "give hf.Machine.detect(), or hf.Machine([hf.Device(...), ...])"
 
 
 def plan(tasks: Task | Iterable[Task], machine: Machine | None = None) -> Plan:
-    """How `train` would train one task or several: which members together, resident or spilled, in how many shards.
+    """Plan the training of one or several tasks: which members together, resident or spilled, in how many shards.
 
     Also in one process or one for each device (``plan.processes``), which ``dataclasses.replace`` changes:
     ``replace(plan, processes=None)`` is decided anew, ``replace(plan.processes, count=1)`` is one.
@@ -217,6 +217,6 @@ def _obstacle(arrangements: Sequence[Arrangement], machine: Machine, on_result: 
 
 
 def _read_while_training(task: Task) -> list[object]:
-    """What a run reads of the user's objects; models of a list are copied before."""
+    """Return the user's objects that a run reads; models of a list are copied before."""
     found: list[object] = [task.loader, task.eval_loader, task.loss, task.optimizer, task.scheduler]
     return [*found, task.models] if isinstance(task.models, FusedModule) else found
