@@ -195,7 +195,9 @@ def test_progress_and_frames(
     with caplog.at_level("INFO", logger="hfusion"):
         result = chosen.search(4, space=space, make_model=Free, loss=F.cross_entropy, **options)
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("hfusion.tune")]
-    assert [line.partition(",")[0] for line in lines] == ["round 0: 2 trials finished", "round 1: 4 trials finished"]
+    # Where trials are trained depends on measured times, and has lines of its own.
+    rounds = [line.partition(",")[0] for line in lines if line.startswith("round")]
+    assert rounds == ["round 0: 2 trials finished", "round 1: 4 trials finished"]
     assert "Best trial: 0. Best value: -1" in capsys.readouterr().err
     view = result._as_trained()
     assert [trial.number for trial in view.trials] == list(result.numbers) == [1, 2, 3, 4]
