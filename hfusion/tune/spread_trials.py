@@ -6,8 +6,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from hfusion.checkpoint.packed import PackedSave
 from hfusion.device.cache import cache_file, number, read_json, write_json
 from hfusion.device.calibrate import describe
 from hfusion.device.native import cores
+from hfusion.device.openmp import torch_threads
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.plain_trials import PlainTrials, TrainedEpoch
 from hfusion.tune.space import ArrayChoices, TrialModel
@@ -186,7 +186,7 @@ class TrialSpread:
                 here = [(array, tag) for array, tag in here if tag not in array.away]
                 continue
             array, tag = here.pop(0)
-            with _threads(1 if self._together else torch.get_num_threads()):
+            with torch_threads(1 if self._together else torch.get_num_threads()):
                 trained[array.name, tag] = result = array.home.train(tag, *calls[array.name])
             self._here[tag] = result.seconds
         elsewhere: dict[tuple[str, str], TrainedEpoch] = {}
@@ -306,20 +306,6 @@ class TrialSpread:
         for process in self._workers:
             process.close()
         self._workers = []
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Inside, torch has so many threads."""
-    before = torch.get_num_threads()
-    if count == before:
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _why_no_readers(recipe: SweepRecipe) -> str:
