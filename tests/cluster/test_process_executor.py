@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import signal
-import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
 from hfusion.cluster.process_executor import ProcessExecutor
+from tests.cluster.temporary_files import nothing_left, shared_memory, use_temporary
 
 pytest.importorskip("cloudpickle")
 
@@ -96,27 +96,7 @@ def assert_same(found: Any, wanted: Any) -> None:
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where temporary files of this process and of those that it starts are."""
     # Longer than the path of a socket may be.
-    folder = tmp_path / "temporary" / ("long" * 30)
-    folder.mkdir(parents=True)
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
-
-
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
-def nothing_left(temporary: Path, before: set[str]) -> bool:
-    """No processes, temporary files or shared memory; other programs may have some of that for a while."""
-    assert multiprocessing.active_children() == []
-    # Python and torch have theirs until this process ends.
-    assert list(temporary.glob("hfusion*")) == []
-    for _ in range(100):
-        if shared_memory() <= before:
-            return True
-        time.sleep(0.2)
-    return False
+    return use_temporary(tmp_path / "temporary" / ("long" * 30), monkeypatch)
 
 
 def alone(folder: Path) -> Any:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,7 +21,8 @@ from torch.utils.data import DataLoader
 
 import hfusion as hf
 from hfusion.schedule.plan import Processes
-from tests.cluster.test_process_executor import Net, assert_same, machine, nothing_left, samples, shared_memory, tasks
+from tests.cluster.temporary_files import emptied_temporary
+from tests.cluster.test_process_executor import Net, assert_same, machine, samples, tasks
 
 pytest.importorskip("cloudpickle")
 SEVERAL = Processes(2, "asked for")
@@ -32,12 +32,7 @@ LONG = pytest.mark.cluster
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where temporary files are; no process and no file is left in the end."""
-    folder, before = tmp_path / "temporary", shared_memory()
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder
-    assert nothing_left(folder, before)
+    yield from emptied_temporary(tmp_path / "temporary", monkeypatch)
 
 
 def trained(found: list[hf.Task], folder: Path, processes: Processes | None, **options: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 
 import hfusion as hf
 from hfusion.schedule.plan import Processes
-from tests.cluster.test_process_executor import nothing_left, shared_memory
+from tests.cluster.temporary_files import nothing_left, shared_memory
 from tests.null.arrays import losses_of
 
 pytestmark = pytest.mark.null

@@ -6,7 +6,6 @@ import math
 import os
 import random
 import signal
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 
 import hfusion as hf
 from hfusion.tune.trial_placement import Rooms
-from tests.cluster.test_process_executor import nothing_left, shared_memory
+from tests.cluster.temporary_files import nothing_left, shared_memory, use_temporary
 from tests.tune.cases import EPOCHS, MACHINE, accuracy, alone, loaders, make_model, space
 
 optuna = pytest.importorskip("optuna")
@@ -28,11 +27,7 @@ LONG = pytest.mark.cluster
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where temporary files of this process and of those that it starts are."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
+    return use_temporary(tmp_path / "temporary", monkeypatch)
 
 
 def processes(count: int, **options: Any) -> hf.Cluster:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfusion as hf
-from tests.cluster.test_process_executor import nothing_left, shared_memory
+from tests.cluster.temporary_files import emptied_temporary
 from tests.tune.cases import accuracy, loaders, make_model, space
 from tests.tune.test_cluster import assert_same_sweep, interrupting, sweep
 
@@ -29,12 +28,7 @@ TWO = hf.Machine([hf.Device(f"cpu:{n}", memory="1GiB") for n in range(2)], "1GiB
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where temporary files are; no process and no file is left in the end."""
-    folder, before = tmp_path / "temporary", shared_memory()
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder
-    assert nothing_left(folder, before)
+    yield from emptied_temporary(tmp_path / "temporary", monkeypatch)
 
 
 @pytest.fixture

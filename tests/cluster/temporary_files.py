@@ -1,0 +1,43 @@
+"""A folder for the temporary files of a test and of its processes, and checks that nothing stays."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def use_temporary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Create ``folder``, and let temporary files of this process and of those that it starts be there."""
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def emptied_temporary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """As `use_temporary`; no process and no file is left in the end."""
+    before = shared_memory()
+    yield use_temporary(folder, monkeypatch)
+    assert nothing_left(folder, before)
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def nothing_left(temporary: Path, before: set[str]) -> bool:
+    """No processes, temporary files or shared memory; other programs may have some of that for a while."""
+    assert multiprocessing.active_children() == []
+    # Python and torch have theirs until this process ends.
+    assert list(temporary.glob("hfusion*")) == []
+    for _ in range(100):
+        if shared_memory() <= before:
+            return True
+        time.sleep(0.2)
+    return False
