@@ -4,7 +4,7 @@ Arithmetic that broadcasts a vector over a stack reads and writes every tensor s
 than a loop over the members. So the optimizers that are used most have a kernel of our own beside their formula, in C
 on a CPU (``native``) and in Triton on a CUDA device (``gpu``), which takes the vectors and makes one pass over the
 memory of a group. Elsewhere, and where it cannot be compiled, the formula runs (``stacked``); for dtypes of less than
-32 bits, and complex ones, torch's own class runs on the members' rows (``alone``).
+32 bits that have no kernel, and complex ones, torch's own class runs on the members' rows (``eager_members``).
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from torch.optim import optimizer as optimizer_module
 
 from hfusion.core.errors import CheckpointError
 from hfusion.core.gradient_usage import any_absent
-from hfusion.core.membership import mark, membership
+from hfusion.core.membership import latest_addition, mark, membership
 from hfusion.core.row_gradients import settle
 from hfusion.optim import coupling, native_kernels
+from hfusion.optim.added_stacks import check_told
 from hfusion.optim.checks import check_memory, check_padding
 from hfusion.optim.formula import Formula
 from hfusion.optim.group import Groups, State, common_members, membership_of, same_objects
@@ -66,6 +67,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         self._recording: RecordedUpdates | str | None = None
         self.begun: list[dict[str, float | None]] = []
         self._held: Tensor | None = None
+        # The stacks of arrays that were added up to here are known, see `added_stacks`.
+        self.additions = latest_addition()
         super().__init__(params, dict(defaults))
         first = self.param_groups[0]["params"][0]
         if self.kernel is not None and first.is_cpu and type(first) in (Tensor, Parameter):
@@ -149,6 +152,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     def _work(self) -> Work:
         """The groups of this step with their gradients; whatever may fail has been checked, and nothing is written."""
+        check_told(self)
         work = self._cache.work(self.param_groups, self.state) if self._cache is not None else None
         if work is None:
             coupling.check_caller(self)
@@ -252,6 +256,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         self._cache = None
         self._recording = None
         self._held = None
+        self.additions = latest_addition()
         # A copy of a Parameter has lost its mark.
         for group, memberships in zip(self.param_groups, marks, strict=False):
             for param, found in zip(group["params"], memberships, strict=True):

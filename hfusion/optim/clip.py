@@ -13,7 +13,11 @@ from hfusion.core.gradient_usage import absent_rows
 from hfusion.core.membership import membership
 from hfusion.optim.checks import check_gradient
 from hfusion.optim.device_numbers import sent
+from hfusion.optim.gpu_gradients import ORDERS, on_accelerator
 from hfusion.optim.hyper import HyperValue, member_vector
+
+EACH_ALONE = ("cpu",)
+"""Types of devices on which a call for each tensor costs nothing that one for all would save."""
 
 
 @torch.no_grad()
@@ -41,7 +45,11 @@ def clip_grad_norm_(
         return torch.zeros(members)
     norm_type = float(norm_type)
     first = grads[0].device
-    norms = total_norm([_norms_there(grad, members, norm_type).to(first) for grad in grads], norm_type)
+    table = None if first.type in EACH_ALONE or norm_type not in ORDERS else on_accelerator(grads, members)
+    if table is not None:
+        norms = total_norm(table.norms(norm_type), norm_type)
+    else:
+        norms = total_norm([_norms_there(grad, members, norm_type).to(first) for grad in grads], norm_type)
     if error_if_nonfinite and not bool(norms.isfinite().all()):
         bad = {index: norm for index, norm in enumerate(norms.tolist()) if not torch.tensor(norm).isfinite()}
         raise RuntimeError(
@@ -49,8 +57,11 @@ def clip_grad_norm_(
             "error_if_nonfinite=False to scale their gradients anyway"
         )
     factors = clip_factors(norms, limits)
-    for grad in grads:
-        scale(grad, factors)
+    if table is not None:
+        table.scale(factors)
+    else:
+        for grad in grads:
+            scale(grad, factors)
     return norms
 
 
@@ -84,20 +95,26 @@ def _norms_there(grad: Tensor, members: int, norm_type: float) -> Tensor:
     return norms if absent is None or norm_type >= 0 else norms.masked_fill(absent.to(norms.device), math.inf)
 
 
-def total_norm(norms: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norms ``[B]`` over all parameters, from those of each."""
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type, dim=0)
+def total_norm(norms: Tensor | Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norms ``[B]`` over all parameters, from those of each, ``[parameters, B]``."""
+    stacked = norms if isinstance(norms, Tensor) else torch.stack(list(norms))
+    norm: Tensor = torch.linalg.vector_norm(stacked, norm_type, dim=0)
     return norm
 
 
 def clip_factors(norms: Tensor, limits: Tensor) -> Tensor:
-    """What to multiply the members' gradients by, ``[B]``, so that ``norms`` come under ``limits``."""
-    return torch.clamp(sent(limits.to(norms.dtype), norms.device) / (norms + 1e-6), max=1.0)
+    """What to multiply the members' gradients by, ``[B]``, so that ``norms`` come under ``limits``.
+
+    It is rounded where torch rounds, which multiplies by a reciprocal, with a limit that half precision does not round.
+    """
+    arithmetic = torch.promote_types(norms.dtype, torch.float32)
+    factors = (norms + 1e-6).reciprocal() * sent(limits.to(arithmetic), norms.device)
+    return factors.to(norms.dtype).clamp(max=1.0)
 
 
 def scale(grad: Tensor, factors: Tensor) -> None:
     """Multiply a stacked gradient ``[B, *S]`` by ``factors [B]`` in place."""
-    grad.mul_(factors.to(grad.device).reshape(-1, *[1] * (grad.dim() - 1)))
+    grad.mul_(factors.to(grad).reshape(-1, *[1] * (grad.dim() - 1)))
 
 
 def _gradients(params: list[Tensor], norm_type: float = 2.0) -> tuple[int, list[Tensor]]:

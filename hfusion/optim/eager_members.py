@@ -12,6 +12,7 @@ from inspect import unwrap
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,7 +24,6 @@ class AloneStepper:
     """As `hfusion.optim.stacked.StackedStepper`."""
 
     contiguous = False
-    recordable = False
 
     def __init__(
         self,
@@ -35,7 +35,13 @@ class AloneStepper:
         assert formula.torch_class is not None
         self._formula, self._names, self._numbers = formula, names, numbers
         self._class: type[Optimizer] = formula.torch_class
-        self._members = len(stacks[0][0])
+        first = stacks[0][0]
+        self._members = len(first)
+        dtype = str(first.dtype).removeprefix("torch.")
+        self.unrecordable = (
+            f"torch's own {self._class.__name__} steps the members of {dtype} parameters: there is no kernel for them, "
+            "or they or their state are not contiguous"
+        )
         self.move(stacks)
 
     def release(self) -> None:
@@ -89,13 +95,17 @@ class AloneStepper:
             param.grad = grads[index][where]
             params.append(param)
         used = settings.buffers[rows.start]
-        optimizer = self._class(params, **_options(self._formula, settings, rows.start))
+        # Over another parameter: some classes, such as Adagrad, fill the state of each when they are constructed.
+        optimizer = self._class([torch.zeros(1, 1)], **_options(self._formula, settings, rows.start))
+        early = bool(optimizer.state)
+        optimizer.state.clear()
+        optimizer.param_groups[0]["params"] = params
         stacks: list[dict[str, Tensor]] = []
         for index, param in zip(indices, params, strict=True):
             named = zip(self._names, self._places[index][1:], strict=True)
             stacks.append({name: stack[where] for name, stack in named if name in used})
             numbers = {name: vectors[index][rows.start] for name, vectors in self._numbers.items()}
-            if numbers and numbers["step"] > 0:
+            if numbers and (early or numbers["step"] > 0):
                 optimizer.state[param] |= stacks[-1] | {name: number.clone() for name, number in numbers.items()}
         # Without the hooks of whoever watches optimizers: this is a part of one step.
         unwrap(self._class.step)(optimizer)

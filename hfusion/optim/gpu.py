@@ -22,7 +22,7 @@ from hfusion.optim.formula import Formula
 from hfusion.optim.settings import Settings
 
 # Bytes that a thread loads or stores at once, if they lie at a multiple of as many.
-_WIDTH = 16
+WIDTH = 16
 # Places of tensors that a group remembers.
 _MAX_TOLD = 64
 
@@ -40,8 +40,11 @@ def _loaded() -> Any:
 
 
 def plan(formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> TritonStepper | None:
-    """The steps of ``formula`` for these stacks, see `TritonStepper`; None without Triton."""
-    return None if isinstance(library(), str) else TritonStepper(formula, stacks, counts)
+    """The steps of ``formula`` for these stacks, see `TritonStepper`; None without Triton, or for other dtypes."""
+    kernels = library()
+    if isinstance(kernels, str) or stacks[0][0].dtype not in kernels.DTYPES:
+        return None
+    return TritonStepper(formula, stacks, counts)
 
 
 class TritonStepper:
@@ -52,7 +55,7 @@ class TritonStepper:
     """
 
     contiguous = True
-    recordable = True
+    unrecordable = ""
 
     def __init__(self, formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> None:
         assert formula.kernel is not None
@@ -65,19 +68,20 @@ class TritonStepper:
         self._buffers = len(stacks) - 1
         sizes = [param.numel() // self._members for param in stacks[0]]
         self._sizes = sent(torch.tensor(sizes), self._device)
-        lanes = _WIDTH // self._dtype.itemsize
+        lanes = WIDTH // self._dtype.itemsize
         self._launches = [
-            (size, sent(_spots(sizes, which, self._members, kernels.BLOCK), self._device))
-            for size, which in _by_width(sizes, lanes).items()
+            (size, sent(program_spots(sizes, which, self._members, kernels.BLOCK), self._device))
+            for size, which in by_width(sizes, lanes).items()
         ]
-        self._constants = {"BUFFERS": self._buffers, "dtype": kernels.REALS[self._dtype], "BLOCK": kernels.BLOCK}
+        self._constants = {"BUFFERS": self._buffers, "dtype": kernels.DTYPES[self._dtype], "BLOCK": kernels.BLOCK}
         self._told: dict[tuple[int, ...], _Addresses] = {}
         self._settings: Settings | None = None
         self._table = DeviceNumbers(self._device, torch.float64)
         self._counted = DeviceNumbers(self._device, torch.float32)
         self._counts_there = self._counted.tell(torch.zeros(len(sizes), self._members))
         numbers = kernels.SCALARS[formula.kernel]
-        self._scalars = torch.empty((len(sizes), numbers, self._members), dtype=self._dtype, device=self._device)
+        arithmetic = torch.promote_types(self._dtype, torch.float32)
+        self._scalars = torch.empty((len(sizes), numbers, self._members), dtype=arithmetic, device=self._device)
         self._scalars_grid = (len(sizes), -(-self._members // kernels.ROWS))
         self._rows = kernels.ROWS
         self.move(stacks)
@@ -150,19 +154,19 @@ class TritonStepper:
             if len(self._told) == _MAX_TOLD:
                 self._told.clear()
             there = sent(torch.tensor(addresses, dtype=torch.int64), self._device)
-            found = self._told[addresses] = _Addresses(there, not any(address % _WIDTH for address in addresses))
+            found = self._told[addresses] = _Addresses(there, not any(address % WIDTH for address in addresses))
         return found
 
 
 class _Addresses(NamedTuple):
-    """Addresses, on the device; ``wide``: multiples of `_WIDTH`."""
+    """Addresses, on the device; ``wide``: multiples of `WIDTH`."""
 
     there: Tensor
     wide: bool
 
 
-def _by_width(sizes: Sequence[int], lanes: int) -> dict[int, list[int]]:
-    """The tensors that are not empty, by how many elements of a member's row are moved at once."""
+def by_width(sizes: Sequence[int], lanes: int) -> dict[int, list[int]]:
+    """Group the indices of tensors that are not empty by how many elements of a member's row are moved at once."""
     found: dict[int, list[int]] = {}
     for index, size in enumerate(sizes):
         if size:
@@ -170,8 +174,8 @@ def _by_width(sizes: Sequence[int], lanes: int) -> dict[int, list[int]]:
     return found
 
 
-def _spots(sizes: Sequence[int], which: Sequence[int], members: int, block: int) -> Tensor:
-    """Tensor, member and block of each program for the tensors ``which``: int32 ``[programs, 3]``."""
+def program_spots(sizes: Sequence[int], which: Sequence[int], members: int, block: int) -> Tensor:
+    """Return tensor, member and block of each program for the tensors ``which``: int32 ``[programs, 3]``."""
     pieces = [
         torch.cartesian_prod(torch.tensor([index]), torch.arange(members), torch.arange(-(-sizes[index] // block)))
         for index in which

@@ -30,8 +30,8 @@ class Stepper(Protocol):
         """Whether it reads the gradients as they lie in memory."""
 
     @property
-    def recordable(self) -> bool:
-        """Whether it is a `RecordableStepper`, whose launches may be recorded."""
+    def unrecordable(self) -> str:
+        """Why its launches cannot be recorded; empty for a `RecordableStepper`."""
 
     def release(self) -> None:
         """Let go of the tensors, until ``move``."""
@@ -61,6 +61,7 @@ Kernels: TypeAlias = Callable[[type[Formula], Sequence[Sequence[Tensor]], Sequen
 
 # Our own kernels by type of device; those of any accelerator are Triton's.
 KERNELS: Mapping[str, Kernels] = {"cpu": native_kernels.plan}
+# Formulas compute in these, and round once to others.
 _REALS = (torch.float32, torch.float64)
 
 
@@ -110,7 +111,12 @@ class Group:
     @property
     def recordable(self) -> RecordableStepper | None:
         """What makes its steps, if their launches may be recorded."""
-        return cast(RecordableStepper, self._plan) if self._plan.recordable else None
+        return None if self._plan.unrecordable else cast(RecordableStepper, self._plan)
+
+    @property
+    def unrecordable(self) -> str:
+        """Why the launches of its steps cannot be recorded; empty if they can."""
+        return self._plan.unrecordable
 
     @property
     def written(self) -> list[Tensor]:
@@ -129,13 +135,13 @@ def _plan(
 ) -> Stepper:
     """The fastest way to make the steps that computes what the members alone would."""
     first = stacks[0][0]
-    if first.dtype not in _REALS and formula.torch_class is not None:
-        return AloneStepper(formula, names, stacks, numbers)
     contiguous = all(tensor.is_contiguous() for stack in stacks for tensor in stack)
-    if formula.kernel is not None and contiguous and first.dtype in _REALS and backend(first.device).fuses:
+    if formula.kernel is not None and contiguous and backend(first.device).fuses:
         found = KERNELS.get(first.device.type, gpu.plan)(formula, stacks, numbers.get("step", ()))
         if found is not None:
             return found
+    if first.dtype not in _REALS and formula.torch_class is not None:
+        return AloneStepper(formula, names, stacks, numbers)
     return StackedStepper(formula, names, stacks, numbers)
 
 

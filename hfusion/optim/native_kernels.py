@@ -53,9 +53,10 @@ def kernel(name: str, dtype: torch.dtype) -> Kernel | None:
 
 
 def plan(formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> NativeStepper | None:
-    """The steps of ``formula`` for these stacks, see `NativeStepper`; None without a library."""
+    """The steps of ``formula`` for these stacks, see `NativeStepper`; None without a library, or for other dtypes."""
     assert formula.kernel is not None
-    found = kernel(formula.kernel, stacks[0][0].dtype)
+    dtype = stacks[0][0].dtype
+    found = kernel(formula.kernel, dtype) if dtype in native.TYPES else None
     return NativeStepper(found, stacks, counts) if found else None
 
 
@@ -68,7 +69,7 @@ class NativeStepper:
     """
 
     contiguous = True
-    recordable = False
+    unrecordable = "the host has no launches"
 
     def __init__(self, kernel: Kernel, stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> None:
         params = stacks[0]

@@ -1,4 +1,4 @@
-"""Members of a fused optimizer that leave, join, are copied, and begin anew."""
+"""Members of a fused optimizer that leave, join, are copied, and restart."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hfusion.core.errors import FusionError
 from hfusion.core.row_indices import check_once, copied, kept, moved_rows, rows_of
+from hfusion.optim.added_stacks import stacks_to_take, take_stacks
 from hfusion.optim.group import State, membership_of
 from hfusion.optim.hyper import Hyper, HyperValue, MemberVector, member_vector, plain, read
 from hfusion.optim.settings import ParamGroup, named
@@ -59,24 +60,30 @@ class MemberRows:
         """
         rearrange(self, copied(src, dst, _width(self)), {})
 
-    def append(self, count: int = 1, **hypers: Any) -> None:
+    def append(self, count: int = 1, *, groups: Mapping[int, Sequence[Tensor]] | None = None, **hypers: Any) -> None:
         """Let ``count`` members join as the last, with no state and counts of 0, as if made now.
 
         Args:
+            groups: which param group takes which of the parameters that only these members have, where they differ
+                from the others in submodules. By default the only group takes all.
             hypers: their hyper-parameters, one value or ``count`` of each, for all param groups. What is not given is
                 as it was first given, where that is one value for all members.
 
         Raises:
-            ValueError: a hyper-parameter that differs between members and is not given, or is out of range.
+            ValueError: a hyper-parameter that differs between members and is not given, or is out of range; several
+                groups, or one that holds some of the parameters only, where members bring others.
         """
         if count < 1:
-            raise ValueError(f"append of {count} members: at least one joins")
-        rearrange(self, [*range(_width(self)), *[None] * count], hypers)
+            raise ValueError(f"append() needs at least one member, got {count}.")
+        rearrange(self, [*range(_width(self)), *[None] * count], hypers, groups)
 
-    def restart(self, rows: int | Sequence[int], **hypers: Any) -> None:
-        """Let members ``rows`` begin anew: no state, counts of 0.
+    def restart(
+        self, rows: int | Sequence[int], *, groups: Mapping[int, Sequence[Tensor]] | None = None, **hypers: Any
+    ) -> None:
+        """Restart members ``rows``: no state, counts of 0.
 
         Args:
+            groups: see `append`, for members that `FusedModule.put` has let join.
             hypers: their new hyper-parameters, one value or one for each of ``rows``, for all param groups; the others
                 stay as they are.
 
@@ -86,11 +93,13 @@ class MemberRows:
         width = _width(self)
         fresh = rows_of(rows, width)
         check_once(fresh)
+        chosen = stacks_to_take(cast("FusedOptimizer", self), groups)
         for group in _groups(self):
             _set(self, group, width, fresh, hypers)
         sources: list[int | None] = list(range(width))
         for row in fresh:
             sources[row] = None
+        take_stacks(cast("FusedOptimizer", self), chosen)
         for group in _groups(self):
             _move_state(self, group, sources)
 
@@ -128,10 +137,15 @@ def check_width(optimizer: Any, group: ParamGroup, members: int) -> None:
             )
 
 
-def rearrange(optimizer: Any, sources: Sources, given: Mapping[str, Any]) -> None:
+def rearrange(
+    optimizer: Any,
+    sources: Sources,
+    given: Mapping[str, Any],
+    groups: Mapping[int, Sequence[Tensor]] | None = None,
+) -> None:
     """Let member b be member ``sources[b]`` of before; hyper-parameters of those that begin are among ``given``.
 
-    Raises ValueError as `MemberRows.append`.
+    ``groups``: as of `MemberRows.append`. Raises ValueError as there.
     """
     before = _width(optimizer)
     if list(sources) == list(range(before)):
@@ -142,6 +156,8 @@ def rearrange(optimizer: Any, sources: Sources, given: Mapping[str, Any]) -> Non
         for group, first in zip(_groups(optimizer), optimizer.begun, strict=True)
     ]
     others = [_others(optimizer, group, before, sources) for group in _groups(optimizer)]
+    chosen = stacks_to_take(optimizer, groups)
+    take_stacks(optimizer, chosen)
     for group, found, more in zip(_groups(optimizer), vectors, others, strict=True):
         for hyper, vector in zip(optimizer.hypers, found, strict=True):
             write_hyper(group, hyper, vector)
@@ -261,7 +277,7 @@ def _move_state(optimizer: Any, group: ParamGroup, sources: Sources) -> None:
         for name, value in entry.items():
             first = optimizer.numbers.get(name)
             starts = {i: first if first is not None else begins[i].get(name, 0.0) for i in fresh}
-            moved = moved_rows(value, sources, {})
+            moved = moved_rows(value, sources, {}, param.shape[1:] if value.dim() == param.dim() else None)
             for index, number in starts.items():
                 moved[index] = number
             entry[name] = moved

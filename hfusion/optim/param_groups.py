@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from hfusion.core.errors import FusionError
-from hfusion.core.membership import arrays, membership
+from hfusion.core.membership import arrays, has_rows, membership
 from hfusion.core.parameter_attributes import keep_marks
 from hfusion.optim.hyper import plain
 from hfusion.optim.settings import ParamGroup
@@ -141,7 +141,7 @@ def split_by_stack_dims(groups: Sequence[ParamGroup]) -> str:
     So does ``p.dim() >= 2``, for decay: all stacks but those of single numbers have two dims, so that biases are in the
     group of matrices, and the group of the others is empty or holds single numbers only.
     """
-    stacked = [[p for p in group["params"] if _is_stack(p)] for group in groups]
+    stacked = [[p for p in group["params"] if has_rows(p)] for group in groups]
     for index, (few, stacks) in enumerate(zip(groups, stacked, strict=True)):
         if any(p.dim() > 1 for p in stacks) or len(stacks) < len(few["params"]):
             continue
@@ -155,11 +155,6 @@ def split_by_stack_dims(groups: Sequence[ParamGroup]) -> str:
                 "p.dim() >= 2 was asked of stacks [B, *shape], which have one dim more than a member's parameter"
             )
     return ""
-
-
-def _is_stack(parameter: Tensor) -> bool:
-    found = membership(parameter)
-    return found is not None and found.stacked
 
 
 def _text(group: ParamGroup) -> str:

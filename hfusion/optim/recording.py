@@ -40,7 +40,7 @@ class RecordedUpdates:
         self._groups: list[Group] = []
         self._met: dict[Hashable, int] = {}
         self._recorded = Recordings[_Recorded]()
-        self._unrecordable = False
+        self._unrecordable = ""
 
     @property
     def how(self) -> str:
@@ -48,10 +48,7 @@ class RecordedUpdates:
         if self._recorded.why:
             return f"launched one by one: {self._recorded.why}"
         if self._unrecordable:
-            return (
-                "launched one by one: some parameters are of less than 32 bits or complex, and torch's own class "
-                "steps their members"
-            )
+            return f"launched one by one: {self._unrecordable}"
         if self._recorded:
             return "recorded and replayed as one"
         return f"launched one by one so far: gradients must lie at the same addresses in {STEADY} steps"
@@ -65,7 +62,7 @@ class RecordedUpdates:
                 "replay, which records its own launches; or use hf.train_step, which records both"
             )
         parts: list[_Part] = [(found, grads) for _, group, grads in work if (found := group.recordable) is not None]
-        self._unrecordable = len(parts) < len(work)
+        self._unrecordable = next((why for _, group, _ in work if (why := group.unrecordable)), "")
         if self._unrecordable or not work or self._recorded.why:
             for settings, group, grads in work:
                 group.step(grads, settings)

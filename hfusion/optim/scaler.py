@@ -161,7 +161,7 @@ class GradScaler:
         self._found, self._stepped = {}, set()
 
     def forget(self) -> None:
-        """Begin anew what `update` ends, after an error in the midst of it: unscaled gradients do not count."""
+        """Reset what `update` would end, after an error within it: unscaled gradients do not count."""
         self._found, self._stepped = {}, set()
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -181,7 +181,7 @@ class GradScaler:
             self._values = {name: torch.cat([own, fresh[name]]) for name, own in self._values.items()}
 
     def restart(self, rows: int | Sequence[int]) -> None:
-        """Let members ``rows`` begin anew; see `append`."""
+        """Restart members ``rows``; see `append`."""
         if self._values:
             places = rows_of(rows, len(self._values["scale"]))
             fresh = self._fresh(len(places))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from hfusion.core.memory import real_view
 from hfusion.optim.device_numbers import DeviceNumbers
 from hfusion.optim.formula import Formula
 from hfusion.optim.settings import Settings
@@ -21,7 +22,7 @@ class StackedStepper:
     """
 
     contiguous = False
-    recordable = True
+    unrecordable = ""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class StackedStepper:
         self._formula, self._names, self._numbers = formula, names, numbers
         first = stacks[0][0]
         self._members, self._device = len(first), first.device
-        self._dtype = torch.promote_types(_real(first).dtype, torch.float32)
+        self._dtype = torch.promote_types(real_view(first).dtype, torch.float32)
         self.release()
         self.move(stacks)
 
@@ -46,7 +47,7 @@ class StackedStepper:
 
     def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
         """The same stacks lie elsewhere now."""
-        real = [[_real(tensor) for tensor in stack] for stack in stacks]
+        real = [[real_view(tensor) for tensor in stack] for stack in stacks]
         self._places = list(zip(*real, strict=True))
 
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
@@ -78,7 +79,7 @@ class StackedStepper:
         """Make the step; what must be kept as long as that may be repeated."""
         for index, ((param, *state), grad) in enumerate(zip(self._places, grads, strict=True)):
             if param.numel():
-                self._update(param, _real(grad), state, {name: s[index] for name, s in self._columns.items()})
+                self._update(param, real_view(grad), state, {name: s[index] for name, s in self._columns.items()})
         return self._columns
 
     def _update(self, param: Tensor, grad: Tensor, state: list[Tensor], scalars: dict[str, Tensor | None]) -> None:
@@ -103,8 +104,3 @@ class StackedStepper:
         for name, vectors in self._numbers.items():
             torch._foreach_copy_(vectors, list(numbers[name].unbind()))
         return found
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs, as torch's optimizers take them."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

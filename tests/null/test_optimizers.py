@@ -16,9 +16,10 @@ FORMULAS = ("Adagrad", "Adamax", "Lion", "Muon", "NAdam", "RAdam", "RMSprop")
 REPLAYED = "recorded and replayed as one"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_step_by_kernels_is_one_replay(name: str) -> None:
-    opt = optimizer(name, parameters())
+def test_a_step_by_kernels_is_one_replay(name: str, dtype: torch.dtype) -> None:
+    opt = optimizer(name, parameters(dtype))
     assert calls_per_step(opt.step) == Calls(launches=0, graphs=1, waits=0)
     assert opt.launches == REPLAYED
 
@@ -51,8 +52,8 @@ def test_a_step_with_rates_that_change_copies_them() -> None:
     assert calls_per_step(step) == Calls(launches=1, graphs=1, waits=0)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adadelta", "RMSprop", "NAdam", "RAdam", "Adamax"])
-def test_half_precision_takes_as_many_launches_as_the_members_alone(name: str) -> None:
+@pytest.mark.parametrize("name", ["Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop"])
+def test_half_precision_without_kernels_takes_as_many_launches_as_the_members_alone(name: str) -> None:
     opt = optimizer(name, parameters(torch.bfloat16))
     alone = []
     for rate in rates():

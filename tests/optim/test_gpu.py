@@ -16,8 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfusion as hf
-from hfusion.optim import gpu, group
+from hfusion.optim import gpu, gpu_gradients
 from tests.optim.arrays import CASES, Array, Per, beside_a_bad_member, for_array, run, run_shared, start
+from tests.optim.interpreted import forget, interpret
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
@@ -32,19 +33,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pytest.importorskip("triton")
     monkeypatch.delenv("HFUSION_NATIVE", raising=False)
     if DEVICE == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        monkeypatch.setattr(group, "KERNELS", {"cpu": gpu.plan})
-        forget()
+        interpret(monkeypatch)
     assert not isinstance(gpu.library(), str)
     yield
     if DEVICE == "cpu":
         forget()
-
-
-def forget() -> None:
-    """What is imported is interpreted or compiled for good."""
-    sys.modules.pop("hfusion.optim.triton_kernels", None)
-    gpu._loaded.cache_clear()
 
 
 @BOTH
@@ -207,7 +200,10 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The kernels as a GPU has them; the interpreter takes any names of arguments."""
     from triton.runtime import driver
 
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    # Of what lets them be interpreted nothing is left.
+    monkeypatch.undo()
+    for name in ("HFUSION_NATIVE", "TRITON_INTERPRET"):
+        monkeypatch.delenv(name, raising=False)
     forget()
     before = getattr(driver, "_active", None)
     driver.set_active(Driver())
@@ -215,8 +211,28 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     driver._active = before
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("order", gpu_gradients.ORDERS)
+def test_tritons_launcher_takes_the_kernels_that_clip(
+    compiling: Any, order: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu_gradients._tables.cache_clear()
+    kernels = {name: Unlaunched(getattr(compiling, name)) for name in ("partial_norms", "row_norms", "scale_rows")}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(compiling, name, kernel)
+    grads = [torch.zeros(3, 8, dtype=dtype), torch.zeros(3, 3, dtype=torch.float32)]
+    table = gpu_gradients.on_accelerator(grads, 3)
+    assert table is not None
+    table.norms(order)
+    table.scale(torch.ones(3, dtype=dtype))
+    launches = 1 if dtype is torch.float32 else 2
+    assert [len(kernel.compiled) for kernel in kernels.values()] == [2, launches, 2]
+    assert all("cubin" in made.asm for kernel in kernels.values() for made in kernel.compiled)
+    gpu_gradients._tables.cache_clear()
+
+
 @ONE_EACH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_tritons_launcher_takes_the_kernels(compiling: Any, name: str, options: Any, dtype: torch.dtype) -> None:
     kind = getattr(hf.optim, name)
     array = Array(3, shapes=[(8,), (3,)], dtype=dtype)
@@ -266,22 +282,41 @@ def resources(cubin):
     return {name: int(re.search(name + r":(\\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL")}
 
 WAYS = [(kernels.sgd, 0), (kernels.sgd, 1), (kernels.adam, 2), (kernels.adam, 3), (kernels.adadelta, 2)]
-for (kernel, buffers), (real, kind) in itertools.product(WAYS, zip(kernels.REALS.values(), ("*fp32", "*fp64"))):
-    lanes = 16 // (real.primitive_bitwidth // 8)
+for (kernel, buffers), real in itertools.product(WAYS, kernels.DTYPES.values()):
+    bits = real.primitive_bitwidth
+    kind, lanes = "*fp64" if bits == 64 else "*fp32", 128 // bits
     constants = {"BUFFERS": buffers, "dtype": real, "BLOCK": kernels.BLOCK, "LANES": lanes}
     signature = {"spots": "*i32", "sizes": "*i64", "tensors": "i32", "members": "i32", "stacks": "*i64"}
     signature |= {"grads": "*i64", "scalars": kind} | dict.fromkeys(constants, "constexpr")
     for capability in (80, 90, 100):
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
-        assert "fma" not in made.asm["ptx"]
+        # As in torch, of half precision only.
+        assert ("fma" in made.asm["ptx"]) == (bits == 16)
         # Of the gradient, the parameter and each buffer 16 bytes at once.
-        wide = f".v{lanes}.b{real.primitive_bitwidth}"
+        wide = f".v{128 // max(bits, 32)}.b{max(bits, 32)}"
         assert len(re.findall("ld.global" + re.escape(wide), made.asm["ptx"])) >= 2 + buffers
         assert len(re.findall("st.global" + re.escape(wide), made.asm["ptx"])) >= 1 + buffers
         used = resources(made.asm["cubin"])
-        print(kernel.fn.__name__, buffers, kind, capability, used)
+        print(kernel.fn.__name__, buffers, real, capability, used)
         # What does not fit the registers is spilled there.
+        assert used["STACK"] == used["LOCAL"] == 0 < used["REG"]
+for real, capability, wide in itertools.product(kernels.DTYPES.values(), (80, 90, 100), (False, True)):
+    lanes = 128 // real.primitive_bitwidth if wide else 1
+    arithmetic = "*fp64" if real.primitive_bitwidth == 64 else "*fp32"
+    block = {"spots": "*i32", "sizes": "*i64", "grads": "*i64"}
+    row = {"which": "*i32", "sizes": "*i64", "firsts": "*i64", "partials": arithmetic}
+    ways = [(kernels.scale_rows, {**block, "factors": f"*{real}"}, {"LANES": lanes})]
+    for order in (0, 1, 2):
+        constants = {"ORDER": order, "LANES": lanes}
+        ways.append((kernels.partial_norms, {**block, "firsts": "*i64", "partials": arithmetic}, constants))
+        ways.append((kernels.row_norms, {**row, "norms": f"*{real}", "members": "i32"}, {"ORDER": order}))
+    for kernel, signature, constants in ways:
+        constants = {**constants, "dtype": real, "BLOCK": kernels.BLOCK}
+        source = ASTSource(fn=kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+        used = resources(made.asm["cubin"])
+        print(kernel.fn.__name__, constants, capability, used)
         assert used["STACK"] == used["LOCAL"] == 0 < used["REG"]
 for name in kernels.SCALARS:
     kernel = getattr(kernels, f"{name}_scalars")

@@ -215,7 +215,7 @@ def test_shared_parameters_keep_their_state() -> None:
 
 WRONG: dict[str, tuple[Any, str]] = {
     "rows": (lambda o: o.keep([4]), "4 is no row of an array of 3 members"),
-    "none": (lambda o: o.append(0), "append of 0 members"),
+    "none": (lambda o: o.append(0), r"append\(\) needs at least one member, got 0"),
     "key": (
         lambda o: o.restart(0, rate=1.0),
         "rate is no hyper-parameter of Adam; it has lr, betas, eps, ",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
@@ -15,8 +14,9 @@ from torch import Tensor
 import hfusion as hf
 from hfusion.core.errors import FusionError
 from hfusion.device import recordings
-from hfusion.optim import base, gpu, group, recording
+from hfusion.optim import base, group, recording
 from tests.optim.arrays import EVERY, FORMULAS, Array, run, start
+from tests.optim.interpreted import forget, interpret
 from tests.optim.tape import Closure, Tape
 
 Made = tuple[Array, Any, list[Any], Tape]
@@ -38,21 +38,12 @@ def _made(patch: pytest.MonkeyPatch, way: str, name: str, options: dict[str, Any
         patch.setenv("HFUSION_NATIVE", "0")
         patch.setattr(group, "KERNELS", {})
     else:
-        pytest.importorskip("triton")
-        patch.delenv("HFUSION_NATIVE", raising=False)
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setattr(group, "KERNELS", {"cpu": gpu.plan})
-        _forget()
+        interpret(patch)
     patch.setattr(base, "recording_on", lambda device: recording.RecordedUpdates(tape))
     array = Array(3)
     yield array, *start(name, options, array), tape
     if way == "triton":
-        _forget()
-
-
-def _forget() -> None:
-    sys.modules.pop("hfusion.optim.triton_kernels", None)
-    gpu._loaded.cache_clear()
+        forget()
 
 
 class Steady:
@@ -238,7 +229,7 @@ def test_what_torchs_own_class_steps_is_not_recorded(monkeypatch: pytest.MonkeyP
     assert fused.launches == ""
     Steady(array).run(fused, alone, 5)
     array.assert_equal()
-    assert fused.launches.startswith("launched one by one: some parameters are of less than 32 bits")
+    assert fused.launches.startswith("launched one by one: torch's own Adam steps the members of bfloat16 parameters")
 
 
 def test_a_step_within_a_graph_of_the_users_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

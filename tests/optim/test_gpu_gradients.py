@@ -1,0 +1,169 @@
+"""Clipping by the Triton kernels equals torch's of each member: on a CUDA device, or without one in the interpreter."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from math import inf, nan
+
+import pytest
+import torch
+from torch import Tensor
+
+from hfusion import optim
+from hfusion.optim import gpu, gpu_gradients
+from tests.optim.arrays import Array
+from tests.optim.interpreted import forget, interpret
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MANY = 1024 + 5
+SHAPES = ((4, 3), (), (5,), (0,), (MANY,), (16, 8))
+HALVES = (torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+"""Of half precision one rounding to the next number: the order of a sum in float32 may decide which is nearer."""
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """What is clipped by the kernels."""
+    pytest.importorskip("triton")
+    monkeypatch.delenv("HFUSION_NATIVE", raising=False)
+    if DEVICE == "cpu":
+        interpret(monkeypatch)
+    made: list[object] = []
+    original = gpu_gradients.StackedGradients.__init__
+
+    def counted(self: object, *args: object) -> None:
+        made.append(self)
+        original(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gpu_gradients.StackedGradients, "__init__", counted)
+    yield made
+    if DEVICE == "cpu":
+        forget()
+
+
+def clip_alone(array: Array, limits: list[float], norm_type: float) -> Tensor:
+    """Clip each member as torch does, and return the norms."""
+    return torch.stack(
+        [
+            torch.nn.utils.clip_grad_norm_([p for p in params if p.numel()], limit, norm_type)
+            for params, limit in zip(array.members, limits, strict=True)
+        ]
+    )
+
+
+def assert_equal(array: Array, norms: Tensor, alone: Tensor) -> None:
+    """Compare norms and gradients."""
+    tolerance = max(TOLERANCE.get(p.grad.dtype, 1e-12) for p in array.params if p.grad is not None)
+    assert norms.dtype is alone.dtype
+    torch.testing.assert_close(norms, alone, rtol=tolerance, atol=0.0, equal_nan=True)
+    for index, param in enumerate(array.params):
+        if param.grad is not None:
+            rows = torch.stack([params[index].grad for params in array.members])  # type: ignore[misc]
+            torch.testing.assert_close(param.grad, rows, rtol=3 * tolerance, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("members", "dtype"), [*((3, dtype) for dtype in TOLERANCE), (1, torch.float32)], ids=str)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, inf])
+def test_equals_alone(members: int, norm_type: float, dtype: torch.dtype, kernels: list[object]) -> None:
+    array = Array(members, SHAPES, dtype, DEVICE)
+    for limits in ([0.5, 15.0, 450.0][:members], [0.0, inf, 1e-3][:members]):
+        array.draw_grads(skip=[2])
+        norms = optim.clip_grad_norm_(array.params, limits, norm_type)
+        assert_equal(array, norms, clip_alone(array, limits, norm_type))
+    assert len(kernels) == 2
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float64, torch.float32), HALVES], ids=str)
+def test_gradients_of_several_dtypes(dtypes: tuple[torch.dtype, ...], kernels: list[object]) -> None:
+    arrays = [Array(3, SHAPES, dtype, DEVICE) for dtype in dtypes]
+    both = Array(3, (), device=DEVICE)
+    both.params = [param for array in arrays for param in array.params]
+    both.members = [[param for array in arrays for param in array.members[member]] for member in range(3)]
+    both.draw_grads()
+    norms = optim.clip_grad_norm_(both.params, [0.1, 3.0, 1e4])
+    assert_equal(both, norms, clip_alone(both, [0.1, 3.0, 1e4], 2.0))
+    assert len(kernels) == 1
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, inf])
+@pytest.mark.parametrize("value", [nan, inf, -inf])
+def test_a_bad_member_leaves_its_neighbours_bit_identical(value: float, norm_type: float) -> None:
+    array = Array(3, SHAPES, torch.float32, DEVICE)
+    array.draw_grads()
+    grads = [param.grad.clone() for param in array.params if param.grad is not None]
+    results = []
+    with warnings.catch_warnings():
+        # numpy warns of what the interpreter computes.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for bad in (False, True):
+            for param, grad in zip(array.params, grads, strict=True):
+                param.grad = grad.clone()
+                if bad and grad.shape[1:] == (MANY,):
+                    param.grad[1, MANY - 2] = value
+            norms = optim.clip_grad_norm_(array.params, 0.5, norm_type)
+            results.append([norms, *(param.grad for param in array.params)])
+            assert norms.isfinite().tolist() == [True, not bad, True]
+            assert norms.isnan().tolist() == [False, bad and value != value, False]
+    for clean, spoiled in zip(*results, strict=True):
+        assert clean is not None
+        assert spoiled is not None
+        assert torch.equal(clean[[0, 2]], spoiled[[0, 2]])
+
+
+def test_nothing_is_scaled_where_a_norm_is_an_error() -> None:
+    array = Array(2, SHAPES, torch.float32, DEVICE)
+    array.draw_grads()
+    array.params[0].grad[1] = nan  # type: ignore[index]
+    before = [param.grad.clone() for param in array.params if param.grad is not None]
+    with pytest.raises(RuntimeError, match=r"not finite for members \{1: nan\}"):
+        optim.clip_grad_norm_(array.params, 1e-3, error_if_nonfinite=True)
+    for param, grad in zip(array.params, before, strict=True):
+        torch.testing.assert_close(param.grad, grad, rtol=0, atol=0, equal_nan=True)
+
+
+def test_gradients_that_do_not_lie_in_the_order_of_their_dims(kernels: list[object]) -> None:
+    array = Array(3, [(4, 3, 2), (6,)], device=DEVICE)
+    array.draw_grads()
+    grad = array.params[0].grad
+    assert grad is not None
+    array.params[0].grad = grad.transpose(1, 3).contiguous().transpose(1, 3)
+    version = array.params[0].grad._version
+    assert_equal(array, optim.clip_grad_norm_(array.params, 0.5), clip_alone(array, [0.5] * 3, 2.0))
+    assert len(kernels) == 1
+    assert array.params[0].grad._version > version
+
+
+@pytest.mark.parametrize("kind", ["order", "strided", "members last", "twice", "complex", "HFUSION_NATIVE=0"])
+def test_what_kernels_do_not_take(kind: str, kernels: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    array = Array(2, [(4, 3), (6,)], torch.complex128 if kind == "complex" else torch.float64, DEVICE)
+    array.draw_grads()
+    first, other = array.params[0], array.params[1]
+    assert first.grad is not None
+    if kind == "strided":
+        first.grad = torch.stack([first.grad, first.grad], 2)[:, :, 0]
+    elif kind == "members last":
+        first.grad = first.grad.movedim(0, -1).contiguous().movedim(-1, 0)
+    elif kind == "twice":
+        array.params.append(other)
+    elif kind == "HFUSION_NATIVE=0":
+        monkeypatch.setenv("HFUSION_NATIVE", "0")
+    order = 3.0 if kind == "order" else 2.0
+    if kind == "twice":
+        norms = torch.stack([torch.nn.utils.get_total_norm([a.grad, b.grad, b.grad]) for a, b in array.members])  # type: ignore[list-item]
+        torch.testing.assert_close(optim.clip_grad_norm_(array.params, 0.5), norms, rtol=1e-12, atol=0.0)
+    else:
+        assert_equal(array, optim.clip_grad_norm_(array.params, 0.5, order), clip_alone(array, [0.5] * 2, order))
+    assert not kernels
+
+
+def test_launches_know_how_gradients_are_aligned() -> None:
+    assert gpu.WIDTH == 16
+    whole = torch.randn(2 * 8 + 1, device=DEVICE)
+    for offset in (0, 1):
+        grad = whole[offset : offset + 16].view(2, 8)
+        table = gpu_gradients.on_accelerator([grad], 2)
+        assert table is not None
+        assert table._wide == (offset == 0)
+        torch.testing.assert_close(table.norms(2.0)[0], grad.norm(dim=1))
