@@ -78,6 +78,15 @@ def _stack_leaf(leaves: tuple[Any, ...]) -> Any:
     return Ragged(leaves)
 
 
+def call_arguments(inputs: Any, keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments for ``inputs``: a tuple or list of arguments, a dict of keywords, or one value."""
+    if isinstance(inputs, Tensor):
+        return (inputs,), keywords
+    if isinstance(inputs, Mapping):
+        return (), {**inputs, **keywords}
+    return tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,), keywords
+
+
 def entry_counts(values: Any) -> list[int]:
     """Return the number of members' entries in each stacked argument of ``values``, any nest."""
     leaves = pytree.tree_leaves(values, is_leaf=is_stacked)
@@ -91,3 +100,20 @@ def is_per_member(leaf: Any) -> bool:
 
 def is_stacked(leaf: Any) -> bool:
     return isinstance(leaf, StackedInput)
+
+
+def take_entries(value: Any, entries: Sequence[int]) -> Any:
+    """``value``, any nest, with these entries of what is stacked in it."""
+    if isinstance(value, Tensor):
+        return value
+    return pytree.tree_map(lambda leaf: _entries_of(leaf, entries), value, is_leaf=is_stacked)
+
+
+def _entries_of(leaf: Any, entries: Sequence[int]) -> Any:
+    if isinstance(leaf, Ragged):
+        return stacked([leaf[entry] for entry in entries])
+    if not isinstance(leaf, StackedInput):
+        return leaf
+    if list(entries) == list(range(entries[0], entries[0] + len(entries))):
+        return StackedInput(leaf.tensor[entries[0] : entries[0] + len(entries)])
+    return StackedInput(leaf.tensor[torch.tensor(entries, device=leaf.tensor.device)])

@@ -9,13 +9,18 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 try:
     import fcntl
 except ImportError:  # On Windows.
     fcntl = None  # type: ignore[assignment]
+
+_RUN = "hfusion-run-"
 
 
 class ClaimedFolder:
@@ -56,6 +61,12 @@ class ClaimedFolder:
             os.close(self._handle)
             self._handle = None
 
+    def remove(self) -> None:
+        """Remove the folder and all in it. Another process may have done so before."""
+        if self.path.exists():
+            shutil.rmtree(self.path)
+        self.drop()
+
 
 def remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove this user's folders with this prefix whose process has ended."""
@@ -77,3 +88,25 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
             shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(handle)
+
+
+def run_folder(parent: Path | None = None) -> ClaimedFolder:
+    """Create a private folder for files that only this process needs, and remove those of killed processes.
+
+    Args:
+        parent: where; None: the system's folder for temporary files.
+    """
+    place = Path(tempfile.gettempdir()) if parent is None else parent
+    remove_abandoned(place, _RUN)
+    # The number is for people who look: the lock shows whether the process is alive, also in other containers.
+    return ClaimedFolder(place, f"{_RUN}{os.getpid()}-", 0o700)
+
+
+@contextmanager
+def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
+    """Context manager: the path of a `run_folder`, which is removed afterwards."""
+    folder = run_folder(parent)
+    try:
+        yield folder.path
+    finally:
+        folder.remove()

@@ -84,7 +84,7 @@ def global_hooks() -> tuple[tuple[str, Same], ...]:
 def read_state(function: Callable[..., Any]) -> Any:
     """Return all state that ``function`` can read besides its arguments, as a hashable value.
 
-    Functions that read the same have equal states, whether they are one object or made anew. Tensors count by identity
+    Functions that read the same have equal states, whether or not they are one object. Tensors count by identity
     and version, but not those of a module, which are looked up in it. A state keeps no tensor alive. None if what is
     read is too much, or cannot be compared.
     """

@@ -26,7 +26,7 @@ from torch.autograd.graph import Node
 from hfusion.core.functorch import in_transform
 from hfusion.core.layout import Listed
 from hfusion.core.member_mask import mask_of, rows_of_mask
-from hfusion.core.membership import Membership, mark, membership
+from hfusion.core.membership import Membership, has_rows, mark
 
 _ABSENT = "_hfusion_absent_rows"
 _MISSING = "_hfusion_missing_rows"
@@ -296,8 +296,7 @@ def _behind(nodes: Sequence[Node]) -> tuple[set[Tensor], list[Any]]:
         if isinstance(node, Join._backward_cls):
             joins.append(node)
         elif isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
-            found = membership(node.variable)
-            if found is not None and found.stacked:
+            if has_rows(node.variable):
                 leaves.add(node.variable)
         else:
             waiting += [before for before, _ in node.next_functions if before is not None]

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -52,6 +52,11 @@ def draw(sample: Callable[[], Tensor]) -> Tensor:
         _active.draws.append(drawn.detach().clone())
         setattr(_active.draws[-1], _ROWS, _active.rows)
     return drawn
+
+
+def is_recording() -> bool:
+    """Return whether this thread's draws are recorded."""
+    return _active.draws is not None
 
 
 # Stored with a recorded draw: the members that draw, None for all.
@@ -106,6 +111,10 @@ _WORD = (1 << 32) - 1
 _GOLDEN = 0x9E3779B9
 
 
+# Two integers of 32 bits for each member, from which the numbers of one draw follow.
+Keys: TypeAlias = tuple[Tensor, Tensor]
+
+
 @dataclass(eq=False)
 class MemberSeeds:
     """Random numbers of neighbouring members, computed from ``seeds``, an integer for each, and their place alone.
@@ -139,37 +148,50 @@ class MemberSeeds:
             return offsets[0]
         return torch.cat([torch.full((1,), offset, device=self.seeds.device) for offset in offsets])
 
+    def keys(self) -> Keys:
+        """Return the keys of one draw: the member's seed and the number of the draw, hashed."""
+        self.count += 1
+        low = _stored(_hashed(((self.seeds & _WORD) + self._offset()) & _WORD))
+        return low, _stored(_hashed(((self.seeds >> 32) & _WORD) ^ low))
+
     def uniform(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """Numbers from 0 up to 1, ``shape`` is ``[B, *S]``; of float64 53 bits, of other types 24."""
-        self.count += 1
-        members = [-1, *[1] * (len(shape) - 1)]
-        # Keys of this draw: the member's seed and the number of the draw, hashed.
-        low = self._stored(_hashed(((self.seeds & _WORD) + self._offset()) & _WORD))
-        high = self._stored(_hashed(((self.seeds >> 32) & _WORD) ^ low))
         size = 1
         for length in shape[1:]:
             size = size * length
         places = torch.arange(size, device=self.seeds.device).view(1, *shape[1:])
-        numbers = _hashed((places + low.view(members)) & _WORD)
-        first = _hashed(numbers ^ high.view(members))
-        if dtype is not torch.float64:
-            return (first >> 8).to(torch.float32) * 2.0**-24
-        second = _hashed(numbers ^ self._stored(_hashed(high ^ _GOLDEN)).view(members))
-        return (first >> 5).to(dtype) * 2.0**-27 + (second >> 6).to(dtype) * 2.0**-53
-
-    def _stored(self, keys: Tensor) -> Tensor:
-        """Return ``keys`` such that Inductor stores them in memory, as it does with concatenated tensors.
-
-        Otherwise it inlines the hash of a key into that of each number: compiling a step with one dropout in float64
-        takes 8 s of Python in place of 4.
-        """
-        return torch.cat([keys, self.seeds])[: keys.shape[0]]
+        return uniform_at(self.keys(), places, dtype)
 
     def normal(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """Normal numbers, ``[B, *S]``: where a uniform one lies in their distribution."""
         bits = 53 if dtype is torch.float64 else 24
         found: Tensor = torch.special.ndtri(self.uniform(shape, dtype) + 0.5 * 2.0**-bits)
         return found
+
+
+def uniform_at(keys: Keys, places: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute some of the numbers of a draw.
+
+    Args:
+        keys: of the draw, as `MemberSeeds.keys` returns them.
+        places: indices ``[1, *S]`` into a member's numbers.
+    """
+    low, high = (key.view(-1, *[1] * (places.dim() - 1)) for key in keys)
+    numbers = _hashed((places + low) & _WORD)
+    first = _hashed(numbers ^ high)
+    if dtype is not torch.float64:
+        return (first >> 8).to(torch.float32) * 2.0**-24
+    second = _hashed(numbers ^ _stored(_hashed(keys[1] ^ _GOLDEN)).view_as(high))
+    return (first >> 5).to(dtype) * 2.0**-27 + (second >> 6).to(dtype) * 2.0**-53
+
+
+def _stored(keys: Tensor) -> Tensor:
+    """Return ``keys`` such that Inductor stores them in memory, as it does with concatenated tensors.
+
+    Otherwise it inlines the hash of a key into that of each number: compiling a step with one dropout in float64
+    takes 8 s of Python in place of 4.
+    """
+    return torch.cat([keys, keys])[: keys.shape[0]]
 
 
 def _hashed(numbers: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ that all members share. The mark travels with the tensor, so that optimizers and
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -14,6 +15,7 @@ import torch
 
 _MARK = "_hfusion_membership"
 _OWN_HOOK = "_hfusion_own_hook"
+_ADDED = "_hfusion_added"
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -44,6 +46,11 @@ class Membership:
         """Return whether member ``member`` has such a tensor."""
         return not self.shapes or self.shapes[member] is not None
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether no member has such a tensor any more: those who had it have left the array."""
+        return bool(self.shapes) and all(shape is None for shape in self.shapes)
+
 
 def member_rows(tensor: torch.Tensor, mark: Membership) -> torch.Tensor:
     """A tensor, or a state or gradient of it, as ``[B, *shape]``: that of a model in no array as its only row."""
@@ -64,6 +71,40 @@ def membership(tensor: torch.Tensor) -> Membership | None:
     """The mark of a fused module's tensor; None for any other tensor."""
     found = getattr(tensor, _MARK, None)
     return found if isinstance(found, Membership) else None
+
+
+def has_rows(tensor: torch.Tensor) -> bool:
+    """Return whether the first dimension of a tensor is the member."""
+    found = membership(tensor)
+    return found is not None and found.stacked
+
+
+def is_per_member(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds separate values for each member, or belongs to a model outside of arrays."""
+    found = membership(tensor)
+    return found is not None and found.is_own
+
+
+_latest_addition = 0
+
+
+def note_added(stacks: Iterable[torch.Tensor]) -> None:
+    """Note that ``stacks`` have just been added to an array, with members that brought such tensors."""
+    global _latest_addition
+    for stack in stacks:
+        _latest_addition += 1
+        setattr(stack, _ADDED, _latest_addition)
+
+
+def latest_addition() -> int:
+    """Return the number of the stack that was last added to any array of this process; 0 if none was."""
+    return _latest_addition
+
+
+def added_after(stack: torch.Tensor, number: int) -> bool:
+    """Return whether ``stack`` was added to its array after addition ``number``."""
+    added: int = getattr(stack, _ADDED, 0)
+    return added > number
 
 
 def own_hook(hook: Any) -> Any:

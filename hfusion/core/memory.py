@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from hfusion.core.parameter_attributes import user_class
 
@@ -14,6 +17,16 @@ def is_plain(tensor: Tensor) -> bool:
         tensor.layout is torch.strided
     )
     return known and not tensor.is_conj() and not tensor.is_neg()
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors among the leaves of nested containers."""
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def real_view(tensor: Tensor) -> Tensor:
+    """Return complex numbers as pairs of real ones, in the same memory; other tensors as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def has_address(tensor: Tensor) -> bool:

@@ -74,10 +74,22 @@ def check_once(rows: Sequence[int]) -> None:
         raise ValueError(f"row {twice[0]} comes {rows.count(twice[0])} times in {list(rows)}: give it once")
 
 
-def moved_rows(stack: Tensor, sources: Sequence[Any], given: Mapping[int, Tensor | None]) -> Tensor:
-    """``stack`` with rows ``sources``, those that join of ``given`` (None: zeros); in place if it keeps its width."""
+def moved_rows(
+    stack: Tensor, sources: Sequence[Any], given: Mapping[int, Tensor | None], shape: Sequence[int] | None = None
+) -> Tensor:
+    """Return ``stack`` with rows ``sources``; in place if it keeps its width and the shape of a row.
+
+    Args:
+        given: the rows that join, by index; None is zeros. One that is smaller than a row is filled up with zeros.
+        shape: of a row afterwards, filled up with zeros or cut; None: as before.
+    """
     moves = [(index, source) for index, source in enumerate(sources) if isinstance(source, int)]
-    if len(sources) == len(stack):
+    if shape is not None and stack.shape[1:] != tuple(shape):
+        target = torch.zeros(len(sources), *shape, dtype=stack.dtype, device=stack.device)
+        common = tuple(map(slice, map(min, zip(shape, stack.shape[1:], strict=True))))
+        for start, stop, source in _runs(moves):
+            target[slice(start, stop), *common] = stack[slice(source, source + stop - start), *common]
+    elif len(sources) == len(stack):
         changed = [(index, source) for index, source in moves if index != source]
         if changed:
             _move(stack, changed)
@@ -87,7 +99,10 @@ def moved_rows(stack: Tensor, sources: Sequence[Any], given: Mapping[int, Tensor
         for start, stop, source in _runs(moves):
             target[start:stop].copy_(stack[source : source + stop - start])
     for index, value in given.items():
-        target[index].zero_() if value is None else target[index].copy_(value.detach())
+        if value is None or value.shape != target.shape[1:]:
+            target[index].zero_()
+        if value is not None:
+            leading(target[index], value.shape).copy_(value.detach())
     return target
 
 
@@ -115,3 +130,8 @@ def _runs(moves: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
         if k == len(moves) or moves[k] != (moves[k - 1][0] + 1, moves[k - 1][1] + 1):
             yield moves[start][0], moves[k - 1][0] + 1, moves[start][1]
             start = k
+
+
+def blocks_of(members: int, size: int) -> list[range]:
+    """Neighbouring members, ``size`` of them; the last block has those that are left."""
+    return [range(start, min(start + size, members)) for start in range(0, members, size)]

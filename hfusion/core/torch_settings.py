@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -22,16 +23,11 @@ def _worker(question: str) -> Callable[[], Any]:
 def _backends(*settings: str) -> Callable[[], Any]:
     """Return a function that reads settings below torch.backends; those that this torch lacks are None."""
 
-    def ask() -> Any:
-        values = []
-        for setting in settings:
-            held: Any = torch.backends
-            for name in setting.split("."):
-                held = getattr(held, name, None)
-            values.append(held)
-        return tuple(values)
+    def read(setting: str) -> Any:
+        held: Any = torch.backends
+        return reduce(lambda holder, name: getattr(holder, name, None), setting.split("."), held)
 
-    return ask
+    return lambda: tuple(map(read, settings))
 
 
 def _autocast_dtypes() -> tuple[torch.dtype, ...]:

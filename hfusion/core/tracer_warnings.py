@@ -5,8 +5,8 @@ Only in the thread that traces. The filters of warnings and loggers are the proc
 
 from __future__ import annotations
 
-import importlib
 import logging
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -47,7 +47,10 @@ _silent_threads = 0
 
 @contextmanager
 def silence_tracers() -> Iterator[None]:
-    """No warnings, no logs of torch's up to errors, and no graphs printed on errors, by this thread."""
+    """No warnings, no logs of torch's up to errors, and no graphs printed on errors, by this thread.
+
+    Whoever exports inside imports ``torch.export._trace`` before, as torch does so at the first export only.
+    """
     global _silent_threads
     with _LOCK:
         _silent_threads += 1
@@ -138,8 +141,9 @@ def _remove() -> None:
 
 
 def _exporter() -> dict[str, Any]:
-    """The names in the module that prints, which torch imports when it first exports."""
-    return vars(importlib.import_module("torch.export._trace"))
+    """Return the names in the module that prints; none before it is imported, which takes as long as a short sweep."""
+    module = sys.modules.get("torch.export._trace")
+    return {} if module is None else vars(module)
 
 
 def _loggers() -> list[logging.Logger]:

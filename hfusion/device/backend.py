@@ -1,7 +1,7 @@
 """Services of a device beyond operators: streams, pinned memory, random numbers, free memory, synchronisation.
 
 Every accelerator answers through `torch.accelerator`, `torch.Stream` and its own module of
-torch, so that CUDA, ROCm, XPU and MPS are one path; the host does what it is asked for at once.
+torch, so that CUDA, ROCm, XPU and MPS are one path; the host does its work synchronously.
 Source: https://docs.pytorch.org/docs/stable/accelerator.html
 """
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hfusion.device.device_queues import DeviceQueue, HostQueue, Mark, Queue, StreamQueue
 from hfusion.device.graphs import DeviceGraph, GraphPool, generators_kept
+from hfusion.device.streams import StreamUse, lend_stream
 
 _TYPES = ("cuda", "xpu", "mps")
 AUTOCAST_QUESTIONS = {"is_autocast_enabled": "cuda"} | {
@@ -28,9 +29,9 @@ AUTOCAST_QUESTIONS = {"is_autocast_enabled": "cuda"} | {
 
 
 def types() -> tuple[str, ...]:
-    """The types of devices that tasks run on, besides the CPU: those that torch comes with, and what extends it here.
+    """Return the types of accelerators that tasks run on: those built into torch, and its extensions here.
 
-    ROCm's are called cuda.
+    ROCm's type is cuda.
     """
     found = torch.accelerator.current_accelerator()
     return _TYPES if found is None or found.type in _TYPES else (*_TYPES, found.type)
@@ -43,8 +44,10 @@ T = TypeVar("T")
 
 
 class Backend(Protocol):
-    """One device. ``pins``: copies between it and pinned host memory go on beside the computing. ``hands_over``: one
-    tensor can take over another's memory by DLPack. ``fuses``: torch's fused optimizers run there.
+    """One device.
+
+    ``pins``: copies between it and pinned host memory overlap with computing. ``hands_over``: one tensor can take over
+    another's memory by DLPack. ``fuses``: torch's fused optimizers run there.
     """
 
     @property
@@ -58,13 +61,13 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the model of an accelerator; empty for the host."""
+        """The name of the accelerator's model; empty for the host."""
 
-    def queue(self) -> Queue:
-        """A queue of its own. Keep it: torch's allocator has a pool of memory for every queue."""
+    def queue(self, copies: bool = False) -> Queue:
+        """Return a queue for exclusive use until it is closed; ``copies``: it is used for copies only."""
 
     def current(self) -> AbstractContextManager[Any]:
-        """In which it is the device on which kernels are launched."""
+        """Context manager: kernels are launched on this device."""
 
     def mark(self) -> Mark | None:
         """Return a mark that tells when all work queued by this thread is done; None if it is."""
@@ -73,7 +76,7 @@ class Backend(Protocol):
         """Note that this thread's queue uses a tensor of another queue, so that its memory outlives both."""
 
     def wait(self) -> None:
-        """Until all queues are empty."""
+        """Wait until all queues are empty."""
 
     def recorder(self) -> Recorder | str:
         """Return a recorder of launches, which one call then repeats, or the reason why there is none.
@@ -85,7 +88,7 @@ class Backend(Protocol):
         """Bytes of free memory. Not for the host, whose memory other processes share."""
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Until all that ``run`` asks for is done, by the device's own clock."""
+        """Return the seconds until all work that ``run`` queues is done, by the device's own clock."""
 
     def allocated(self, run: Callable[[], object]) -> int:
         """The most bytes that are allocated at a time while ``run`` runs. Not for the host."""
@@ -94,7 +97,7 @@ class Backend(Protocol):
         """The states of the generators that operators there draw from, by type of device."""
 
     def set_random_states(self, states: Mapping[str, Tensor]) -> None:
-        """Put back what `random_states` gave."""
+        """Restore the states that `random_states` returned."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Host:
     fuses: bool = True
     name: str = ""
 
-    def queue(self) -> Queue:
+    def queue(self, copies: bool = False) -> Queue:
         return HostQueue()
 
     def mark(self) -> Mark | None:
@@ -167,8 +170,8 @@ class Accelerator:
         found = getattr(self._module, "get_device_name", None)
         return str(found(self.device)) if found is not None else self.device.type
 
-    def queue(self) -> Queue:
-        return DeviceQueue(self.device) if self.device.type == "mps" else StreamQueue(torch.Stream(self.device))
+    def queue(self, copies: bool = False) -> Queue:
+        return DeviceQueue(self.device) if self.device.type == "mps" else StreamQueue(self.device, copies)
 
     def mark(self) -> Mark | None:
         return DeviceQueue(self.device).mark() if self.device.type == "mps" else Mark(self.device)
@@ -229,18 +232,17 @@ class Accelerator:
 
 
 class Recorder:
-    """Records work in a queue of its own, all in one pool of memory: what was recorded must be replayed one by one."""
+    """Records work in a queue of its own, in one pool of memory, so recordings must not be replayed concurrently."""
 
     def __init__(self, device: torch.device) -> None:
         self._accelerator = Accelerator(device)
-        self._stream = torch.Stream(device)
+        self._stream = lend_stream(device, self, StreamUse.RECORD).stream
         self._pool = GraphPool()
 
     @property
     def recording(self) -> bool:
         """Whether this thread's queue is being recorded, by hfusion or by user code."""
-        asked = getattr(torch.get_device_module(self._accelerator.device), "is_current_stream_capturing", None)
-        return asked is not None and bool(asked())
+        return is_recorded(self._accelerator.device)
 
     def __call__(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:
         """Return a function that replays ``work``, and its result, which replays overwrite. Raises errors of recording.
@@ -299,19 +301,25 @@ def current_device() -> torch.device:
 
 
 def current_queue() -> AbstractContextManager[Any]:
-    """In which any thread's operators run in the queue in which they run here, on the accelerator that is current."""
+    """Context manager for any thread: operators run in the queue this thread now uses on the current accelerator."""
     return torch.accelerator.current_stream() if _in_use() else nullcontext()
+
+
+def is_recorded(device: torch.device) -> bool:
+    """Return whether this thread's queue of ``device`` is being recorded, by hfusion or by user code."""
+    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
 
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Inside it, draws leave torch's random states, those of all devices, as they were."""
-    asked: list[Backend] = [Host(), *map(Accelerator, _in_use())]
-    before = [each.random_states() for each in asked]
+    """Context manager: restore torch's random states of all devices at the end."""
+    backends: list[Backend] = [Host(), *map(Accelerator, _in_use())]
+    before = [each.random_states() for each in backends]
     try:
         yield
     finally:
-        for each, states in zip(asked, before, strict=True):
+        for each, states in zip(backends, before, strict=True):
             each.set_random_states(states)
 
 
@@ -353,7 +361,7 @@ def use_attention_kernels(flags: Sequence[bool]) -> None:
 
 
 def computes_by_tf32(device: torch.device, operators: Iterable[str]) -> bool:
-    """Whether some of these operators compute float32 with the 10 bits of TF32 there, by torch's settings.
+    """True if torch's settings let some of these operators compute float32 with the 10 bits of TF32 on ``device``.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html
     """
@@ -368,3 +376,8 @@ def computes_by_tf32(device: torch.device, operators: Iterable[str]) -> bool:
         for name in operators
         for rounds, parts in zip(by_tf32, _MULTIPLYING, strict=True)
     )
+
+
+def attention_drops(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch's fused attention takes a dropout there; elsewhere torch writes it out."""
+    return device.type == "cuda" and dtype in (torch.float32, torch.float16, torch.bfloat16)

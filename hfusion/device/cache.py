@@ -8,9 +8,7 @@ import hashlib
 import json
 import os
 import secrets
-import shutil
 import stat
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +16,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from hfusion.core.claimed_folder import run_folder
 
 MAX_BYTES = 1 << 24
 
@@ -29,9 +29,9 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder() -> Path:
-    """For calibrations and compiled kernels: ``$XDG_CACHE_HOME/hfusion``, by default ``~/.cache/hfusion``.
+    """Return the folder of calibrations and compiled kernels: ``$XDG_CACHE_HOME/hfusion``, or ``~/.cache/hfusion``.
 
-    Where there is no such folder, or another user can write to it, a UserWarning says so, and this process has a
+    Issues a UserWarning if the folder cannot be created or another user can write to it; this process then has a
     private one until it ends.
     """
     return _usable(_wanted())
@@ -82,7 +82,7 @@ def _usable(wanted: Path | None) -> Path:
             trouble = f"{wanted}: {error.strerror}"
     private = _private()
     warnings.warn(
-        f"no cache folder can be used ({trouble}): what is kept there, such as compiled kernels, is made anew by every "
+        f"no cache folder can be used ({trouble}): what is kept there, such as compiled kernels, is made again by each "
         "process; let XDG_CACHE_HOME name a folder of your own that can be written",
         stacklevel=2,
     )
@@ -91,15 +91,15 @@ def _usable(wanted: Path | None) -> Path:
 
 @cache
 def _private() -> Path:
-    path, process = Path(tempfile.mkdtemp(prefix="hfusion-cache-")), os.getpid()
+    folder, process = run_folder(), os.getpid()
 
     def remove() -> None:
         # A child that was forked ends before its parent.
         if os.getpid() == process:
-            shutil.rmtree(path, ignore_errors=True)
+            folder.remove()
 
     atexit.register(remove)
-    return path
+    return folder.path
 
 
 def _make(folder: Path) -> None:

@@ -1,16 +1,14 @@
-"""How fast a device is: measured once, and kept in the user's cache folder.
+"""Measure the speed of a device once, and cache it in the user's cache folder.
 
-Rates are the best of some short runs: what other programs take of the machine meanwhile is not its own. Those of
-computing stand in a file of their own, as lowerings are chosen by them (`compute_rates`); what it takes to move bytes
-depends on the disk, too.
+Rates are the best of some short runs, to exclude the load of other programs. The rates of computing, from which
+lowerings are chosen (`compute_rates`), are in a separate file; the rates of moving bytes also depend on the disk.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-import platform
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +20,11 @@ from statistics import median
 
 import torch
 
+from hfusion.core.claimed_folder import temporary_folder
 from hfusion.core.errors import PlanError
 from hfusion.device.backend import accelerators, backend
 from hfusion.device.cache import cache_file, cache_folder, lasts, number, read_json, write_json
-from hfusion.device.native import cores
+from hfusion.device.native import core_cache, cores, processor, processor_name
 from hfusion.device.openmp import torch_threads
 
 _CALLS = 256
@@ -47,7 +46,7 @@ class BusyMachine(Exception):
 
 @dataclass(frozen=True)
 class ComputeRates:
-    """How fast a device of type ``device`` computes.
+    """The speed at which a device of type ``device`` computes.
 
     ``flops``: float32 matrix products, FLOP/s; ``memory``: elementwise operators, bytes/s read and written; ``calls``:
     operators per second that Python calls, and autograd differentiates, while they have next to nothing to compute.
@@ -68,8 +67,9 @@ class ComputeRates:
 
 @dataclass(frozen=True)
 class Rates(ComputeRates):
-    """How fast a device is. In bytes/s: ``load`` from host to device and ``evict`` back; ``read`` and ``write`` of the
-    disk.
+    """The speed of a device.
+
+    In bytes/s: ``load`` from host to device and ``evict`` back; ``read`` and ``write`` of the disk.
     """
 
     load: float
@@ -79,7 +79,7 @@ class Rates(ComputeRates):
 
     @property
     def action_seconds(self) -> float:
-        """What it takes to begin and to end an action of a task, whose operators are called one by one."""
+        """The overhead in seconds of an action of a task, whose operators are called one by one."""
         return _ACTION_CALLS / self.calls
 
     def shared(self, names: int, devices: int) -> Rates:
@@ -105,11 +105,11 @@ def standard_rates(device: torch.device) -> ComputeRates:
 
 
 def compute_rates(device: torch.device) -> ComputeRates:
-    """The rates by which lowerings are chosen: the machine's own, measured in about 0.2 s if they were not yet.
+    """Return the rates from which lowerings are chosen: those of this machine, measured once in about 0.2 s.
 
-    One machine chooses the same in every process: where what is measured cannot be kept, where there is no such device
-    here, and where the environment says HFUSION_RATES=standard, `standard_rates` hold. So they do while the machine is
-    too busy to be measured, which is tried again in the next process.
+    All processes of a machine choose the same: `standard_rates` are used if measurements cannot be cached, if there is
+    no such device here, and with HFUSION_RATES=standard in the environment. They are also used while the machine is too
+    busy to be measured, which is tried again in the next process.
     """
     if _by_standard() or not _present(device) or not lasts():
         return standard_rates(device)
@@ -133,9 +133,9 @@ def _present(device: torch.device) -> bool:
 
 
 def calibrate(device: torch.device, disk: Path) -> Rates:
-    """All rates of ``device``, with ``disk`` as the folder; a UserWarning where they cannot be kept.
+    """Return all rates of ``device``, measuring the disk of the folder ``disk``. Warns if they cannot be cached.
 
-    Raises PlanError for a device that is not here, and a disk that cannot be written.
+    Raises PlanError for a device that is not here, and a folder that cannot be written to.
     """
     if not _present(device):
         present = ", ".join(map(str, accelerators())) or "no accelerator"
@@ -172,10 +172,15 @@ _busy: dict[tuple[str, ...], str] = {}
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """What times measured on ``device`` depend on: it, the processor, the number of threads, torch."""
+    """Return the properties that identify times measured on ``device``: it, the processor, threads, torch.
+
+    Not the name of the machine: an image may give one name to different processors, and every container has its own.
+    """
     return {
         "device": f"{device.type} {backend(device).name}".strip(),
-        "processor": f"{platform.node()} {platform.machine()} {platform.processor()} x{os.cpu_count()}",
+        "processor": f"{processor_name()}, {cores()} cores with {core_cache() >> 10} KiB each",
+        # Generations of a processor may share a name.
+        "instructions": hashlib.sha256(processor().encode()).hexdigest()[:16],
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
     }
@@ -184,7 +189,7 @@ def describe(device: torch.device) -> dict[str, str]:
 def _kept(
     kind: str, description: Mapping[str, str], names: Sequence[str], measure: Callable[[], dict[str, float]]
 ) -> tuple[dict[str, float], str]:
-    """The rates ``names`` that a file tells, else measured and kept; and why they could not be kept.
+    """Read the rates ``names`` from a file, or measure and write them; also returns why they could not be written.
 
     Raises what ``measure`` does.
     """
@@ -201,7 +206,7 @@ def _kept(
         write_json(path, {"machine": description, "rates": rates})
     except OSError as error:
         return rates, (
-            f"{cache_folder()}: {error.strerror}; they are measured anew in every process, unless XDG_CACHE_HOME names "
+            f"{cache_folder()}: {error.strerror}; they are measured in every process, unless XDG_CACHE_HOME names "
             "a folder that can be written"
         )
     return rates, ""
@@ -216,7 +221,7 @@ def _read(path: Path, description: Mapping[str, str], names: Sequence[str]) -> d
     except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
         return None
     except OSError as error:
-        warnings.warn(f"the rates of the machine in {path} are measured anew: {error.strerror}", stacklevel=4)
+        warnings.warn(f"the rates of the machine in {path} are measured again: {error.strerror}", stacklevel=4)
         return None
 
 
@@ -312,9 +317,9 @@ def _disk(folder: Path, content: torch.Tensor) -> tuple[float, float]:
 
 def _disk_rates(folder: Path, data: bytes) -> tuple[float, float]:
     writes, reads = [], []
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with temporary_folder(folder) as scratch:
         for number in range(_DISK_RUNS):
-            path = Path(scratch, str(number))
+            path = scratch / str(number)
             start = time.perf_counter()
             with path.open("wb") as file:
                 file.write(data)
@@ -330,7 +335,7 @@ def _disk_rates(folder: Path, data: bytes) -> tuple[float, float]:
 
 
 def _forget(path: Path) -> None:
-    """Drop the file from the system's memory, where that can be asked for, so that reading it means the disk."""
+    """Drop the file from the system's page cache, if the system allows it, so that reading it reads the disk."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

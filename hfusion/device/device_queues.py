@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from hfusion.device.streams import StreamUse, lend_stream
+
 
 class Queue(Protocol):
     """A queue of work that a device does in order, concurrently with its other queues."""
@@ -20,6 +22,9 @@ class Queue(Protocol):
 
     def mark(self) -> Mark | None:
         """Return a mark that tells when all queued work is done; None if it is."""
+
+    def close(self) -> None:
+        """Release the queue's resources. No work may be added to it afterwards."""
 
 
 class Mark:
@@ -45,7 +50,7 @@ class Mark:
 
 
 class MarkClock:
-    """When a device had done what marks mark, by the host's clock ``now``; ask in the order of the marks."""
+    """Converts marks to the time ``now()`` of the host at which the device reached them, in the order of the marks."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -81,10 +86,16 @@ class HostQueue:
     def mark(self) -> Mark | None:
         return None
 
+    def close(self) -> None:
+        return
 
-@dataclass(frozen=True)
+
 class StreamQueue:
-    stream: torch.Stream
+    """A queue of a device that has several."""
+
+    def __init__(self, device: torch.device, copies: bool) -> None:
+        self._lent = lend_stream(device, self, StreamUse.COPY if copies else StreamUse.COMPUTE)
+        self.stream = self._lent.stream
 
     def run(self, job: Callable[[], None]) -> None:
         with self.stream:
@@ -95,6 +106,9 @@ class StreamQueue:
 
     def mark(self) -> Mark | None:
         return Mark(self.stream.device, self.stream)
+
+    def close(self) -> None:
+        self._lent.give_back()
 
 
 @dataclass(frozen=True)
@@ -113,3 +127,6 @@ class DeviceQueue:
         # Its events were not tried.
         self.wait()
         return None
+
+    def close(self) -> None:
+        return

@@ -88,9 +88,9 @@ class Generators:
 
 @contextmanager
 def draws_kept() -> Iterator[None]:
-    """Let this thread draw, and seed, as if there were no other; afterwards torch's random states are as before.
+    """Context manager: let this thread draw and seed as if it were alone, and restore torch's random states at the end.
 
-    What other threads draw meanwhile is what they would draw without it.
+    The draws of other threads are not affected.
     """
     device, alone = current_device(), threading.active_count() == 1
     with random_states_kept() if alone or device.type != "cpu" else nullcontext():

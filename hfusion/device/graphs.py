@@ -16,7 +16,7 @@ T = TypeVar("T")
 class GraphPool:
     """The memory pool that the graphs of a recorder share.
 
-    torch frees a pool with the last graph that uses it, and fails an internal assertion if a later graph asks for it.
+    torch frees a pool with the last graph that uses it, and fails an internal assertion if a later graph requests it.
     So the pool is that of a live graph; if there is none, torch creates a new one.
     """
 

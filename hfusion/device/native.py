@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hfusion.core.claimed_folder import temporary_folder
 from hfusion.device.cache import cache_folder, read_sealed, write_sealed
 
 T = TypeVar("T")
@@ -106,14 +107,14 @@ def _kept(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        warnings.warn(f"the compiled kernels in {path} are made anew: {error.strerror}", stacklevel=2)
+        warnings.warn(f"the compiled kernels in {path} are built again: {error.strerror}", stacklevel=2)
         return None
 
 
 def _compile(source: Path, compiler: Sequence[str], path: Path) -> ctypes.CDLL | str:
     """The library of ``source``, kept as ``path``; or why it cannot be made."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder, path.name)
+    with temporary_folder() as folder:
+        made = folder / path.name
         for extras in _EXTRAS:
             command = [*compiler, *_FLAGS, *extras, "-o", str(made), str(source), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
@@ -128,14 +129,14 @@ def _keep(path: Path, content: bytes) -> None:
         write_sealed(path, content)
     except OSError as error:
         warnings.warn(
-            f"cannot keep compiled kernels in {path.parent}: {error.strerror}; every process compiles them anew, "
+            f"cannot keep compiled kernels in {path.parent}: {error.strerror}; every process compiles them again, "
             "unless XDG_CACHE_HOME names a folder that can be written",
             stacklevel=2,
         )
 
 
 def _load(content: bytes, path: Path) -> ctypes.CDLL | None:
-    """The library of these bytes; None if what the compiler linked is not there at run time."""
+    """Load the library with these bytes; None if a library that it links to is missing at run time."""
     try:
         return load_copy(content, path, lambda copy: ctypes.CDLL(str(copy)))
     except OSError:
@@ -145,8 +146,8 @@ def _load(content: bytes, path: Path) -> ctypes.CDLL | None:
 def load_copy(content: bytes, path: Path, load: Callable[[Path], T]) -> T:
     """Return ``load(file)`` for a file of these bytes. Raises its errors.
 
-    A private copy is loaded and its name removed: a file that is cut short while it is mapped ends the process. Some
-    systems run nothing that lies in their folder for temporary files; there the copy lies beside ``path``.
+    A private copy is loaded and its name removed: a file that is truncated while it is mapped ends the process. Some
+    systems execute no files in their temporary folder; there the copy is created next to ``path``.
     """
     try:
         return _load_copy(content, path.name, load, None)
@@ -174,17 +175,25 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@cache
 def processor() -> str:
-    """Return what -march=native depends on, as home folders may be shared by machines and containers may move."""
+    """Return the properties of the processor that -march=native depends on; machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    told = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(told)))
+    fields = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(fields)))
+
+
+def processor_name() -> str:
+    """Return the processor's model where the system tells it, else its architecture."""
+    described = dict(line.partition(":")[::2] for line in processor().splitlines())
+    names = {key.strip(): value.strip() for key, value in described.items()}
+    return names.get("model name") or platform.processor() or platform.machine()
 
 
 def core_cache() -> int:
     """Bytes of the second-level cache that a core has, 2 MiB where torch does not tell."""
-    told: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return int(told.get("l2_cache_size") or 1 << 21)
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return int(capabilities.get("l2_cache_size") or 1 << 21)

@@ -1,4 +1,4 @@
-"""What was recorded on a device to be replayed, by kind, and when recording is given up."""
+"""A cache of work recorded on a device for replay, by kind, which gives up recording after too many failures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 # Kinds that are recorded: each keeps the memory that it computes in.
 MAX_RECORDED = 4
-# How often tensors may move before recording them anew is given up.
+# How often tensors may move before recording is given up.
 MAX_MOVES = 3
 
 Recorded = TypeVar("Recorded")
@@ -29,11 +29,11 @@ class Recordings(Generic[Recorded]):
         return len(self._kept) == MAX_RECORDED
 
     def get(self, kind: Hashable) -> Recorded | None:
-        """What was recorded of a kind."""
+        """Return the recording of a kind, None if there is none."""
         return self._kept.get(kind)
 
     def add(self, kind: Hashable, record: Callable[[], Recorded]) -> Recorded | None:
-        """Keep what ``record`` gives; None where it raises: recording is given up."""
+        """Keep the result of ``record``. If it raises, return None and give up recording."""
         try:
             found = self._kept[kind] = record()
         except Exception as error:
@@ -44,7 +44,7 @@ class Recordings(Generic[Recorded]):
         return found
 
     def forget(self) -> None:
-        """The tensors lie elsewhere from now on."""
+        """Drop all recordings, because the tensors have moved."""
         if not self._kept:
             return
         self._kept.clear()

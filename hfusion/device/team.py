@@ -1,8 +1,8 @@
-"""Threads of this process, one for each core, that do the pieces of one work at the same time (``team.c``).
+"""A team of threads of this process, one per core, that run the parts of one job in parallel (``team.c``).
 
-Whoever asks for a work may be one of them. While they work they hold no lock of Python's; between works they sleep,
-after a look for the next. Steps that want as many threads share a team; it ends with the last of them. A forked
-process, which has no threads but one, makes its own.
+The calling thread may be one of them. While they work they do not hold Python's lock; between jobs they spin for a
+while, and then sleep. Steps with the same number of threads share a team; it ends with the last of them. A forked
+process, which has only one thread, creates its own team.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 class _Setting(ctypes.Structure):
-    """As `team.c` has it."""
+    """The struct of the same layout in `team.c`."""
 
     _fields_ = (("threads", _POINTER), ("set_threads", _POINTER), ("set_mkl", _POINTER))
 
@@ -78,7 +78,7 @@ def _setting() -> _Setting:
 class Team:
     """``threads`` threads, each of which computes with ``inner`` threads of torch's.
 
-    ``joined``: whoever asks for a work is one of them, if that is possible.
+    ``joined``: the calling thread is one of them, if that is possible.
     """
 
     def __init__(self, threads: int, inner: int, joined: bool) -> None:
@@ -116,7 +116,7 @@ class Team:
 
 
 def _stay(address: int, inner: int, ready: Event) -> None:
-    # A thread that was never asked takes, when it first is, the number that was last set anywhere.
+    # A thread takes, when its number is first read, the number that was last set anywhere.
     torch.get_num_threads()
     torch.set_num_threads(inner)
     torch.set_grad_enabled(False)

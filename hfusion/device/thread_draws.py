@@ -29,7 +29,7 @@ Swapped: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 
 
 class _ReadingThread(threading.local):
-    """``own``: what this thread draws from on the host. ``swapped``: in which torch's generators stand for its own."""
+    """``own``: this thread's generator on the host. ``swapped``: context that gives torch's generators its states."""
 
     own: torch.Generator | None = None
     swapped: Swapped | None = None
@@ -41,7 +41,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def drawing_from(own: torch.Generator, swapped: Swapped) -> Iterator[None]:
-    """Inside it this thread draws, seeds, and asks for torch's random state as if ``own`` were torch's generator.
+    """Context manager: this thread draws, seeds and reads torch's random state as if ``own`` were torch's generator.
 
     Draws on accelerators are made within ``swapped()``.
     """
@@ -58,7 +58,7 @@ def drawing_from(own: torch.Generator, swapped: Swapped) -> Iterator[None]:
 
 
 def seen_in_modes() -> AbstractContextManager[Any]:
-    """Inside, what the `TorchDispatchMode` calls that is asked, draws from this thread's own: torch hides it there."""
+    """Context manager: operators called inside a `TorchDispatchMode`, where torch hides ours, draw from this thread."""
     if _here.own is None:
         return nullcontext()
     hidden = torch._C._dispatch_tls_local_exclude_set()

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from hfusion.core.claimed_folder import ClaimedFolder, remove_abandoned
+from hfusion.core.claimed_folder import ClaimedFolder, remove_abandoned, run_folder, temporary_folder
 
 
 def test_what_ended_processes_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -59,3 +62,25 @@ def test_what_is_of_another_user_or_a_link_is_left_alone(tmp_path: Path) -> None
     os.mkfifo(tmp_path / "run-pipe")
     remove_abandoned(tmp_path, "run-")
     assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "run-theirs", "run-link", "run-pipe"}
+
+
+KILLED = """
+import os, signal
+from hfusion.core.claimed_folder import run_folder
+run_folder().path.joinpath("data").write_bytes(b"x")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_run_removes_the_temporary_files_of_a_killed_one(tmp_path: Path) -> None:
+    """And nothing of a run that goes on."""
+    place = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", KILLED], env=place)
+    assert done.returncode == -signal.SIGKILL
+    (abandoned,) = tmp_path.iterdir()
+    assert (abandoned / "data").exists()
+    first = run_folder(tmp_path)
+    with temporary_folder(tmp_path) as second:
+        assert {*tmp_path.iterdir()} == {first.path, second}
+    first.remove()
+    assert not [*tmp_path.iterdir()]

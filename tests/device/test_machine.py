@@ -204,7 +204,7 @@ def test_a_calibration_that_cannot_be_read_or_replaced_is_told(
     path = kept(kind)
     path.unlink()
     os.mkfifo(path)
-    with pytest.warns(UserWarning, match=r"the rates of the machine in .* are measured anew: it is no regular file"):
+    with pytest.warns(UserWarning, match=r"the rates of the machine in .* are measured again: it is no regular file"):
         rates = machine.calibrate()
     assert machine.calibrate() == rates
     path.unlink()

@@ -81,7 +81,7 @@ def test_a_library_that_is_not_believed_is_compiled_again(
     native.build(seven, compiler, folder)
     (made,) = folder.iterdir()
     attack(made)
-    with pytest.warns(UserWarning, match=rf"the compiled kernels in {made} are made anew: .*{why}"):
+    with pytest.warns(UserWarning, match=rf"the compiled kernels in {made} are built again: .*{why}"):
         library = native.build(seven, compiler, folder)
     assert isinstance(library, ctypes.CDLL)
     assert library.seven() == 7
@@ -100,7 +100,7 @@ def test_code_of_a_stranger_does_not_run(seven: Path, compiler: list[str], tmp_p
         f'#include <stdio.h>\n__attribute__((constructor)) void run(void) {{ fclose(fopen("{mark}", "w")); }}'
     )
     subprocess.run([*compiler, "-shared", "-fPIC", "-o", str(made), str(evil)], check=True)
-    with pytest.warns(UserWarning, match="are made anew: it is damaged"):
+    with pytest.warns(UserWarning, match="are built again: it is damaged"):
         native.build(seven, compiler, folder)
     assert not mark.exists()
 
@@ -120,7 +120,7 @@ def test_a_file_that_is_cut_short_while_it_is_loaded_harms_nobody(
 def test_a_folder_that_cannot_be_written_is_told(seven: Path, compiler: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
-        pytest.warns(UserWarning, match=r"are made anew: Not a directory"),
+        pytest.warns(UserWarning, match=r"are built again: Not a directory"),
         pytest.warns(UserWarning, match=r"cannot keep compiled kernels in .*: Not a directory; .* XDG_CACHE_HOME"),
     ):
         library = native.build(seven, compiler, tmp_path / "file")

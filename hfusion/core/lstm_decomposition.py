@@ -1,0 +1,40 @@
+"""The last states of LSTMs in traces: torch up to 2.11 decomposes an LSTM into states with a dim too many.
+
+Kernels give ``[L, N, H]``; torch 2.11's decomposition, which tracing runs, gives ``[L, 1, N, H]`` for N > 1. Code that
+uses the states would be captured with wrong shapes, and compiled steps would return them.
+
+Private to torch, tried on 2.11 and 2.13: the function that decomposes one layer.
+"""
+
+from __future__ import annotations
+
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch.utils._mode_utils import no_dispatch
+
+
+@cache
+def correct_lstm_decomposition() -> None:
+    """Let torch's decomposition give states of the shape of the first states, for the rest of the process."""
+    from torch._decomp import decompositions
+
+    module: Any = decompositions
+    one_layer = getattr(module, "one_layer_lstm", None)
+    if one_layer is None or not _has_extra_dim(one_layer):
+        return
+
+    @wraps(one_layer)
+    def corrected(inp: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        y, states = one_layer(inp, hidden, *args, **kwargs)
+        return y, tuple(state.reshape(first.shape) for state, first in zip(states, hidden, strict=True))
+
+    module.one_layer_lstm = corrected
+
+
+def _has_extra_dim(one_layer: Any) -> bool:
+    with no_dispatch(), torch.no_grad():
+        x, state, weight = torch.zeros(1, 2, 1), torch.zeros(2, 1), torch.zeros(4, 1)
+        _, states = one_layer(x, (state, state), (weight, weight), False)
+    return any(last.shape != state.shape for last in states)

@@ -1,0 +1,82 @@
+"""Records of measurements, kept in the user's cache folder for later processes on the same machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, Protocol, TypeVar, get_type_hints
+
+from hfusion.device.cache import cache_file, number, read_json, write_json
+
+# Rows that a file has, the latest, and those of the nearest size that an estimate is made of.
+MAX_ROWS, _NEAREST = 128, 5
+_COUNTS, _SECONDS = (1, 1e9), (1e-6, 1e6)
+
+
+@dataclass(frozen=True)
+class TimeRecord:
+    """Seconds that something took."""
+
+    seconds: float
+
+
+class SizedRecord(Protocol):
+    """A record of a program of so many operators."""
+
+    @property
+    def operators(self) -> int: ...
+
+
+Record = TypeVar("Record", bound=Any)
+Sized = TypeVar("Sized", bound=SizedRecord)
+
+
+@dataclass(frozen=True)
+class RecordFile(Generic[Record]):
+    """Records of one kind on one machine, the oldest first.
+
+    Attributes:
+        record: a dataclass whose fields are of type ``int`` (a count), ``float`` (seconds or a ratio), ``bool``, or
+            ``float | None``.
+        name: the beginning of the file's name.
+        machine: the description of the machine, as of `hfusion.device.calibrate.describe`.
+    """
+
+    record: type[Record]
+    name: str
+    machine: Mapping[str, str]
+
+    def read(self) -> list[Record]:
+        """Return the records; none if the file is missing, unreadable or invalid."""
+        try:
+            rows = read_json(cache_file(self.name, self.machine))["rows"]
+            fields = get_type_hints(self.record)
+            return [self.record(**{key: _value(row[key], kind) for key, kind in fields.items()}) for row in rows]
+        except (OSError, ValueError, LookupError, TypeError):
+            return []
+
+    def add(self, record: Record) -> None:
+        """Keep one more record, if the folder can be written: without it estimates are only worse."""
+        rows = [asdict(row) for row in [*self.read(), record][-MAX_ROWS:]]
+        with suppress(OSError):
+            write_json(cache_file(self.name, self.machine), {"machine": self.machine, "rows": rows})
+
+
+def nearest(records: Sequence[Sized], operators: int) -> list[Sized]:
+    """Return the few records nearest in size, the latest where sizes are equal."""
+
+    def distance(record: Sized) -> float:
+        return max(record.operators, operators) / max(1, min(record.operators, operators))
+
+    latest_first = list(reversed(records))
+    return sorted(latest_first, key=distance)[:_NEAREST]
+
+
+def _value(value: object, kind: Any) -> Any:
+    """Return the value of a field. Raises ValueError for one that it cannot have."""
+    if kind is bool:
+        return bool(value)
+    if kind is int:
+        return int(number(value, *_COUNTS))
+    return None if value is None and kind is not float else number(value, *_SECONDS)
