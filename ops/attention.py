@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hfusion.core.layout import Layout
+from hfusion.device.backend import attention_drops
+from hfusion.ops.attention_dropout import (
+    attend,
+    attend_by_blocks,
+    attend_dropping,
+    attend_with_dropout,
+    attention_weights,
+    block_workspace,
+    each_head,
+    keeps_weights,
+)
 from hfusion.ops.lowering import Efficiency, KeptOperands, Saves, Sizes
-from hfusion.ops.random import Probability, dropout_stacked
-from hfusion.ops.rule import Answer, MemberScalars, RuleTable, Site, Value, has_per_member, hint, loop
+from hfusion.ops.random import Probability
+from hfusion.ops.rule import Answer, Call, MemberScalars, RuleTable, Site, Value, has_per_member, hint, loop
 from hfusion.ops.saved import elements, scores
 
 aten = torch.ops.aten
@@ -67,16 +77,7 @@ def attention(
     mask = attn_mask if attn_mask is None or attn_mask.shared else attn_mask.to(STACKED, rank=rank)
     arguments = (q, k, v, mask, is_causal, scale, enable_gqa)
     if isinstance(dropout_p, MemberScalars) or dropout_p > 0:
-        p: Probability = (
-            tuple(map(float, dropout_p.values)) if isinstance(dropout_p, MemberScalars) else float(dropout_p)
-        )
-        return site.call(
-            attend_with_dropout,
-            (p, site.members, *arguments),
-            STACKED,
-            "written out, own draws",
-            saves=WRITTEN_OUT_KEEPS,
-        )
+        return _with_dropout(site, dropout_p, query, key, arguments)
     folded = site.call(attend, arguments, STACKED, "members as batch", efficiency=FUSED)
     if not _short(query) or not _short(key):
         return folded
@@ -86,68 +87,32 @@ def attention(
     return folded, written_out
 
 
+def _with_dropout(site: Site, dropout_p: Any, query: Value, key: Value, arguments: tuple[Any, ...]) -> Call:
+    """Write out attention over short sequences, and never keep the attention weights of long ones."""
+    own = isinstance(dropout_p, MemberScalars)
+    p: Probability = tuple(map(float, dropout_p.values)) if own else float(dropout_p)
+    example = site.example
+    if attention_drops(example.device, example.dtype) and not (_short(query) and _short(key)):
+        return site.call(attend_dropping, (p, *arguments), STACKED, "members as batch, own draws")
+    inputs = (p, site.members, *arguments)
+    if keeps_weights(site.members, example, key):
+        return site.call(attend_with_dropout, inputs, STACKED, "written out, own draws", saves=WRITTEN_OUT_KEEPS)
+    saves = Saves(KeptOperands.ALL, workspace=partial(block_workspace, site.members))
+    return site.call(attend_by_blocks, inputs, STACKED, "by blocks of queries, own draws", saves=saves)
+
+
 def _short(x: Value) -> bool:
-    """Whether ``x [*, T, E]`` is short enough for weights ``[*, T, S]`` that are kept for backward."""
+    """True if ``x [*, T, E]`` is short enough to keep the attention weights ``[*, T, S]`` for backward."""
     length = hint(x.shape[-2])
     return length is not None and length <= WRITTEN_OUT_UP_TO
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool
-) -> Tensor:
-    """``q [B, *, T, E]``, ``k [B, *, S, E]``, ``v [B, *, S, D]`` -> ``[B, *, T, D]``.
-
-    ``mask`` is shared, with at most the dims of a member's ``q``, or ``[B, ...]`` with as many dims as ``q``.
-    """
-    if q.dim() != 5 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
-    if mask is not None and mask.dim() >= 4:
-        mask = mask.expand(*q.shape[:2], *mask.shape[-3:]).flatten(0, 1)
-    q_flat, k_flat, v_flat = (x.flatten(0, 1) for x in (q, k, v))
-    y = F.scaled_dot_product_attention(q_flat, k_flat, v_flat, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
-    return y.view(*q.shape[:-1], v.shape[-1])
 
 
 def attend_written_out(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, gqa: bool
 ) -> Tensor:
-    """As `attend`, by two products and a softmax: the faster for few tokens, where heads lie apart in memory."""
-    k, v = _each_head(q, k, v) if gqa else (k, v)
-    return torch.matmul(_weights(q, k, mask, causal, scale), v)
-
-
-def _each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values that groups of heads share, once for each head."""
-    k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-    return k, v
-
-
-def attend_with_dropout(
-    p: Probability,
-    members: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    gqa: bool,
-) -> Tensor:
-    """As `attend`, each member's weights dropped by its own draws, as torch's written-out attention does."""
-    k, v = _each_head(q, k, v) if gqa else (k, v)
-    weights = dropout_stacked(_weights(q, k, mask, causal, scale), p, members, False, False)
-    return torch.matmul(weights, v)
-
-
-def _weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
-    """The softmax of the scores; zero for a query that may attend to nothing, as in torch."""
-    scores = torch.matmul(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT)
-    if causal:
-        scores = scores + scores.new_full(scores.shape[-2:], -math.inf).triu(1)
-    if mask is None:
-        return scores.softmax(-1)
-    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
-    return scores.softmax(-1).masked_fill(scores.eq(-math.inf).all(-1, keepdim=True), 0)
+    """Compute `attend` by two products and a softmax: faster for few tokens, if heads are not adjacent in memory."""
+    k, v = each_head(q, k, v) if gqa else (k, v)
+    return torch.matmul(attention_weights(q, k, mask, causal, scale), v)
 
 
 RULES: RuleTable = {aten.scaled_dot_product_attention.default: attention}

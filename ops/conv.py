@@ -2,8 +2,8 @@
 
 With a shared input and per-member weights, B convolutions are one with ``B*O`` outputs. With an input per
 member they are one with B times the groups. With shared weights the members are samples. Against the loop over
-members, one call saves B-1 calls, and is the slower the larger the images: in channels_last one member's pixel lies
-beside those of all others. A kernel of one position is a product of matrices.
+members, one call saves B-1 calls, and is the slower the larger the images: in channels_last one member's pixel is
+next to those of all others. A kernel of one position is a product of matrices.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Convolution:
         return tuple(ways)
 
     def pointwise(self, weight: Value, options: Options) -> bool:
-        """Whether the kernel has one position, stride 1, no padding, one group."""
+        """True if the kernel has one position, stride 1, no padding and one group."""
         same = (1,) * self.dims
         return (
             not self.transposed
@@ -77,7 +77,7 @@ class Convolution:
         )
 
     def images(self, x: Value) -> bool:
-        """Whether torch has channels_last for ``x``."""
+        """True if torch has channels_last for the rank of ``x``."""
         return x.rank == self.dims + 2 and x.rank in CHANNELS_LAST
 
     def one_weight(self, site: Site, x: Value, weight: Value, bias: Value | None, options: Options) -> Call:
@@ -124,10 +124,10 @@ class Convolution:
 
 
 def side_by_side(convolve: OpOverload, x: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """One convolution for all members: shared or packed ``x``, stacked weights, a packed result.
+    """Compute one convolution for all members: shared or packed ``x``, stacked weights, a packed result.
 
     The arguments are those of `of_all_members`. On a CPU input and result are in channels_last where torch has it: as
-    fast or up to twice as fast, and what normalises and pools after it up to six times.
+    fast or up to twice as fast, and norms and pooling after it up to six times.
     """
     return of_all_members(
         convolve, to_channels_last(x) if x.is_cpu and x.dim() in CHANNELS_LAST else x, *rest, **options
@@ -137,7 +137,7 @@ def side_by_side(convolve: OpOverload, x: Tensor, *rest: Any, **options: Any) ->
 def of_all_members(
     convolve: OpOverload, x: Tensor, weight: Tensor, bias: Maybe, inputs_first: bool, **options: Any
 ) -> Tensor:
-    """The convolution of ``x`` by the weights of all members.
+    """Convolve ``x`` with the weights of all members.
 
     ``inputs_first``: weights ``[C, O, *K]`` that all meet the same C, so that members lie side by side in O.
     """
@@ -169,8 +169,8 @@ def with_biases(convolve: OpOverload, rank: int, x: Tensor, weight: Tensor, bias
 def product(x: Tensor, weight: Tensor, bias: Maybe) -> Tensor:
     """Kernels of one position: ``x [N, C, *S]`` shared or ``[B, N, C, *S]``, ``weight [B, O, C, *1]``.
 
-    The stacked result ``[B, N, O, *S]`` lies in memory as ``[B, O, N, *S]``: one product per member, and what
-    normalises channels reads it in order.
+    The stacked result ``[B, N, O, *S]`` is stored as ``[B, O, N, *S]``: one product per member, and norms over
+    channels read it in order.
     """
     members, channels_out, channels_in = weight.shape[:3]
     if x.dim() < weight.dim():
@@ -189,7 +189,7 @@ def product(x: Tensor, weight: Tensor, bias: Maybe) -> Tensor:
 
 @Memberwise
 def product_each(x: Tensor, weight: Tensor, bias: Maybe) -> Tensor:
-    """One member's `product`: ``x [N, C, *S]``, ``weight [O, C, *1]``; the result lies in memory as ``[O, N, *S]``."""
+    """One member's `product`: ``x [N, C, *S]``, ``weight [O, C, *1]``; the result is stored as ``[O, N, *S]``."""
     return product(x, weight.unsqueeze(0), None if bias is None else bias.unsqueeze(0)).squeeze(0)
 
 
@@ -201,7 +201,7 @@ def channels_last(convolve: OpOverload, x: Tensor, weight: Tensor, bias: Maybe, 
 
 
 def to_channels_last(x: Tensor) -> Tensor:
-    """``[N, C, *S]`` in channels_last; a view where it lies so already, and for one channel."""
+    """Return ``[N, C, *S]`` in channels_last: ``x`` itself if it is already, or a view if it has one channel."""
     if x.shape[1] == 1:
         # With one channel both orders fit; torch takes the strides for channels_last only if they say so.
         return x.contiguous().squeeze(1).unsqueeze(-1).movedim(-1, 1)

@@ -15,14 +15,14 @@ from hfusion.ops.rule import Call, Rule, Site, has_per_member, in_order, loop, m
 
 @dataclass(frozen=True)
 class Fold:
-    """How members and samples become one dim: ``[B*N, ...]``, or ``[N*B, ...]`` if ``samples_first``."""
+    """A fold of members and samples into one dim: ``[B*N, ...]``, or ``[N*B, ...]`` if ``samples_first``."""
 
     members: int
     samples_first: bool
 
     @classmethod
     def of(cls, x: Tensor) -> Fold:
-        """The order in which ``x`` ``[B, N, ...]`` lies in memory, so that folding it needs no copy."""
+        """Return the fold in the memory order of ``x`` ``[B, N, ...]``, which needs no copy."""
         return cls(x.shape[0], x.stride(0) < x.stride(1))
 
     def fold(self, x: Tensor) -> Tensor:

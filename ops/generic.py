@@ -82,7 +82,7 @@ def _fill(item: Any, mark: Any, rows: Any) -> Any:
 
 
 def _vmaps(site: Site, arguments: Mapping[str, Any]) -> bool:
-    """Whether vmap handles the operator by a batching rule: tried once on fake tensors of the same shapes."""
+    """True if vmap has a batching rule for the operator, found by one run on fake tensors of the same shapes."""
     args, kwargs = in_order(site, map_values(arguments, lambda v: v if v.shared else v.to(Layout.STACKED)))
     marks = tuple(_batched(item) for item in (*args, *kwargs.values()))
     with FakeTensorMode(), no_fallback():

@@ -1,7 +1,7 @@
 """Reading and writing by index: shared indices address dims behind the member dim, others add a member index.
 
-The dims of the indices stand in the result in place of the indexed dims where those are neighbours, in front
-otherwise: https://numpy.org/doc/stable/user/basics.indexing.html#combining-advanced-and-basic-indexing
+In the result the dims of the indices replace the indexed dims if those are neighbours, and come first otherwise:
+https://numpy.org/doc/stable/user/basics.indexing.html#combining-advanced-and-basic-indexing
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Indexed:
-    """How indices lie in a member: ``dims`` of theirs replace ``consumed`` dims from ``first`` on.
+    """The effect of indices on a member's dims: ``dims`` of theirs replace ``consumed`` dims from ``first`` on.
 
     ``adjacent``: whether the indexed dims are neighbours.
     """
@@ -113,7 +113,7 @@ def index_shared(x: Tensor, indices: Sequence[Tensor | None], place: int) -> Ten
 def index_stacked(x: Tensor, indices: Sequence[Tensor | None], dims: int, place: int) -> Tensor:
     """Stacked ``x`` by indices some of them stacked, whose ``dims`` belong at the member's ``place``."""
     result: Tensor = aten.index.Tensor(x, [_member_index(x, dims), *indices])
-    # Behind a whole dim, they are no neighbours of the member index, and stand in front.
+    # After a whole dim they are no neighbours of the member index, and so come first.
     return result.movedim(tuple(range(1, dims + 1)), tuple(range(place + 1, place + dims + 1)))
 
 

@@ -35,7 +35,7 @@ def repeat_interleave(site: Site, *, self: Value, repeats: Any, dim: int | None,
 
 
 def repeat_flat(x: Tensor, repeats: int) -> Tensor:
-    """Every element of every member's flattened tensor ``repeats`` times."""
+    """Flatten each member's tensor and repeat every element ``repeats`` times: ``[B, numel * repeats]``."""
     return x.flatten(1).repeat_interleave(repeats, 1)
 
 

@@ -97,7 +97,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _own_backward(weight: Tensor) -> bool:
-    """Whether `TokenMajor` pays.
+    """True if `TokenMajor` can be used and is faster than torch's own backward.
 
     Autocast must see the products themselves, to cast their gradients back; so must the transforms of torch.func.
     """

@@ -1,7 +1,7 @@
-"""How an operator runs for the whole array, as a record.
+"""The record of how an operator runs for the whole array.
 
-Whatever chooses among lowerings, plans memory, checks programs or tells of them reads the fields of a `Lowering`. Its
-text is for people alone.
+Code that chooses among lowerings, plans memory, checks programs or reports them reads the fields of a `Lowering`. Its
+text is only for people.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Shape: TypeAlias = tuple[int, ...]
 class Sizes:
     """One member's call in numbers.
 
-    ``operands``: shapes by argument name, nested as they were given; what is no tensor stands there unchanged.
+    ``operands``: shapes by argument name, nested like the arguments; arguments that are no tensors are unchanged.
     ``result``: the shape of the result, the first if there are several. ``width``: bytes of one value of it.
     """
 
@@ -36,20 +36,20 @@ Count: TypeAlias = Callable[[Sizes], int]
 
 
 class KeptOperands(enum.Enum):
-    """Which operands autograd keeps for backward."""
+    """The operands that autograd keeps for backward."""
 
     NONE = "none"
     ALL = "all"
-    # Each whose partner gets a gradient, as of a product.
+    # Each factor whose partner gets a gradient, as for a matrix product.
     FACTORS = "factors"
 
 
 @dataclass(frozen=True)
 class Saves:
-    """What autograd keeps for the backward of a call.
+    """The memory that autograd keeps for the backward of a call.
 
-    ``operands`` and ``result`` of it, and ``beside`` these so many bytes. ``workspace``: bytes that it takes while it
-    runs, and gives back.
+    ``operands``, ``result``: whether these are kept. ``beside``: further bytes that are kept. ``workspace``: bytes that
+    the call allocates and frees while it runs.
     """
 
     operands: KeptOperands = KeptOperands.ALL
@@ -59,12 +59,12 @@ class Saves:
 
 
 class View(enum.Enum):
-    """Whether a result lies in the memory of an operand: the first that is no number."""
+    """States whether a result is a view of its first operand that is no number."""
 
     ALWAYS = "always"
-    # Counted as a view; of an array that lies otherwise than its members do it is a copy.
+    # Counted as a view; a copy if the array is stored in another order than its members are.
     USUALLY = "usually"
-    # Counted as a view where the member's operand lies in the order of its dims.
+    # Counted as a view if the member's operand is stored in the order of its dims.
     IN_ORDER = "in order"
     # Counted as a copy; at times it is the operand itself.
     PERHAPS = "perhaps"
@@ -72,18 +72,18 @@ class View(enum.Enum):
 
     @property
     def likely(self) -> bool:
-        """Whether it is no work, as far as is known."""
+        """True if the result is expected to be a view, which costs nothing."""
         return self in (View.ALWAYS, View.USUALLY, View.IN_ORDER)
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How a lowering fares on a CPU against the machine's own rates, forward and backward together.
+    """The efficiency of a lowering on a CPU relative to the machine's rates, forward and backward together.
 
-    ``calls``: how many calls of small operators one call takes the time of, beside arithmetic and traffic;
+    ``calls``: fixed cost of a call, in calls of small operators, in addition to arithmetic and traffic;
     ``arithmetic`` and ``traffic``: the shares of the machine's rates that it reaches; ``more``: floating-point
-    operations beside those of products. What was not measured is at its best: full rates, and the four calls that a
-    small operator and its backward take in a program.
+    operations in addition to those of products. Defaults, for lowerings that were not measured, are full rates and the
+    four calls that a small operator and its backward take in a program.
     """
 
     calls: float = 4.0

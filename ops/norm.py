@@ -77,7 +77,7 @@ def native_batch_norm(site: Site, **arguments: Any) -> Call | None:
 
 
 def _batch_norm_once(site: Site, arguments: Mapping[str, Any]) -> Call:
-    """For a shared input and statistics that are its own, or shared."""
+    """Normalise a shared input once; its running statistics are each member's own, or shared."""
     state = tuple(arguments[name] for name in ("weight", "bias"))
     layout = Layout.PACKED if any(v is not None and not v.shared for v in state) else Layout.SHARED
     mean, var = arguments["running_mean"], arguments["running_var"]
@@ -115,7 +115,7 @@ def batch_norm_stacked(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """Stacked ``x [B, N, C, *S]``, normalised in whichever order of its dims it lies in memory."""
+    """Normalise stacked ``x [B, N, C, *S]`` in the order of dims in which it is stored."""
     rest = (weight, bias, mean, var, training, momentum, eps)
     members, _, channels = x.shape[:3]
     samples_outside = x.stride(1) > x.stride(2)
@@ -295,7 +295,7 @@ def _rows_and_result(sizes: Sizes) -> int:
     return row_statistics(sizes) + result_bytes(sizes)
 
 
-# The normalised values, beside what their norm keeps.
+# The normalised values, in addition to what their norm keeps.
 SCALED_KEEPS = Saves(beside=_rows_and_result)
 
 
@@ -310,7 +310,7 @@ def rows(norm: OpOverload, members: int, *args: Any) -> Tensor:
 
 
 def rows_batched(norm: OpOverload, members: int, x: Tensor, shape: list[int], *args: Any) -> Tensor:
-    """As `rows`, of stacked operands ``x [B, *S]`` and weights ``[B, *shape]``, or ``shape`` for all; no loop."""
+    """Compute `rows` without a loop: ``x [B, *S]`` and weights ``[B, *shape]``, or ``shape`` shared by all members."""
     names = [argument.name for argument in norm._schema.arguments[2:]]
     options = dict(zip(names, args, strict=False))
     weight, bias = (_lifted(options.pop(name, None), len(shape), x) for name in ("weight", "bias"))
@@ -322,7 +322,7 @@ def _lifted(affine: Maybe, rank: int, x: Tensor) -> Maybe:
 
 
 def _loops(arguments: Mapping[str, Any]) -> bool:
-    """Whether the input is listed, scalars differ, or statistics lie so that writes would miss them."""
+    """True if members run in a loop: listed input, scalars that differ, or statistics whose layout needs a copy."""
     statistics = [arguments.get(name) for name in ("running_mean", "running_var")]
     listed = any(v is not None and v.layout in (Layout.LISTED, Layout.PACKED) for v in statistics)
     return listed or arguments["input"].layout is Layout.LISTED or has_per_member(arguments)
@@ -343,13 +343,13 @@ def _only_input_differs(arguments: Mapping[str, Any]) -> bool:
 
 
 def _half_shared(arguments: Mapping[str, Any]) -> bool:
-    """Whether one of the running statistics is shared and the other is not."""
+    """True if one of the running statistics is shared and the other is not."""
     statistics = [v for v in (arguments["running_mean"], arguments["running_var"]) if v is not None]
     return len({v.shared for v in statistics}) > 1
 
 
 def _written_by_all(site: Site, arguments: Mapping[str, Any]) -> bool:
-    """Whether statistics are written that are not each member's own; refused but for a single member."""
+    """True if the call updates running statistics that are shared. Raises FusionError for more than one member."""
     statistics = [v for v in (arguments["running_mean"], arguments["running_var"]) if v is not None and v.shared]
     if not statistics or site.members == 1:
         return bool(statistics)

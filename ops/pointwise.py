@@ -76,7 +76,7 @@ def _overload(base: str, overload: str) -> OpOverload | None:
 
 
 def _plain(target: OpOverload) -> bool:
-    """Whether ``target`` takes a tensor and gives one, and writes into none."""
+    """True if ``target`` takes a tensor, returns a single one, and writes into none."""
     schema = target._schema
     single = [str(result.type) for result in schema.returns] == ["Tensor"]
     takes = any(str(argument.type) in ("Tensor", "Optional[Tensor]") for argument in schema.arguments)
@@ -134,7 +134,7 @@ def with_casts(
 
 
 def clamp(site: Site, *, self: Value, min: Value | None, max: Value | None) -> Call | None:
-    """By tensors; torch 2.13 does not broadcast ``min`` of fewer dims than ``max``."""
+    """Clamp by tensors. torch 2.13 does not broadcast ``min`` of fewer dims than ``max``, so such calls loop."""
     arguments = {"self": self, "min": min, "max": max}
     if min is not None and max is not None and min.shared is not max.shared:
         return loop(site, arguments)
@@ -142,7 +142,7 @@ def clamp(site: Site, *, self: Value, min: Value | None, max: Value | None) -> C
 
 
 def masked_fill(site: Site, *, self: Value, mask: Value, value: Any) -> Call | None:
-    """``self [*S]`` with ``value`` where ``mask``; a 0-dim ``value`` of each member goes by `where`."""
+    """``self [*S]`` with ``value`` where ``mask``; a 0-dim ``value`` per member is filled in by `where`."""
     if not isinstance(value, Value) or value.shared:
         return pointwise(site, self=self, mask=mask, value=value)
     if any(v.layout is Layout.LISTED for v in (self, mask, value)):
@@ -177,7 +177,7 @@ copied_each = Memberwise(copied)
 
 
 def fill_tensor(site: Site, *, self: Value, value: Value) -> Call | None:
-    """Every element of ``self`` is the 0-dim ``value``."""
+    """Fill ``self`` with the 0-dim ``value``."""
     return pointwise(site, self=self, value=value) if value.shared else copy(site, self=self, src=value)
 
 
@@ -202,7 +202,7 @@ def merged(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def contiguous(site: Site, *, self: Value, memory_format: Any = torch.contiguous_format) -> Call | None:
-    """Nothing where a member's tensor is contiguous already: the strides of the array are free."""
+    """Return ``self`` unchanged if a member's tensor is contiguous already: the strides of the array are free."""
     plain = memory_format not in _CHANNELS_LAST
     if plain and self.layout is not Layout.LISTED and self.example.is_contiguous():
         return site.call(same, (self,), self.layout, self.layout.value, view=View.ALWAYS)

@@ -1,4 +1,4 @@
-"""Pooling: every channel by itself, so packed values stay packed and stacked ones are folded into samples."""
+"""Pooling treats channels separately, so packed values stay packed and stacked ones are folded into samples."""
 
 from __future__ import annotations
 

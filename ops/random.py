@@ -83,8 +83,8 @@ def dropout_stacked(x: Tensor, p: Probability, members: int, feature: bool, alph
     if p == 1 or x.numel() == 0:
         return x * 0
     like = _channels(x, 3) if feature else x
-    keep = 1 - p if isinstance(p, float) else 1 - _column(p, x)
-    return _dropped(x, draw(lambda: bernoulli(like, keep)), p, alpha)
+    keep = 1 - p if isinstance(p, float) else 1 - column(p, x)
+    return dropped(x, draw(lambda: bernoulli(like, keep)), p, alpha)
 
 
 def dropout_packed(x: Tensor, p: float, members: int, feature: bool, alpha: bool) -> Tensor:
@@ -93,7 +93,7 @@ def dropout_packed(x: Tensor, p: float, members: int, feature: bool, alpha: bool
         return x * 0
     like = _channels(x, 2) if feature else x
     noise = draw(lambda: bernoulli(packed_to_stacked(like, members), 1 - p))
-    return _dropped(x, stacked_to_packed(noise, members), p, alpha)
+    return dropped(x, stacked_to_packed(noise, members), p, alpha)
 
 
 def dropout_listed(x: Listed, p: Probability, members: int, feature: bool, alpha: bool) -> Listed:
@@ -101,12 +101,12 @@ def dropout_listed(x: Listed, p: Probability, members: int, feature: bool, alpha
     if p == 1 or x[0].numel() == 0:
         return Listed(row * 0 for row in x)
     like = x[0].detach().expand(members, *x[0].shape)
-    keep = 1 - p if isinstance(p, float) else 1 - _column(p, like)
+    keep = 1 - p if isinstance(p, float) else 1 - column(p, like)
     noise = draw(lambda: bernoulli(_channels(like, 3) if feature else like, keep))
     each = (p,) * members if isinstance(p, float) else p
     # Views of one tensor would count each other's changes; autograd refuses what changed since it was saved.
     rows = [row.squeeze(0) for row in noise.unsafe_split(1)]
-    return Listed(_dropped(row, n, q, alpha) for row, n, q in zip(x, rows, each, strict=True))
+    return Listed(dropped(row, n, q, alpha) for row, n, q in zip(x, rows, each, strict=True))
 
 
 DROPOUTS: dict[Layout, Callable[..., Any]] = {
@@ -123,21 +123,21 @@ def _channels(x: Tensor, leading: int) -> Tensor:
     return x
 
 
-def _column(numbers: tuple[float, ...], x: Tensor) -> Tensor:
+def column(numbers: tuple[float, ...], x: Tensor) -> Tensor:
     """One number per member, to be broadcast against ``x [B, *S]``."""
     return torch.tensor(numbers, dtype=x.dtype, device=x.device).view(-1, *(1,) * (x.dim() - 1))
 
 
-def _dropped(x: Tensor, noise: Tensor, p: Probability, alpha: bool) -> Tensor:
+def dropped(x: Tensor, noise: Tensor, p: Probability, alpha: bool) -> Tensor:
     """``x`` where ``noise`` is 1, rescaled as torch does; ``noise`` is changed."""
     if isinstance(p, float):
         scale: Any = _scale(p, alpha)
         shift: Any = SELU_LIMIT * scale
         drop: Any = p
     else:
-        scale = _column(tuple(_scale(q, alpha) for q in p), x)
+        scale = column(tuple(_scale(q, alpha) for q in p), x)
         shift = SELU_LIMIT * scale
-        drop = _column(p, x)
+        drop = column(p, x)
     if not alpha:
         return x * noise.mul_(scale)
     offset = noise.sub(1).mul_(shift).add_(shift * drop)
@@ -145,7 +145,7 @@ def _dropped(x: Tensor, noise: Tensor, p: Probability, alpha: bool) -> Tensor:
 
 
 def _scale(p: float, alpha: bool) -> float:
-    """What torch multiplies the kept elements by; 0 where nothing is kept."""
+    """Return the factor by which torch scales the kept elements; 0 if ``p`` is 1."""
     if p == 1:
         return 0.0
     return float(((SELU_LIMIT**2 * p + 1) * (1 - p)) ** -0.5) if alpha else 1 / (1 - p)
@@ -158,7 +158,7 @@ def native_dropout(site: Site, input: Value, p: Any, train: Any) -> Call:
 
 
 def native_dropout_stacked(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """``x [B, *S]`` -> the values and the mask of what is kept, both ``[B, *S]``."""
+    """Drop out elements of ``x [B, *S]``; returns the values and the mask of kept elements, both ``[B, *S]``."""
     if train is False or p == 0 or x.numel() == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     mask = draw(lambda: bernoulli(x, 1 - p)).bool()
@@ -333,7 +333,7 @@ _DROPOUTS = frozenset(
 
 
 def seedable(target: Any, arguments: Mapping[str, Any], example: Any) -> bool:
-    """Whether an operator that gives ``example`` draws from the members' seeds, where there are some."""
+    """True if an operator with the result ``example`` can draw from the seeds of the members, where they have some."""
     if target in _DROPOUTS:
         return not isinstance(arguments.get("train"), MemberScalars)
     known = target in FROM_SEEDS or target is aten.rrelu.default

@@ -1,4 +1,4 @@
-"""Reductions, and what else runs along dims without changing the shape: softmax, cumulative sums, sorting.
+"""Reductions, and operators along dims that keep the shape: softmax, cumulative sums, sorting.
 
 A full reduction of one member reduces all dims behind the member dim.
 """

@@ -1,4 +1,4 @@
-"""Padding, interpolation, and what moves values between channels and pixels."""
+"""Padding, interpolation, and operators that move values between channels and pixels."""
 
 from __future__ import annotations
 

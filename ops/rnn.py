@@ -1,6 +1,6 @@
 """LSTMs of all members at once, on a CPU.
 
-Every time step is one product for all members, of inputs and hidden states that lie side by side, and one pass of a
+Every time step is one product for all members, of inputs and hidden states side by side in memory, and one pass of a
 kernel over the sums (``rnn.c``). Autograd would keep and walk a dozen operators for each step; here the backward is
 written out, and the weights get their gradients from one product over all steps.
 """
@@ -38,7 +38,7 @@ MAX_WEIGHTS = 1 << 19
 # backward there is nothing else to win.
 FEW_PRODUCTS = 1 << 17
 
-# Not the tensors that are given, which lie as the kernels need them.
+# Not for the tensors that the caller passes, whose strides the kernels need.
 _EXACT = (torch.Tag.needs_exact_strides,)
 _STATES = "Tensor x, Tensor h, Tensor c, Tensor weights, int reverse"
 _GRADS = "Tensor d_y, Tensor d_h, Tensor d_c, int reverse, int to_the_first"
@@ -105,7 +105,7 @@ def kernels() -> str:
 
 @cache
 def _registered() -> str:
-    """Private to torch, tried on 2.13: its C interface for what inductor compiles."""
+    """Return the C declarations of Inductor's runtime. Private to torch, tried on 2.13."""
     found = native.library(SOURCE)
     assert not isinstance(found, str), found
     try:
@@ -118,7 +118,7 @@ def _registered() -> str:
 
 
 def lstm(site: Site, input: Value, hx: Sequence[Value], params: Sequence[Value], **options: Any) -> Call | None:
-    """`torch.nn.LSTM`; projections, and what the kernels are not for, stay with torch's own."""
+    """Compute `torch.nn.LSTM`. Projections, and calls that the kernels do not support, use torch's operator."""
     per_layer = (4 if options["has_biases"] else 2) * (2 if options["bidirectional"] else 1)
     x = input.example
     known = x.device.type == "cpu" and x.dtype in native.TYPES and len(params) == per_layer * options["num_layers"]
@@ -166,7 +166,7 @@ def lstm_stacked(members: int, x: Tensor, h: Tensor, c: Tensor, weights: Sequenc
 
 
 def _runs(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernels can work on the memory of these, and their backward is all that autograd asks for."""
+    """True if the kernels can run on these tensors, and autograd needs no more than their backward."""
     first = tensors[0]
     return (
         not torch.compiler.is_compiling()
@@ -180,14 +180,14 @@ def _runs(tensors: Sequence[Tensor]) -> bool:
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Whether it has an address, or stands for one that has when a step is traced, and is none of a transform."""
+    """True for a plain or fake tensor, outside of the transforms of torch.func, whose address a kernel can use."""
     return type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor) and not is_wrapped(tensor)
 
 
 def _per_member(
     members: int, x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], options: Mapping[str, Any]
 ) -> Results:
-    """By torch's own operator."""
+    """Compute the LSTM by torch's own operator, member by member."""
     params = [Listed(weight.unbind()) for weight in weights]
     inputs, *states = (tensor if tensor.dim() == 3 else Listed(tensor.unbind()) for tensor in (x, h, c))
     rows = each(aten.lstm.input, members, (inputs, states, params, *options.values()), {})
@@ -250,7 +250,7 @@ class LstmLayer(torch.autograd.Function):
 
 
 def _weights(w_input: Tensor, w_hidden: Tensor, b_input: Tensor | None, b_hidden: Tensor | None) -> Tensor:
-    """By what inputs, hidden states and, for the biases, a 1 beside them are multiplied: ``[B, K, 4*H]``."""
+    """Return one factor ``[B, K, 4*H]`` for inputs, hidden states and, for the biases, a column of ones."""
     parts = [w_input.mT, w_hidden.mT]
     if b_input is not None and b_hidden is not None:
         parts.append((b_input + b_hidden).unsqueeze(1))

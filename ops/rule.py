@@ -3,7 +3,7 @@
 A rule answers one question: given one node of a member's graph and the layouts of its operands, which call computes
 the node for the whole array? It is a pure function ``rule(site, **arguments) -> Call | tuple[Call, ...] | None``; the
 arguments are those of the ATen schema by name, defaults filled in. Tensors arrive as `Value`, sizes computed in the
-graph as `Scalar`, scalars that differ between members as `MemberScalars`, everything else as it stands. ``None`` says:
+graph as `Scalar`, scalars that differ between members as `MemberScalars`, everything else unchanged. ``None`` says:
 not this combination, take the generic way (vmap of the one operator, else a loop over members).
 
 A `Call` is a `Lowering`, the record of a plain function of tensors, and its arguments, each operand in the layout that
@@ -105,13 +105,13 @@ class Site:
         view: View | None = None,
         loops: bool = False,
     ) -> Call:
-        """The operator by ``fn``, which keeps for backward, and views, what the operator does unless it is told."""
+        """Return a call of ``fn``; ``saves`` and ``view`` default to what the operator itself keeps and returns."""
         saves = saved_by(self.target) if saves is None else saves
         view = view_of(self.target, self._casts(args)) if view is None else view
         return Call(Lowering(fn, layout, text, efficiency, saves, view, loops), args, kwargs or {})
 
     def _casts(self, args: tuple[Any, ...]) -> bool:
-        """Whether the result has another dtype than the first operand."""
+        """True if the result has another dtype than the first operand."""
         first = next(leaves(args, (Value, Operand)), None)
         value = first.value if isinstance(first, Operand) else first
         return value is not None and getattr(self.example, "dtype", None) != getattr(value.example, "dtype", None)
@@ -119,7 +119,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Call:
-    """What a rule answers: ``lowering.fn(*args, **kwargs)`` gives the node's value in ``layout``."""
+    """The result of a rule: ``lowering.fn(*args, **kwargs)`` computes the node's value in ``layout``."""
 
     lowering: Lowering
     args: tuple[Any, ...]
@@ -140,7 +140,7 @@ RuleTable: TypeAlias = Mapping[OpOverload, Rule]
 
 
 def merge(*tables: RuleTable) -> RuleTable:
-    """One table of several; an operator that stands in two is an error."""
+    """Merge tables of rules. Raises an error if an operator is in two of them."""
     merged: dict[OpOverload, Rule] = {}
     for table in tables:
         for target, rule in table.items():
@@ -151,17 +151,17 @@ def merge(*tables: RuleTable) -> RuleTable:
 
 
 def values(arguments: Any) -> list[Value]:
-    """All tensors in a nest of arguments, in order."""
+    """Return all tensors in a nest of arguments, in order."""
     return list(leaves(arguments, Value))
 
 
 def has_per_member(arguments: Any) -> bool:
-    """Whether a scalar that differs between members stands in a nest of arguments."""
+    """True if a nest of arguments contains a scalar that differs between members."""
     return holds(arguments, MemberScalars)
 
 
 def is_random(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
-    """Whether a call draws random numbers, so that each member needs its own even of shared operands."""
+    """True if a call draws random numbers, so that members need separate draws even for shared operands."""
     if not draws_random(target):
         return False
     off = any(arguments.get(name) is False for name in ("train", "training"))
@@ -249,7 +249,7 @@ def pointwise(site: Site, **arguments: Any) -> Call | None:
 
 
 def _packable(value: Value, result: Any) -> bool:
-    """Whether ``value`` broadcasts against a packed ``result`` as it is, or after a cheap transition."""
+    """True if ``value`` broadcasts against a packed ``result`` as it is, or after a cheap transition."""
     missing = result.dim() - value.rank
     channels = value.shape[1 - missing] if missing <= 1 < value.rank + missing else 1
     if value.layout is Layout.PACKED:

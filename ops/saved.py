@@ -1,4 +1,4 @@
-"""What torch's own operators keep for backward, and which of them give views.
+"""The memory that torch's operators keep for backward, and which of them return views.
 
 Estimates on the careful side; torch's table of derivatives is ``tools/autograd/derivatives.yaml``. A lowering that does
 not keep what its operator keeps says so itself.
@@ -39,7 +39,7 @@ def row_statistics(sizes: Sizes) -> int:
 
 
 def broadcast_copies(sizes: Sizes) -> int:
-    """What a product of stacks copies of the factors that lack dims of the result, once for every sample."""
+    """Return the bytes that a batched matrix product copies to expand factors that lack dims of the result."""
     copied = 0
     for shape in sizes.operands.values():
         if isinstance(shape, tuple) and 2 <= len(shape) < len(sizes.result):
@@ -49,7 +49,7 @@ def broadcast_copies(sizes: Sizes) -> int:
 
 
 def scores(sizes: Sizes) -> int:
-    """How many weights ``[..., L, S]`` attention has."""
+    """Return the number of attention weights ``[..., L, S]``."""
     return elements(sizes.operands["query"][:-1]) * int(sizes.operands["key"][-2])
 
 
@@ -65,7 +65,7 @@ def rows_and_matrices(operands: Any) -> tuple[int, list[Shape]]:
 
 
 def _shapes(items: Any) -> list[Shape]:
-    """Shapes are tuples, and stand in lists; what is in neither is no tensor."""
+    """Return the shapes in ``items``: shapes are tuples, lists hold shapes, and other values are no tensors."""
     found: list[Shape] = []
     for item in items:
         if isinstance(item, tuple):
@@ -124,22 +124,22 @@ _BY_NAME = {name: saves for saves, names in _KEPT.items() for name in names.spli
 
 
 def saved_by(target: Any) -> Saves:
-    """What autograd keeps of a call of ``target``; all operands if nothing better is known. Of a view it keeps none."""
-    found = _BY_NAME.get(family(target))
-    if found is not None:
-        return found
+    """Return what autograd keeps for a call of ``target``: nothing for views, all operands if it is unknown."""
+    saves = _BY_NAME.get(family(target))
+    if saves is not None:
+        return saves
     return NOTHING if view_of(target).likely else Saves()
 
 
-# A stacked or packed operand may lie in another order than a member's, and is reshaped, never viewed.
+# A stacked or packed operand may be stored in another order than a member's, and is reshaped, never viewed.
 _USUALLY = frozenset(["view", "view_as", "unflatten", "as_strided", "to"])
 _IN_ORDER = frozenset(["reshape", "reshape_as", "flatten", "ravel", "_unsafe_view", "contiguous"])
 
 
 def view_of(target: Any, casts: bool = False) -> View:
-    """Whether ``target`` gives a view, as its schema tells; ``casts``: whether the dtype of its operand is another.
+    """Return whether ``target`` returns a view, by its schema. ``casts``: the operand has another dtype.
 
-    Operators that are made of others may hand on their operand, though their schemas do not say so.
+    Composite operators may return their operand although their schemas do not say so.
     """
     if not isinstance(target, OpOverload):
         return View.NEVER

@@ -1,7 +1,7 @@
 """Views and splits: the member's dims shifted behind the member dim, or kept on a packed value.
 
-A packed ``[N, B*C, ...]`` stays packed under what leaves dims 0 and 1 in place, and under what merges or
-splits dim 1, since the members are outermost there. All else works on the stacked value, a free view of it.
+A packed ``[N, B*C, ...]`` stays packed under operators that keep dims 0 and 1 in place, or that merge or split
+dim 1, since the members are outermost there. All others work on the stacked value, a free view of it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _each(dim: Any, change: Callable[[int], int]) -> Any:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two sizes are always equal; sizes that vary are never guarded."""
+    """True if two sizes are always equal. Sizes that vary are never guarded."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     # sympy comes with it.

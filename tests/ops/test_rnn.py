@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.capture.export import capture
 from hfusion.core.layout import Layout
 from hfusion.device import native
 from hfusion.ops import rnn
@@ -243,3 +244,13 @@ def test_autocast_leaves_it_to_torch() -> None:
                 fused(x)
             return
         torch.testing.assert_close(fused(x)[0], torch.stack(wanted))
+
+
+@pytest.mark.parametrize("projected", [0, 2])
+def test_a_capture_knows_the_shapes_of_the_last_states(projected: int) -> None:
+    """torch 2.11 traces them with a dim too many."""
+    lstm, x = nn.LSTM(3, 4, num_layers=2, bidirectional=True, proj_size=projected), torch.randn(5, 2, 3)
+    y, states = lstm(x)
+    (output,) = capture(lstm, (x,), {}, varying=False).graph.find_nodes(op="output")
+    shapes = [node.meta["val"].shape for node in output.args[0]]
+    assert shapes == [part.shape for part in (y, *states)]
